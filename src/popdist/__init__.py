@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-_environment.find_aliases()
+_environment.append_aliases_to_path()
 _environment.write_stack_at_signal()
 _read = _environment.read
 

@@ -41,7 +41,7 @@ STACK_SIGNAL: int | None = getattr(signal, "SIGRTMIN", -8) + 8 or None  # Linux
 ALIASES = str(Path(__file__).parents[1] / "poprun" / "aliases")
 
 # The variables of other launchers: the number of processes, the rank, and the rank on the host.
-OTHERS = (
+OTHER_LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("WORLD_SIZE", "RANK", "LOCAL_RANK"),
     # The variables of a Slurm step: a batch script itself is one process, though its job has several tasks.
@@ -91,7 +91,7 @@ def pando_version() -> str:
 
 def is_set(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether poprun, or another launcher of several processes, started this process."""
-    return TOTAL in environment or _other_launcher(environment) is not None
+    return TOTAL in environment or _other_launcher_names(environment) is not None
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Launch:
@@ -101,7 +101,7 @@ def read(environment: Mapping[str, str] = os.environ) -> Launch:
         ValueError: a variable is missing or no number, or the total is not a multiple of the local replicas
     """
     if TOTAL not in environment:
-        names = _other_launcher(environment)
+        names = _other_launcher_names(environment)
         if names is None:
             return Launch()
         size, rank = number(environment, names[0]), number(environment, names[1])
@@ -129,12 +129,12 @@ def is_one_host(environment: Mapping[str, str] = os.environ) -> bool:
     return instances == local or environment.get("SLURM_STEP_NUM_NODES") == "1"
 
 
-def _other_launcher(environment: Mapping[str, str]) -> tuple[str, str, str] | None:
+def _other_launcher_names(environment: Mapping[str, str]) -> tuple[str, str, str] | None:
     """Return the environment variables (world size, rank, local rank) that another launcher has set.
 
     None, if there is no such launcher, or if it started only one process.
     """
-    return next((names for names in OTHERS if environment.get(names[0], "1") != "1"), None)
+    return next((names for names in OTHER_LAUNCHERS if environment.get(names[0], "1") != "1"), None)
 
 
 def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -167,7 +167,7 @@ def path_with_aliases(path: str) -> str:
     return path if is_installed else os.pathsep.join(filter(None, [path, ALIASES]))
 
 
-def find_aliases() -> None:
+def append_aliases_to_path() -> None:
     """Append the folder of aliases to this process's `sys.path`, after an installed Horovod."""
     if ALIASES not in sys.path:
         sys.path.append(ALIASES)

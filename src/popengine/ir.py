@@ -69,7 +69,7 @@ class Signature:
     visits: tuple[Visit, ...]
 
     @property
-    def weights(self) -> list[Slot]:
+    def parameters_and_buffers(self) -> list[Slot]:
         """Return the slots of parameters and buffers."""
         return [slot for slot in self.slots if slot.role in ("parameter", "buffer")]
 

@@ -60,43 +60,43 @@ class Order:
     bound: Callable[[int, Sequence[Action], int], After | None]
 
 
-def _stages(actions: Sequence[Action]) -> int:
+def _stage_count(actions: Sequence[Action]) -> int:
     return 1 + max((action.stage for action in actions), default=0)
 
 
-def _entry(row: int, actions: Sequence[Action], in_flight: int) -> After | None:
+def _bound_in_flight(row: int, actions: Sequence[Action], in_flight: int) -> After | None:
     """Return what a first action waits for: the end of the micro-batch `in_flight` earlier. Else None."""
     is_first = all(after.behind != 0 for after in actions[row].after)
     return After(len(actions) - 1, in_flight) if is_first else None
 
 
-def _room(row: int, actions: Sequence[Action], devices: int) -> After | None:
+def _bound_of_1f1b(row: int, actions: Sequence[Action], devices: int) -> After | None:
     """Return the row that a forward action waits for in 1F1B order; None: no bound.
 
     It is a backward of an earlier micro-batch, so at most (stages - stage) micro-batches are between the
     forward and the backward of a stage. Without backwards (in inference) at most `stages` are in flight.
     """
-    action, stages = actions[row], _stages(actions)
+    action, stages = actions[row], _stage_count(actions)
     backwards = [i for i, other in enumerate(actions) if other.phase == "B" and other.stage >= action.stage]
     if action.phase == "F" and backwards:
         return After(backwards[-1], stages - action.stage)
-    return _entry(row, actions, stages) if not backwards else None
+    return _bound_in_flight(row, actions, stages) if not backwards else None
 
 
 ONE_FORWARD_ONE_BACKWARD = Order(
     "one forward, one backward",
     lambda row, action, micro_batch: (action.phase == "F", -action.stage, micro_batch),
-    _room,
+    _bound_of_1f1b,
 )
 DEPTH_FIRST = Order(
     "depth first",
     lambda row, action, micro_batch: (micro_batch, row),
-    lambda row, actions, devices: _entry(row, actions, max(_stages(actions), devices)),
+    lambda row, actions, devices: _bound_in_flight(row, actions, max(_stage_count(actions), devices)),
 )
 IN_TURNS = Order(
     "in turns",
     lambda row, action, micro_batch: (micro_batch, row),
-    lambda row, actions, devices: _entry(row, actions, 1),
+    lambda row, actions, devices: _bound_in_flight(row, actions, 1),
 )
 # For each mode of a strategy: where each ipu is a device of its own, and where cores share all ipus.
 ORDERS: dict[str, tuple[Order, Order]] = {
@@ -233,7 +233,7 @@ def length(
 
     Above `most` tasks two shorter steps are simulated, and the length is extrapolated linearly.
     """
-    more = max(1, _stages(actions))
+    more = max(1, _stage_count(actions))
     some = 2 * more + 4  # enough to fill the pipeline
     if len(actions) * micro_batches <= most or micro_batches <= some + more:
         return run(micro_batches)

@@ -75,7 +75,7 @@ class Piece:
         return any(line.draw is not None for line in self.lines)
 
     @cached_property
-    def gathers(self) -> int:
+    def gather_group_size(self) -> int:
         """Return the size of the largest group of replicas that the piece gathers values of; 0: none."""
         return max((line.arguments[1] for line in self.lines if line.call == GATHER), default=0)
 
@@ -110,35 +110,35 @@ class Piece:
     @cached_property
     def source(self) -> str:
         """Return Python of `piece(values)`, which empties the list: tensors are freed at their last use."""
-        return self.written()
+        return self.source_with()
 
-    def written(self, after: str = "") -> str:
+    def source_with(self, after: str = "") -> str:
         """Return the source with `after` (as "; tick()") before the first operation and after each one."""
-        *head, cleared = self._head()
+        *head, cleared = self._head_lines()
         lines = zip(self.lines, self.dying, strict=True)
-        body = [cleared, *(self._written(line) + forgotten(dying) for line, dying in lines)]
+        body = [cleared, *(self._statement(line) + forgotten(dying) for line, dying in lines)]
         writes = "".join(name + ", " for name in self.writes)
         return "\n".join([*head, *(line + after for line in body), f"    return ({writes})"]) + "\n"
 
     def where(self, number: int) -> str:
         """Return the user's `file:line` of a line of the source (from 1); "?" if the line is no operation."""
-        index = number - 1 - len(self._head())
+        index = number - 1 - len(self._head_lines())
         return self.lines[index].where if 0 <= index < len(self.lines) else "?"
 
-    def _head(self) -> list[str]:
+    def _head_lines(self) -> list[str]:
         taken = [*self.reads, "key"] if self.draws else self.reads
         used = {*self.writes, *(name for line in self.lines for name in line.operands())}
         unread = [name for name in self.reads if name not in used]
         head = ["def piece(values):", f"    {', '.join(taken)}, = values"][: 1 + bool(taken)]
         return [*head, "    values.clear()" + forgotten(unread)]
 
-    def _written(self, line: Line) -> str:
+    def _statement(self, line: Line) -> str:
         if line.call == GETITEM:
-            value = "{}[{}]".format(*map(_text, line.arguments))
+            value = "{}[{}]".format(*map(_python_text, line.arguments))
         else:
             call = self.functions[line.call, line.draw is not None]
-            given = [_text(argument) for argument in line.arguments]
-            given += [f"{name}={_text(argument)}" for name, argument in line.named]
+            given = [_python_text(argument) for argument in line.arguments]
+            given += [f"{name}={_python_text(argument)}" for name, argument in line.named]
             if line.draw is not None:
                 call, given = "draw", [call, "key", str(line.draw), *given]
             value = f"{call}({', '.join(given)})"
@@ -150,12 +150,12 @@ def forgotten(names: Any) -> str:
     return f"; {' = '.join([*names, 'None'])}" if names else ""
 
 
-def _text(argument: Any) -> str:
+def _python_text(argument: Any) -> str:
     """Return an argument as Python text, in which `inf`, `nan`, `torch` and `device` may occur as names."""
     if isinstance(argument, Value):
         return argument.name
     if isinstance(argument, (list, tuple)):
-        inside = "".join(_text(item) + ", " for item in argument)
+        inside = "".join(_python_text(item) + ", " for item in argument)
         return f"[{inside}]" if isinstance(argument, list) else f"({inside})"
     return repr(argument)
 

@@ -69,7 +69,7 @@ class Part(NamedTuple):
     channel: str = ""  # of a send or receive: the same name at both ends
 
     @property
-    def often_and_when(self) -> tuple[str, str]:
+    def frequency_and_time(self) -> tuple[str, str]:
         """Return how often a transfer runs (once per "micro-batch" or "step"), and when, in words."""
         if self.phase:
             return "micro-batch", f"after {self.phase}{self.stage}"
@@ -304,14 +304,14 @@ def parse(text: str) -> Profile:
             f"has version {version}, and this program reads up to {VERSION}\n  fix: update this installation of Pando"
         )
     try:
-        profile = Profile(**{entry.name: _value(entry.name, data) for entry in fields(Profile)})
+        profile = Profile(**{entry.name: _field_value(entry.name, data) for entry in fields(Profile)})
         _check(profile)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ProfileError(f"is damaged: {type(error).__name__}: {error}{again}") from error
     return profile
 
 
-def _value(name: str, data: dict[str, Any]) -> Any:
+def _field_value(name: str, data: dict[str, Any]) -> Any:
     value = data[name]
     if name in TABLES:
         row_type = TABLES[name]

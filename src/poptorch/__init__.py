@@ -12,7 +12,7 @@ from typing import Any as _Any
 
 import torch as _torch
 
-from popengine.environment import find_aliases as _find_aliases
+from popengine.environment import append_aliases_to_path as _append_aliases_to_path
 from popengine.profile import PLAN_WISH as _PLAN_WISH
 
 from .logs import log_ignored_variables as _log_ignored_variables
@@ -61,7 +61,7 @@ setattr(_torch.ops, "poptorch", _Operations("poptorch"))  # noqa: B010
 _log_ignored_variables()
 if _PLAN_WISH in _os.environ:
     _importlib.import_module(".planning", __name__).build_without_values()
-_find_aliases()
+_append_aliases_to_path()
 if _os.getenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
     # Torch did not call the entry points of packages; Pando's entry point registers the ipus with Lightning.
     from importlib.metadata import entry_points as _entry_points

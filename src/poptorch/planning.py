@@ -180,7 +180,7 @@ def planned(plan: Plan, settings: Settings, graph: Graph) -> Profile:
     }
     weights = {
         slot.key: torch.empty(slot.shape, dtype=slot.dtype, device="meta")
-        for slot in plan.partition.signature.weights
+        for slot in plan.partition.signature.parameters_and_buffers
     }
     whole = replace(settings, replica_groups={}, shard_optimizer=None)
     state = State(plan, whole, weights, torch.device("meta"))
@@ -257,7 +257,9 @@ def _step_seconds(found: Executable, hyper: Hyper | None) -> list[tuple[int, flo
         short = replace(settings, counts=replace(settings.counts, **factors))
         plan = compile_graph(found.graph, short)
         slots = plan.partition.signature.slots
-        weights = {s.key: _made_up(s.shape, s.dtype, s.key) for s in plan.partition.signature.weights}
+        weights = {
+            s.key: _made_up(s.shape, s.dtype, s.key) for s in plan.partition.signature.parameters_and_buffers
+        }
         inputs = sorted((slot for slot in slots if slot.role == "input"), key=lambda slot: int(slot.key))
         product = short.counts.product
         batch = [

@@ -42,7 +42,7 @@ def page(plan: Any) -> str:
     ]
     kinds = next((kinds for one in plan.estimates for kinds in one.memory.values()), {})
     sends = [
-        (part.ipu, part.peer, size(part.bytes), *part.often_and_when)
+        (part.ipu, part.peer, size(part.bytes), *part.frequency_and_time)
         for part in profile.parts
         if part.kind == "send"
     ]

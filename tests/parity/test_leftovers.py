@@ -6,7 +6,7 @@ from torch import nn
 
 import poptorch
 from popengine.compile.recording.current_capture import current
-from popengine.compile.recording.leftovers import left_behind
+from popengine.compile.recording.leftovers import fake_tensors_in
 
 history: list[torch.Tensor] = []
 
@@ -128,7 +128,7 @@ def test_another_caller_may_take_them_out():
         def forward(self, x):
             y = super().forward(x)
             if current() is not None:
-                for leftover in left_behind(self):
+                for leftover in fake_tensors_in(self):
                     found.append(leftover.path)
                     leftover.put(None)
             return y

@@ -75,7 +75,7 @@ def capture(
     roles = {"parameter": stand_ins.parameters, "buffer": stand_ins.buffers, "input": inputs_by_key}
     for role, values in roles.items():
         for key, value in values.items():
-            recorder.placeholder(f"{role}_{key}".replace(".", "_"), value, role=role, key=key)
+            recorder.add_placeholder(f"{role}_{key}".replace(".", "_"), value, role=role, key=key)
     attributes = Attributes(module)
     token = active.set(state)
     random = torch.get_rng_state()
@@ -88,9 +88,9 @@ def capture(
             recorder,
             explained(given),
         ):
-            with recorder.saved_before_writes(), _forward_calls(module, state):
+            with recorder.saved_before_writes(), _tracked_calls(module, state):
                 outputs = list(forward(list(inputs)))
-            gradients = _gradients(state, scale) if training else {}
+            gradients = _record_backward(state, scale) if training else {}
     finally:
         active.reset(token)
         torch.set_rng_state(random)
@@ -106,7 +106,7 @@ def capture(
 
 
 @contextlib.contextmanager
-def _forward_calls(module: nn.Module, capture: Capture) -> Iterator[None]:
+def _tracked_calls(module: nn.Module, capture: Capture) -> Iterator[None]:
     """Follow the calls of a forward in the body: of modules, of autograd Functions, and of torch functions.
 
     The running module's name is `capture.module`. Hooks would not do: some modules take another path if they
@@ -149,14 +149,14 @@ class _TorchFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = map_leaves(self._capture.stand_ins.of, (args, kwargs or {}))
         if func == Tensor.data.__set__:  # pyright: ignore[reportAttributeAccessIssue]
-            return _write(*args)
+            return _write_data(*args)
         result = with_matching_types(func, args, kwargs)
         if func in LOSSES:
             self._capture.mark_loss(result)
         return result
 
 
-def _write(target: Tensor, value: Tensor) -> None:
+def _write_data(target: Tensor, value: Tensor) -> None:
     """Carry out `target.data = value` as a copy. Raises: CaptureError, if shape or dtype differ."""
     if target.shape != value.shape or target.dtype != value.dtype:
         raise CaptureError(
@@ -167,7 +167,7 @@ def _write(target: Tensor, value: Tensor) -> None:
     target.detach().copy_(value)
 
 
-def _gradients(state: Capture, scale: Tensor) -> dict[str, Tensor]:
+def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
     """Record the backward of the model's one loss, and return the gradient of each parameter that gets one.
 
     Raises:
@@ -176,7 +176,7 @@ def _gradients(state: Capture, scale: Tensor) -> dict[str, Tensor]:
     recorder, stand_ins = state.recorder, state.stand_ins
     wanted = stand_ins.trained()
     loss = final_loss(state)
-    recorder.placeholder("loss_scale", scale, role="loss_scale", key="loss_scale")
+    recorder.add_placeholder("loss_scale", scale, role="loss_scale", key="loss_scale")
     state.phase, state.block = "B", ENDED
     if (scale.dtype, scale.shape) != (loss.dtype, loss.shape):
         scale = scale.to(loss.dtype).reshape(loss.shape)
@@ -215,13 +215,13 @@ def _gradients(state: Capture, scale: Tensor) -> dict[str, Tensor]:
 
 # ---- losses ----------------------------------------------------------------------------------------------
 
-_NAMES = """
+_LOSS_NAMES = """
     l1_loss mse_loss smooth_l1_loss huber_loss soft_margin_loss hinge_embedding_loss margin_ranking_loss
     nll_loss cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div poisson_nll_loss
     gaussian_nll_loss multilabel_soft_margin_loss multilabel_margin_loss multi_margin_loss
     cosine_embedding_loss triplet_margin_loss triplet_margin_with_distance_loss ctc_loss
 """
-LOSSES = frozenset(getattr(functional, name) for name in _NAMES.split())
+LOSSES = frozenset(getattr(functional, name) for name in _LOSS_NAMES.split())
 
 
 def final_loss(capture: Capture) -> Tensor:

@@ -26,7 +26,7 @@ from ..settings import Settings
 MOST_TICKS = 20_000  # actions of the schedule that a profile holds at most
 
 
-class _Held:
+class _HeldBytes:
     """The bytes that values hold while a program adds and removes their names.
 
     Args: memories: see `_memories`; names that are not in it count nothing
@@ -146,7 +146,8 @@ class _Tables:
             if instruction.kind == "compute"
         }
         for index, piece in enumerate(self.partition.pieces):
-            held, freed = _Held(memories), ends.get(index, ())  # of the values that the piece frees or makes
+            # `held` counts the values that the piece frees or makes.
+            held, freed = _HeldBytes(memories), ends.get(index, ())
             own = {*freed, *(line.name for line in piece.lines)}
             held.add(freed)
             first = piece.lines[0].where if piece.lines else "?"
@@ -269,7 +270,7 @@ def held_bytes(graph: Graph, partition: Partition) -> tuple[int, ...]:
     waiting |= {name for piece in partition.pieces if piece.phase == "F" for name in piece.writes}
     for piece in partition.pieces:
         if piece.phase == "B":
-            held = _Held(memories)
+            held = _HeldBytes(memories)
             held.add(name for name in piece.reads if name in waiting)
             found[piece.stage] = held.bytes
     return tuple(found)
@@ -284,7 +285,7 @@ def peak_bytes(graph: Graph, plan: Plan, inside: Mapping[int, int]) -> list[int 
     """
     memories, found = _memories(graph), list[int | None]()
     for program in programs(plan).values():
-        held, most = _Held(memories), 0
+        held, most = _HeldBytes(memories), 0
         for instruction, micro_batch in program.instructions:
             if micro_batch < 0:
                 continue

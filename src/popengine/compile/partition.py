@@ -30,7 +30,7 @@ CHECKPOINT = "poptorch.recomputation_checkpoint.default"  # recomputation keeps 
 
 def used_visits(graph: Graph) -> set[int]:
     """Return the indices of the block entries (visits) that have operations; {0} if none has."""
-    used = {node.meta["block"] for node in _calls(graph) if node.meta["phase"] == "F"}
+    used = {node.meta["block"] for node in _operation_nodes(graph) if node.meta["phase"] == "F"}
     return used or {0}
 
 
@@ -47,7 +47,7 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
     views, casts = _views_and_casts(graph)
     of_state = views | casts
     placement = place(graph.visits, used_visits(graph), strategy)
-    where = _stages(graph, placement, of_state)
+    where = _node_stages(graph, placement, of_state)
     stages = range(len(placement.ipus))
     order: list[Where] = [*(("F", stage) for stage in stages), *(("B", stage) for stage in reversed(stages))]
     own: dict[Where, list[fx.Node]] = {of: [] for of in order}
@@ -61,14 +61,14 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
         members[phase, stage] = _with_needed(own[phase, stage], again, graph)
     needs = {of: _operands_outside(nodes) for of, nodes in members.items()}
     prepared, needed = {}, set().union(*needs.values())
-    for node in _calls(graph):
+    for node in _operation_nodes(graph):
         if node in casts and node.name in needed:
             nodes = _with_needed([node], of_state, graph)
             prepared[node.name] = emit("F", _NO_STAGE, list(_operands_outside(nodes)), [node.name], nodes)
     read = {of: set(sources(names, prepared)) for of, names in needs.items()}
     made = {node.name: maker for node, maker in where.items()}
-    home = _homes(graph, made, read)
-    for name, stage in _handed_through(graph, home, read).items():
+    home = _home_stages(graph, made, read)
+    for name, stage in _pass_through_stages(graph, home, read).items():
         if name not in made:
             made[name] = ("F", stage)
             needs["F", stage][name] = None
@@ -78,7 +78,7 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
             if name not in everywhere and made.get(name, user) != user:
                 wanted.add(name)
                 if order.index(made[name]) > order.index(user):
-                    raise _flows_back(name, made[name], user, placement, graph)
+                    raise _flow_back_error(name, made[name], user, placement, graph)
     pieces = []
     for of in order:
         writes = [name for name, maker in made.items() if maker == of and name in wanted]
@@ -93,7 +93,7 @@ def _operands_outside(nodes: list[fx.Node]) -> dict[str, None]:
     return {operand.name: None for node in nodes for operand in node.all_input_nodes if operand not in inside}
 
 
-def _handed_through(graph: Graph, home: dict[str, int], read: dict[Where, set[str]]) -> dict[str, int]:
+def _pass_through_stages(graph: Graph, home: dict[str, int], read: dict[Where, set[str]]) -> dict[str, int]:
     """Return, by name, the forward stage that writes each value that no node computes: the previous value of
     a changed buffer, and inputs and weights that are results."""
     found = {}
@@ -107,7 +107,7 @@ def _handed_through(graph: Graph, home: dict[str, int], read: dict[Where, set[st
     return found
 
 
-def _calls(graph: Graph) -> Iterable[fx.Node]:
+def _operation_nodes(graph: Graph) -> Iterable[fx.Node]:
     return (node for node in graph.code.nodes if node.op == "call_function")
 
 
@@ -119,7 +119,7 @@ def _views_and_casts(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
     memory = {memory_of(node) for node in held}
     views: set[fx.Node] = set()
     casts: set[fx.Node] = set()
-    for node in _calls(graph):
+    for node in _operation_nodes(graph):
         operands = node.all_input_nodes
         if not operands or node.name in results or not held.issuperset(operands):
             continue
@@ -143,13 +143,13 @@ def _with_needed(nodes: list[fx.Node], again: set[fx.Node], graph: Graph) -> lis
                 stack.append(operand)
     if len(needed) == len(nodes):
         return nodes
-    return [node for node in _calls(graph) if node in needed]
+    return [node for node in _operation_nodes(graph) if node in needed]
 
 
-def _stages(graph: Graph, placement: Placement, of_state: set[fx.Node]) -> dict[fx.Node, Where]:
+def _node_stages(graph: Graph, placement: Placement, of_state: set[fx.Node]) -> dict[fx.Node, Where]:
     """Return the phase and stage of each node that is not a view or cast of weights."""
     where: dict[fx.Node, Where] = {}
-    calls = [node for node in _calls(graph) if node not in of_state]
+    calls = [node for node in _operation_nodes(graph) if node not in of_state]
     last = len(placement.ipus) - 1
     for node in calls:
         block = node.meta["block"]
@@ -169,7 +169,7 @@ def _stages(graph: Graph, placement: Placement, of_state: set[fx.Node]) -> dict[
     return where
 
 
-def _homes(graph: Graph, made: dict[str, Where], read: dict[Where, set[str]]) -> dict[str, int]:
+def _home_stages(graph: Graph, made: dict[str, Where], read: dict[Where, set[str]]) -> dict[str, int]:
     """Return the stage of each parameter and buffer, by slot name: the stage that computes its gradient or
     its next value, else the first that reads it; 0 if none does."""
     made_at = {(r.kind, r.key): made[r.name][1] for r in graph.results if r.name in made}
@@ -182,7 +182,9 @@ def _homes(graph: Graph, made: dict[str, Where], read: dict[Where, set[str]]) ->
     return home
 
 
-def _flows_back(name: str, maker: Where, user: Where, placement: Placement, graph: Graph) -> PartitionError:
+def _flow_back_error(
+    name: str, maker: Where, user: Where, placement: Placement, graph: Graph
+) -> PartitionError:
     node = next(node for node in graph.code.nodes if node.name == name)
     return PartitionError(
         f"a value flows back from stage {maker[1]} (blocks {placement.names[maker[1]]}) to stage {user[1]} (blocks"
@@ -222,11 +224,13 @@ def emit(
     for node in nodes:
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), argument)  # type: ignore[misc]
         where, draw = node.meta.get("where", "?"), node.meta.get("draw")
-        lines.append(Line(name_of(node), _call(node.target), args, tuple(kwargs.items()), where, draw))
+        lines.append(
+            Line(name_of(node), _operation_name(node.target), args, tuple(kwargs.items()), where, draw)
+        )
     return Piece(phase, stage, tuple(reads), tuple(writes), tuple(lines))
 
 
-def _call(target: Any) -> str:
+def _operation_name(target: Any) -> str:
     """Return the name of an operation, such as "aten.add.Tensor" for torch.ops.aten.add.Tensor."""
     if target is operator.getitem:
         return GETITEM

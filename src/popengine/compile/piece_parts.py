@@ -31,7 +31,7 @@ def cut(partition: Partition, settings: Settings) -> Partition:
     sizes = _gradient_sizes(partition.signature, settings) if settings.is_eager else {}
     pieces: list[Piece] = []
     for piece in partition.pieces:
-        places = _places(piece, chained if piece.phase == "F" else frozenset(), sizes)
+        places = _cut_indices(piece, chained if piece.phase == "F" else frozenset(), sizes)
         pieces += _parts(piece, sorted(places - {0, len(piece.lines)}), changed)
     return replace(partition, pieces=tuple(pieces))
 
@@ -47,7 +47,7 @@ def _gradient_sizes(signature: Signature, settings: Settings) -> dict[str, int]:
     }
 
 
-def _places(piece: Piece, chained: frozenset[str], sizes: Mapping[str, int]) -> set[int]:
+def _cut_indices(piece: Piece, chained: frozenset[str], sizes: Mapping[str, int]) -> set[int]:
     """Return the indices of the lines before which a piece is cut.
 
     Args:

@@ -42,7 +42,7 @@ def place(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placem
         BlockError: a block is unknown to the strategy or has no ipu, or a stage has two ipus
     """
     numbers = _stage_numbers(visits, used, strategy)
-    ipu_of = _ipus(visits, numbers, strategy)
+    ipu_of = _stage_ipus(visits, numbers, strategy)
     if strategy.mode != "pipelined" or strategy.joined:
         # Ipus take turns as the forward does: every change of ipu starts a stage of its own. The stage of a phase may
         # name its ipus block by block.
@@ -94,7 +94,7 @@ def _stage_numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) 
     return [0, *(stage_of[visit.name] for visit in visits[1:])]
 
 
-def _ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy) -> dict[int, int]:
+def _stage_ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy) -> dict[int, int]:
     """Return the ipu of each stage: Stage(...).ipu(n), else a block's ipu_id, else the stage's own number."""
     found: dict[int, tuple[int, str]] = {}
     for visit, number in zip(visits, numbers, strict=True):
@@ -125,7 +125,7 @@ def with_filled_pipeline(visits: Sequence[Visit], used: set[int], settings: Sett
     if strategy.mode != "pipelined":
         return settings
     numbers = _stage_numbers(visits, used, strategy)
-    ipu_of = _ipus(visits, numbers, strategy)
+    ipu_of = _stage_ipus(visits, numbers, strategy)
     active = [0, *(ipu_of[number] for number in numbers[1:])]
     forward = 1 + sum(ipu != following for ipu, following in pairwise(active))
     needed = 2 * forward - 1 if training else forward

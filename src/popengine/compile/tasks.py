@@ -57,21 +57,21 @@ class _Flow:
         for i, piece in enumerate(self.pieces):
             for name in sources(piece.reads, partition.prepared):
                 if self.maker.get(name) != i:
-                    self.readers.setdefault((name, self.ipu(i)), []).append(i)
+                    self.readers.setdefault((name, self.ipu_of(i)), []).append(i)
         # For each piece, the values that the piece sends to each ipu, and the pieces from which it receives values.
         self.sends: list[dict[int, tuple[str, ...]]] = [{} for _ in self.pieces]
         self.receives: list[list[int]] = [[] for _ in self.pieces]
         for i, piece in enumerate(self.pieces):
             for ipu in self.ipus:
                 names = tuple(n for n in piece.writes if n in self.maker and (n, ipu) in self.readers)
-                if names and ipu != self.ipu(i):
+                if names and ipu != self.ipu_of(i):
                     self.sends[i][ipu] = names
                     self.receives[min(self.readers[name, ipu][0] for name in names)].append(i)
 
-    def ipu(self, piece: int) -> int:
+    def ipu_of(self, piece: int) -> int:
         return self.partition.ipus[self.pieces[piece].stage]
 
-    def flows(self, name: str, piece: int) -> bool:
+    def is_of_micro_batch(self, name: str, piece: int) -> bool:
         """Return whether a value that a piece reads belongs to the micro-batch, and not to the state."""
         return name in self.inputs or self.maker.get(name, piece) != piece
 
@@ -80,8 +80,12 @@ class _Flow:
         its pieces read."""
         names = {name for name in self.trained if self.home[name] == ipu}
         for i, piece in enumerate(self.pieces):
-            if self.ipu(i) == ipu:
-                read = [n for n in sources(piece.reads, self.partition.prepared) if not self.flows(n, i)]
+            if self.ipu_of(i) == ipu:
+                read = [
+                    n
+                    for n in sources(piece.reads, self.partition.prepared)
+                    if not self.is_of_micro_batch(n, i)
+                ]
                 names |= {name for name in read if name not in self.trained}
         return tuple(slot.name for slot in self.partition.signature.slots if slot.name in names)
 
@@ -120,16 +124,16 @@ class _TableWriter:
             channel = f"weights of {source}"
             send = Instruction("send", names, channel=channel, peer=target)
             receive = Instruction("receive", names, channel=channel, peer=source)
-            sent = self._add(Task("copy", source, index="step", instructions=(send,)))
-            self._add(Task("copy", target, index="step", after=(After(sent),), instructions=(receive,)))
+            sent = self._append(Task("copy", source, index="step", instructions=(send,)))
+            self._append(Task("copy", target, index="step", after=(After(sent),), instructions=(receive,)))
         for number in range(len(self.flow.pieces)):
             self._add_piece(number)
-        self._free()
+        self._add_frees()
         if self.flow.trained and self.settings.part.ends_step:
             self._add_updates()
         return tuple(self.rows)
 
-    def _add(self, task: Task, uses: Iterable[str] = ()) -> int:
+    def _append(self, task: Task, uses: Iterable[str] = ()) -> int:
         for name in uses:
             self.users.setdefault(name, set()).add(len(self.rows))
         self.rows.append(task)
@@ -139,54 +143,54 @@ class _TableWriter:
 
     def _add_piece(self, number: int) -> None:
         flow, piece = self.flow, self.flow.pieces[number]
-        flowing = [name for name in piece.reads if flow.flows(name, number)]
+        flowing = [name for name in piece.reads if flow.is_of_micro_batch(name, number)]
         makers = [flow.maker[name] for name in flowing if name in flow.maker]
         makers_rows = {self.row_of[maker] for maker in makers}
         makers_rows |= {self.loader[name] for name in flowing if name in self.loader}
-        group = max(1, piece.gathers, *(flow.pieces[maker].gathers for maker in makers))
+        group = max(1, piece.gather_group_size, *(flow.pieces[maker].gather_group_size for maker in makers))
         after = [After(row, 0, group) for row in sorted(makers_rows)]
         row = self.row_of[number] = len(self.rows)
         if self.settings.finite_checks or has_side_effects(piece):
             after.append(After(row, 1))
         kind: TaskKind = "forward" if piece.phase == "F" else "backward"
-        if piece.gathers:  # and does nothing else: see `piece_parts.py`
+        if piece.gather_group_size:  # and does nothing else: see `piece_parts.py`
             kind = "gather"
-        stores = _instruction("store", _written(self.outputs, piece))
-        sums = _instruction("accumulate", _written(self.gradients, piece))
+        stores = _instruction_if_any("store", _written_by(self.outputs, piece))
+        sums = _instruction_if_any("accumulate", _written_by(self.gradients, piece))
         sums += stores if self.adds_outputs else []
         own, freed = self._instructions(number, [] if self.adds_outputs else stores)
-        task = Task(kind, flow.ipu(number), piece.stage, piece.phase, piece=number)
+        task = Task(kind, flow.ipu_of(number), piece.stage, piece.phase, piece=number)
         instructions = (*own, *(() if sums else freed))
-        self._add(replace(task, after=tuple(after), instructions=instructions), [*flowing, *piece.writes])
+        self._append(replace(task, after=tuple(after), instructions=instructions), [*flowing, *piece.writes])
         for name in flowing:
             if name in flow.inputs:
                 self.loader.setdefault(name, row)
-        self.keeper.update({slot: row for _, slot in _written(self.slots, piece)})
+        self.keeper.update({slot: row for _, slot in _written_by(self.slots, piece)})
         if sums:
             task = replace(task, kind="sum", after=(After(row), After(row + 1, 1)))
             added = [name for instruction in sums for name in instruction.names]
-            self.sums[number] = self._add(replace(task, instructions=(*sums, *freed)), added)
+            self.sums[number] = self._append(replace(task, instructions=(*sums, *freed)), added)
 
     def _instructions(
         self, number: int, stores: list[Instruction]
     ) -> tuple[list[Instruction], list[Instruction]]:
         """Return the instructions of a piece, and the `free` (or none) that comes after its sums."""
-        flow, ipu, piece = self.flow, self.flow.ipu(number), self.flow.pieces[number]
+        flow, ipu, piece = self.flow, self.flow.ipu_of(number), self.flow.pieces[number]
         readers = {name: flow.readers.get((name, ipu), [-1]) for name in (*piece.reads, *piece.writes)}
         fresh = [(n, flow.inputs[n]) for n in piece.reads if n in flow.inputs and readers[n][0] == number]
-        last = tuple(n for n in piece.reads if flow.flows(n, number) and readers[n][-1] == number)
+        last = tuple(n for n in piece.reads if flow.is_of_micro_batch(n, number) and readers[n][-1] == number)
         done = tuple(n for n in piece.writes if n in flow.fixed or readers[n][-1] <= number)
         found = [
-            Instruction("receive", flow.sends[i][ipu], channel=str(flow.pieces[i]), peer=flow.ipu(i))
+            Instruction("receive", flow.sends[i][ipu], channel=str(flow.pieces[i]), peer=flow.ipu_of(i))
             for i in flow.receives[number]
         ]
-        found += [*_instruction("load", fresh), Instruction("compute", last, piece=number)]
+        found += [*_instruction_if_any("load", fresh), Instruction("compute", last, piece=number)]
         for other, names in flow.sends[number].items():
             found.append(Instruction("send", names, channel=str(piece), peer=other))
-        found += [*_instruction("keep", _written(self.buffers, piece)), *stores]
+        found += [*_instruction_if_any("keep", _written_by(self.buffers, piece)), *stores]
         return found, [Instruction("free", done)] if done else []
 
-    def _free(self) -> None:
+    def _add_frees(self) -> None:
         """Make the last user of each value wait for its other users and free it; drop implied edges.
 
         Rows that read or replace a changed buffer wait for the previous micro-batch's new value.
@@ -194,7 +198,7 @@ class _TableWriter:
         flow = self.flow
         for number, row in self.row_of.items():
             piece = flow.pieces[number]
-            if piece.gathers:  # another replica stacks the values that it gathers
+            if piece.gather_group_size:  # another replica stacks the values that it gathers
                 users = set().union(*(self.users[name] for name in piece.writes)) - {row}
                 for name in self.users.keys() & set(piece.reads):
                     self.users[name] |= users
@@ -206,7 +210,7 @@ class _TableWriter:
             waits.setdefault(last, set()).update(rows - {last})
         kept: dict[int, set[int]] = {}  # row -> the rows that replace the buffers which it reads or replaces
         for number, row in self.row_of.items():
-            read = [n for n in flow.pieces[number].reads if not flow.flows(n, number)]
+            read = [n for n in flow.pieces[number].reads if not flow.is_of_micro_batch(n, number)]
             kept[row] = {self.keeper[n] for n in read if n in self.keeper}
             kept[row] |= {row}.intersection(self.keeper.values())
         reach = [0] * len(self.rows)
@@ -237,16 +241,16 @@ class _TableWriter:
             before = [
                 After(row, None)
                 for row, t in enumerate(self.rows)
-                if t.kind == "gather" and flow.pieces[t.piece].gathers > counts.replicas
+                if t.kind == "gather" and flow.pieces[t.piece].gather_group_size > counts.replicas
             ]
             for number, row in self.sums.items():
                 if any(x.kind == "accumulate" for x in self.rows[row].instructions):
                     after = [After(row, None), *before]
-                    before = [self._step("exchange", after, ipu=self.rows[row].ipu, piece=number)]
+                    before = [self._add_step_row("exchange", after, ipu=self.rows[row].ipu, piece=number)]
             ready += before
         if settings.measures_gradients:
-            ready.append(self._step("norm", ready, index="parameter"))
-        begin = self._step("begin", ready)
+            ready.append(self._add_step_row("norm", ready, index="parameter"))
+        begin = self._add_step_row("begin", ready)
         updated = {
             ipu: (Instruction("update", keys=keys),)
             for ipu in flow.ipus
@@ -255,28 +259,30 @@ class _TableWriter:
         # A process that keeps no optimizer state of an ipu has no chunks there, so later rows wait for `begin`, too.
         first = begin
         if rule_of(optimizer).layers is not None:
-            measured = [self._step("measure", [begin], ipu=ipu, index="chunk") for ipu in updated]
-            first = self._step("trust", [begin, *measured])
+            measured = [self._add_step_row("measure", [begin], ipu=ipu, index="chunk") for ipu in updated]
+            first = self._add_step_row("trust", [begin, *measured])
         done = [begin] + [
-            self._step("update", [first], ipu=ipu, index="chunk", instructions=update)
+            self._add_step_row("update", [first], ipu=ipu, index="chunk", instructions=update)
             for ipu, update in updated.items()
         ]
         if counts.instances > 1 and settings.shard_optimizer is not None:
-            done.append(self._step("share", done))
-        self._step("end", done)
+            done.append(self._add_step_row("share", done))
+        self._add_step_row("end", done)
 
-    def _step(self, kind: TaskKind, after: Iterable[After], index: Index = "step", **more: Any) -> After:
+    def _add_step_row(
+        self, kind: TaskKind, after: Iterable[After], index: Index = "step", **more: Any
+    ) -> After:
         """Add a row that runs once for all replicas, and return the edge to all of its indices."""
-        row = self._add(Task(kind, index=index, after=tuple(after), once=True, **more))
+        row = self._append(Task(kind, index=index, after=tuple(after), once=True, **more))
         return After(row, 0 if index == "step" else None)
 
 
-def _written(pairs: Sequence[tuple[str, str]], piece: Piece) -> list[tuple[str, str]]:
+def _written_by(pairs: Sequence[tuple[str, str]], piece: Piece) -> list[tuple[str, str]]:
     """Return the (name, key) pairs of the values that a piece writes."""
     return [pair for pair in pairs if pair[0] in piece.writes]
 
 
-def _instruction(kind: InstructionKind, pairs: Sequence[tuple[str, str]]) -> list[Instruction]:
+def _instruction_if_any(kind: InstructionKind, pairs: Sequence[tuple[str, str]]) -> list[Instruction]:
     """Return a list of the instruction with these (name, key) pairs; an empty list without pairs."""
     names, keys = tuple(name for name, _ in pairs), tuple(key for _, key in pairs)
     return [Instruction(kind, names, keys)] if pairs else []

@@ -110,7 +110,7 @@ class Results:
                 self._written[position] = Rows(of_groups, "all", 1, result, device)
         self.weights: dict[Anchor, Rows] = {}  # by anchor; a turn is an iteration
         for anchor in (anchor for anchor in settings.anchors if anchor.is_weight):
-            slot = next(slot for slot in signature.weights if slot.key == anchor.key)
+            slot = next(slot for slot in signature.parameters_and_buffers if slot.key == anchor.key)
             once = replace(counts, accumulation=1)
             self.weights[anchor] = Rows(once, anchor.outputs, anchor.return_period, slot, device)
         inputs = sum(slot.role == "input" for slot in signature.slots)

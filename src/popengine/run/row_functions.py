@@ -77,7 +77,7 @@ class RowFunctions:
         """Return whether a row exchanges data with other processes."""
         task = self.plan.tasks[row]
         if task.kind == "gather":
-            return self.plan.partition.pieces[task.piece].gathers > self.settings.counts.replicas
+            return self.plan.partition.pieces[task.piece].gather_group_size > self.settings.counts.replicas
         return task.kind in ("exchange", "share") or (task.kind == "begin" and self._group is not None)
 
     # ---- a call --------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class State:
         self.loss_factor = 1.0  # of automatic loss scaling: multiplies the user's loss scale
         self._loss_scale = 1.0
         signature = plan.partition.signature
-        self.slot_of = {slot.key: slot.name for slot in signature.weights}
+        self.slot_of = {slot.key: slot.name for slot in signature.parameters_and_buffers}
         # Gradient sums and new buffers of replica 0, by canonical name, of a step that another plan has begun.
         self._held: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         names = {name for names in plan.state.values() for name in names}

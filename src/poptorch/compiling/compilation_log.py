@@ -167,7 +167,7 @@ def overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overview:
         f" {counted(counts.iterations, 'device iteration')} of {counted(counts.accumulation, 'micro-batch')}"
     )
     transfers = tuple(
-        (part.ipu, part.peer, part.bytes if graph else None, *part.often_and_when)
+        (part.ipu, part.peer, part.bytes if graph else None, *part.frequency_and_time)
         for part in parts_of(plan, graph)
         if part.kind == "send"
     )

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from popengine.compile.recording.current_capture import current, is_traced, paused
 from popengine.compile.recording.graph_recorder import check_dense
-from popengine.compile.recording.leftovers import left_behind
+from popengine.compile.recording.leftovers import fake_tensors_in
 from popengine.errors import CaptureError, Error, did_you_mean
 from popengine.ir import Graph, Result
 from popengine.run.call import Results
@@ -105,7 +105,7 @@ def resolve(
     sources: dict[str, tuple[Any, Result | str]] = {
         name: ("output", graph.results[index] if index >= 0 else name) for name, index in traced.items()
     }
-    for slot in graph.weights:
+    for slot in graph.parameters_and_buffers:
         sources.setdefault(slot.key, ("weight", slot.key))
     if training:
         sources |= {GRADIENT + result.key: ("gradient", result) for result in gradients}
@@ -229,7 +229,7 @@ def without_values(value: Any, where: str) -> tuple[Any, list[Tensor]]:
     capture = current()
     for part, path, is_named in constants_of(value, "output"):
         _check_constant(part, path, is_named, where)
-    tensors = [capture.recorder.adopted(t) if capture is not None else t for t in tensors_of(value)]
+    tensors = [capture.recorder.stand_in_of(t) if capture is not None else t for t in tensors_of(value)]
     with paused():
         marks = [torch.empty(0, device="meta") if is_traced(t) else t.detach() for t in tensors]
     return with_tensors(value, iter(marks)), [tensor for tensor in tensors if is_traced(tensor)]
@@ -241,7 +241,7 @@ def _check_constant(part: Any, path: str, is_named: bool, where: str) -> None:
     A program may never read an object in a named field, such as the cache of a language model. There the
     tensors are replaced by "meta" tensors, which torch refuses to read, and a warning is logged.
     """
-    found = left_behind(part, path)
+    found = fake_tensors_in(part, path)
     if not found:
         return
     kind = f"{type(part).__module__}.{type(part).__qualname__}"

@@ -160,7 +160,7 @@ def check_fits(filename: str, saved: SavedExecutor, model: WrappedModel) -> None
             f" {kinds[model.training]}"
         )
     shapes = model.shapes(saved.executables[0].settings.replica_groups)
-    weights = saved.executables[0].plan.partition.signature.weights
+    weights = saved.executables[0].plan.partition.signature.parameters_and_buffers
     other = [f"{slot.key} {list(slot.shape)}" for slot in weights if shapes.get(slot.key) != slot.shape]
     if other:
         raise Error(

@@ -64,7 +64,7 @@ class WeightSync:
         host, executable = self._model.weights(), self._lease.executable
         if executable is None:
             return host
-        slots = executable.plan.partition.signature.weights
+        slots = executable.plan.partition.signature.parameters_and_buffers
         lost = [slot.key for slot in slots if slot.key not in host]
         if lost:
             raise Error(

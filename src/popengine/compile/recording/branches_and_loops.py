@@ -26,7 +26,7 @@ class _BodyRecorder(Recorder):
 
     def node(self, value: Tensor) -> fx.Node:
         known = self._node_of.get(id(value))
-        return known if known is not None else self.stranger(value, "outer")
+        return known if known is not None else self.add_outer_tensor(value, "outer")
 
 
 def trace(
@@ -40,10 +40,10 @@ def trace(
     """
     block = capture.block
     with paused() as fake, fake:
-        recorder = _BodyRecorder(capture.describe)
+        recorder = _BodyRecorder(capture.node_meta)
         given = [like(value) for value in inputs]
         for position, value in enumerate(given):
-            recorder.placeholder(f"input_{position}", value, role="input", key=str(position))
+            recorder.add_placeholder(f"input_{position}", value, role="input", key=str(position))
         with recorder:
             outputs = list(body(given))
         nodes = [recorder.node(value) for value in outputs]

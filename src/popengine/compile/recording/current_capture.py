@@ -88,7 +88,7 @@ class Capture:
     group: Group | None = None
 
     def __post_init__(self) -> None:
-        self.recorder = CaptureRecorder(self.describe, self.stand_ins.of_operand)
+        self.recorder = CaptureRecorder(self.node_meta, self.stand_ins.of_operand)
 
     def enter(self, name: str, ipu: int | None) -> None:
         """Open a block, to which the following operations belong."""
@@ -108,7 +108,7 @@ class Capture:
         """Set the loss to train, in place of the marked losses; `where` describes its origin in errors."""
         self.chosen = value, where
 
-    def describe(self, func: Any) -> dict[str, Any]:
+    def node_meta(self, func: Any) -> dict[str, Any]:
         """Return the node meta of an operation that is about to run; a draw advances torch's generator."""
         meta = self._forward_meta(func) if self.phase == "F" else self._backward_meta()
         if torch.Tag.nondeterministic_seeded in func.tags:

@@ -98,7 +98,7 @@ def replayed(
     with fake, torch.no_grad():
         inputs = [like(node.meta["val"]) for node in placeholders]
         for node, value in zip(placeholders, inputs, strict=True):
-            recorder.placeholder(node.name, value, role=node.meta["role"], key=node.meta["key"])
+            recorder.add_placeholder(node.name, value, role=node.meta["role"], key=node.meta["key"])
         with recorder:
             outputs = around(replay)(*inputs)
     recorder.graph.output(tuple(recorder.node(value) for value in outputs))
@@ -132,13 +132,13 @@ def drop_aliases_and_dead_code(graph: fx.Graph) -> None:
             graph.erase_node(node)
     draws: dict[Any, int] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and _draws(node):
-            # A recomputed operation has the number of its first run: see `Capture.describe`.
+        if node.op == "call_function" and _is_random(node):
+            # A recomputed operation has the number of its first run: see `Capture.node_meta`.
             node.meta["draw"] = draws.setdefault(node.meta.get("numbers", node), len(draws))
     graph.lint()
 
 
-def _draws(node: fx.Node) -> bool:
+def _is_random(node: fx.Node) -> bool:
     """Return whether an operation draws random numbers; False if it has a dropout argument of 0."""
     target: Any = node.target
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
@@ -174,7 +174,7 @@ def as_graph(
         graph, constants, written = functional.graph, functional.constants, functional.written
     output: Any = graph.output_node()
     for node, value in written.items():
-        kind = _kind_of_written(node, value, trained)
+        kind = _result_kind(node, value, trained)
         if kind is not None:
             kinds.append((kind, node.meta["key"]))
             output.args = ((*output.args[0], value),)
@@ -197,7 +197,7 @@ def as_graph(
     )
 
 
-def _kind_of_written(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None:
+def _result_kind(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None:
     """Return the result kind of a placeholder that forward writes into: "buffer", "input" or None (constant).
 
     A frozen parameter becomes a buffer. Raises: CaptureError, if a trained parameter is written.

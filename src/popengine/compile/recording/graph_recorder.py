@@ -30,14 +30,14 @@ _SAID_IN_PLACE = {aten.native_batch_norm.default: aten._native_batch_norm_legit.
 
 TORCH = str(Path(torch.__file__).parent)
 _SRC = Path(__file__).parents[3]
-_OURS = (f"{TORCH}/", f"{_SRC}/popengine/", f"{_SRC}/poptorch/")
+_PANDO_AND_TORCH = (f"{TORCH}/", f"{_SRC}/popengine/", f"{_SRC}/poptorch/")
 
 
 def user_line() -> str:
     """Return `file:line` of the innermost frame outside of torch and Pando; "?" if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
-        if not _is_ours(frame.f_code.co_filename):
+        if not _is_pando_or_torch(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
@@ -47,13 +47,14 @@ def line_of(error: BaseException) -> str:
     """Return `file:line` of an error's innermost frame outside of torch and Pando, else `user_line()`."""
     frames = traceback.extract_tb(error.__traceback__)
     return next(
-        (f"{f.filename}:{f.lineno}" for f in reversed(frames) if not _is_ours(f.filename)), user_line()
+        (f"{f.filename}:{f.lineno}" for f in reversed(frames) if not _is_pando_or_torch(f.filename)),
+        user_line(),
     )
 
 
 @functools.cache
-def _is_ours(file: str) -> bool:
-    return file.startswith(_OURS) or "contextlib" in file
+def _is_pando_or_torch(file: str) -> bool:
+    return file.startswith(_PANDO_AND_TORCH) or "contextlib" in file
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
@@ -90,7 +91,7 @@ def check_dense(value: Tensor, what: str) -> None:
         )
 
 
-def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments that an operation writes into."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     return [given.get(argument.name) for argument in func._schema.arguments if argument.is_write]
@@ -138,24 +139,23 @@ def _like_grouped_mm(
 
 
 class Recorder(TorchDispatchMode):
-    """A dispatch mode that appends a node to `graph` for each operation; `describe` returns its meta."""
+    """A dispatch mode that appends a node to `graph` for each operation; `node_meta` returns its meta."""
 
-    def __init__(self, describe: Callable[[Any], dict[str, Any]]) -> None:
+    def __init__(self, node_meta: Callable[[Any], dict[str, Any]]) -> None:
         super().__init__()
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}
         self.fresh: set[str] = set()  # the constants that the recorded code itself has made
         self.written: dict[fx.Node, fx.Node] = {}  # placeholder -> the last value copied into it
-        self._describe = describe
-        self._node_of: dict[
-            int, fx.Node
-        ] = {}  # by the id of a tensor, which its node or `constants` keeps alive
+        self._node_meta = node_meta
+        # By the id of a tensor, which its node or `constants` keeps alive.
+        self._node_of: dict[int, fx.Node] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch wraps __torch_dispatch__ and imports torch._dynamo, which takes a second
 
-    def placeholder(self, name: str, value: Tensor, **meta: Any) -> fx.Node:
+    def add_placeholder(self, name: str, value: Tensor, **meta: Any) -> fx.Node:
         node = self.graph.placeholder(name)
         node.meta.update(meta)
         self.bind(node, value)
@@ -181,19 +181,19 @@ class Recorder(TorchDispatchMode):
                 " another thread, or by an earlier compilation\n"
                 "  fix: compute it in forward, in the thread that runs forward"
             )
-        return known if known is not None else self.stranger(value, "constant")
+        return known if known is not None else self.add_outer_tensor(value, "constant")
 
-    def stranger(self, value: Tensor, role: str) -> fx.Node:
+    def add_outer_tensor(self, value: Tensor, role: str) -> fx.Node:
         """Add a placeholder for a tensor that no recorded operation has made, and return it."""
         name = f"{role}_{len(self.constants)}"
         self.constants[name] = value
         first = next(iter(self.graph.nodes), None)
         with self.graph.inserting_before(first):  # placeholders stand first in a graph
-            return self.placeholder(name, value, role=role, key=name)
+            return self.add_placeholder(name, value, role=role, key=name)
 
-    def constant(self, real: Tensor) -> Tensor:
+    def add_constant(self, real: Tensor) -> Tensor:
         """Add a constant to the graph: a real tensor that forward has made. Return its fake tensor."""
-        node = self.stranger(real, "constant")
+        node = self.add_outer_tensor(real, "constant")
         self.fresh.add(node.meta["key"])
         return self.bind(node, like(real))
 
@@ -203,7 +203,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in _SAID_IN_PLACE and args[3] is not None and args[5]:  # it has statistics, and trains
             func = _SAID_IN_PLACE[func]
-        meta = self._describe(func)
+        meta = self._node_meta(func)
         out = (_like_grouped_mm if func is aten._grouped_mm.default else func)(*args, **kwargs)
         if func is aten.lift_fresh.default:  # a fresh torch.tensor(...): a constant
             made = self.node(args[0])

@@ -32,7 +32,7 @@ from .graph_recorder import (
     run_node,
     tensors_in,
     user_line,
-    written,
+    written_arguments,
 )
 
 aten = torch.ops.aten
@@ -44,12 +44,12 @@ READS = (DataDependentOutputException, DynamicOutputShapeException)
 class CaptureRecorder(Recorder):
     """The recorder of a forward: reading a tensor's value returns it, if it is known.
 
-    Args: adopted: returns the stand-in of a real tensor, or the tensor itself (see `standins.py`)
+    Args: stand_in_of: returns the stand-in of a real tensor, or the tensor itself (see `standins.py`)
     """
 
-    def __init__(self, describe: Callable[[Any], dict[str, Any]], adopted: Callable[[Any], Any]) -> None:
-        super().__init__(describe)
-        self.adopted = adopted
+    def __init__(self, node_meta: Callable[[Any], dict[str, Any]], stand_in_of: Callable[[Any], Any]) -> None:
+        super().__init__(node_meta)
+        self.stand_in_of = stand_in_of
         self._saved: dict[int, list[list[Tensor]]] = {}  # by memory, what autograd saved for its backward
         # The values of the operations that `value_of` has run; None if they depend on more than constants.
         self._values: dict[fx.Node, Any] = {}
@@ -66,9 +66,9 @@ class CaptureRecorder(Recorder):
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved[0])
 
-    def _keep_saved(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _copy_saved(self, func: Any, args: Any, kwargs: Any) -> None:
         """Copy the tensors that autograd saved from memory that an operation is about to overwrite."""
-        for value in tensors_in(written(func, args, kwargs)):
+        for value in tensors_in(written_arguments(func, args, kwargs)):
             if isinstance(value, FakeTensor):
                 for saved in self._saved.pop(value.untyped_storage()._cdata, ()):
                     saved[0] = saved[0].clone()
@@ -95,25 +95,25 @@ class CaptureRecorder(Recorder):
             with self:  # a view that is made now is recorded
                 args, kwargs = map_leaves(self._as_fake, (args, kwargs))
                 if func._schema.is_mutable:
-                    self._keep_saved(func, args, kwargs)
+                    self._copy_saved(func, args, kwargs)
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except READS as error:
             with self:
-                return self._from_constants(func, args, kwargs, error)
+                return self._run_on_constants(func, args, kwargs, error)
 
     def _as_fake(self, value: Any) -> Any:
         """Return the fake tensor for a real one: a stand-in, a view of one, or a constant; else `value`."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
-        found = self.adopted(value)
+        found = self.stand_in_of(value)
         # A tensor without dimensions may be a number, and torch promotes numbers and tensors differently.
         if found is not value or not value.dim():
             return found
         node = self.node(value)
         return self.bind(node, like(value)) if node.meta["val"] is value else node.meta["val"]
 
-    def _from_constants(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+    def _run_on_constants(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         if func is aten.index.Tensor:
             value, indices = args
             return aten.index.Tensor(value, self._without_masks(indices, error))
@@ -121,7 +121,7 @@ class CaptureRecorder(Recorder):
             shape = torch.broadcast_shapes(*(value.shape for value in args))
             value, mask = (value.expand(shape) for value in args)
             return aten.index.Tensor(value, self._without_masks([mask], error))
-        args, kwargs = tree_map(lambda leaf: self._known(leaf, error), (args, kwargs))
+        args, kwargs = tree_map(lambda leaf: self._known_value(leaf, error), (args, kwargs))
         return self._run_on_real_values(func, args, kwargs)
 
     def _run_on_real_values(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -130,11 +130,13 @@ class CaptureRecorder(Recorder):
             result = func(*args, **kwargs)
 
         def as_constant(leaf: Any) -> Any:
-            return self.constant(leaf) if isinstance(leaf, Tensor) and leaf.layout is torch.strided else leaf
+            return (
+                self.add_constant(leaf) if isinstance(leaf, Tensor) and leaf.layout is torch.strided else leaf
+            )
 
         return tree_map(as_constant, result)
 
-    def _known(self, value: Any, error: Exception) -> Any:
+    def _known_value(self, value: Any, error: Exception) -> Any:
         known = self.value_of(value) if isinstance(value, Tensor) else value
         if known is None and value is not None:
             raise error
@@ -146,8 +148,8 @@ class CaptureRecorder(Recorder):
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
                 with _disable_current_modes():
-                    places = self._known(index, error).nonzero().unbind(1)
-                found += [self.constant(place) for place in places]
+                    places = self._known_value(index, error).nonzero().unbind(1)
+                found += [self.add_constant(place) for place in places]
             else:
                 found.append(index)
         return found
@@ -157,25 +159,25 @@ class CaptureRecorder(Recorder):
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             calls = [node for node in self.graph.nodes if node.op == "call_function"]
             for node in calls[self._calls_run :]:
-                self._run(node)
+                self._compute_value(node)
             self._calls_run = len(calls)
-            known = self._value(self.node(value))
+            known = self._value_if_known(self.node(value))
             return None if known is None else known.clone()
 
-    def _run(self, node: fx.Node) -> None:
+    def _compute_value(self, node: fx.Node) -> None:
         """Set a node's value in `_values`. A write of an unknown value makes all that share its memory unknown."""
-        operands = [self._value(operand) for operand in node.all_input_nodes]
+        operands = [self._value_if_known(operand) for operand in node.all_input_nodes]
         is_known = all(value is not None for value in operands)
         if is_known and _is_deterministic(node.target):
             self._values[node] = run_node(node, self._values)
             return
         self._values[node] = None
         if is_write(node):
-            into = written(node.target, node.args, node.kwargs)
+            into = written_arguments(node.target, node.args, node.kwargs)
             memory = {memory_of(operand) for operand in into if isinstance(operand, fx.Node)} - {None}
             self._values.update(dict.fromkeys([n for n in self._values if memory_of(n) in memory]))
 
-    def _value(self, node: fx.Node) -> Any:
+    def _value_if_known(self, node: fx.Node) -> Any:
         if node not in self._values:  # a placeholder; a copy, since operations in place are run, too
             is_constant = node.meta["role"] == "constant"
             self._values[node] = copied(self.constants[node.meta["key"]]) if is_constant else None

@@ -35,7 +35,7 @@ class Leftover(NamedTuple):
     put: Callable[[Any], None]
 
 
-def left_behind(value: Any, path: str = "model") -> list[Leftover]:
+def fake_tensors_in(value: Any, path: str = "model") -> list[Leftover]:
     """Return the fake tensors that are reachable from a value, such as a module: through attributes,
     containers, objects, generators, and the outer variables of functions; not parameters and buffers."""
     found: list[Leftover] = []
@@ -47,7 +47,7 @@ def left_behind(value: Any, path: str = "model") -> list[Leftover]:
             found.append(place)
         elif id(place.value) not in seen and not isinstance(place.value, _CLOSED):
             seen.add(id(place.value))
-            stack += _items(*place)
+            stack += _held_items(*place)
     return found
 
 
@@ -55,7 +55,7 @@ def _nowhere(value: Any) -> None:
     raise AssertionError("nothing holds the model")
 
 
-def _items(path: str, value: Any, put: Callable[[Any], None]) -> Iterator[Leftover]:
+def _held_items(path: str, value: Any, put: Callable[[Any], None]) -> Iterator[Leftover]:
     """Yield the place of each item that a value holds. An item that can't be replaced alone is replaced
     together with the value."""
     if isinstance(value, (dict, list, deque)):
@@ -115,13 +115,13 @@ class Attributes:
         for child, before in self._before:
             for name, value in list(vars(child).items()):
                 old = before.get(name)
-                if old is value or not left_behind(value):
+                if old is value or not fake_tensors_in(value):
                     continue
                 if name not in before:
                     del vars(child)[name]
                 elif isinstance(old, Tensor) and not isinstance(old, FakeTensor) and not was_read(old):
                     vars(child)[name] = old
-                elif old is None or (isinstance(old, (list, tuple, dict)) and not left_behind(old)):
+                elif old is None or (isinstance(old, (list, tuple, dict)) and not fake_tensors_in(old)):
                     vars(child)[name] = old
                     undone.append(f"{type(child).__name__}.{name}")
         if undone:
@@ -134,7 +134,7 @@ class Attributes:
     def check(self, others: Sequence[tuple[Any, str]] = ()) -> None:
         """Raise CaptureError if fake tensors are left in the module, or in `others`: (value, path) pairs."""
         places = [(self._module, "model"), *others]
-        paths = sorted({leftover.path for place in places for leftover in left_behind(*place)})
+        paths = sorted({leftover.path for place in places for leftover in fake_tensors_in(*place)})
         if paths:
             raise CaptureError(
                 f"the forward leaves tensors behind in {', '.join(paths)}\n"

@@ -40,19 +40,19 @@ class StandIns:
         }
         self.buffers = {name: like(real) for name, real in module.named_buffers()}
         fakes = {**self.parameters, **self.buffers}
-        self.members = [_Member(name, real, fakes[name]) for name, real in _state(module)]
+        self.members = [_Member(name, real, fakes[name]) for name, real in _named_tensors(module)]
         self._by_id = {id(member.real): member for member in self.members}
         self._by_memory: defaultdict[int, list[_Member]] = defaultdict(list)
         for member in self.members:
-            self._by_memory[_memory(member.real)].append(member)
+            self._by_memory[_storage_id(member.real)].append(member)
         self._views: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # (real, kept alive; its stand-in)
         self.hooks: list[tuple[Any, str]] = []  # hooks of parameters, each with its name for errors
         # Tensors that require a gradient and are no parameters, each with the user's line.
         self.orphans: list[tuple[Tensor, str]] = []
         if training:
-            self._take_hooks()
+            self._register_hooks()
 
-    def _take_hooks(self) -> None:
+    def _register_hooks(self) -> None:
         """Register the gradient hooks of the user's parameters on their stand-ins.
 
         Raises:
@@ -81,7 +81,7 @@ class StandIns:
             return value
         key = id(value), torch.is_grad_enabled()
         if key not in self._views:
-            self._views[key] = value, self._view(value)
+            self._views[key] = value, self._view_of_member(value)
         return self._views[key][1]
 
     def of_operand(self, value: Any) -> Any:
@@ -98,12 +98,12 @@ class StandIns:
         """Return whether the forward has used a tensor that is no parameter or buffer itself."""
         return any(known is value for known, _ in self._views.values())
 
-    def _view(self, value: Tensor) -> Tensor:
+    def _view_of_member(self, value: Tensor) -> Tensor:
         """Return a stand-in's view for a view of a member; `value` itself if it shares no member's memory.
 
         Raises: CaptureError, if it shares memory with several members, or is not a view of one.
         """
-        sharing = self._by_memory.get(_memory(value), [])
+        sharing = self._by_memory.get(_storage_id(value), [])
         touched = [member for member in sharing if _overlap(member.real, value)]
         if not touched:
             return value
@@ -194,7 +194,7 @@ class StandIns:
                 )
 
 
-def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
@@ -226,7 +226,7 @@ def _check_members(module: nn.Module, training: bool, needs_values: bool) -> Non
         ),
     )
     for is_wrong, why_and_fix in problems:
-        names = [name for name, value in _state(module) if is_wrong(value)]
+        names = [name for name, value in _named_tensors(module) if is_wrong(value)]
         if names:
             raise CaptureError(f"{', '.join(names[:5])} of the model {why_and_fix}")
 
@@ -238,7 +238,7 @@ def _refresh_flat_weights(module: nn.Module) -> None:
             child._flat_weights = [getattr(child, name, None) for name in child._flat_weights_names]
 
 
-def _memory(value: Tensor) -> int:
+def _storage_id(value: Tensor) -> int:
     """Return a number for a tensor's storage, equal for tensors that share it, and below 0 if there is none."""
     with torch._C.DisableTorchFunction(), contextlib.suppress(NotImplementedError, RuntimeError):
         # A tensor subclass may have no memory of its own.

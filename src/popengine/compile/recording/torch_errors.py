@@ -85,7 +85,7 @@ def explained(given: str) -> Iterator[None]:
             " pass the number as a Python argument of forward"
         ) from None
     except _KINDS as error:
-        if isinstance(error, (Error, RecursionError)) or not _is_of_torch(error):
+        if isinstance(error, (Error, RecursionError)) or not _is_raised_by_torch(error):
             raise
         words = f"{type(error).__name__}: {error}".partition(" You may have run into this message")[0]
         hint = next((hint for hint in _HINTS if re.search(hint.words, words)), _ANY)
@@ -100,7 +100,7 @@ def explained(given: str) -> Iterator[None]:
         log.disabled = before
 
 
-def _is_of_torch(error: BaseException) -> bool:
+def _is_raised_by_torch(error: BaseException) -> bool:
     """Return whether the innermost frame of an error is torch's or that of a mode of the capture."""
     *_, last = traceback.extract_tb(error.__traceback__)
     return last.filename.startswith((TORCH, _MODES))

@@ -36,12 +36,12 @@ def with_layout(graph: Graph, wanted: str) -> tuple[Graph, str]:
         wanted: "preserve", "channels_last", or "auto": channels_last if images of 8 or more channels are
             pooled or resized. This depends on the model alone, so all processes compute the same bits
     """
-    if wanted == "preserve" or not has_convolutions(graph) or (wanted == "auto" and not _pools(graph)):
+    if wanted == "preserve" or not has_convolutions(graph) or (wanted == "auto" and not _has_pooling(graph)):
         return graph, "preserve"
     return in_channels_last(graph), "channels_last"
 
 
-def _pools(graph: Graph) -> bool:
+def _has_pooling(graph: Graph) -> bool:
     return any(
         node.target in _OVER_CHANNELS and node.all_input_nodes[0].meta["val"].shape[-3] >= _FEW
         for node in graph.code.nodes

@@ -102,7 +102,7 @@ def build(
         function = operation if is_drawn else _accelerator_function(operation, device) or call(operation)
         # Within inference mode `enable_grad` records nothing.
         names[written] = torch.enable_grad()(function) if name in NEEDS_GRADIENTS_ON else function
-    exec(compile(piece.written(after), _file(piece), "exec"), names)
+    exec(compile(piece.source_with(after), _file(piece), "exec"), names)
     return names["piece"]
 
 
@@ -132,7 +132,7 @@ def _file(piece: Piece) -> str:
 @functools.cache
 def _code(body: str, device: torch.device) -> Code:
     piece = Body.unpacked(body).piece
-    if piece.gathers:
+    if piece.gather_group_size:
         raise Error(
             "replicas can't gather values in a branch or a loop\n  fix: a layer that doesn't, or no poptorch.cond"
         )

@@ -74,7 +74,7 @@ def why_not(device: torch.device) -> tuple[str, str] | None:
 
 
 def _function(piece: Piece, reads: Sequence[Like]) -> Code:
-    if not piece.calls or piece.gathers or any(call in NEEDS_GRADIENTS_ON for call in piece.calls):
+    if not piece.calls or piece.gather_group_size or any(call in NEEDS_GRADIENTS_ON for call in piece.calls):
         return build(piece)
     try:
         return compiled(piece, tuple(reads))
