@@ -67,21 +67,21 @@ class AsynchronousDataAccessor:
         sharing_strategy: SharingStrategy | str = SharingStrategy.ForkServer,
         rebatched_size: int | None = None,
     ) -> None:
-        _check(dataset, buffer_size, miss_sleep_time_in_ms, rebatched_size)
+        _check_arguments(dataset, buffer_size, miss_sleep_time_in_ms, rebatched_size)
         self._length = _length(dataset, rebatched_size)  # a reference to the dataset could keep it alive
         slots = max(2, buffer_size)
-        granted = slots if early_preload else 1
+        prefilled_slots = slots if early_preload else 1
         strategy = SharingStrategy(by_name(SharingStrategy, sharing_strategy))
-        settings = WorkerSettings(dataset, slots, granted, load_indefinitely, rebatched_size)
-        self._process, self._connection = _start(strategy, settings)
+        settings = WorkerSettings(dataset, slots, prefilled_slots, load_indefinitely, rebatched_size)
+        self._process, self._connection = _start_worker(strategy, settings)
         # Before multiprocessing's own exit handler (priority 0), which would wait for the worker for ever.
         self._stop = Finalize(self, _stop, args=(self._process, self._connection), exitpriority=10)
-        self._generation = 0
+        self._restart_count = 0
         # Slots to send to the worker when the next batch is taken: that of the latest batch, at first those kept back.
-        self._owed = list(range(granted, slots))
-        self._ended = False  # whether next() raises StopIteration until iter()
+        self._slots_to_release = list(range(prefilled_slots, slots))
+        self._is_epoch_ended = False  # whether next() raises StopIteration until iter()
         # Whether iter() restarts the worker: in the middle of an epoch, or if the worker waits.
-        self._restarts = False
+        self._needs_restart = False
         # The pickled state of a poptorch.DataLoader after the latest batch, and its part that is fixed per epoch.
         self._state = pickled(dataset.state_dict()) if hasattr(dataset, "_progress") else None  # type: ignore[union-attr]
         self._begun: bytes | None = None
@@ -94,33 +94,33 @@ class AsynchronousDataAccessor:
 
     def __iter__(self) -> Iterator[Any]:
         self._check_alive()
-        if self._restarts:
+        if self._needs_restart:
             epoch = None
-            if not self._ended and self._state is not None:
+            if not self._is_epoch_ended and self._state is not None:
                 epoch = pickle.loads(self._state)["epoch"] + 1
                 self._state = None  # arrives with the next batch
             self._restart(epoch=epoch)
-        self._ended = False
+        self._is_epoch_ended = False
         return self
 
     def __next__(self) -> Any:
         self._check_alive()
-        if self._ended:
+        if self._is_epoch_ended:
             raise StopIteration
         while True:
             message = self._receive("An error occurred in the data fetcher")
-            if message.generation != self._generation:
+            if message.restart_count != self._restart_count:
                 if isinstance(message, Loaded):
                     self._send(message.slot)
             elif isinstance(message, Loaded):
-                for slot in self._owed:
+                for slot in self._slots_to_release:
                     self._send(slot)
-                self._owed, self._restarts = [message.slot], True
+                self._slots_to_release, self._needs_restart = [message.slot], True
                 self._state, self._begun = message.state, message.begun or self._begun
                 return unpacked(message.content, self._memory[message.slot])
             else:
                 assert isinstance(message, EpochEnd)
-                self._ended, self._restarts = True, not message.goes_on
+                self._is_epoch_ended, self._needs_restart = True, not message.is_continuing
                 self._state, self._begun = message.state, None
                 raise StopIteration
 
@@ -137,13 +137,13 @@ class AsynchronousDataAccessor:
     def _resume(self, state: LoaderState) -> None:
         """Restart the worker process at the position of a loader's `state_dict`."""
         self._check_alive()
-        self._state, self._begun, self._ended = pickled(state), None, False
+        self._state, self._begun, self._is_epoch_ended = pickled(state), None, False
         self._restart(state=self._state)
 
     def _restart(self, epoch: int | None = None, state: bytes | None = None) -> None:
-        self._generation += 1
-        self._restarts = False
-        self._send(Restart(self._generation, epoch, state))
+        self._restart_count += 1
+        self._needs_restart = False
+        self._send(Restart(self._restart_count, epoch, state))
 
     def terminate(self) -> None:
         """End the worker process. Iterating afterwards is an error; the latest batch stays valid."""
@@ -174,7 +174,7 @@ class AsynchronousDataAccessor:
             )
 
 
-def _check(dataset: Any, buffer_size: int, miss_sleep: float, rebatched_size: int | None) -> None:
+def _check_arguments(dataset: Any, buffer_size: int, miss_sleep: float, rebatched_size: int | None) -> None:
     assert isinstance(buffer_size, int) and buffer_size > 0, f"buffer_size must be positive: {buffer_size}"
     assert miss_sleep >= 0, f"miss_sleep_time_in_ms must not be negative: {miss_sleep}"
     assert rebatched_size is None or rebatched_size > 1, (
@@ -225,13 +225,13 @@ _START_METHODS = {
 }
 
 
-def _generator(device: str, state: bytes) -> torch.Generator:
+def _generator_from_state(device: str, state: bytes) -> torch.Generator:
     return torch.Generator(device).set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 # torch sends a generator's state through shared memory that may be freed before the worker opens it.
 ForkingPickler.register(
-    torch.Generator, lambda g: (_generator, (str(g.device), g.get_state().numpy().tobytes()))
+    torch.Generator, lambda g: (_generator_from_state, (str(g.device), g.get_state().numpy().tobytes()))
 )
 _GUARD = (
     'put the main part of the script under `if __name__ == "__main__":`, as the worker imports the script; or let the '
@@ -240,7 +240,7 @@ _GUARD = (
 _GRACE = 3.0  # seconds a worker gets to end its own workers
 
 
-def _start(strategy: SharingStrategy, settings: WorkerSettings) -> tuple[BaseProcess, Connection]:
+def _start_worker(strategy: SharingStrategy, settings: WorkerSettings) -> tuple[BaseProcess, Connection]:
     """Start a worker process. Returns it, and this process's end of the connection.
 
     Raises: DataError, if the dataset can't be pickled, or the worker imports a script that makes a loader

@@ -62,7 +62,7 @@ def partition_of(
         "shuffling in several processes needs one seed for all of them: call options.randomSeed(seed)"
     )
     rows, combined = len(dataset), micro_batch * counts.product
-    dealt, leftovers = rows, 0
+    index_count, leftovers = rows, 0
     if drop_last:
         share = rows // (combined * processes) * combined
         if share == 0:
@@ -71,13 +71,13 @@ def partition_of(
                 f"gets a combined batch\n"
                 f"  fix: fewer processes, a smaller batch_size, fewer device iterations or less accumulation"
             )
-        dealt, leftovers = share * processes, 0 if by_replica else rows % share
+        index_count, leftovers = share * processes, 0 if by_replica else rows % share
     elif options.exists("new_shapes"):
         # All processes train on the last rows together: shares are equal, and the last one goes on with the first rows.
-        dealt = -(-rows // processes) * processes
+        index_count = -(-rows // processes) * processes
     width = micro_batch * counts.groups if by_replica else None
-    places_of = partial(_places_of, dealt, width, processes)
-    first, last = (-(-len(places_of(p)) // combined) for p in (0, processes - 1))
+    get_indices = partial(_indices_of_process, index_count, width, processes)
+    first, last = (-(-len(get_indices(p)) // combined) for p in (0, processes - 1))
     if first != last:
         logger.warning(
             "drop_last=False with %d elements gives the first of %d processes one batch more than the "
@@ -86,7 +86,7 @@ def partition_of(
             processes,
         )
     seed = options.random_seed if shuffle else None
-    return ProcessSampler(rows, seed, partial(places_of, distributed.processId), leftovers)
+    return ProcessSampler(rows, seed, partial(get_indices, distributed.processId), leftovers)
 
 
 class ProcessSampler(Sampler[int]):
@@ -94,43 +94,43 @@ class ProcessSampler(Sampler[int]):
     is shuffled anew in each epoch.
 
     Args:
-        places_of: returns the process's indices into the order, which are taken modulo `rows`
+        get_indices: returns the process's indices into the order, which are taken modulo `rows`
         leftovers: the number of rows that no process reads. If seeded, it is added to the indices in each odd
             epoch (the first, the third, ...), so that two epochs reach every index
     """
 
     def __init__(
-        self, rows: int, seed: int | None, places_of: Callable[[], torch.Tensor], leftovers: int
+        self, rows: int, seed: int | None, get_indices: Callable[[], torch.Tensor], leftovers: int
     ) -> None:
-        self.rows, self.places_of, self.leftovers, self.behind = rows, places_of, leftovers, False
+        self.rows, self.get_indices, self.leftovers, self.is_shifted = rows, get_indices, leftovers, False
         self.generator = None if seed is None else torch.Generator().manual_seed(seed)
 
     def __len__(self) -> int:
-        return len(self.places_of())
+        return len(self.get_indices())
 
     def __iter__(self) -> Iterator[int]:
-        self.behind = self.generator is not None and not self.behind
-        places = (self.places_of() + (self.leftovers if self.behind else 0)) % self.rows
+        self.is_shifted = self.generator is not None and not self.is_shifted
+        indices = (self.get_indices() + (self.leftovers if self.is_shifted else 0)) % self.rows
         if self.generator is None:
-            return iter(places.tolist())
-        return iter(torch.randperm(self.rows, generator=self.generator)[places].tolist())
+            return iter(indices.tolist())
+        return iter(torch.randperm(self.rows, generator=self.generator)[indices].tolist())
 
 
-def _places_of(dealt: int, width: int | None, processes: int, process: int) -> torch.Tensor:
+def _indices_of_process(index_count: int, width: int | None, processes: int, process: int) -> torch.Tensor:
     """Return the indices, into the order of the rows, that a process reads.
 
     Without `width` this is a contiguous share. With it, the order is split into groups of `width` rows; the
     replicas of one process read a group at once. Groups are assigned to processes in turn: a replica's rows in an
     update are the same for any number of processes.
 
-    Args: dealt: the number of indices to divide among the processes
+    Args: index_count: the number of indices to divide among the processes
     """
-    places = torch.arange(dealt)
+    indices = torch.arange(index_count)
     if width is None:
-        return places.tensor_split(processes)[process]
-    whole = dealt - dealt % (width * processes)
-    rest = dealt - whole
-    pieces = places // width
+        return indices.tensor_split(processes)[process]
+    whole = index_count - index_count % (width * processes)
+    rest = index_count - whole
+    pieces = indices // width
     if rest and rest % processes == 0:  # the last groups, one for each process, are shorter
         pieces[whole:] = torch.arange(rest) // (rest // processes)
-    return places[pieces % processes == process]
+    return indices[pieces % processes == process]

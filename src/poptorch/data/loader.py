@@ -90,12 +90,13 @@ class DataLoader(torch.utils.data.DataLoader):
             "'rebatched_size' is what the loader computes: use mode=poptorch.DataLoaderMode.AsyncRebatched"
         )
 
-        calls = options._counts().product  # micro-batches of a combined batch
-        self._group = 1 if batch_sampler is None else calls  # elements of the sampler per combined batch
+        micro_batch_count = options._counts().product  # micro-batches of a combined batch
+        # Elements of the sampler per combined batch.
+        self._elements_per_batch = 1 if batch_sampler is None else micro_batch_count
         self._micro_batch = micro_batch = _rows_of_a_micro_batch(batch_size, shuffle, batch_sampler)
-        self._combined_batch_size = None if micro_batch is None else micro_batch * calls
+        self._combined_batch_size = None if micro_batch is None else micro_batch * micro_batch_count
         self._worker_size = self._rows_to_regroup(rebatched_worker_size, batch_sampler)
-        self._shares = options.Distributed.numProcesses  # processes that have a position of their own
+        self._share_count = options.Distributed.numProcesses  # processes that have a position of their own
         if auto_distributed_partitioning:
             others = {"batch_sampler": batch_sampler, "sampler": kwargs.get("sampler")}
             given = next((name for name, value in others.items() if value is not None), None)
@@ -105,9 +106,9 @@ class DataLoader(torch.utils.data.DataLoader):
             if sampler is not None:
                 kwargs["sampler"], shuffle = sampler, None
             if options.Distributed.rows_by_replica:
-                self._shares = 1
+                self._share_count = 1
 
-        num_workers = _workers(num_workers, dataset, kwargs.get("worker_init_fn"))
+        num_workers = _worker_count(num_workers, dataset, kwargs.get("worker_init_fn"))
         if batch_sampler is not None:
             kwargs["batch_sampler"] = batch_sampler
         else:
@@ -122,8 +123,8 @@ class DataLoader(torch.utils.data.DataLoader):
         )
         if not drop_last and not options.exists("new_shapes"):
             if batch_sampler is not None:
-                _warn_of_incomplete_batch(length_of(batch_sampler), calls, "micro-batches")
-            elif (rows := self._rows()) is not None:
+                _warn_of_incomplete_batch(length_of(batch_sampler), micro_batch_count, "micro-batches")
+            elif (rows := self._row_count()) is not None:
                 _warn_of_incomplete_batch(rows, self._combined_batch_size or 1, "rows")
         if self.mode != DataLoaderMode.Sync:
             if self.pin_memory:
@@ -172,34 +173,38 @@ class DataLoader(torch.utils.data.DataLoader):
         """
         state = checked(state_dict, self)
         if self._accessor is None:
-            self._progress.wanted = state
+            self._progress.loaded_state = state
         else:
             self._accessor._resume(state)
 
     def __len__(self) -> int:
         if self._worker_size is None:
-            parts, size = super().__len__(), self._group
+            parts, size = super().__len__(), self._elements_per_batch
         else:
-            parts, size = self._rows(), self._combined_batch_size or 1
+            parts, size = self._row_count(), self._combined_batch_size or 1
         if parts is None:
             raise TypeError(f"{type(self.dataset).__name__} has no length")
         return parts // size if self.drops_last else -(-parts // size)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        batches = self._progress.epoch_of(self) if self._accessor is None else iter(self._accessor)
-        return _observed(batches, self.options._counts(), self._micro_batch)
+        batches = self._progress.begin_epoch(self) if self._accessor is None else iter(self._accessor)
+        return _record_batches(batches, self.options._counts(), self._micro_batch)
 
-    def _epoch(self, head: int = 0) -> Iterator[Any]:
+    def _begin_epoch(self, head: int = 0) -> Iterator[Any]:
         """Begin an epoch, and return its batches. Where rows are regrouped, `head` rows are left out first."""
         batches = super().__iter__()
         if self._worker_size is not None:
             return rebatched(batches, self._combined_batch_size or 1, not self.drops_last, head)
-        return batches if self._group == 1 else grouped(batches, self._group, not self.drops_last)
+        return (
+            batches
+            if self._elements_per_batch == 1
+            else grouped(batches, self._elements_per_batch, not self.drops_last)
+        )
 
-    def _parts_before(self, position: int) -> tuple[int, int]:
+    def _elements_before(self, position: int) -> tuple[int, int]:
         """Return what precedes batch `position` of an epoch: elements of the sampler, and rows of the next one."""
         if self._worker_size is None:
-            return position * self._group, 0
+            return position * self._elements_per_batch, 0
         return divmod(position * (self._combined_batch_size or 1), self._worker_size)
 
     @property
@@ -226,9 +231,11 @@ class DataLoader(torch.utils.data.DataLoader):
         """Return the rows of a call in all processes (in this one, if each has a share); None: not known."""
         if self._combined_batch_size is None:
             return None
-        return self._combined_batch_size * (1 if self._shares > 1 else self.options.Distributed.numProcesses)
+        return self._combined_batch_size * (
+            1 if self._share_count > 1 else self.options.Distributed.numProcesses
+        )
 
-    def _rows(self) -> int | None:
+    def _row_count(self) -> int | None:
         """Return the rows that this process reads in an epoch; None if not known."""
         return length_of(self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler)
 
@@ -247,7 +254,7 @@ class DataLoader(torch.utils.data.DataLoader):
 
     def _warn_of_no_batch(self) -> None:
         if self.mode == DataLoaderMode.Sync:  # an asynchronous loader raises
-            rows, combined = self._rows(), self.combinedBatchSize
+            rows, combined = self._row_count(), self.combinedBatchSize
             logger.warning(
                 "the DataLoader yields no batch: its dataset has %s rows, and a call takes %s (batch_size x device "
                 "iterations x accumulation x replicas). Use more data, or lower one of these",
@@ -268,7 +275,7 @@ def _rows_of_a_micro_batch(batch_size: int | None, shuffle: bool | None, batch_s
     return getattr(batch_sampler, "batch_size", None)
 
 
-def _observed(batches: Iterator[Any], counts: Counts, micro_batch: int | None) -> Iterator[Any]:
+def _record_batches(batches: Iterator[Any], counts: Counts, micro_batch: int | None) -> Iterator[Any]:
     """Yield the batches; record for `loaded_for` what each is made for, and in profiles the wait for it."""
     while True:
         start = time.perf_counter_ns()
@@ -284,7 +291,7 @@ def _observed(batches: Iterator[Any], counts: Counts, micro_batch: int | None) -
         del batch
 
 
-def _workers(num_workers: int, dataset: Any, worker_init_fn: Any) -> int:
+def _worker_count(num_workers: int, dataset: Any, worker_init_fn: Any) -> int:
     """Return the number of workers, at most one per core; for an iterable dataset `num_workers` itself."""
     if isinstance(dataset, IterableDataset):
         if num_workers > 1 and worker_init_fn is None:

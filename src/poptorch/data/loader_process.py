@@ -4,11 +4,11 @@
     Tensor: the slots          ───────────────►
     Loaded(slot, ...)          ───────────────►   reads the slot ...
                                ◄───────────────   int: ... and returns it
-    EpochEnd(goes_on)          ───────────────►
+    EpochEnd(is_continuing)    ───────────────►
                                ◄───────────────   Restart: begin an epoch; what is in flight is stale
     str: why it failed         ───────────────►   and the process ends
 
-A slot belongs to the side that received its number last, so no lock is needed. The generation of a message is
+A slot belongs to the side that received its number last, so no lock is needed. The `restart_count` of a message is
 the number of restarts before it was sent: the consumer discards messages from before its last restart.
 """
 
@@ -43,7 +43,7 @@ class WorkerSettings:
     Args:
         dataset:          an iterable
         slots:            number of slots
-        granted:          number of slots that are filled before the consumer takes the first batch
+        prefilled_slots:  number of slots that are filled before the consumer takes the first batch
         load_indefinitely: load the beginning of the next epoch as soon as one has ended
         rebatched_size:   rows of a batch, if the dataset's batches are to be regrouped
         start_method:     of the processes of the dataset's own loader
@@ -51,7 +51,7 @@ class WorkerSettings:
 
     dataset: Any
     slots: int
-    granted: int
+    prefilled_slots: int
     load_indefinitely: bool
     rebatched_size: int | None
     parsers: dict[type, ICustomArgParser] = field(default_factory=registered_parsers)
@@ -69,7 +69,7 @@ class Loaded:
         begun:   the pickled value of "begun" in the state, with the first batch of an epoch
     """
 
-    generation: int
+    restart_count: int
     slot: int
     content: bytes
     state: bytes | None
@@ -80,8 +80,8 @@ class Loaded:
 class EpochEnd:
     """The end of an epoch; `state` as in Loaded."""
 
-    generation: int
-    goes_on: bool  # False if the worker waits for a Restart
+    restart_count: int
+    is_continuing: bool  # False if the worker waits for a Restart
     state: bytes | None
 
 
@@ -89,7 +89,7 @@ class EpochEnd:
 class Restart:
     """The request to begin an epoch; no argument: the next one."""
 
-    generation: int
+    restart_count: int
     epoch: int | None = None  # the epoch to begin, if the dataset is a poptorch.DataLoader
     state: bytes | None = None  # the state to go on from
 
@@ -184,7 +184,7 @@ def serve(connection: Connection, consumer_end: Connection | None, settings: Wor
         consumer_end.close()
     os.setpgrp()  # the consumer can end this process and all that it starts with one signal
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the consumer to handle
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     torch.set_num_threads(1)  # a forked OpenMP pool hangs, and loading should not compete with computing
     try:
         _Feeder(connection, pickle.loads(settings) if isinstance(settings, bytes) else settings).run()
@@ -198,7 +198,7 @@ def serve(connection: Connection, consumer_end: Connection | None, settings: Wor
             connection.send(reason)
 
 
-def _leave(*_: Any) -> None:
+def _exit_on_signal(*_: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(0)  # not os._exit: the exit handlers end the processes of torch's loader
 
@@ -213,12 +213,12 @@ class _Feeder:
         set_random_state(settings.random)
         self.connection, self.settings, self.dataset = connection, settings, settings.dataset
         self.memory: Tensor | None = None  # uint8 [slots, bytes of a slot], as large as the first batch
-        self.free = deque(range(settings.granted))
+        self.free_slots = deque(range(settings.prefilled_slots))
         self.batches: Any = None  # an iterator over the rest of the current epoch; None between two epochs
-        self.is_new = True  # whether this epoch has yielded no batch so far
-        self.running = True
-        self.generation = 0
-        self.starts: dict[int | None, LoaderState] = {}  # by epoch, the loader's state at its beginning
+        self.is_epoch_start = True  # whether this epoch has yielded no batch so far
+        self.is_loading = True
+        self.restart_count = 0
+        self.start_states: dict[int | None, LoaderState] = {}  # by epoch, the loader's state at its beginning
         consumer = multiprocessing.parent_process()
         assert consumer is not None
         self.watched = [connection, consumer.sentinel]
@@ -232,61 +232,61 @@ class _Feeder:
         """
         end = object()
         while True:
-            while not (self.free and self.running) or self.connection.poll():
-                self.handle(self.receive())
+            while not (self.free_slots and self.is_loading) or self.connection.poll():
+                self.handle_message(self.receive_message())
             if self.batches is None:
-                self.batches, self.is_new = iter(self.dataset), True
+                self.batches, self.is_epoch_start = iter(self.dataset), True
                 if self.settings.rebatched_size is not None:
                     self.batches = rebatched(self.batches, self.settings.rebatched_size, keep_tail=False)
             batch = next(self.batches, end)
             if batch is not end:
-                self.feed(_with_lists(batch))
+                self.send_batch(_with_lists(batch))
                 continue
             if self.memory is None:
                 raise DataError("the dataset is empty: it has not a single (complete) batch")
             # After an empty epoch the worker waits: a generator, for example, can be iterated only once.
-            self.batches, self.running = None, self.settings.load_indefinitely and not self.is_new
+            self.batches, self.is_loading = None, self.settings.load_indefinitely and not self.is_epoch_start
             state = self.loader_state()
             state = None if state is None else pickled(state)
-            self.connection.send(EpochEnd(self.generation, self.running, state))
+            self.connection.send(EpochEnd(self.restart_count, self.is_loading, state))
 
     def loader_state(self) -> LoaderState | None:
         """Return the state of the dataset, if it is a poptorch.DataLoader; else None."""
         return self.dataset.state_dict() if hasattr(self.dataset, "_progress") else None
 
-    def feed(self, batch: Any) -> None:
+    def send_batch(self, batch: Any) -> None:
         """Copy a batch into a free slot, and send the slot's number."""
         is_first = self.memory is None
         if self.memory is None:
             size = max(sum(map(_padded, tensors_of(batch))), 1)
             self.memory = torch.empty(self.settings.slots, size, dtype=torch.uint8).share_memory_()
-        slot = self.free.popleft()
+        slot = self.free_slots.popleft()
         content = _packed(batch, self.memory[slot])
         if is_first:
             self.connection.send(self.memory)
         state, sent, begun = self.loader_state(), None, None
         if state is not None:
             epoch, start = state["epoch"], state.pop("begun")
-            if self.is_new:
+            if self.is_epoch_start:
                 begun = pickled(start)
-                self.starts[epoch] = {**state, "position": 0, "begun": None, "now": start}
-                self.starts.pop(epoch - self.settings.slots - 1, None)
+                self.start_states[epoch] = {**state, "position": 0, "begun": None, "now": start}
+                self.start_states.pop(epoch - self.settings.slots - 1, None)
             sent = pickled(state)
-        self.is_new = False
-        self.connection.send(Loaded(self.generation, slot, content, sent, begun))
+        self.is_epoch_start = False
+        self.connection.send(Loaded(self.restart_count, slot, content, sent, begun))
 
-    def handle(self, message: int | Restart) -> None:
+    def handle_message(self, message: int | Restart) -> None:
         """Take back a slot, or begin an epoch, which may have been loaded ahead already."""
         if isinstance(message, int):
-            self.free.append(message)
+            self.free_slots.append(message)
             return
-        self.generation, self.batches, self.running = message.generation, None, True
-        state = self.starts.get(message.epoch) if message.state is None else pickle.loads(message.state)
+        self.restart_count, self.batches, self.is_loading = message.restart_count, None, True
+        state = self.start_states.get(message.epoch) if message.state is None else pickle.loads(message.state)
         if state is not None:
-            self.dataset._progress.wanted = state
-        self.starts = {}
+            self.dataset._progress.loaded_state = state
+        self.start_states = {}
 
-    def receive(self) -> int | Restart:
+    def receive_message(self) -> int | Restart:
         if self.connection not in wait(self.watched):
             raise EOFError("the consumer has ended")
         return self.connection.recv()

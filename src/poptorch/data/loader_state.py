@@ -49,36 +49,38 @@ class Progress:
     def __init__(self) -> None:
         self.epoch, self.position = 0, 0
         self.begun: LoaderState | None = None  # generators when this epoch began; None between two epochs
-        self.wanted: LoaderState | None = None  # loaded state, from which the next epoch goes on
+        self.loaded_state: LoaderState | None = None  # from which the next epoch continues
         self.iterate: Callable[[Iterable[Any]], Iterator[Any]] = iter  # for the next use of `Resumable`
 
     def state(self, loader: Any) -> LoaderState:
         """Return the state of a loader. It is the loaded state until the next epoch begins."""
-        if self.wanted is not None:
-            return self.wanted
+        if self.loaded_state is not None:
+            return self.loaded_state
         position = {"epoch": self.epoch, "position": self.position}
         return {**position, **_layout(loader), "begun": self.begun, "now": _generators(loader)}
 
-    def epoch_of(self, loader: Any) -> Iterator[Any]:
-        """Return an iterator over the batches of the next epoch, or over the rest of the epoch in `wanted`."""
-        wanted, self.wanted = self.wanted, None
-        if wanted is None:
+    def begin_epoch(self, loader: Any) -> Iterator[Any]:
+        """Return an iterator over the batches of the next epoch, or the rest of the epoch in `loaded_state`."""
+        loaded_state, self.loaded_state = self.loaded_state, None
+        if loaded_state is None:
             self.epoch += self.begun is not None  # a `break` has ended the one before
             self.position, self.begun = 0, _generators(loader)
-            return self._counted(loader, loader._epoch())
-        self.epoch, self.position = wanted["epoch"], wanted["position"]
-        self.begun = begun = wanted["begun"] or wanted["now"]
-        now = None if wanted["begun"] is None else wanted["now"]["random"]
+            return self._count_batches(loader, loader._begin_epoch())
+        self.epoch, self.position = loaded_state["epoch"], loaded_state["position"]
+        self.begun = begun = loaded_state["begun"] or loaded_state["now"]
+        now = None if loaded_state["begun"] is None else loaded_state["now"]["random"]
         loader._iterator = None  # persistent workers have begun another epoch
         _set_generators(loader, begun)
         if isinstance(loader.dataset, IterableDataset):
-            return self._counted(loader, _after_skip(loader._epoch(), self.position, now, ahead=0))
+            return self._count_batches(
+                loader, _after_skip(loader._begin_epoch(), self.position, now, ahead=0)
+            )
         begin = None if begun["fresh"] else partial(_set_generators, loader, begun)
-        parts, head = loader._parts_before(self.position)
+        parts, head = loader._elements_before(self.position)
         self.iterate = partial(_after_skip, count=parts, random=now, ahead=1, begin=begin)
-        return self._counted(loader, loader._epoch(head))
+        return self._count_batches(loader, loader._begin_epoch(head))
 
-    def _counted(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+    def _count_batches(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             self.position += 1
             yield batch
@@ -150,8 +152,8 @@ def checked(state: Mapping[str, Any], loader: Any) -> LoaderState:
         rows = position * (state["rows"] or 0)
         if state["shares"] != 1 or here["shares"] != 1 or not rows or rows % (here["rows"] or rows + 1):
             raise DataError(
-                f"the loader's state is of the middle of epoch {state['epoch']}, from {_words(state)}, and here are "
-                f"{_words(here)}: rows would be read twice, and others never\n"
+                f"the loader's state is of the middle of epoch {state['epoch']}, from {_describe_layout(state)}, "
+                f"and here are {_describe_layout(here)}: rows would be read twice, and others never\n"
                 f"  why: a process with a share of its own counts the batches of that share\n"
                 f"  fix: go on as before until the epoch has ended, or load a state from between two epochs; with "
                 f"popdist.poptorch.Options rows belong to replicas, and any number of processes goes on"
@@ -162,10 +164,10 @@ def checked(state: Mapping[str, Any], loader: Any) -> LoaderState:
 
 def _layout(loader: Any) -> dict[str, Any]:
     """Return the number of processes that count batches separately, and the rows of one call of all processes."""
-    return {"shares": loader._shares, "rows": loader._rows_of_a_call()}
+    return {"shares": loader._share_count, "rows": loader._rows_of_a_call()}
 
 
-def _words(layout: Mapping[str, Any]) -> str:
+def _describe_layout(layout: Mapping[str, Any]) -> str:
     shares = (
         f"{layout['shares']} processes with a share each" if layout["shares"] > 1 else "one order for all"
     )
@@ -184,7 +186,7 @@ def _generators(loader: Any) -> LoaderState:
     return {
         "random": random_state(),
         "own": [generator.get_state() for generator in _own_generators(loader)],
-        "behind": getattr(loader.sampler, "behind", False),
+        "behind": getattr(loader.sampler, "is_shifted", False),
         "fresh": loader._iterator is None,  # new workers draw a seed when an epoch begins
     }
 
@@ -194,5 +196,5 @@ def _set_generators(loader: Any, state: LoaderState) -> None:
     set_random_state(state["random"])
     for generator, value in zip(_own_generators(loader), state["own"], strict=False):
         generator.set_state(value)
-    if hasattr(loader.sampler, "behind"):
-        loader.sampler.behind = state["behind"]
+    if hasattr(loader.sampler, "is_shifted"):
+        loader.sampler.is_shifted = state["behind"]
