@@ -15,7 +15,7 @@ from popengine.errors import Error
 from .library import LIBRARY, check_tensors, computed
 
 aten = torch.ops.aten
-_NEVER = -math.inf
+_LOG_ZERO = -math.inf
 Path = tuple[int, ...]
 
 
@@ -90,7 +90,7 @@ def _gradient(
     return aten._ctc_loss_backward(*values, blank, zero_infinity).to(log_probs.dtype)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:4], *output)
     ctx.settings = inputs[4:]
     ctx.set_materialize_grads(False)  # the second output has no gradient
@@ -103,7 +103,9 @@ def _backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
 
 computed("ctc_loss", _loss, _loss_shapes)
 computed("ctc_loss_backward", _gradient, lambda gradient, log_probs, *rest: torch.empty_like(log_probs))
-torch.library.register_autograd("poptorch::ctc_loss", _backward, setup_context=_save, lib=LIBRARY)
+torch.library.register_autograd(
+    "poptorch::ctc_loss", _backward, setup_context=_save_for_backward, lib=LIBRARY
+)
 
 
 def ctc_beam_search_decoder(
@@ -142,7 +144,7 @@ def _decode(
     probs: Tensor, lengths: Tensor, blank: int = 0, beam_width: int = 100, top_paths: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     steps, batch, _ = probs.shape
-    scores = torch.full((batch, top_paths), _NEVER, dtype=probs.dtype)
+    scores = torch.full((batch, top_paths), _LOG_ZERO, dtype=probs.dtype)
     counts = torch.zeros(batch, top_paths, dtype=torch.int32)
     paths = torch.full((batch, top_paths, steps), blank, dtype=torch.int32)
     for sample in range(batch):
@@ -159,33 +161,33 @@ def _beams(rows: list[list[float]], blank: int, beam_width: int) -> list[tuple[P
     For each path two log-probabilities are kept: of all its alignments that end in a blank, and of all that
     end in its last label. A path can repeat its last label only after a blank.
     """
-    beams: dict[Path, tuple[float, float]] = {(): (0.0, _NEVER)}
+    beams: dict[Path, tuple[float, float]] = {(): (0.0, _LOG_ZERO)}
     for row in rows:
         longer: dict[Path, tuple[float, float]] = {}
 
         def add(path: Path, ends_blank: float, ends_label: float, into: dict = longer) -> None:
-            before = into.get(path, (_NEVER, _NEVER))
-            into[path] = (_sum(before[0], ends_blank), _sum(before[1], ends_label))
+            before = into.get(path, (_LOG_ZERO, _LOG_ZERO))
+            into[path] = (_log_add_exp(before[0], ends_blank), _log_add_exp(before[1], ends_label))
 
         for path, (ends_blank, ends_label) in beams.items():
-            either = _sum(ends_blank, ends_label)
+            either = _log_add_exp(ends_blank, ends_label)
             for label, chance in enumerate(row):
                 if label == blank:
-                    add(path, either + chance, _NEVER)
+                    add(path, either + chance, _LOG_ZERO)
                 elif path and label == path[-1]:
-                    add(path, _NEVER, ends_label + chance)
-                    add((*path, label), _NEVER, ends_blank + chance)
+                    add(path, _LOG_ZERO, ends_label + chance)
+                    add((*path, label), _LOG_ZERO, ends_blank + chance)
                 else:
-                    add((*path, label), _NEVER, either + chance)
-        best = sorted(longer.items(), key=lambda beam: _sum(*beam[1]), reverse=True)
+                    add((*path, label), _LOG_ZERO, either + chance)
+        best = sorted(longer.items(), key=lambda beam: _log_add_exp(*beam[1]), reverse=True)
         beams = dict(best[:beam_width])
-    return [(path, _sum(*ends)) for path, ends in beams.items()]
+    return [(path, _log_add_exp(*ends)) for path, ends in beams.items()]
 
 
-def _sum(one: float, other: float) -> float:
+def _log_add_exp(one: float, other: float) -> float:
     """Return log(exp(one) + exp(other))."""
     high, low = max(one, other), min(one, other)
-    return high if low == _NEVER else high + math.log1p(math.exp(low - high))
+    return high if low == _LOG_ZERO else high + math.log1p(math.exp(low - high))
 
 
 computed("ctc_beam_search_decoder", _decode, _shapes_of_paths)

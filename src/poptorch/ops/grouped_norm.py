@@ -33,16 +33,16 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
         self.group_size = group_size
 
     def forward(self, input: Tensor) -> Tensor:
-        takes_statistics = self.training or self.running_mean is None
-        if self.group_size == 1 or not takes_statistics or current() is None:
+        uses_batch_statistics = self.training or self.running_mean is None
+        if self.group_size == 1 or not uses_batch_statistics or current() is None:
             return super().forward(input)
         self._check_input_dim(input)
         made, mean, variance = _Normalised.apply(input, self.weight, self.bias, self.eps, self.group_size)
         if self.training and self.running_mean is not None:
-            self._follow(mean, variance, self.group_size * input.numel() // input.shape[1])
+            self._update_running_statistics(mean, variance, self.group_size * input.numel() // input.shape[1])
         return made
 
-    def _follow(self, mean: Tensor, variance: Tensor, values: int) -> None:
+    def _update_running_statistics(self, mean: Tensor, variance: Tensor, values: int) -> None:
         """Update the running statistics from a group's mean and variance (`values` elements per channel)."""
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
@@ -72,11 +72,11 @@ class _Normalised(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.eps, ctx.group = eps, group
         ctx.types = [None if v is None else v.dtype for v in (x, weight, bias)]
-        x, weight, bias = _wide(x), _wide(weight), _wide(bias)
+        x, weight, bias = _at_least_float32(x), _at_least_float32(weight), _at_least_float32(bias)
         mine = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0))
         means, variances = gather_over_replicas(mine, group).unbind(1)
-        mean = _sum(means) / group
-        variance = _sum(variances + (means - mean).square()) / group
+        mean = _tree_sum(means) / group
+        variance = _tree_sum(variances + (means - mean).square()) / group
         made = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.mark_non_differentiable(mean, variance)
@@ -86,11 +86,20 @@ class _Normalised(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, weight, mean, variance = ctx.saved_tensors
         alone = torch.ops.aten.native_batch_norm_backward(
-            _wide(gradients[0]), x, weight, mean, variance, mean, variance, False, ctx.eps, [True, True, True]
+            _at_least_float32(gradients[0]),
+            x,
+            weight,
+            mean,
+            variance,
+            mean,
+            variance,
+            False,
+            ctx.eps,
+            [True, True, True],
         )
         dx, weights, biases = alone  # dx for constant statistics, and the two sums Σ dy·x̂ and Σ dy
         values = ctx.group * x.numel() // x.shape[1]
-        scaled, plain = _sum(gather_over_replicas(torch.stack([weights, biases]), ctx.group)).unbind(0)
+        scaled, plain = _tree_sum(gather_over_replicas(torch.stack([weights, biases]), ctx.group)).unbind(0)
         scale = torch.rsqrt(variance + ctx.eps)
         factor = scale if weight is None else scale * weight
         slope = -factor * scale * scaled / values
@@ -100,12 +109,12 @@ class _Normalised(torch.autograd.Function):
         return *(v.to(t) if t is not None else None for v, t in zip(made, ctx.types, strict=True)), None, None
 
 
-def _wide(value: Tensor | None) -> Any:
+def _at_least_float32(value: Tensor | None) -> Any:
     """Convert half precision values to float32, in which they are summed; return other values unchanged."""
     return value.float() if value is not None and value.dtype in (torch.float16, torch.bfloat16) else value
 
 
-def _sum(parts: Tensor) -> Tensor:
+def _tree_sum(parts: Tensor) -> Tensor:
     """Sum over the first dimension in the order of a binary tree: the same bits in every layout of replicas."""
     values = list(parts.unbind(0))
     while len(values) > 1:

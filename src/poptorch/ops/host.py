@@ -79,7 +79,7 @@ def host_call(
     return list(torch.ops.poptorch.host_call(list(inputs), handle))
 
 
-def _find(handle: int) -> HostCall:
+def _call_of_handle(handle: int) -> HostCall:
     if handle not in _calls:
         raise Error(
             "this graph calls a Python function on the host, and was compiled by another process, which had it\n"
@@ -89,15 +89,15 @@ def _find(handle: int) -> HostCall:
     return _calls[handle]
 
 
-def _run(inputs: list[Tensor], handle: int) -> list[Tensor]:
-    call = _find(handle)
+def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
+    call = _call_of_handle(handle)
     device = inputs[0].device if inputs else torch.device("cpu")
     # Copies, and no inference tensors: the function may keep its inputs or convert them to numpy.
     with torch.inference_mode(False), torch.no_grad():
         given = [value.to("cpu", copy=True) for value in inputs]
-        versions, weights = [value._version for value in given], _versions(call)
+        versions, weights = [value._version for value in given], _version_counters(call)
         made = [value.to(device) for value in call.function(*given)]
-        if changed := [name for name, version in _versions(call).items() if version != weights[name]]:
+        if changed := [name for name, version in _version_counters(call).items() if version != weights[name]]:
             raise Error(
                 f"{call.name} changes {', '.join(changed)} of the model on the host, and the compiled model keeps its"
                 " own\n"
@@ -105,7 +105,7 @@ def _run(inputs: list[Tensor], handle: int) -> list[Tensor]:
                 "  fix: give it to the function as an input, and declare that with `writes=[...]`"
             )
         for i in call.unchanged:
-            if given[i]._version != versions[i] or not _same(given[i], inputs[i]):
+            if given[i]._version != versions[i] or not _has_same_bits(given[i], inputs[i]):
                 raise Error(
                     f"{call.name} changes its input {i} in place, and the change would be lost\n"
                     "  why: the graph gives a function on the host copies of its tensors\n"
@@ -121,24 +121,26 @@ def _run(inputs: list[Tensor], handle: int) -> list[Tensor]:
     return [value.contiguous() for value in made]
 
 
-def _versions(call: HostCall) -> dict[str, int]:
+def _version_counters(call: HostCall) -> dict[str, int]:
     """Return the version counters of the model's tensors on the host, which each write increments."""
     with torch._C.DisableTorchFunctionSubclass():  # reading a marked tensor would copy weights to the host
         return {name: value._version for name, link in call.weights if (value := link()) is not None}
 
 
-def _same(value: Tensor, before: Tensor) -> bool:
+def _has_same_bits(value: Tensor, before: Tensor) -> bool:
     """Return whether two tensors hold the same bits. (Writes by numpy don't increment a version counter.)"""
     value, before = value.contiguous(), before.to("cpu").contiguous()
     return torch.equal(value.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8))
 
 
-def _pretend(inputs: list[Tensor], handle: int) -> list[Tensor]:
+def _fake_outputs(inputs: list[Tensor], handle: int) -> list[Tensor]:
     device = inputs[0].device if inputs else "cpu"
-    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in _find(handle).outputs]
+    return [
+        torch.empty(shape, dtype=dtype, device=device) for shape, dtype in _call_of_handle(handle).outputs
+    ]
 
 
-computed("host_call", _run, _pretend)
+computed("host_call", _call_on_host, _fake_outputs)
 
 
 def calls_host(plan: Plan) -> bool:
@@ -194,7 +196,7 @@ class _HostFunctionGradient(torch.autograd.Function):
         def run(*given: Tensor) -> list[Tensor]:
             sums, values = list(given[:count]), list(given[count:])
             if op.backward is None:
-                return _differentiated(op.forward, sums, values, wanted)
+                return _autograd_gradients(op.forward, sums, values, wanted)
             made = as_list(op.backward(sums, values))
             return [torch.zeros_like(values[i]) if made[i] is None else made[i] for i in wanted]
 
@@ -211,7 +213,7 @@ class _HostFunctionGradient(torch.autograd.Function):
         return (None, None, *(made.get(i) for i in range(len(inputs))))
 
 
-def _differentiated(
+def _autograd_gradients(
     forward: Callable[..., Any], gradients: list[Tensor], inputs: list[Tensor], wanted: list[int]
 ) -> list[Tensor]:
     """Return the gradients of forward's inputs at the positions `wanted`, by autograd."""
@@ -322,7 +324,7 @@ def custom_op(
         Error: the operation has no implementation; outside a compiled model it returns zeros instead
     """
     attributes = {} if attributes is None else attributes
-    _check(attributes)
+    _check_attributes(attributes)
     found = _registered.get((name, domain, domain_version))
     if found is None and name in KNOWN:
         return computed_here(name, inputs, attributes, example_outputs)
@@ -343,7 +345,7 @@ def custom_op(
     return function(inputs, example_outputs)
 
 
-def _check(attributes: dict[str, Any]) -> None:
+def _check_attributes(attributes: dict[str, Any]) -> None:
     largest = torch.finfo(torch.float32).max
     for key, value in attributes.items():
         items = list(value) if isinstance(value, (list, tuple)) else [value]

@@ -43,10 +43,10 @@ def mark(
 
     LIBRARY.impl(name, identity, "CompositeExplicitAutograd")
     LIBRARY.impl(name, differentiable, "Autograd")
-    torch.library.register_fake(f"poptorch::{name}", _fresh, lib=LIBRARY)
+    torch.library.register_fake(f"poptorch::{name}", _fake_like, lib=LIBRARY)
 
 
-def _fresh(first: Tensor, *settings: Any) -> Tensor:
+def _fake_like(first: Tensor, *settings: Any) -> Tensor:
     """Return a new fake tensor: a view could not be changed in place, since a mark has its own backward."""
     return torch.empty_strided(first.size(), first.stride(), dtype=first.dtype, device=first.device)
 

@@ -90,15 +90,15 @@ def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
     `mode` is the loop whose computation the transfer to the device may overlap. Here transfers are not
     overlapped, but a misplaced mark raises Error at compilation.
     """
-    return _marked("set_overlap_for_input", input_tensors, mode)
+    return _mark_tensors("set_overlap_for_input", input_tensors, mode)
 
 
 def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
     """Return the tensors unchanged, as `set_overlap_for_input` does; the transfer is that to the host."""
-    return _marked("set_overlap_for_output", output_tensors, mode)
+    return _mark_tensors("set_overlap_for_output", output_tensors, mode)
 
 
-def _marked(name: str, tensors: Any, mode: OverlapMode) -> Any:
+def _mark_tensors(name: str, tensors: Any, mode: OverlapMode) -> Any:
     mode = by_name(OverlapMode, mode)
     if not isinstance(mode, OverlapMode):
         raise Error(f"the mode must be one of poptorch.OverlapMode's; found {mode!r}")
@@ -200,20 +200,20 @@ class MultiConv:
 
     def availableMemoryProportions(self, value: float | list[float] | None) -> MultiConv:
         """Set the proportion of tile memory that each convolution may use."""
-        valid = _all(value, lambda item: isinstance(item, int | float) and not isinstance(item, bool))
+        valid = _all_valid(value, lambda item: isinstance(item, int | float) and not isinstance(item, bool))
         return self._set(
             "available_memory_proportions", value, valid, "available memory proportion! A number or a list"
         )
 
     def partialsTypes(self, value: torch.dtype | list[torch.dtype] | None) -> MultiConv:
         """Set the type of partial sums: torch.float or torch.half."""
-        valid = _all(value, lambda dtype: dtype in (torch.float32, torch.float16))
+        valid = _all_valid(value, lambda dtype: dtype in (torch.float32, torch.float16))
         words = "partials types: torch.float, torch.half or a list of them"
         return self._set("partials_types", value, valid, words, ValueError)
 
     def enableConvDithering(self, value: bool | list[bool] | None) -> MultiConv:
         """Set whether the convolutions start on different tiles."""
-        valid = _all(value, lambda flag: isinstance(flag, bool))
+        valid = _all_valid(value, lambda flag: isinstance(flag, bool))
         return self._set(
             "conv_dithering", value, valid, "convolution dithering: a bool or a list of bools", ValueError
         )
@@ -276,7 +276,7 @@ class MultiConv:
             )
 
 
-def _all(value: Any, valid: Callable[[Any], bool]) -> bool:
+def _all_valid(value: Any, valid: Callable[[Any], bool]) -> bool:
     if isinstance(value, (list, tuple)):
         return len(value) > 0 and all(valid(item) for item in value)
     return value is None or valid(value)

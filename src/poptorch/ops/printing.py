@@ -63,7 +63,7 @@ def ipu_print_tensor(
     )
 
 
-def _print(tensor: Tensor, title: str = "", print_gradient: bool = True, *layout: Any) -> None:
+def _print_tensor(tensor: Tensor, title: str = "", print_gradient: bool = True, *layout: Any) -> None:
     head = f"{title}: " if title else ""
     lines = _Layout(tensor.detach().cpu(), *layout).lines()
     sys.stderr.write(head + "\n".join(lines) + "\n")  # one write, as other threads print, too
@@ -78,7 +78,7 @@ def _gradient(gradient: Tensor, title: str = "", print_gradient: bool = True, *l
 
 mark(
     f"ipu_print_tensor{torch.library.infer_schema(ipu_print_tensor, mutates_args=())}",
-    run=_print,
+    run=_print_tensor,
     gradient=_gradient,
 )
 
@@ -98,7 +98,7 @@ class _Layout:
     close_bracket: str = ")"
 
     def lines(self) -> list[str]:
-        write = self._writer()
+        write = self._formatter()
         return [write(self.tensor.item())] if self.tensor.dim() == 0 else self._lines(self.tensor, "", write)
 
     def _lines(self, part: Tensor, indent: str, write: Callable[[Any], str]) -> list[str]:
@@ -123,7 +123,7 @@ class _Layout:
             line += item
         return [*lines, line if values else line + self.close_bracket]
 
-    def _writer(self) -> Callable[[Any], str]:
+    def _formatter(self) -> Callable[[Any], str]:
         """Return the function that writes an element."""
         tensor, digits, kind = self.tensor, self.digits, self.float_format
         if not tensor.is_floating_point():

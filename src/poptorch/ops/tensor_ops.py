@@ -104,10 +104,10 @@ def serializedMatMul(
         return torch.cat([torch.matmul(piece, rhs) for piece in lhs.chunk(factor, -2)], -2)
     if mode is MatMulSerializationMode.OutputChannels:
         return torch.cat([torch.matmul(lhs, piece) for piece in rhs.chunk(factor, -1)], -1)
-    return _reduced(lhs, rhs, factor, keep_precision)
+    return _sum_of_products(lhs, rhs, factor, keep_precision)
 
 
-def _reduced(lhs: Tensor, rhs: Tensor, factor: int, keep_precision: bool) -> Tensor:
+def _sum_of_products(lhs: Tensor, rhs: Tensor, factor: int, keep_precision: bool) -> Tensor:
     wide = torch.promote_types(lhs.dtype, torch.float32) if keep_precision else lhs.dtype
     pairs = zip(lhs.to(wide).chunk(factor, -1), rhs.to(wide).chunk(factor, max(-2, -rhs.dim())), strict=True)
     first, *others = (torch.matmul(left, right) for left, right in pairs)
@@ -138,18 +138,20 @@ def fps(src: Tensor, ptr: list[int], ratio: float = 0.5, random_start: bool = Fa
     return torch.ops.poptorch.fps(src, ptr, ratio, make(len(ptr) - 1, device=src.device))
 
 
-def _counts(ptr: list[int], ratio: float) -> list[int]:
+def _sample_counts(ptr: list[int], ratio: float) -> list[int]:
     return [math.ceil(ratio * (end - begin)) for begin, end in itertools.pairwise(ptr)]
 
 
-def _sample(src: Tensor, ptr: list[int], ratio: float, starts: Tensor) -> Tensor:
+def _sample_clouds(src: Tensor, ptr: list[int], ratio: float, starts: Tensor) -> Tensor:
     chosen = []
-    for begin, end, count, start in zip(ptr, ptr[1:], _counts(ptr, ratio), starts.tolist(), strict=False):
-        chosen.append(begin + _farthest(src[begin:end].flatten(1), count, int(start * (end - begin))))
+    for begin, end, count, start in zip(
+        ptr, ptr[1:], _sample_counts(ptr, ratio), starts.tolist(), strict=False
+    ):
+        chosen.append(begin + _sample_cloud(src[begin:end].flatten(1), count, int(start * (end - begin))))
     return torch.cat(chosen)
 
 
-def _farthest(points: Tensor, count: int, start: int) -> Tensor:
+def _sample_cloud(points: Tensor, count: int, start: int) -> Tensor:
     chosen = torch.empty(count, dtype=torch.int64)
     distance = torch.full((len(points),), math.inf, device=points.device)
     for position in range(count):
@@ -161,8 +163,8 @@ def _farthest(points: Tensor, count: int, start: int) -> Tensor:
 
 computed(
     "fps",
-    _sample,
-    lambda src, ptr, ratio, starts: src.new_empty(sum(_counts(ptr, ratio)), dtype=torch.int64),
+    _sample_clouds,
+    lambda src, ptr, ratio, starts: src.new_empty(sum(_sample_counts(ptr, ratio)), dtype=torch.int64),
 )
 
 
