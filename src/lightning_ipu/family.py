@@ -136,7 +136,7 @@ def classes(package: str) -> dict[str, type]:
     return {**built, "IPUPrecisionPlugin": built["IPUPrecision"]}
 
 
-def imported() -> str:
+def imported_package() -> str:
     """Return the name of the imported Lightning package; if both or none are, "lightning.pytorch"."""
     loaded = [package for package in PACKAGES if package in sys.modules]
     return loaded[0] if len(loaded) != 2 and loaded else PACKAGES[0]

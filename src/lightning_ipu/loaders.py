@@ -43,15 +43,15 @@ def converted(loader: Any, stage: Any, options: poptorch.Options, lightning: Any
     if type(loader).__iter__ is not DataLoader.__iter__:
         made = Joined(loader, n, concatenated, keep_tail=predicts)
     elif predicts:
-        made = _index_noting(loader, n, lightning)
+        made = _prediction_loader(loader, n, lightning)
     else:
-        made = _combined(loader, options)
+        made = _combined_loader(loader, options)
     if not predicts:
         _check_length(loader, made, n, stage, options, lightning)
     return made
 
 
-def _index_noting(loader: DataLoader[Any], n: int, lightning: Any) -> DataLoader[Any]:
+def _prediction_loader(loader: DataLoader[Any], n: int, lightning: Any) -> DataLoader[Any]:
     """Return a torch loader of all rows in combined batches, whose indices Lightning can read."""
     copied = {name: getattr(loader, name) for name in _COPIED}
     size = None if loader.batch_size is None else loader.batch_size * n
@@ -96,7 +96,7 @@ def micro_batches(options: poptorch.Options, training: bool) -> int:
     return counts.product if training else counts.iterations * counts.groups
 
 
-def _combined(loader: DataLoader[Any], options: poptorch.Options) -> poptorch.DataLoader:
+def _combined_loader(loader: DataLoader[Any], options: poptorch.Options) -> poptorch.DataLoader:
     """Return a poptorch.DataLoader with the data set, workers and order of rows of a torch loader."""
     arguments: dict[str, Any] = {name: getattr(loader, name) for name in _COPIED}
     arguments["multiprocessing_context"] = loader.multiprocessing_context
@@ -105,11 +105,13 @@ def _combined(loader: DataLoader[Any], options: poptorch.Options) -> poptorch.Da
         arguments["batch_sampler"] = loader.batch_sampler  # the user's
     else:
         arguments["batch_size"] = loader.batch_size
-        arguments |= {"auto_distributed_partitioning": False} if is_iterable else _order(loader, options)
+        arguments |= (
+            {"auto_distributed_partitioning": False} if is_iterable else _order_arguments(loader, options)
+        )
     return poptorch.DataLoader(options, loader.dataset, drop_last=True, **arguments)
 
 
-def _order(loader: DataLoader[Any], options: poptorch.Options) -> dict[str, Any]:
+def _order_arguments(loader: DataLoader[Any], options: poptorch.Options) -> dict[str, Any]:
     """Return the loader's order of rows as arguments of a poptorch.DataLoader.
 
     With several instances torch's own samplers are left out, since the loader partitions the rows. Other

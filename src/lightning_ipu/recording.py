@@ -96,14 +96,14 @@ class Recording(ExitStack):
         self._metrics = _metrics_of(module)
         self._log_signature = inspect.signature(module.log)
         self._is_manual = step == "training_step" and not module.automatic_optimization
-        self._done: list[str] = []  # calls of manual optimization
+        self._manual_calls: list[str] = []  # calls of manual optimization
         self._before = {
             name: copy.copy(value) if isinstance(value, (list, dict, set, deque)) else value
             for name, value in _attributes(module).items()
         }
 
     def __enter__(self) -> Recording:
-        self.callback(_restored, self._module, self._before)
+        self.callback(_restore_attributes, self._module, self._before)
         replaced: dict[str, Any] = {"log": self._log, "log_dict": self._log_dict}
         if self._is_manual:
             replaced |= self._manual_optimization()
@@ -112,13 +112,13 @@ class Recording(ExitStack):
         for path, metric in self._metrics.items():
             replace_until(self, vars(metric), "forward", self._noted(path, "forward"))
             replace_until(self, vars(metric), "update", self._noted(path, "update"))
-            replace_until(self, vars(metric), "compute", MetricValue(path)._refuse)
+            replace_until(self, vars(metric), "compute", MetricValue(path)._raise_unknown)
         _watch_counters(self._module._trainer, self)
         return self
 
     def finish(self, output: Any) -> None:
         """Note the tensors that the step left in the module's attributes, and choose the training loss."""
-        for what, value in _restored(self._module, self._before):
+        for what, value in _restore_attributes(self._module, self._before):
             if what is None:
                 raise CaptureError(
                     f"the step leaves a tensor that has no values yet in self.{value}\n"
@@ -209,19 +209,19 @@ class Recording(ExitStack):
     def _manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
         if not is_traced(loss):
             raise CaptureError(f"manual_backward at {user_line()} takes a loss that is computed in the step")
-        self._done.append("backward")
-        _capture().choose_loss(loss, user_line())
+        self._manual_calls.append("backward")
+        _current_capture().choose_loss(loss, user_line())
 
     def _optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self._done.append("step")
+        self._manual_calls.append("step")
         note(("optimizer_step",), None)
 
     def _check_manual(self) -> None:
         """Raise a CaptureError, unless the step made one backward, followed by one optimizer step."""
-        if self._done != ["backward", "step"]:
+        if self._manual_calls != ["backward", "step"]:
             raise CaptureError(
                 "manual optimization in training_step must be one `self.manual_backward(loss)`, followed by one"
-                f" `optimizer.step()`; found {', '.join(self._done) or 'neither'}\n"
+                f" `optimizer.step()`; found {', '.join(self._manual_calls) or 'neither'}\n"
                 "  why: the step is compiled into one backward pass and one weight update at its end\n"
                 "  fix: sum the losses, or use automatic optimization and return the loss; accumulate with"
                 " Trainer(accumulate_grad_batches=...)"
@@ -242,7 +242,7 @@ class MetricValue:
     def __init__(self, path: str, call: int | None = None) -> None:
         self._path, self._call = path, call
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+    def _raise_unknown(self, *args: Any, **kwargs: Any) -> Any:
         raise CaptureError(
             f"the value of the metric {self._path!r} is known on the host, after the step\n"
             f"  used at {user_line()}\n"
@@ -253,15 +253,17 @@ class MetricValue:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._refuse()
+        return self._raise_unknown()
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __lt__ = __gt__ = __le__ = __ge__ = __neg__ = __float__ = __int__ = __bool__ = __getitem__ = _refuse
-    __iter__ = __len__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _raise_unknown
+    __lt__ = __gt__ = __le__ = __ge__ = __neg__ = __float__ = __int__ = __bool__ = __getitem__ = (
+        _raise_unknown
+    )
+    __iter__ = __len__ = _raise_unknown
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        next(value for value in args if isinstance(value, MetricValue))._refuse()
+        next(value for value in args if isinstance(value, MetricValue))._raise_unknown()
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
@@ -289,10 +291,10 @@ def _choose_loss(output: Any, module: Any) -> None:
             f"{cause}\n  {where}\n  why: the step is compiled, and trains at each call\n"
             '  fix: return a floating point tensor with one element, or a dictionary with the key "loss"'
         )
-    _capture().choose_loss(loss, where)
+    _current_capture().choose_loss(loss, where)
 
 
-def _capture() -> Capture:
+def _current_capture() -> Capture:
     capture = current()
     assert capture is not None
     return capture
@@ -312,7 +314,7 @@ def _holds_traced(value: Any) -> bool:
     return any(map(is_traced, tensors_of(list(value) if is_set else value)))
 
 
-def _restored(module: Any, before: dict[str, Any]) -> list[tuple[Any, Any]]:
+def _restore_attributes(module: Any, before: dict[str, Any]) -> list[tuple[Any, Any]]:
     """Restore the attributes that hold a traced tensor, and return notes of what they held.
 
     Lists and dictionaries stay the same objects. The note of an attribute of another kind than a tensor or a

@@ -21,16 +21,16 @@ def replay(
         reduce_over_instances: the strategy's `reduce`, for `sync_dist=True`
     """
     appended: dict[str, list[Any]] = {}
-    of_calls: dict[int, Any] = {}  # values of metrics, by the number of the call that made them
+    metric_values: dict[int, Any] = {}  # values of metrics, by the number of the call that made them
 
     def metric_or_value(metric: str | int) -> Any:
         """Return a metric by its path, or a metric's value by the number of the call that made it."""
-        return of_calls[metric] if isinstance(metric, int) else module.get_submodule(metric)
+        return metric_values[metric] if isinstance(metric, int) else module.get_submodule(metric)
 
     for action, value in notes:
         match action:
             case "log", name, options:
-                reduced = _reduced(value, options, reduce_over_instances)
+                reduced = _reduce_value(value, options, reduce_over_instances)
                 module.log(name, reduced, **{**options, "sync_dist": False})
             case "log_metric", name, metric, options:
                 module.log(name, metric_or_value(metric), **options)
@@ -39,7 +39,7 @@ def replay(
             case "metric", path, method, call:
                 rows = (t.flatten(0, 1) if t.dim() > 1 else t for t in tensors_of(value))
                 args, kwargs = with_tensors(value, rows)
-                of_calls[call] = getattr(module.get_submodule(path), method)(*args, **kwargs)
+                metric_values[call] = getattr(module.get_submodule(path), method)(*args, **kwargs)
             case "append", name:
                 appended.setdefault(name, []).append(value)
             case "key", name, key:
@@ -55,7 +55,7 @@ def replay(
         getattr(module, name).extend(_of_micro_batch(v, i) for i in range(n) for v in values)
 
 
-def _reduced(value: Any, options: dict[str, Any], reduce_over_instances: Callable[..., Tensor]) -> Any:
+def _reduce_value(value: Any, options: dict[str, Any], reduce_over_instances: Callable[..., Tensor]) -> Any:
     """Return a logged value, reduced as the options of `self.log` say over micro-batches and instances."""
     if not isinstance(value, Tensor):
         return value
@@ -66,5 +66,5 @@ def _reduced(value: Any, options: dict[str, Any], reduce_over_instances: Callabl
     return reduce_over_instances(value, reduce_op=reduce.__name__) if options.get("sync_dist") else value
 
 
-def _of_micro_batch(value: Any, place: int) -> Any:
-    return with_tensors(value, iter([tensor[place].clone() for tensor in tensors_of(value)]))
+def _of_micro_batch(value: Any, index: int) -> Any:
+    return with_tensors(value, iter([tensor[index].clone() for tensor in tensors_of(value)]))

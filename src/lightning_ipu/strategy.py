@@ -78,10 +78,10 @@ class StrategyPart:
         self._training_opts, self._inference_opts = training_opts, inference_opts
         self._given_opts = (training_opts, inference_opts)
         self.poptorch_models: dict[Any, poptorch.PoplarExecutor] = {}
-        self._counters: dict[Any, Any] = {}
+        self._compiled_values: dict[Any, Any] = {}
         self._accumulation = 1
         self._undo = ExitStack()
-        self._rows: dict[int, int] = {}  # of the first batch for prediction, by loader
+        self._first_batch_rows: dict[int, int] = {}  # for prediction, by the loader's index
         self._loader_stage: Any = None
         self._random_state: dict[str, list[int]] = {}
         self._loaded_random_state: dict[str, list[int]] = {}
@@ -106,7 +106,7 @@ class StrategyPart:
         if is_fit:
             check_optimizers(self, trainer)
             replace_until(self._undo, vars(self._lightning_module), "optimizer_zero_grad", None)
-            self._clip(trainer)
+            self._set_gradient_clipping(trainer)
         self.model = StepModule(self._lightning_module)
         if self.autoreport:
             write_reports(self.autoreport_dir, self._undo)
@@ -139,7 +139,7 @@ class StrategyPart:
         """Return an executor for the steps of inference, of which each loader may have its own shapes."""
         return poptorch.inferenceModel(self.model, self.inference_opts.clone().allowNewShapes())
 
-    def _clip(self, trainer: Any) -> None:
+    def _set_gradient_clipping(self, trainer: Any) -> None:
         """Copy the Trainer's gradient clipping to an attribute of the optimizer, which the executor reads."""
         if not trainer.gradient_clip_val or not self._lightning_module.automatic_optimization:
             return
@@ -152,7 +152,7 @@ class StrategyPart:
         for executor in self.poptorch_models.values():
             executor.destroy()
             executor._unmark()
-        self._counters, self._rows, self._loader_stage = {}, {}, None
+        self._compiled_values, self._first_batch_rows, self._loader_stage = {}, {}, None
         self._undo.close()
         if isinstance(self.model, StepModule):
             self.model = self._lightning_module
@@ -172,7 +172,7 @@ class StrategyPart:
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         executor = self.poptorch_models[self._stage]
-        self._compile_anew(self._stage, executor)
+        self._destroy_if_outdated(self._stage, executor)
         if self.optimizers:
             executor.setOptimizer(self.optimizers[0])
         if executor.isAttachedToDevice() and executor.hostWeightsChanged():
@@ -189,7 +189,7 @@ class StrategyPart:
         if rows is not None:
             index = args[1] if len(args) > 1 and isinstance(args[1], int) else 0  # of the loader
             n = micro_batches(self.inference_opts, training=False)
-            whole = -(-max(rows, self._rows.setdefault(index, rows)) // n) * n
+            whole = -(-max(rows, self._first_batch_rows.setdefault(index, rows)) // n) * n
             if rows < whole:
                 return cut(self._step(self._stage, padded(batch, whole), *args, **kwargs), whole, rows)
         return self._step(self._stage, batch, *args, **kwargs)
@@ -198,8 +198,8 @@ class StrategyPart:
         """Run one call, repeat the step's actions on the host, and return the call's output."""
         prepared = self._prepare_input(args)
         executor = self.poptorch_models[stage]
-        self._compile_anew(stage, executor)
-        self._restore_random_state(stage, executor, prepared, kwargs)
+        self._destroy_if_outdated(stage, executor)
+        self._compile_with_loaded_random_state(stage, executor, prepared, kwargs)
         output = executor(*prepared, **kwargs)
         replay(self._lightning_module, executor.notes, self.reduce)
         return output
@@ -208,7 +208,7 @@ class StrategyPart:
         """Return a step's arguments; a tensor with an element per micro-batch replaces each number."""
         return spread(args, micro_batches(self.options_for(self._stage), self._stage == "train"))
 
-    def _compile_anew(self, stage: Any, executor: poptorch.PoplarExecutor) -> None:
+    def _destroy_if_outdated(self, stage: Any, executor: poptorch.PoplarExecutor) -> None:
         """Destroy an executor, so that it compiles again, if a value that it was compiled with has changed.
 
         These are the counters of `recompile_on`, each `requires_grad`, and the number of parameter groups.
@@ -218,8 +218,8 @@ class StrategyPart:
             with torch._C.DisableTorchFunctionSubclass():  # reads no weights from the device
                 now += [parameter.requires_grad for parameter in self._lightning_module.parameters()]
             now += [len(optimizer.param_groups) for optimizer in self.optimizers]
-        if self._counters.setdefault(id(executor), now) != now:
-            self._counters[id(executor)] = now
+        if self._compiled_values.setdefault(id(executor), now) != now:
+            self._compiled_values[id(executor)] = now
             executor.destroy()
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
@@ -300,7 +300,7 @@ class StrategyPart:
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})  # type: ignore[misc]
 
-    def _restore_random_state(self, stage: Any, executor: Any, args: Any, kwargs: Any) -> None:
+    def _compile_with_loaded_random_state(self, stage: Any, executor: Any, args: Any, kwargs: Any) -> None:
         """Compile the executor and set the checkpoint's random state, before the executor's first call."""
         numbers = self._loaded_random_state.pop(stage.value, None)
         if numbers is not None and not executor.isCompiled():
