@@ -95,10 +95,10 @@ def compare(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as an ipu computes: more threads add in another order
     try:
-        place, plain = _plain_update(*copy.deepcopy((model, optimizer)), used, counts)
+        loss_index, plain = _plain_update(*copy.deepcopy((model, optimizer)), used, counts)
         if update is None:
             title, found = _executor_update(
-                model, options.clone().deviceIterations(1), used, optimizer, place
+                model, options.clone().deviceIterations(1), used, optimizer, loss_index
             )
             expected = plain.losses
         else:
@@ -139,9 +139,9 @@ def _call(model: Callable[..., Any], batch: Any) -> Any:
 def _index_of_loss(outputs: Any) -> int:
     """Return the index of the loss among forward's output tensors: of "loss", else of the first scalar."""
     named = loss_field(outputs)
-    for place, value in enumerate(tensors_of(outputs)):
+    for index, value in enumerate(tensors_of(outputs)):
         if value is named or (named is None and value.dim() == 0 and value.requires_grad):
-            return place
+            return index
     raise Error("compare: forward returns no loss: no tensor without dimensions needs a gradient")
 
 
@@ -152,7 +152,7 @@ def _plain_update(
 
     Gradients of a replica's micro-batches are added one after another, then those of the replicas in pairs.
     """
-    place, losses = 0, {}
+    loss_index, losses = 0, {}
     sums: list[dict[str, Tensor]] = []
     for replica in range(counts.replicas):
         optimizer.zero_grad(set_to_none=True)
@@ -161,8 +161,8 @@ def _plain_update(
             # Copies, since an executor's tensors begin at aligned addresses, on which the kernel depends.
             parts = (t.chunk(counts.accumulation * counts.groups)[index].clone() for t in tensors_of(batch))
             outputs = _call(model, with_tensors(batch, parts))
-            place = _index_of_loss(outputs)
-            loss = tensors_of(outputs)[place]
+            loss_index = _index_of_loss(outputs)
+            loss = tensors_of(outputs)[loss_index]
             loss.backward()
             losses[turn, replica] = loss.detach()
         sums.append(_result_of(model, torch.empty(0)).gradients)
@@ -172,16 +172,16 @@ def _plain_update(
     for name, parameter in model.named_parameters():
         parameter.grad = sums[0][name] / (counts.accumulation * counts.replicas) if name in sums[0] else None
     optimizer.step()
-    return place, _result_of(model, torch.stack([losses[turn] for turn in sorted(losses)]))
+    return loss_index, _result_of(model, torch.stack([losses[turn] for turn in sorted(losses)]))
 
 
 def _executor_update(
-    model: nn.Module, options: Options, batch: Any, optimizer: torch.optim.Optimizer, place: int
+    model: nn.Module, options: Options, batch: Any, optimizer: torch.optim.Optimizer, loss_index: int
 ) -> tuple[str, _UpdateResult]:
     """Return the title of an executor's plan, and its update; a second update, by SGD, has the gradients."""
     twin, twins_optimizer = copy.deepcopy((model, optimizer))
     executor = trainingModel(twin, options.clone().outputMode(OutputMode.All), twins_optimizer)
-    losses = tensors_of(_call(executor, batch))[place].flatten()
+    losses = tensors_of(_call(executor, batch))[loss_index].flatten()
     title = executor.plan.title
     executor.destroy()
     other = copy.deepcopy(model)
@@ -208,9 +208,9 @@ def _verdict(found: Tensor | None, plain: Tensor | None) -> str:
     factor = float((here * there).sum() / (there * there).sum()) if largest else 0.0
     if factor and float((here - factor * there).abs().max()) <= rounding * abs(factor):
         return _factor_text(factor)
-    place = (~(error <= rounding)).nonzero()[0].tolist()
-    at = f"at {place}: " if place else ""
-    return f"{at}{float(here[tuple(place)]):.4g}, plain {float(there[tuple(place)]):.4g}"
+    index = (~(error <= rounding)).nonzero()[0].tolist()
+    at = f"at {index}: " if index else ""
+    return f"{at}{float(here[tuple(index)]):.4g}, plain {float(there[tuple(index)]):.4g}"
 
 
 def _factor_text(factor: float) -> str:

@@ -86,7 +86,7 @@ def kind_of(optimizer: Any) -> str:
             f"Unsupported optimizer type. Types supported: {supported_optimizers()}; "
             f"this one is {type(optimizer).__module__}.{type(optimizer).__qualname__}"
         )
-    return "adamw" if kind == "adam" and _equal_in_groups(optimizer, "decoupled_weight_decay") else kind
+    return "adamw" if kind == "adam" and _is_set_in_groups(optimizer, "decoupled_weight_decay") else kind
 
 
 def label_of(optimizer: torch.optim.Optimizer, frozen: settings.Optimizer) -> str:
@@ -104,13 +104,13 @@ def _flags(optimizer: Any, rule: Rule) -> dict[str, bool]:
         if flag.read is not None:
             values[name] = flag.read(optimizer)
         elif flag.of_group:
-            values[name] = _equal_in_groups(optimizer, name)
+            values[name] = _is_set_in_groups(optimizer, name)
         else:
             values[name] = bool(getattr(optimizer, name, flag.default))
     return values
 
 
-def _equal_in_groups(optimizer: Any, name: str) -> bool:
+def _is_set_in_groups(optimizer: Any, name: str) -> bool:
     """Return whether a key is true in all parameter groups. Raises AssertionError if the groups differ."""
     values = {bool(group.get(name)) for group in optimizer.param_groups}
     if len(values) > 1:
@@ -239,11 +239,11 @@ class OptimizerGuard:
 
     def _report_unexpected(self, optimizer: torch.optim.Optimizer, label: str) -> None:
         """Log, once each, the names that the optimizer has now and the first accepted optimizer had not."""
-        for place, found in _attribute_names(optimizer).items():
-            known = self._attributes.setdefault(place, found)
+        for description, found in _attribute_names(optimizer).items():
+            known = self._attributes.setdefault(description, found)
             if found - known and (unexpected := sorted(found - known - _declared_names(optimizer))):
                 known.update(unexpected)
-                self._report("Ignoring unexpected %s in %s optimizer: %s", place, label, unexpected)
+                self._report("Ignoring unexpected %s in %s optimizer: %s", description, label, unexpected)
 
 
 def _declared_names(optimizer: torch.optim.Optimizer) -> set[str]:
