@@ -12,7 +12,7 @@ from torch import Tensor
 
 from popengine.errors import Error
 
-from .library import LIBRARY, check_tensors, computed
+from .library import LIBRARY, check_tensors, register_computed
 
 aten = torch.ops.aten
 _LOG_ZERO = -math.inf
@@ -101,8 +101,10 @@ def _backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
     return (made, *[None] * 5)
 
 
-computed("ctc_loss", _loss, _loss_shapes)
-computed("ctc_loss_backward", _gradient, lambda gradient, log_probs, *rest: torch.empty_like(log_probs))
+register_computed("ctc_loss", _loss, _loss_shapes)
+register_computed(
+    "ctc_loss_backward", _gradient, lambda gradient, log_probs, *rest: torch.empty_like(log_probs)
+)
 torch.library.register_autograd(
     "poptorch::ctc_loss", _backward, setup_context=_save_for_backward, lib=LIBRARY
 )
@@ -190,4 +192,4 @@ def _log_add_exp(one: float, other: float) -> float:
     return high if low == _LOG_ZERO else high + math.log1p(math.exp(low - high))
 
 
-computed("ctc_beam_search_decoder", _decode, _shapes_of_paths)
+register_computed("ctc_beam_search_decoder", _decode, _shapes_of_paths)

@@ -23,7 +23,7 @@ from popengine.ir import Plan
 from popengine.operations import calls_within
 
 from .known_operations import KNOWN, computed_here
-from .library import check_tensors, computed, listed
+from .library import check_tensors, listed, register_computed
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _fake_outputs(inputs: list[Tensor], handle: int) -> list[Tensor]:
     ]
 
 
-computed("host_call", _call_on_host, _fake_outputs)
+register_computed("host_call", _call_on_host, _fake_outputs)
 
 
 def calls_host(plan: Plan) -> bool:

@@ -15,7 +15,7 @@ from popengine.errors import Error
 LIBRARY = torch.library.Library("poptorch", "DEF")
 
 
-def mark(
+def register_mark(
     schema: str,
     run: Callable[..., None] = lambda first, *settings: None,
     gradient: Callable[..., Tensor] = lambda gradient, *settings: gradient,
@@ -65,7 +65,7 @@ class _MarkFunction(torch.autograd.Function):
         return (None, None, ctx.gradient(*grad_outputs, *ctx.settings), *[None] * len(ctx.settings))
 
 
-def computed(name: str, function: Callable[..., Any], pretend: Callable[..., Any]) -> None:
+def register_computed(name: str, function: Callable[..., Any], pretend: Callable[..., Any]) -> None:
     """Register a computed operation, without a gradient; its schema follows from the function's annotations.
 
     `pretend` is its implementation for fake tensors.
@@ -87,7 +87,7 @@ def listed(outputs: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> str:
     return ", ".join(f"{dtype} {shape}" for shape, dtype in outputs) or "nothing"
 
 
-def shorthand(schema: str, function: Callable[..., Any]) -> None:
+def register_shorthand(schema: str, function: Callable[..., Any]) -> None:
     """Register an operation that is replaced by the operations of `function`."""
     LIBRARY.define(schema)
     LIBRARY.impl(schema.partition("(")[0], function, "CompositeImplicitAutograd")

@@ -17,14 +17,14 @@ from popengine.compile.recording.current_capture import Group, current
 from popengine.errors import Error
 
 from ..enums import MultiConvPlanType, OverlapMode, by_name
-from .library import check_tensors, mark
+from .library import check_tensors, register_mark
 
-mark("nop(Tensor input) -> Tensor")
-mark("recomputation_checkpoint(Tensor input) -> Tensor")
-mark("set_available_memory(Tensor input, float proportion) -> Tensor")
-mark("set_matmul_serialization(Tensor matmul, str mode, int factor, bool keep_precision) -> Tensor")
-mark("set_overlap_for_input(Tensor input, str mode) -> Tensor")
-mark("set_overlap_for_output(Tensor input, str mode) -> Tensor")
+register_mark("nop(Tensor input) -> Tensor")
+register_mark("recomputation_checkpoint(Tensor input) -> Tensor")
+register_mark("set_available_memory(Tensor input, float proportion) -> Tensor")
+register_mark("set_matmul_serialization(Tensor matmul, str mode, int factor, bool keep_precision) -> Tensor")
+register_mark("set_overlap_for_input(Tensor input, str mode) -> Tensor")
+register_mark("set_overlap_for_output(Tensor input, str mode) -> Tensor")
 
 
 def identity_loss(x: Tensor, reduction: str) -> Tensor:

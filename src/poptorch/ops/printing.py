@@ -20,7 +20,7 @@ from torch import Tensor
 
 from popengine.compile.recording.current_capture import current
 
-from .library import check_tensors, mark
+from .library import check_tensors, register_mark
 
 _FORMATS = ("auto", "fixed", "scientific", "none")
 
@@ -76,7 +76,7 @@ def _gradient(gradient: Tensor, title: str = "", print_gradient: bool = True, *l
     return torch.ops.poptorch.ipu_print_tensor(gradient, f"{title}_gradient", False, *layout)
 
 
-mark(
+register_mark(
     f"ipu_print_tensor{torch.library.infer_schema(ipu_print_tensor, mutates_args=())}",
     run=_print_tensor,
     gradient=_gradient,

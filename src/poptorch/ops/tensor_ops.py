@@ -11,7 +11,7 @@ from popengine.compile.recording.current_capture import current
 from popengine.errors import Error
 
 from ..enums import MatMulSerializationMode
-from .library import check_tensors, computed
+from .library import check_tensors, register_computed
 
 _INDEX_TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -161,7 +161,7 @@ def _sample_cloud(points: Tensor, count: int, start: int) -> Tensor:
     return chosen.to(points.device)
 
 
-computed(
+register_computed(
     "fps",
     _sample_clouds,
     lambda src, ptr, ratio, starts: src.new_empty(sum(_sample_counts(ptr, ratio)), dtype=torch.int64),

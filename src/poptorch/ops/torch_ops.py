@@ -12,7 +12,7 @@ from popengine.errors import Error
 
 from ..annotating.blocks import Block
 from . import host, marks, tensor_ops
-from .library import shorthand
+from .library import register_shorthand
 
 _CASTS = {"FLOAT": torch.float32, "FLOAT16": torch.float16}
 _REDUCTIONS = ("sum", "mean", "none")
@@ -36,29 +36,29 @@ def _custom_operation(
     return host.custom_op(inputs, name, domain, version, outputs, given)
 
 
-shorthand("internal_cast(Tensor input, str dtype) -> Tensor", _internal_cast)
-shorthand("push_name_scope(str name) -> ()", marks.push_name_scope)
-shorthand("pop_name_scope() -> ()", marks.pop_name_scope)
-shorthand("set_attribute(str attribute, str key, str value) -> ()", marks.set_attribute)
-shorthand("clear_attribute(str attribute, str key) -> ()", marks.clear_attribute)
-shorthand(
+register_shorthand("internal_cast(Tensor input, str dtype) -> Tensor", _internal_cast)
+register_shorthand("push_name_scope(str name) -> ()", marks.push_name_scope)
+register_shorthand("pop_name_scope() -> ()", marks.pop_name_scope)
+register_shorthand("set_attribute(str attribute, str key, str value) -> ()", marks.set_attribute)
+register_shorthand("clear_attribute(str attribute, str key) -> ()", marks.clear_attribute)
+register_shorthand(
     "begin_ipu_block(int stage, int phase, int ipu) -> ()",
     lambda stage, phase, ipu: Block.start(str(stage), ipu),
 )
-shorthand("end_ipu_block() -> ()", Block.end)
-shorthand("identity_loss(Tensor input, int reduction) -> Tensor", _identity_loss)
-shorthand(
+register_shorthand("end_ipu_block() -> ()", Block.end)
+register_shorthand("identity_loss(Tensor input, int reduction) -> Tensor", _identity_loss)
+register_shorthand(
     "dynamic_slice(Tensor input, int dim, Tensor start, int size, int step) -> Tensor",
     tensor_ops.dynamic_slice,
 )
-shorthand(
+register_shorthand(
     "dynamic_update(Tensor input, Tensor src, int dim, Tensor start, int size) -> Tensor",
     tensor_ops.dynamic_update,
 )
-shorthand(
+register_shorthand(
     "custom_operation(Tensor[] inputs, str name, str domain, int version, Tensor[] outputs, str attributes) ->"
     " Tensor[]",
     _custom_operation,
 )
 # No effect: the group of a parameter comes from the optimizer.
-shorthand("optimizer_group(int group, Tensor[] tensors) -> ()", lambda group, tensors: None)
+register_shorthand("optimizer_group(int group, Tensor[] tensors) -> ()", lambda group, tensors: None)
