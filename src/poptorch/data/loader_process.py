@@ -139,7 +139,7 @@ def _padded(tensor: Tensor) -> int:
     return -(-tensor.nbytes // 64) * 64
 
 
-def _packed(batch: Any, slot: Tensor) -> bytes:
+def _pack_into_slot(batch: Any, slot: Tensor) -> bytes:
     """Copy a batch's tensors into a slot (uint8 [bytes]), and return the rest of the batch, pickled."""
     file = io.BytesIO()
     _SlotPickler(file, slot).dump(batch)
@@ -261,7 +261,7 @@ class _Feeder:
             size = max(sum(map(_padded, tensors_of(batch))), 1)
             self.memory = torch.empty(self.settings.slots, size, dtype=torch.uint8).share_memory_()
         slot = self.free_slots.popleft()
-        content = _packed(batch, self.memory[slot])
+        content = _pack_into_slot(batch, self.memory[slot])
         if is_first:
             self.connection.send(self.memory)
         state, sent, begun = self.loader_state(), None, None

@@ -57,14 +57,14 @@ class Progress:
         if self.loaded_state is not None:
             return self.loaded_state
         position = {"epoch": self.epoch, "position": self.position}
-        return {**position, **_layout(loader), "begun": self.begun, "now": _generators(loader)}
+        return {**position, **_layout(loader), "begun": self.begun, "now": _generator_states(loader)}
 
     def begin_epoch(self, loader: Any) -> Iterator[Any]:
         """Return an iterator over the batches of the next epoch, or the rest of the epoch in `loaded_state`."""
         loaded_state, self.loaded_state = self.loaded_state, None
         if loaded_state is None:
             self.epoch += self.begun is not None  # a `break` has ended the one before
-            self.position, self.begun = 0, _generators(loader)
+            self.position, self.begun = 0, _generator_states(loader)
             return self._count_batches(loader, loader._begin_epoch())
         self.epoch, self.position = loaded_state["epoch"], loaded_state["position"]
         self.begun = begun = loaded_state["begun"] or loaded_state["now"]
@@ -181,7 +181,7 @@ def _own_generators(loader: Any) -> list[torch.Generator]:
     return list({id(each): each for each in generators if isinstance(each, torch.Generator)}.values())
 
 
-def _generators(loader: Any) -> LoaderState:
+def _generator_states(loader: Any) -> LoaderState:
     """Return the states of the random generators on which a loader's rows depend."""
     return {
         "random": random_state(),
@@ -192,7 +192,7 @@ def _generators(loader: Any) -> LoaderState:
 
 
 def _set_generators(loader: Any, state: LoaderState) -> None:
-    """Set the generators on which a loader's rows depend to a result of `_generators`."""
+    """Set the generators on which a loader's rows depend to a result of `_generator_states`."""
     set_random_state(state["random"])
     for generator, value in zip(_own_generators(loader), state["own"], strict=False):
         generator.set_state(value)
