@@ -72,7 +72,7 @@ class DeviceLease:
         self.need_executable()
         if self.engine is None:
             raise Error("the model is not attached to its devices\n  fix: call it, or model.attachToDevice()")
-        if self.forked:
+        if self.is_forked:
             raise Error(
                 f"the model is attached to devices of process {self._process}, and this is a fork of it\n"
                 "  why: os.fork() copies memory, but no threads: none would run the model here\n"
@@ -81,7 +81,7 @@ class DeviceLease:
         return self.engine
 
     @property
-    def forked(self) -> bool:
+    def is_forked(self) -> bool:
         """Return whether this process is a fork of the one that attached the model to its devices."""
         return self.engine is not None and self._process != os.getpid()
 
@@ -93,7 +93,7 @@ class DeviceLease:
         if self.current is None:
             self.current, self.first = plan, plan.executable
 
-    def use(self, plan: LoadedPlan, weights: Mapping[str, Tensor]) -> None:
+    def switch_to(self, plan: LoadedPlan, weights: Mapping[str, Tensor]) -> None:
         """Make `plan` the current one. If the previous plan has an engine, take over its tensors.
 
         Args: weights: the host's, by canonical name; read only where the previous engine lacks a weight
@@ -104,7 +104,7 @@ class DeviceLease:
         if before is not None and before.engine is not None:
             self.need_engine()
             if plan.engine is None:
-                plan.engine = self._load(plan, weights, before.engine)
+                plan.engine = self._new_engine(plan, weights, before.engine)
                 held = {unit.key for unit in before.engine.state.optimizer}
                 kept = {key: state for key, state in (self.kept.optimizer or {}).items() if key not in held}
                 plan.engine.state.write_optimizer(kept)  # of parameters that `before` does not train
@@ -117,7 +117,7 @@ class DeviceLease:
         plan = self.plans.pop(key)
         self._release(plan)
 
-    def keep_latest(self, keys: list[Any], most: int) -> None:
+    def drop_oldest(self, keys: list[Any], most: int) -> None:
         """Mark the plans of `keys` as used; remove the least recently used beyond `most`, never `current`."""
         latest = {key: self.plans[key] for key in keys}
         plans = {key: plan for key, plan in self.plans.items() if key not in latest} | latest
@@ -127,7 +127,7 @@ class DeviceLease:
             self.remove(key)
             logger.info("allowNewShapes(plans=%d): the plan used longest ago is dropped", most)
 
-    def forget(self) -> None:
+    def clear_plans(self) -> None:
         """Remove all plans, which must not have engines."""
         self.plans.clear()
         self.current = self.first = None
@@ -138,7 +138,7 @@ class DeviceLease:
         """Start an engine for the current plan, and upload the weights and the kept state."""
         plan, kept = self.current, self.kept
         assert plan is not None
-        engine = self._load(plan, weights)
+        engine = self._new_engine(plan, weights)
         if kept.random is not None:
             engine.state.random_state = kept.random
         if kept.optimizer is not None:
@@ -149,7 +149,7 @@ class DeviceLease:
         plan.engine = engine  # last: an engine counts as attached when it is complete
         self.kept = replace(kept, buffers=None)
 
-    def _load(
+    def _new_engine(
         self, plan: LoadedPlan, weights: Mapping[str, Tensor], previous: Engine | None = None
     ) -> Engine:
         executable = plan.executable
@@ -163,9 +163,9 @@ class DeviceLease:
 
     def detach(self) -> None:
         """Close all engines, after saving their state, without weights, in `kept`. A fork saves nothing."""
-        if not self.forked:
+        if not self.is_forked:
             self.need_engine()
-            self.kept = self.to_keep()
+            self.kept = self.state_to_keep()
         for plan in self.plans.values():
             self._release(plan)
 
@@ -177,7 +177,7 @@ class DeviceLease:
             plan.reporter.released()
         engine.close()
 
-    def to_keep(self, whole: bool = False) -> KeptState:
+    def state_to_keep(self, whole: bool = False) -> KeptState:
         """Return the state that a later engine starts from: random state, optimizer state and loss factor.
 
         Args: whole: also the optimizer state that other instances keep
@@ -207,7 +207,7 @@ class DeviceLease:
         return self._options.random_seed if self._options.exists("random_seed") else torch.initial_seed()
 
     @property
-    def shares_state(self) -> bool:
+    def is_optimizer_sharded(self) -> bool:
         """Return whether the optimizer state is sharded over instances, so that this one has a part of it."""
         if self.executable is None:
             return False
@@ -225,7 +225,7 @@ class DeviceLease:
         """
         if self.engine is not None:
             return self.engine.read_whole_optimizer() if whole else self.engine.state.read_optimizer()
-        if whole and self.shares_state:
+        if whole and self.is_optimizer_sharded:
             raise Error(
                 "the optimizer's state is shared out over the instances, and can be read while all are attached to"
                 " their devices\n"

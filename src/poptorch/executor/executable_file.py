@@ -32,7 +32,7 @@ _HASH = hashlib.sha256().digest_size  # bytes of the hash that a file begins wit
 DEFAULT_NAME = "model.poptorch"
 _VERSIONS = {"pando": __version__, "torch": torch.__version__}
 TrainingState = dict[str, Any]
-_PLAIN = (int, float, bool, str, tuple, list, type(None))
+_PLAIN_TYPES = (int, float, bool, str, tuple, list, type(None))
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def write(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def leave_in_folder(
+def write_to_cache_folder(
     executable: Executable, options: Options, per_replica_params: dict[str, Grouping]
 ) -> None:
     """Write a compiled model into the folder of `enableExecutableCaching`, under a hash of its plan.
@@ -182,7 +182,7 @@ def training_state(executor: Any) -> TrainingState:
     "weights" and "optimizer" are equal in all instances, except those of per-replica parameters. If the
     optimizer state is sharded ("shares_state"), "optimizer" is the shard of this instance.
     """
-    lease, optimizer, kept = executor._lease, executor._optimizer, executor._lease.to_keep()
+    lease, optimizer, kept = executor._lease, executor._optimizer, executor._lease.state_to_keep()
     names = dict(executor._wrapped.traced.named_buffers())
     with torch._C.DisableTorchFunctionSubclass():
         if lease.engine is not None:
@@ -197,9 +197,9 @@ def training_state(executor: Any) -> TrainingState:
         "optimizer": kept.optimizer or {},
         "weights": {name: value for name, value in values.items() if name not in names},
         "buffers": buffers,
-        "shares_state": lease.shares_state,
+        "shares_state": lease.is_optimizer_sharded,
         "rates": [
-            {n: value for n, value in group.items() if n != "params" and isinstance(value, _PLAIN)}
+            {n: value for n, value in group.items() if n != "params" and isinstance(value, _PLAIN_TYPES)}
             for group in optimizer.param_groups
         ],
         "loss_scaling": getattr(optimizer, "loss_scaling", None),

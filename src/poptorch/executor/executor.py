@@ -38,7 +38,7 @@ from .device_lease import DeviceLease, LoadedPlan
 from .latest_call import LatestCall, joined, latest_call
 from .marked_model import WrappedModel
 from .optimizer_link import OptimizerLink
-from .public_names import PublicNames, methods_with_torch_modes
+from .public_names import PublicNames, methods_outside_inference_mode
 from .weight_sync import WeightSync
 
 
@@ -51,7 +51,7 @@ class _Function(nn.Module):
 
 
 @final
-@methods_with_torch_modes
+@methods_outside_inference_mode
 class PoplarExecutor(PublicNames):
     """A wrapped model. The first call or `compile` compiles it, and attaches it to its devices."""
 
@@ -75,7 +75,7 @@ class PoplarExecutor(PublicNames):
         self._lease = DeviceLease(options)
         self._weights = WeightSync(self._wrapped, self._lease, weakref.ref(self))
         self._optimizer_link = OptimizerLink(self._wrapped, self._lease)
-        self._turn = threading.RLock()  # calls in several threads run one by one
+        self._lock = threading.RLock()  # calls in several threads run one by one
         self._latest, self._updates = LatestCall(), 0
         self._compiled_plans = 0  # dropped ones included
         self._compilation_seconds: float | None = None
@@ -103,9 +103,9 @@ class PoplarExecutor(PublicNames):
             "  fix: use model.compile(...) or compileAndExport(...) only, or another connection type"
         )
         call = arguments.bind(self._signature, args, kwargs)
-        with self._turn:
+        with self._lock:
             self._updates, whole = 0, self._lease.current
-            runs, finished = self._runs(call), []
+            runs, finished = self._runs_of(call), []
             try:
                 for run in runs:
                     finished.append(self._run(run))
@@ -113,14 +113,15 @@ class PoplarExecutor(PublicNames):
                         whole = self._lease.current
             finally:
                 if whole is not None and self._lease.current is not whole and self.isCompiled():
-                    self._lease.use(whole, {})  # has all replicas, whose buffers the host reads and writes
+                    # The host reads and writes the buffers of all replicas, which only `whole` has.
+                    self._lease.switch_to(whole, {})
             if self._most_plans:
-                self._lease.keep_latest([run.key for run in runs], self._most_plans)
+                self._lease.drop_oldest([run.key for run in runs], self._most_plans)
             executable = self._lease.need_executable()
             self._latest = joined(finished, runs, executable)
             return returned(executable.template, list(self._latest.outputs))
 
-    def _runs(self, call: arguments.BoundCall) -> list[Run]:
+    def _runs_of(self, call: arguments.BoundCall) -> list[Run]:
         """Return the runs of a call: one, unless `allowNewShapes` is set and the batch is incomplete."""
         run, first = Run(call, self.options._counts()), self._lease.first
         if not self._most_plans or run.key in self._lease.plans:
@@ -139,32 +140,34 @@ class PoplarExecutor(PublicNames):
                 lease.first.inputs.check(run.call, any_shape=self._most_plans > 0)
             plan = self._compile(run)
         else:
-            lease.use(plan, {})
+            lease.switch_to(plan, {})
         try:
             if lease.engine is None:
                 self.attachToDevice()
             if not self._wrapped.training:
                 self._weights.refresh()
             self._weights.check_host()
-            self._optimizer_link.check_unused()
+            self._optimizer_link.check_changes()
             self._optimizer_link.upload()
             engine, updates = lease.need_engine(), self._updates
             recorder = plan.reporter.recorder if plan.reporter is not None else None
             try:
-                results = engine.run(self._inputs(run.call, plan), self._optimizer_link.hyper, recorder)
+                results = engine.run(
+                    self._engine_inputs(run.call, plan), self._optimizer_link.hyper, recorder
+                )
             finally:
                 self._updates = updates + engine.updates_done
         except Exception:
             # The inputs may have caused the error: remove the plan, so that others can be compiled for.
             if is_new and not self.finished_updates:
-                self._forget_plan(run.key, before)
+                self._remove_plan(run.key, before)
             raise
         if plan.reporter is not None:
             plan.reporter.called()
         arguments.write_back(run.call, plan.executable.plan.partition.signature, results.inputs())
         return latest_call(plan.executable, results, None if plan.synthetic is None else len(plan.synthetic))
 
-    def _inputs(self, call: arguments.BoundCall, plan: LoadedPlan) -> list[Tensor]:
+    def _engine_inputs(self, call: arguments.BoundCall, plan: LoadedPlan) -> list[Tensor]:
         mode = self.options._Popart.options.get("syntheticDataMode", 0)
         if mode and plan.synthetic is not None:
             return plan.synthetic
@@ -185,20 +188,20 @@ class PoplarExecutor(PublicNames):
             logger.warning("Call to compile() ignored: the model is compiled already")
             return
         call = arguments.bind(self._signature, args, kwargs)
-        with self._turn:
+        with self._lock:
             whole = self._lease.current
-            for run in self._runs(call):
+            for run in self._runs_of(call):
                 if run.key not in self._lease.plans:
                     self._compile(run)
             if whole is not None:
-                self._lease.use(whole, {})
+                self._lease.switch_to(whole, {})
 
     def _compile(self, run: Run) -> LoadedPlan:
         """Compile the plan of a run and make it the current one; attach the first one, unless offline."""
         if self._wrapped.training:
             marked_model.mark(self._user_model, self)  # destroy() unmarks the model
         options, model, lease = self.options, self._wrapped.traced, self._lease
-        settings = self._settings_for(run, options)
+        settings = self._checked_settings(run, options)
         exit_if_only_planning(model, run, options, settings, self._optimizer_link.hyper)
         before, number = lease.current, self._compiled_plans + 1
         if before is None:
@@ -214,13 +217,13 @@ class PoplarExecutor(PublicNames):
             lease.add(run.key, plan)
             try:
                 if before is not None:
-                    lease.use(plan, self._weights.on_host())
+                    lease.switch_to(plan, self._weights.on_host())
                 elif options.connection_type != ConnectionType.Never:
                     self.attachToDevice()
             except BaseException:
-                self._forget_plan(run.key, before)
+                self._remove_plan(run.key, before)
                 raise
-            executable_file.leave_in_folder(found, options, self.per_replica_params)
+            executable_file.write_to_cache_folder(found, options, self.per_replica_params)
             done("load")
         self._compiled_plans, self._compilation_seconds = number, sum(times.values())
         if before is not None:
@@ -233,7 +236,7 @@ class PoplarExecutor(PublicNames):
         reporter, self._next_reporter = self._next_reporter, None
         return reporter or reporter_for(self, self.options, self._wrapped.training, number)
 
-    def _settings_for(self, run: Run, options: Options) -> Settings:
+    def _checked_settings(self, run: Run, options: Options) -> Settings:
         """Check the arguments of a run, and return the settings of a complete combined batch.
 
         Raises: Error or AssertionError, if the arguments do not fit the options
@@ -253,7 +256,7 @@ class PoplarExecutor(PublicNames):
         self._wrapped.updatable_buffers()
         return settings
 
-    def _run_for(
+    def _compile_arguments(
         self, options: Options | None, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[nn.Module, Run, Options, Settings]:
         """Return what `compile_model` takes for these arguments; `options` None: those of the executor."""
@@ -261,7 +264,7 @@ class PoplarExecutor(PublicNames):
             self.options if options is None else resolved(options, self._wrapped.training, self._user_model)
         )
         run = Run(arguments.bind(self._signature, args, kwargs), options._counts())
-        return self._wrapped.traced, run, options, self._settings_for(run, options)
+        return self._wrapped.traced, run, options, self._checked_settings(run, options)
 
     # ---- devices -----------------------------------------------------------------------------------------
 
@@ -291,7 +294,7 @@ class PoplarExecutor(PublicNames):
         """Copy the weights of a trained model to the host, and release the devices, if it is attached."""
         if self._lease.engine is None:
             return
-        if self._wrapped.training and not self._lease.forked:
+        if self._wrapped.training and not self._lease.is_forked:
             self.copyWeightsToHostIfNeeded()
         self._lease.detach()
 
@@ -304,20 +307,20 @@ class PoplarExecutor(PublicNames):
         """Free devices and plans, and remove the links to the optimizer and the model."""
         self._detach()
         self._optimizer_link.release()  # before the plans are gone: it needs them to read the state
-        self._forget_plans()
+        self._clear_plans()
         self._unmark()
 
-    def _forget_plans(self) -> None:
-        self._lease.forget()
+    def _clear_plans(self) -> None:
+        self._lease.clear_plans()
         self._latest = LatestCall()
 
-    def _forget_plan(self, key: Any, before: LoadedPlan | None) -> None:
+    def _remove_plan(self, key: Any, before: LoadedPlan | None) -> None:
         """Remove a plan that has not run, and return to the plan `before`; None: remove all plans."""
         if before is None:
             self._detach()
-            self._forget_plans()
+            self._clear_plans()
         else:
-            self._lease.use(before, {})
+            self._lease.switch_to(before, {})
             self._lease.remove(key)
 
     def _unmark(self) -> None:
@@ -350,7 +353,7 @@ class PoplarExecutor(PublicNames):
         """
         first = self._lease.first or self._lease.need_executable()
         self.copyWeightsToHostIfNeeded()
-        kept = self._lease.to_keep(whole=True)
+        kept = self._lease.state_to_keep(whole=True)
         others = (plan.executable for plan in self._lease.plans.values() if plan.executable is not first)
         saved = executable_file.SavedExecutor(
             tuple(replace(executable, graph=None) for executable in (first, *others)),

@@ -99,7 +99,7 @@ def joined(calls: Sequence[LatestCall], runs: Sequence[Run], executable: Executa
     notes = []
     for parts in zip(*(call.notes for call in calls), strict=True):
         (what, first), tensors = parts[0], zip(*(tensors_of(value) for _, value in parts), strict=True)
-        notes.append((what, with_tensors(first, map(_in_a_row, tensors))))
+        notes.append((what, with_tensors(first, map(_concatenated, tensors))))
     return LatestCall(counters, anchored, notes, True, outputs)
 
 
@@ -112,7 +112,7 @@ def _joined(values: Sequence[Tensor], mode: Outputs, replicas: Sequence[int]) ->
     if mode == "final":
         return values[-1]
     if mode != "sum":
-        return _in_a_row(values)
+        return _concatenated(values)
     total = values[0].clone()
     for value, count in zip(values[1:], replicas[1:], strict=True):
         value = value.reshape(1) if total.dim() > value.dim() else value
@@ -128,5 +128,5 @@ def _joined(values: Sequence[Tensor], mode: Outputs, replicas: Sequence[int]) ->
     return total
 
 
-def _in_a_row(values: Sequence[Tensor]) -> Tensor:
+def _concatenated(values: Sequence[Tensor]) -> Tensor:
     return torch.cat([value.reshape(1) if not value.dim() else value for value in values])

@@ -23,7 +23,7 @@ from ..logs import listed, logger
 from ..options import Options
 
 
-def _refresh(owner: weakref.ref[Any] | None) -> Any:
+def _refresh_host(owner: weakref.ref[Any] | None) -> Any:
     """Copy weights to the host if the devices have newer ones; return the executor, None if it is gone."""
     executor = owner() if owner is not None else None
     if executor is not None:
@@ -41,24 +41,24 @@ class _Marked:
         for value in (*args, *(kwargs or {}).values()):
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(item, _Marked):
-                    _refresh(item.__dict__.get("_owner"))
+                    _refresh_host(item.__dict__.get("_owner"))
         if func in _HOOKS:
             _check_hook(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    def _plain(self) -> Any:
+    def _unmarked(self) -> Any:
         """Return an unmarked parameter or tensor that shares the memory, after copying the newest values."""
-        _refresh(self.__dict__.get("_owner"))
+        _refresh_host(self.__dict__.get("_owner"))
         with torch._C.DisableTorchFunctionSubclass():
             plain = self.detach()  # type: ignore[attr-defined]
             return nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._plain(), memo)
+        return copy.deepcopy(self._unmarked(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)
+        return self._unmarked().__reduce_ex__(protocol)
 
 
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
@@ -66,7 +66,7 @@ _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 def _check_hook(value: Any) -> None:
     """Raise Error if `value` is a parameter of a compiled model, whose backward would not call a new hook."""
-    executor = _refresh(value.__dict__.get("_owner"))
+    executor = _refresh_host(value.__dict__.get("_owner"))
     if executor is not None and executor.isCompiled():
         raise Error(
             "a hook is set on a parameter of a compiled model, and would never be called\n"
@@ -89,12 +89,12 @@ class PoptorchBuffer(_Marked, Tensor):
         return repr(self.detach())  # as the tensor that it is to the user
 
 
-def _after_refresh(name: str) -> Callable[..., Any]:
+def _with_refresh(name: str) -> Callable[..., Any]:
     """Return the method `name` of nn.Module, wrapped to copy the newest weights to the host first."""
 
     @functools.wraps(getattr(nn.Module, name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _refresh(self._pando_owner)
+        _refresh_host(self._pando_owner)
         return getattr(super(_MarkedModel, self), name)(*args, **kwargs)
 
     return method
@@ -123,11 +123,11 @@ class _MarkedModel:
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # type: ignore[misc]
         if isinstance(value, _Marked):
-            _refresh(self._pando_owner)
+            _refresh_host(self._pando_owner)
         return value
 
     named_parameters, named_buffers, state_dict, __call__ = map(
-        _after_refresh, ("named_parameters", "named_buffers", "state_dict", "__call__")
+        _with_refresh, ("named_parameters", "named_buffers", "state_dict", "__call__")
     )
 
     def __copy__(self) -> Any:
@@ -136,7 +136,7 @@ class _MarkedModel:
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _refresh(self._pando_owner)
+        _refresh_host(self._pando_owner)
         # Later protocols refuse an object of another class than that of the object which is pickled.
         return shallow_copy(self).__reduce_ex__(1)
 

@@ -92,7 +92,7 @@ class OptimizerLink:
             self.release()
             self.optimizer = optimizer
             self.connect(take=not compiled)  # after compilation the state on the devices is newer
-        self._take_rates(hyper)
+        self._use_rates(hyper)
 
     def _set_reduction_strategy(self, optimizer: Any) -> None:
         """Set MeanReductionStrategy.Running if gradient sums are float16, which could overflow; not if
@@ -115,7 +115,7 @@ class OptimizerLink:
             if self._lease.executable is not None:
                 link = weakref.ref(self)
                 self.optimizer._state_check = lambda entries: (it := link()) and it._check_states(entries)
-                self.optimizer._state_reader = lambda: ((it := link()) and it._read()) or (None, None)
+                self.optimizer._state_reader = lambda: ((it := link()) and it._read_state()) or (None, None)
         elif self._model.training and not self._hooks:
             self._add_hooks()
             if take:
@@ -125,13 +125,13 @@ class OptimizerLink:
     def release(self) -> None:
         """Copy the state from the devices into the optimizer, and undo `connect`. A state that is sharded over
         instances is not copied: a later read of it raises Error."""
-        lost, optimizer = self._lease.shares_state, self.optimizer
+        lost, optimizer = self._lease.is_optimizer_sharded, self.optimizer
         if isinstance(optimizer, PoptorchOptimizer):
-            optimizer._unlink_executor(self._model.parameter_names(), _lost if lost else None)
+            optimizer._unlink_executor(self._model.parameter_names(), _raise_lost if lost else None)
         elif self._hooks:
             if lost:
-                vars(optimizer)[_LOST] = optimizer.register_state_dict_pre_hook(lambda _: _lost())
-                vars(optimizer)[_PICKLED] = _lost
+                vars(optimizer)[_LOST] = optimizer.register_state_dict_pre_hook(lambda _: _raise_lost())
+                vars(optimizer)[_PICKLED] = _raise_lost
             else:
                 self._write_torch_state()
                 vars(optimizer).pop(_PICKLED, None)
@@ -210,7 +210,7 @@ class OptimizerLink:
         else:
             self.connect(take=False)
 
-    def _read(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+    def _read_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
         assert self.hyper is not None
         states, executable = self._lease.optimizer_states(), self._lease.executable
         if states is None:
@@ -243,7 +243,7 @@ class OptimizerLink:
             optimizer._pending_state = None
         if is_ours and optimizer._has_loaded_rates:
             names = self._model.parameter_names()
-            self._take_rates(self._guard.accept(self.optimizer, names, compiled=True)[1])
+            self._use_rates(self._guard.accept(self.optimizer, names, compiled=True)[1])
 
     def _check_states(self, entries: Mapping[str, Tensor]) -> None:
         """Raise RuntimeError if a state in "ipu_state" has impossible values or not its parameter's shape."""
@@ -255,13 +255,13 @@ class OptimizerLink:
 
     # ---- rates -------------------------------------------------------------------------------------------
 
-    def _take_rates(self, hyper: settings.Hyper) -> None:
+    def _use_rates(self, hyper: settings.Hyper) -> None:
         """Use these rates of the optimizer from the next call on."""
         self.hyper = hyper
         if isinstance(self.optimizer, PoptorchOptimizer):
             self.optimizer._has_loaded_rates = False
 
-    def check_unused(self) -> None:
+    def check_changes(self) -> None:
         """Warn once if rates were changed without `setOptimizer`. Raises: Error, for hooks of `step()`"""
         used = self.hyper
         if self.optimizer is None or used is None:
@@ -287,7 +287,7 @@ class OptimizerLink:
             )
 
 
-def _lost() -> NoReturn:
+def _raise_lost() -> NoReturn:
     raise Error(
         "the optimizer's state was shared out over the instances, and has gone with its executor\n"
         "  fix: call state_dict() before destroy()"

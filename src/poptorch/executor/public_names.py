@@ -30,7 +30,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-def with_torch_modes(function: Callable[P, R]) -> Callable[P, R]:
+def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
     """Return a wrapper of `function` that leaves inference mode, and restores gradient mode after Ctrl-C."""
 
     @functools.wraps(function)
@@ -50,15 +50,15 @@ def with_torch_modes(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def methods_with_torch_modes(kind: type[T]) -> type[T]:
-    """Wrap `__call__` and all public methods of a class with `with_torch_modes`; return the class."""
+def methods_outside_inference_mode(kind: type[T]) -> type[T]:
+    """Wrap `__call__` and all public methods of a class with `outside_inference_mode`; return the class."""
     for name, member in list(vars(kind).items()):
         if isinstance(member, FunctionType) and (name == "__call__" or not name.startswith("_")):
-            setattr(kind, name, with_torch_modes(member))
+            setattr(kind, name, outside_inference_mode(member))
     return kind
 
 
-def _part(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+def _delegated(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Return an executor method that calls `method` on the attribute `name`, with the same arguments."""
 
     @functools.wraps(method)
@@ -68,7 +68,7 @@ def _part(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Conca
     return call
 
 
-@methods_with_torch_modes
+@methods_outside_inference_mode
 class PublicNames:
     """The base class of the executor: public names except those of calls, compilation, devices and files."""
 
@@ -83,11 +83,11 @@ class PublicNames:
 
     # ---- weights, optimizer, random state ----------------------------------------------------------------
 
-    copyWeightsToHost = _part("_weights", WeightSync.copyWeightsToHost)
-    copyWeightsToDevice = _part("_weights", WeightSync.copyWeightsToDevice)
-    copyNamedBuffersToDevice = _part("_weights", WeightSync.copyNamedBuffersToDevice)
-    hostWeightsChanged = _part("_weights", WeightSync.hostWeightsChanged)
-    setOptimizer = _part("_optimizer_link", OptimizerLink.setOptimizer)
+    copyWeightsToHost = _delegated("_weights", WeightSync.copyWeightsToHost)
+    copyWeightsToDevice = _delegated("_weights", WeightSync.copyWeightsToDevice)
+    copyNamedBuffersToDevice = _delegated("_weights", WeightSync.copyNamedBuffersToDevice)
+    hostWeightsChanged = _delegated("_weights", WeightSync.hostWeightsChanged)
+    setOptimizer = _delegated("_optimizer_link", OptimizerLink.setOptimizer)
 
     def copyWeightsToHostIfNeeded(self) -> bool:
         """Copy the weights to the host if the devices have newer ones; return whether they had."""

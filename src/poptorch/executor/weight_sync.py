@@ -21,7 +21,7 @@ from .device_lease import DeviceLease
 from .marked_model import WrappedModel, mark_tensors, owner_of
 
 # Of a weight on the host: its version counter, its address, whether it requires a gradient.
-Mark = tuple[int, int, bool]
+Fingerprint = tuple[int, int, bool]
 
 
 class WeightSync:
@@ -35,8 +35,8 @@ class WeightSync:
         self.version = 0
         self._is_behind = False  # another executor of the model has trained, or uploaded, newer weights
         self._peers: weakref.WeakSet[WeightSync] = weakref.WeakSet()  # of executors that share a layer
-        self._equal: dict[str, Tensor] = {}  # the host's weights when they were last equal to the devices'
-        self._marks: dict[str, Mark] = {}  # of the weights in `_equal` at that time
+        self._synced: dict[str, Tensor] = {}  # the host's weights when they were last equal to the devices'
+        self._fingerprints: dict[str, Fingerprint] = {}  # of the weights in `_synced` at that time
         self._is_replaced = False  # whether a layer, parameter or buffer was replaced since the latest call
         self._warned: set[str] = set()
         self.note_compilation()
@@ -114,16 +114,16 @@ class WeightSync:
                 else:  # a per-replica parameter: the host gets one row per group of replicas
                     host[name].data = value.clone()
         self.version += 1
-        self._note_equal(host)
+        self._note_synced(host)
         if self._model.training:
-            self._mark_peers()
+            self._notify_peers()
 
     # ---- to the devices ----------------------------------------------------------------------------------
 
     def copyWeightsToDevice(self) -> None:
         """Upload the user's weights; training done since they were last copied to the host is discarded."""
         self.upload()
-        self._mark_peers()
+        self._notify_peers()
 
     def upload(self) -> None:
         """Upload the user's weights to this executor's devices only."""
@@ -131,7 +131,7 @@ class WeightSync:
         weights = self.on_host()
         with noting(self._lease.reporter, "weights to devices"), torch._C.DisableTorchFunctionSubclass():
             engine.write(weights)
-        self._note_equal(weights)
+        self._note_synced(weights)
 
     def copyNamedBuffersToDevice(self) -> None:
         """Upload only the buffers of `Options.updatableNamedBuffers`. Raises: Error, if it names none"""
@@ -145,16 +145,16 @@ class WeightSync:
         buffers = {name: host[name] for name in names}
         with torch._C.DisableTorchFunctionSubclass():
             self._lease.need_engine().write(buffers)
-        self._equal |= buffers
-        self._marks |= _marks(buffers)
-        self._mark_peers()
+        self._synced |= buffers
+        self._fingerprints |= _fingerprints_of(buffers)
+        self._notify_peers()
 
     # ---- what is changed on the host ---------------------------------------------------------------------
 
     def hostWeightsChanged(self) -> bool:
         """*Pando*: return whether weights were written on the host since the last upload or download. Writes
         into `weight.data` are not detected."""
-        return not self.host_is_stale and bool(self._equal) and bool(self._written(self.on_host()))
+        return not self.host_is_stale and bool(self._synced) and bool(self._written_names(self.on_host()))
 
     def check_host(self) -> None:
         """Warn, once per kind of change, if the model was changed after its compilation, which calls ignore.
@@ -172,7 +172,7 @@ class WeightSync:
                 "set the mode before the first call, or call destroy() on the executor; wrap the model with"
                 " poptorch.inferenceModel to evaluate it",
             )
-        if not self._is_replaced and _marks(self._equal) == self._marks:
+        if not self._is_replaced and _fingerprints_of(self._synced) == self._fingerprints:
             return
         host, layers = self.on_host(), dict(self._model.traced.named_modules())
         replaced = [name for name, layer in self._layers.items() if layers.get(name, layer) is not layer]
@@ -181,7 +181,7 @@ class WeightSync:
                 f"{listed(replaced)} has another layer in its place since the compilation",
                 "computes what the layer before did",
             )
-        elif written := self._written(host):
+        elif written := self._written_names(host):
             self._warn(
                 f"{listed(written)} changed on the host",
                 "uses the values that the devices have",
@@ -199,7 +199,7 @@ class WeightSync:
         with torch._C.DisableTorchFunctionSubclass():
             frozen = [n for n, w in host.items() if n in trained and not w.requires_grad]
             untrained = [n for n, w in host.items() if n not in trained and w.requires_grad]
-        freed = [n for n in untrained if n in self._marks and not self._marks[n][2]]
+        freed = [n for n in untrained if n in self._fingerprints and not self._fingerprints[n][2]]
         if frozen:
             self._warn(f"{listed(frozen)} was frozen after the compilation", "trains it as before")
         if freed:
@@ -215,31 +215,35 @@ class WeightSync:
             self._warned.add(effect)
             logger.warning("%s, and the compiled program %s\n  fix: %s", change, effect, fix)
 
-    def _written(self, host: Mapping[str, Tensor]) -> list[str]:
+    def _written_names(self, host: Mapping[str, Tensor]) -> list[str]:
         """Return the names of weights that were replaced or written since the last upload or download."""
-        now = _marks(host)
-        return [n for n, w in host.items() if self._equal.get(n) is not w or self._marks[n][:2] != now[n][:2]]
+        now = _fingerprints_of(host)
+        return [
+            n
+            for n, w in host.items()
+            if self._synced.get(n) is not w or self._fingerprints[n][:2] != now[n][:2]
+        ]
 
-    def _note_equal(self, host: dict[str, Tensor]) -> None:
+    def _note_synced(self, host: dict[str, Tensor]) -> None:
         """Record that the host's weights are now equal to those of the devices."""
-        self._equal, self._marks, self._is_behind = host, _marks(host), False
+        self._synced, self._fingerprints, self._is_behind = host, _fingerprints_of(host), False
 
     # ---- other executors of the model ----------------------------------------------------------------------
 
     def newest(self) -> dict[str, Tensor]:
         """Return the weights for a new engine: the newest of all executors of the model."""
         _watch_registrations()
-        self._join(self._model.user)
+        self._register_with(self._model.user)
         self._copy_from_trainers()
         host = self.on_host()
         self._check_flags(host)
-        self._note_equal(host)
+        self._note_synced(host)
         return host
 
-    def _join(self, layer: nn.Module) -> None:
+    def _register_with(self, layer: nn.Module) -> None:
         """Register this executor with a layer and its parts, and with the other executors of these."""
         for module in layer.modules():
-            users = _users.setdefault(module, weakref.WeakSet())
+            users = _syncs_of_module.setdefault(module, weakref.WeakSet())
             for peer in set(users) - {self}:
                 self._peers.add(peer)
                 peer._peers.add(self)
@@ -258,7 +262,7 @@ class WeightSync:
             if executor is not None:
                 executor.copyWeightsToHostIfNeeded()
 
-    def _mark_peers(self) -> None:
+    def _notify_peers(self) -> None:
         """Record in the executors that share a layer with this one that the host has new weights.
 
         Inference executors upload them before their next run. Training executors keep their own weights,
@@ -266,16 +270,18 @@ class WeightSync:
         """
         for peer in self._peers:
             if peer._model.training:
-                peer._marks = _marks(peer._equal)
+                peer._fingerprints = _fingerprints_of(peer._synced)
             else:
                 peer._is_behind = True
 
 
 # By module, the executors that are, or were, attached to devices with it.
-_users: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[WeightSync]] = weakref.WeakKeyDictionary()
+_syncs_of_module: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[WeightSync]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def _registered(module: nn.Module, name: str, value: Any) -> None:
+def _on_registration(module: nn.Module, name: str, value: Any) -> None:
     """Prepare the executors of a module for a new value of one of its layers, parameters or buffers.
 
     Of a trained model the host gets the newest weights before, and the new parameters and buffers are marked.
@@ -283,7 +289,7 @@ def _registered(module: nn.Module, name: str, value: Any) -> None:
     old = (module._modules, module._parameters, module._buffers)
     if any(names.get(name) is value for names in old):
         return
-    for sync in list(_users.get(module, ())):
+    for sync in list(_syncs_of_module.get(module, ())):
         sync._is_replaced = True
         executor = sync._executor()
         if executor is not None and isinstance(value, Tensor | nn.Module):
@@ -292,19 +298,19 @@ def _registered(module: nn.Module, name: str, value: Any) -> None:
                     executor.copyWeightsToHostIfNeeded()
                 mark_tensors(value, weakref.ref(executor))
             if isinstance(value, nn.Module):
-                sync._join(value)
+                sync._register_with(value)
 
 
 @functools.cache
 def _watch_registrations() -> None:
     """Register a hook that torch calls before a layer, parameter or buffer is set in any module."""
-    nn.modules.module.register_module_module_registration_hook(_registered)
-    nn.modules.module.register_module_parameter_registration_hook(_registered)
-    nn.modules.module.register_module_buffer_registration_hook(_registered)
+    nn.modules.module.register_module_module_registration_hook(_on_registration)
+    nn.modules.module.register_module_parameter_registration_hook(_on_registration)
+    nn.modules.module.register_module_buffer_registration_hook(_on_registration)
 
 
-def _marks(weights: Mapping[str, Tensor]) -> dict[str, Mark]:
-    """Return the `Mark` of each weight. Tensors made in inference mode have no version counter: 0."""
+def _fingerprints_of(weights: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
+    """Return the `Fingerprint` of each weight. Tensors made in inference mode have no version counter: 0."""
     with torch._C.DisableTorchFunctionSubclass():
         return {
             name: (0 if weight.is_inference() else weight._version, weight.data_ptr(), weight.requires_grad)

@@ -17,13 +17,13 @@ from ..options import Options
 from ..planning import profiles
 from . import executable_file, marked_model
 from .executor import PoplarExecutor
-from .public_names import with_torch_modes
+from .public_names import outside_inference_mode
 
 if TYPE_CHECKING:
     from popvision.plan import Estimates
 
 
-@with_torch_modes
+@outside_inference_mode
 def trainingModel(
     model: nn.Module | PoplarExecutor,
     options: Options | None = None,
@@ -47,7 +47,7 @@ def trainingModel(
     return PoplarExecutor(model, options, training=True, optimizer=optimizer)
 
 
-@with_torch_modes
+@outside_inference_mode
 def inferenceModel(
     model: nn.Module | PoplarExecutor | Callable[..., Any], options: Options | None = None
 ) -> PoplarExecutor:
@@ -72,7 +72,7 @@ def _module_of(model: Any) -> Any:
     return model._user_model if isinstance(model, PoplarExecutor) else model
 
 
-@with_torch_modes
+@outside_inference_mode
 def load(filename: str, edit_opts_fn: Callable[[Options], Any] | None = None) -> PoplarExecutor:
     """Build an executor from a file that `save` or `compileAndExport` wrote, and restore its state.
 
@@ -96,7 +96,7 @@ def load(filename: str, edit_opts_fn: Callable[[Options], Any] | None = None) ->
     return executor
 
 
-@with_torch_modes
+@outside_inference_mode
 def describe(
     model: nn.Module | PoplarExecutor,
     options: Options | None = None,
@@ -117,12 +117,12 @@ def describe(
         Error: the model can't be compiled for such a batch
     """
     with _executor_of(model, options, training) as (executor, own):
-        program = executor._run_for(own, *arguments_of(batch))
+        program = executor._compile_arguments(own, *arguments_of(batch))
         compiled = compile_model(*program, is_plan_only=True)
         return overview(compiled.plan, compiled.settings, compiled.graph)
 
 
-@with_torch_modes
+@outside_inference_mode
 def plan(
     model: nn.Module | PoplarExecutor,
     options: Options | None = None,
@@ -152,7 +152,7 @@ def plan(
     chosen = machines(on)
     kinds = list(dict.fromkeys(machine.kind for machine in chosen))
     with _executor_of(model, options, training) as (executor, own):
-        program = executor._run_for(own, *arguments_of(batch))
+        program = executor._compile_arguments(own, *arguments_of(batch))
         found = profiles(*program, executor._optimizer_link.hyper, kinds)
     return Estimates.of(found, chosen, replicas, accumulation)
 
