@@ -78,7 +78,7 @@ def test_a_layout_that_was_chosen_is_not_measured_against_another(tmp_path, meas
 
 
 def test_a_slow_micro_batch_is_run_once_and_gets_no_hint(tmp_path, measured, monkeypatch):
-    monkeypatch.setattr(tune, "_MOST", 0.001)
+    monkeypatch.setattr(tune, "_MOST_SECONDS", 0.001)
     _, profile = hinted(tmp_path, poptorch.Options().enableProfiling(tmp_path))
     assert (profile.facts["hints"], profile.facts["sharing"]) == ({}, [])
     assert [sample.runs for sample in measured] == [1]

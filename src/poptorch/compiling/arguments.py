@@ -140,7 +140,7 @@ def check_batch(call: BoundCall, counts: Counts) -> None:
         )
 
 
-def warn_about(call: BoundCall, counts: Counts, wide: bool) -> None:
+def warn_about_inputs(call: BoundCall, counts: Counts, wide: bool) -> None:
     """Warn of arguments that a DataLoader made for other options, the compilation fixes or each call converts.
 
     Args:
@@ -187,13 +187,13 @@ def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def is_wide(model: torch.nn.Module) -> bool:
+def has_float64_weights(model: torch.nn.Module) -> bool:
     """Return whether a model has weights or buffers of float64."""
     with torch._C.DisableTorchFunctionSubclass():
         return any(value.dtype == torch.float64 for value in weights_of(model).values())
 
 
-def prepared(call: BoundCall, wide: bool) -> list[Tensor]:
+def tensors_for_engine(call: BoundCall, wide: bool) -> list[Tensor]:
     """Return the tensors of a call for the engine: contiguous, detached, narrowed, without lazy conjugation or sign."""
     plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in call.tensors]
     return [narrowed(tensor, wide).contiguous() for tensor in plain]
@@ -275,14 +275,14 @@ class CompiledInputs:
             if (is_left_out or kind is inspect.Parameter.VAR_POSITIONAL) and not may_differ:
                 what = f"Number of positional arguments mismatch: expected {self.positional} arguments"
                 raise BatchError(f"{what} but got {call.positional}{_HINT}")
-            _compare(compiled, found, name, any_shape, kind is inspect.Parameter.VAR_KEYWORD)
+            _check_spec(compiled, found, name, any_shape, kind is inspect.Parameter.VAR_KEYWORD)
         compiled_tensors = dict(zip(self.paths, self.kind.tensors, strict=True))
         for path, tensor in call.named.items():
             dtype, shape = compiled_tensors.get(path, (tensor.dtype, tensor.shape))
-            _check(f"Data type mismatch for {path}", dtype, tensor.dtype)
+            _check_equal(f"Data type mismatch for {path}", dtype, tensor.dtype)
             if not any_shape:
                 explained = self._explained(shape, tensor.shape)
-                _check(f"Shape mismatch for {path}", shape, tensor.shape, explained)
+                _check_equal(f"Shape mismatch for {path}", shape, tensor.shape, explained)
 
     def _explained(self, expected: torch.Size, found: torch.Size) -> str:
         """Return a fix for an input that is one micro-batch, as of torch's DataLoader; else empty text."""
@@ -295,7 +295,7 @@ class CompiledInputs:
         )
 
 
-def _compare(expected: Spec, found: Spec, path: str, any_shape: bool, keywords: bool = False) -> None:
+def _check_spec(expected: Spec, found: Spec, path: str, any_shape: bool, keywords: bool = False) -> None:
     """Raise BatchError unless both specs are equal, or differ only as `any_shape` of `check` allows.
 
     Args: keywords: whether they are those of **kwargs
@@ -306,7 +306,7 @@ def _compare(expected: Spec, found: Spec, path: str, any_shape: bool, keywords: 
         and (expected.constant is None) != (found.constant is None)
     ):
         return  # one call passes a tensor or container, the other leaves the argument out
-    _check(f"Type mismatch for {path}", expected.type, found.type)
+    _check_equal(f"Type mismatch for {path}", expected.type, found.type)
     if expected.keys != found.keys and not any_shape:
         missing = [str(key) for key in expected.keys if key not in found.keys]
         unexpected = [str(key) for key in found.keys if key not in expected.keys]
@@ -314,15 +314,15 @@ def _compare(expected: Spec, found: Spec, path: str, any_shape: bool, keywords: 
         words += [f"Unexpected arguments: {', '.join(unexpected)}."] if unexpected else []
         raise BatchError(f"Keys mismatch for {path}: {' '.join(words)}{_HINT}")
     if not any_shape:
-        _check(f"Length mismatch for {path}", len(expected.children), len(found.children))
-    _check(f"Value mismatch for {path}", expected.constant, found.constant)
+        _check_equal(f"Length mismatch for {path}", len(expected.children), len(found.children))
+    _check_equal(f"Value mismatch for {path}", expected.constant, found.constant)
     others = found.parts()
     for key, part in expected.parts().items():
         if key in others:
             step = str(key) if keywords else path + path_step(expected.type, key)
-            _compare(part, others[key], step, any_shape)
+            _check_spec(part, others[key], step, any_shape)
 
 
-def _check(what: str, expected: Any, found: Any, explained: str = "") -> None:
+def _check_equal(what: str, expected: Any, found: Any, explained: str = "") -> None:
     if expected != found:
         raise BatchError(f"{what}: expected {expected} but got {found}{explained}{_HINT}")

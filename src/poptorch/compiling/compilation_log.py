@@ -64,7 +64,7 @@ def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], N
             raise
 
 
-def announce(plan: Plan, settings: Settings) -> None:
+def log_plan(plan: Plan, settings: Settings) -> None:
     """Log the ipu of each stage and, at level DEBUG, the schedule."""
     partition, counts = plan.partition, settings.counts
     for stage, (blocks, ipu) in enumerate(zip(partition.names, partition.ipus, strict=True)):
@@ -75,10 +75,10 @@ def announce(plan: Plan, settings: Settings) -> None:
         "%s × %s, run by %s", ipus, replicas, threads if settings.device == "cpu" else settings.device
     )
     if logger.isEnabledFor(logging.DEBUG):
-        logger.debug("%s", schedules(plan, settings))
+        logger.debug("%s", schedule_text(plan, settings))
 
 
-def schedules(plan: Plan, settings: Settings) -> str:
+def schedule_text(plan: Plan, settings: Settings) -> str:
     """Return a drawing of a step's schedule on this machine and, for several ipus, on separate devices."""
     if plan.micro_batches > _DRAWN:
         return f"schedule of a step: {plan.micro_batches} micro-batches, too many to draw"
@@ -175,7 +175,7 @@ def overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overview:
         title,
         tuple((s, partition.ipus[s], names, sizes[s]) for s, names in enumerate(partition.names)),
         transfers,
-        schedules(plan, settings),
+        schedule_text(plan, settings),
         tuple(
             (f"{piece.phase}{piece.stage}", partition.ipus[piece.stage], piece.source)
             for piece in partition.pieces

@@ -30,12 +30,12 @@ from ..enums import OutputMode, OverlapMode
 from ..logs import logger
 from ..options import Options
 from . import compilation_log
-from .arguments import BoundCall, CompiledInputs, is_wide, narrowed, sample, weights_of
+from .arguments import BoundCall, CompiledInputs, has_float64_weights, narrowed, sample, weights_of
 from .losses import choose_loss
-from .outputs import Anchors, Note, notes_of, requests_of, resolve, traced_outputs
+from .outputs import Anchors, Note, notes_of, requests_of, resolve_anchors, traced_outputs
 from .runs import Run
 from .traced_functions import traced_functions
-from .tune import NO_HINTS, Hints, balanced, measured_hints
+from .tune import NO_HINTS, Hints, measured_hints, with_balanced_stages
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def compile_model(
     """
     if earlier:
         settings = replace(settings, strategy=earlier[0].settings.strategy)
-    settings, call, wide = run.settings(settings), run.call, is_wide(model)
+    settings, call, wide = run.settings(settings), run.call, has_float64_weights(model)
     inputs = CompiledInputs(call.kind, list(call.named), call.positional, run.counts, wide)
     samples = [narrowed(sample(tensor, run.counts), wide) for tensor in call.tensors]
     like = next(
@@ -109,7 +109,9 @@ def compile_model(
         hints = measured_hints(graph, settings, options, new.memory_format, model, samples)
         new = replace(new, hints=hints)
     if settings.strategy.auto == "balance":
-        settings = balanced(graph, settings, weights_of(model), samples, together=not is_plan_only)
+        settings = with_balanced_stages(
+            graph, settings, weights_of(model), samples, together=not is_plan_only
+        )
     settings = with_filled_pipeline(graph.visits, used_visits(graph), settings)
     plan = compile_graph(graph, settings, done)
     compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
@@ -153,9 +155,9 @@ def _captured(
         options._execution_strategy.onEndTracing()
         _call_hooks("Post")
     _check_overlap(graph, options)
-    graph, anchors = resolve(graph, forward.traced, requests, settings.training)
+    graph, anchors = resolve_anchors(graph, forward.traced, requests, settings.training)
     anchors = replace(anchors, noted=tuple(anchor for note in forward.notes for anchor in note.anchors))
-    settings, kernels = replace(settings, anchors=anchors.wanted), options.Precision.half_kernels
+    settings, kernels = replace(settings, anchors=anchors.engine_anchors), options.Precision.half_kernels
     if settings.device == "cpu" and kernels != "native":
         is_chosen = is_faster_in_float32 if kernels == "auto" else lambda operation, dtype: True
         graph, widened = products_in_float32(graph, is_chosen)

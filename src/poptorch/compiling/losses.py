@@ -39,7 +39,7 @@ def choose_loss(returned: Any, capture: Capture, options: Options, where: str) -
         return
     if options.exists("loss_output"):
         capture.choose_loss(
-            _named(returned, options("loss_output"), where), f"the return of forward, {where}"
+            _named_output(returned, options("loss_output"), where), f"the return of forward, {where}"
         )
         return
     if capture.is_marked:
@@ -48,7 +48,7 @@ def choose_loss(returned: Any, capture: Capture, options: Options, where: str) -
     if not isinstance(returned, Tensor) and isinstance(field, Tensor) and is_traced(field):
         capture.choose_loss(field, f'the output "loss" of forward, {where}')
         return
-    chosen = _derived(returned, capture, where)
+    chosen = _derived_loss(returned, capture, where)
     if chosen is not None:
         capture.choose_loss(chosen, f"the return of forward, {where}")
 
@@ -58,19 +58,19 @@ def loss_field(returned: Any) -> Any:
     return returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
 
 
-def _derived(returned: Any, capture: Capture, where: str) -> Tensor | None:
+def _derived_loss(returned: Any, capture: Capture, where: str) -> Tensor | None:
     """Return the scalar output that is computed from the losses, and so is trained; None without one.
 
     None also if forward returns a loss itself. Raises: CaptureError, if several scalars depend on the loss
     """
     recorder = capture.recorder
     final = final_losses(capture)
-    scalars = [value for value in tensors_of(returned) if _is_loss(value)]
+    scalars = [value for value in tensors_of(returned) if _is_loss_candidate(value)]
     if any(recorder.node(value) in final for value in scalars):
         return None  # PopTorch's rule, which refuses several
     is_tuple = isinstance(returned, tuple | list)
     first = next(iter(returned), None) if is_tuple else returned
-    if isinstance(first, Tensor) and _is_loss(first) and (is_tuple or len(final) < 2):
+    if isinstance(first, Tensor) and _is_loss_candidate(first) and (is_tuple or len(final) < 2):
         sources = sources_of([recorder.node(first)])
         if all(node in sources for node in final):
             return first
@@ -89,11 +89,11 @@ def _derived(returned: Any, capture: Capture, where: str) -> Tensor | None:
     return derived[0] if derived else None
 
 
-def _is_loss(value: Tensor) -> bool:
+def _is_loss_candidate(value: Tensor) -> bool:
     return is_traced(value) and value.is_floating_point() and value.dim() == 0 and value.requires_grad
 
 
-def _named(returned: Any, name: str | int, where: str) -> Tensor:
+def _named_output(returned: Any, name: str | int, where: str) -> Tensor:
     """Return forward's output tensor with this key, attribute or index; dots in `name` lead to nested ones.
 
     Args:

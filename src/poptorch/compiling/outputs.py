@@ -78,7 +78,7 @@ class Anchors:
     noted: tuple[Anchor, ...] = ()
 
     @property
-    def wanted(self) -> tuple[Anchor, ...]:
+    def engine_anchors(self) -> tuple[Anchor, ...]:
         """Return all anchors whose values the engine has to keep."""
         return (*(anchor for anchor in self.by_name.values() if anchor is not None), *self.noted)
 
@@ -90,7 +90,7 @@ class Anchors:
         }
 
 
-def resolve(
+def resolve_anchors(
     graph: Graph, traced: dict[str, int], requests: dict[str, Request], training: bool
 ) -> tuple[Graph, Anchors]:
     """Resolve the requests' names, and return the graph with their values as further outputs, and the anchors.
@@ -114,7 +114,7 @@ def resolve(
     added: list[Result] = []
     by_name: dict[str, Anchor | None] = {}
     for short, (long_name, mode, period) in requests.items():
-        name = _known(long_name, sources, traced)
+        name = _matching_name(long_name, sources, traced)
         if name is None:
             raise Error(
                 f"anchorTensor({short!r}, {long_name!r}): no tensor has that name{did_you_mean(long_name, sources)}\n"
@@ -130,7 +130,7 @@ def resolve(
     return graph, Anchors(by_name, tuple(sources))
 
 
-def _known(name: str, names: Container[str], traced: Container[str]) -> str | None:
+def _matching_name(name: str, names: Container[str], traced: Container[str]) -> str | None:
     """Return the entry of `names` for a name, which may have PopTorch's prefix `model.`; else None."""
     if name in names:
         return name
@@ -160,7 +160,7 @@ def traced_outputs(value: Any, where: str) -> tuple[Any, list[Tensor]]:
     return template, traced
 
 
-def returned(template: Any, outputs: list[Tensor]) -> Any:
+def output_value(template: Any, outputs: list[Tensor]) -> Any:
     """Return what forward returns, with a call's outputs in place of the empty tensors of `template`."""
     return filled(template, map(_marked_as_output, outputs))
 

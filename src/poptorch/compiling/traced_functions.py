@@ -33,14 +33,14 @@ def traced_functions() -> Iterator[None]:
     Distribution.set_default_validate_args(False)
     transformer._detect_is_causal_mask = _is_causal_mask
     try:
-        with _Replacing():
+        with _ReplacementMode():
             yield
     finally:
         Distribution.set_default_validate_args(validates)
         transformer._detect_is_causal_mask = _detect_is_causal_mask
 
 
-class _Replacing(TorchFunctionMode):
+class _ReplacementMode(TorchFunctionMode):
     """A mode that calls the replacements of torch functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,7 +48,7 @@ class _Replacing(TorchFunctionMode):
         return (_REPLACEMENTS[func] if is_known else func)(*args, **(kwargs or {}))
 
 
-def _marked(loss: Tensor) -> Tensor:
+def _mark_loss(loss: Tensor) -> Tensor:
     """Return the loss, after marking it as the result of a loss function."""
     capture = current()
     assert capture is not None
@@ -57,7 +57,7 @@ def _marked(loss: Tensor) -> Tensor:
 
 
 def _ctc_loss(*args: Any, **kwargs: Any) -> Tensor:
-    return _marked(ctc_loss(*args, **kwargs))
+    return _mark_loss(ctc_loss(*args, **kwargs))
 
 
 def _gaussian_nll_loss(
@@ -79,10 +79,10 @@ def _gaussian_nll_loss(
     loss = 0.5 * (torch.log(clamped) + (input - target) ** 2 / clamped)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
-    return _marked({"mean": loss.mean, "sum": loss.sum, "none": loss.clone}[reduction]())
+    return _mark_loss({"mean": loss.mean, "sum": loss.sum, "none": loss.clone}[reduction]())
 
 
-def _text(tensor: Tensor, *args: Any, **kwargs: Any) -> str:
+def _tensor_text(tensor: Tensor, *args: Any, **kwargs: Any) -> str:
     """Return the text that `print` shows of a tensor; of a traced one, without values, size and dtype."""
     if not is_traced(tensor.data):
         with torch._C.DisableTorchFunction():
@@ -126,7 +126,7 @@ def _is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: in
     return _detect_is_causal_mask(mask, is_causal, size)
 
 
-def _backward(*args: Any, **kwargs: Any) -> None:
+def _refuse_backward(*args: Any, **kwargs: Any) -> None:
     raise CaptureError(
         "backward() can't be called inside a forward: the executor differentiates the model's loss by itself\n"
         "  fix: return the loss from forward, and leave backward() out"
@@ -136,11 +136,11 @@ def _backward(*args: Any, **kwargs: Any) -> None:
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     functional.ctc_loss: _ctc_loss,
     functional.gaussian_nll_loss: _gaussian_nll_loss,
-    Tensor.__repr__: _text,
-    Tensor.__format__: lambda tensor, spec: format(_text(tensor), spec),
+    Tensor.__repr__: _tensor_text,
+    Tensor.__format__: lambda tensor, spec: format(_tensor_text(tensor), spec),
     Tensor.numpy: _to_numpy,
     Tensor.__array__: _to_numpy,
-    Tensor.backward: _backward,
+    Tensor.backward: _refuse_backward,
     Tensor.bincount: _bincount,
     torch.bincount: _bincount,
 }

@@ -31,7 +31,7 @@ from ..logs import logger
 from ..options import Options
 from .arguments import weights_of
 
-_MOST = 1.0  # seconds; a micro-batch that takes longer is not measured
+_MOST_SECONDS = 1.0  # a micro-batch that takes longer is not measured
 _ROUNDS = 5
 _EACH_ALONE = Strategy("sharded", "auto_increment")
 _STAGE_OF_EACH_BLOCK = Strategy("pipelined", "auto_increment")
@@ -59,7 +59,7 @@ def measured_hints(
     Returns: facts of a profile. "hints": {option that is not set: least speedup of a micro-batch with it};
         "sharing": rows (number of threads, least and largest speedup by them, the factor by which each micro-batch
         then takes longer). `NO_HINTS` on devices other than the CPU, if no profile is recorded, if the graph calls the
-        user's code, or if a micro-batch takes more than `_MOST` seconds
+        user's code, or if a micro-batch takes more than `_MOST_SECONDS`
     """
     is_measurable = (settings.device, settings.backend) == ("cpu", "eager")
     if not is_measurable or options._profile_directory(settings.training) is None or calls_user_code(graph):
@@ -67,11 +67,11 @@ def measured_hints(
     with first_rows_only(model, settings.replica_groups):
         weights = weights_of(model)
     now = sample_of(partition(graph, _EACH_ALONE), weights, samples)
-    if with_threads(1, lambda: now.several(1)) > _MOST:
+    if with_threads(1, lambda: now.several(1)) > _MOST_SECONDS:
         return NO_HINTS
     alone = with_threads(1, lambda: min(now.several(1) for _ in range(_ROUNDS)))
     gains = {}
-    for name, other in _others(graph, options, memory_format).items():
+    for name, other in _graphs_by_option(graph, options, memory_format).items():
         changed = sample_of(partition(other, _EACH_ALONE), weights, samples)
         gains[name] = with_threads(1, partial(speedups, now.several, changed.several, alone)).low
     threads, rows = torch.get_num_threads(), []
@@ -81,7 +81,7 @@ def measured_hints(
     return {"hints": gains, "sharing": rows}
 
 
-def _others(graph: Graph, options: Options, memory_format: str) -> dict[str, Graph]:
+def _graphs_by_option(graph: Graph, options: Options, memory_format: str) -> dict[str, Graph]:
     """Return {option that is not set: the graph rewritten by it}, without options that change nothing."""
     others: dict[str, Callable[[Graph], Graph]] = {}
     if memory_format == "preserve" and not options.exists("memory_format") and has_convolutions(graph):
@@ -102,7 +102,7 @@ def calls_user_code(graph: Graph) -> bool:
 # ---- AutoBalance ---------------------------------------------------------------------------------------------
 
 
-def balanced(
+def with_balanced_stages(
     graph: Graph,
     settings: Settings,
     weights: Mapping[str, Tensor],
@@ -121,7 +121,7 @@ def balanced(
     costs = _block_costs(graph, settings, weights, inputs)
     if together and settings.training and settings.counts.instances > 1:
         group = group_of(settings.counts.instances)
-        seconds = _of_first_instance(group, [cost.seconds for cost in costs])
+        seconds = _seconds_of_instance_0(group, [cost.seconds for cost in costs])
         costs = [replace(cost, seconds=spent) for cost, spent in zip(costs, seconds, strict=True)]
     cut = balance(costs, settings.strategy.ipus, settings.strategy.capacity)
     logger.info("AutoBalance placed %d blocks:\n%s", len(costs), explain(costs, cut))
@@ -129,7 +129,7 @@ def balanced(
     return replace(settings, strategy=replace(settings.strategy, auto=None, stages=stages))
 
 
-def _of_first_instance(group: ProcessGroup, seconds: list[float]) -> list[float]:
+def _seconds_of_instance_0(group: ProcessGroup, seconds: list[float]) -> list[float]:
     """Return the `seconds` of instance 0, so that all instances choose the same stages."""
     mine = torch.tensor([seconds], dtype=torch.float64)
     facts = {"AutoBalance": {"blocks": str(len(seconds))}}

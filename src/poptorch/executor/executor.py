@@ -22,9 +22,9 @@ from popengine.settings import Settings
 
 from ..annotating.replica_groups import groups_of
 from ..compiling import arguments
-from ..compiling.compilation_log import announce, progress
+from ..compiling.compilation_log import log_plan, progress
 from ..compiling.executable import compile_model
-from ..compiling.outputs import returned
+from ..compiling.outputs import output_value
 from ..compiling.runs import Run, runs_of
 from ..enums import ConnectionType, OutputMode
 from ..logs import logger, repeats
@@ -119,7 +119,7 @@ class PoplarExecutor(PublicNames):
                 self._lease.drop_oldest([run.key for run in runs], self._most_plans)
             executable = self._lease.need_executable()
             self._latest = joined(finished, runs, executable)
-            return returned(executable.template, list(self._latest.outputs))
+            return output_value(executable.template, list(self._latest.outputs))
 
     def _runs_of(self, call: arguments.BoundCall) -> list[Run]:
         """Return the runs of a call: one, unless `allowNewShapes` is set and the batch is incomplete."""
@@ -171,7 +171,7 @@ class PoplarExecutor(PublicNames):
         mode = self.options._Popart.options.get("syntheticDataMode", 0)
         if mode and plan.synthetic is not None:
             return plan.synthetic
-        tensors = arguments.prepared(call, plan.executable.inputs.wide)
+        tensors = arguments.tensors_for_engine(call, plan.executable.inputs.wide)
         if mode:
             counts = plan.executable.settings.counts
             tensors = plan.synthetic = arguments.synthetic_inputs(tensors, mode, counts)
@@ -212,7 +212,7 @@ class PoplarExecutor(PublicNames):
             with self._weights.flags_of_compilation():
                 earlier = [plan.executable for plan in lease.plans.values()]
                 found = compile_model(model, run, options, settings, done, earlier=earlier)
-            announce(found.plan, found.settings)
+            log_plan(found.plan, found.settings)
             plan = LoadedPlan(found, reporter)
             lease.add(run.key, plan)
             try:
@@ -251,7 +251,7 @@ class PoplarExecutor(PublicNames):
         settings = freeze(options, training, self._optimizer_link.frozen if training else None, groups)
         arguments.check_batch(call, run.counts)
         if not self._lease.plans:
-            arguments.warn_about(call, settings.counts, arguments.is_wide(model))
+            arguments.warn_about_inputs(call, settings.counts, arguments.has_float64_weights(model))
         options._Popart.check_names()
         self._wrapped.updatable_buffers()
         return settings
