@@ -60,7 +60,7 @@ class _Operations(_torch._ops._OpNamespace):
 setattr(_torch.ops, "poptorch", _Operations("poptorch"))  # noqa: B010
 _log_ignored_variables()
 if _PLAN_WISH in _os.environ:
-    _importlib.import_module(".planning", __name__).build_without_values()
+    _importlib.import_module(".planning", __name__).make_parameters_fake()
 _append_aliases_to_path()
 if _os.getenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
     # Torch did not call the entry points of packages; Pando's entry point registers the ipus with Lightning.

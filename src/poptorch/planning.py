@@ -43,12 +43,12 @@ from .compiling.runs import Run
 from .compiling.tune import calls_user_code
 from .options import Options
 
-_BASE = 600 << 20  # bytes of Python, torch and the program's other libraries
+_BASE_BYTES = 600 << 20  # bytes of Python, torch and the program's other libraries
 # Bytes of state, FLOPs of a micro-batch: the engine runs steps of a smaller model within a second or two.
 _SMALL = 2**29, 5e10
 _SECONDS = 1.5  # no round begins after this time
 _ROUNDS = 9
-_SOME = 1 << 22  # elements of the update that is measured, at most
+_MOST_ELEMENTS = 1 << 22  # elements of the update that is measured, at most
 
 
 class _WithoutValues(FakeTensorMode):
@@ -60,7 +60,7 @@ class _WithoutValues(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def build_without_values() -> None:
+def make_parameters_fake() -> None:
     """Make every parameter that this process creates from now on a fake tensor, which has no memory. Do
     nothing if `popvision plan` has found that the program needs values."""
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
@@ -132,14 +132,14 @@ def profiles(
         chosen, attention = settings, contextlib.nullcontext()
         if kind == "apart":  # neighbouring stages of an ipu are one, and attention is products and a softmax
             chosen = replace(settings, device="cuda", strategy=replace(settings.strategy, joined=True))
-            attention = _half_attention()
+            attention = _attention_without_casts()
         with attention:
             executable = _in_one_process(compile_model(model, run, options, chosen, is_plan_only=True))
         plan, graph = executable.plan, executable.graph
         assert graph is not None
         # More micro-batches need no more memory; popvision computes the times of all micro-batches.
         short = replace(plan, micro_batches=min(plan.micro_batches, 3 * plan.partition.stages + 8))
-        made = planned(short, executable.settings, graph)
+        made = planned_profile(short, executable.settings, graph)
         facts = {
             **made.facts,
             "schedule_micro_batches": plan.micro_batches,
@@ -147,11 +147,11 @@ def profiles(
             "optimizer_off_chip": location.get("on_chip_storage") is False,
             "shards_optimizer": bool(location.get("replicated_tensor_sharding", False)),
             "device": settings.device,
-            "base": _BASE,
+            "base": _BASE_BYTES,
             "available": available_memory(),
         }
         if kind == "here":
-            facts["measured"] = measured(executable, hyper, sum(row.flops for row in made.operations))
+            facts["measured"] = measured_times(executable, hyper, sum(row.flops for row in made.operations))
         found[kind] = replace(made, facts=facts)
     return found
 
@@ -164,7 +164,7 @@ def _in_one_process(executable: Executable) -> Executable:
     return replace(executable, settings=replace(settings, counts=counts))
 
 
-def planned(plan: Plan, settings: Settings, graph: Graph) -> Profile:
+def planned_profile(plan: Plan, settings: Settings, graph: Graph) -> Profile:
     """Return the profile of a plan that has not run, with each ipu's peak memory as a separate device."""
     found, ipus = describe(plan, settings, graph), sorted(set(plan.partition.ipus))
     alive = {index: -piece.enters for index, piece in enumerate(found.pieces)}
@@ -176,7 +176,7 @@ def planned(plan: Plan, settings: Settings, graph: Graph) -> Profile:
         "calls": 0,
         "steps": 0,
         "activations": peak_bytes(graph, plan, alive),
-        "between": [_between(found, ipu) for ipu in ipus],
+        "between": [_most_bytes_in_transit(found, ipu) for ipu in ipus],
     }
     weights = {
         slot.key: torch.empty(slot.shape, dtype=slot.dtype, device="meta")
@@ -187,7 +187,7 @@ def planned(plan: Plan, settings: Settings, graph: Graph) -> Profile:
     return replace(found, facts=facts, memory=tuple(state.memory(0, ipu) for ipu in ipus))
 
 
-def _between(found: Profile, ipu: int) -> int:
+def _most_bytes_in_transit(found: Profile, ipu: int) -> int:
     """Return an upper bound, for any timing, of the bytes that were sent to an ipu and not received yet."""
     stages, micro_batches = len(found.ipus), found.facts["schedule_micro_batches"]
     sent = {part.channel: part for part in found.parts if part.kind == "send" and part.peer == ipu}
@@ -203,7 +203,7 @@ def _between(found: Profile, ipu: int) -> int:
 
 
 @contextlib.contextmanager
-def _half_attention() -> Iterator[None]:
+def _attention_without_casts() -> Iterator[None]:
     """Capture attention in half precision without casts to float32."""
     before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
@@ -216,7 +216,7 @@ def _half_attention() -> Iterator[None]:
 # ---- this machine ----------------------------------------------------------------------------------------
 
 
-def measured(found: Executable, hyper: Hyper | None, flops: int) -> dict[str, Any]:
+def measured_times(found: Executable, hyper: Hyper | None, flops: int) -> dict[str, Any]:
     """Return measured times: "steps" of a small model, or "pieces", "updates" and "sharing" of a large one.
 
     steps    rows (micro-batches of all replicas, seconds of a step)
@@ -236,7 +236,7 @@ def measured(found: Executable, hyper: Hyper | None, flops: int) -> dict[str, An
         return _operation_seconds(found, hyper)
 
 
-def _made_up(shape: Sequence[int], dtype: torch.dtype, key: str = "") -> Tensor:
+def _generated(shape: Sequence[int], dtype: torch.dtype, key: str = "") -> Tensor:
     """Return a generated value of the weight with this name, or of an input (no name)."""
     if not dtype.is_floating_point or key.endswith("running_var"):
         return torch.ones(shape, dtype=dtype) if key else torch.zeros(shape, dtype=dtype)
@@ -258,25 +258,27 @@ def _step_seconds(found: Executable, hyper: Hyper | None) -> list[tuple[int, flo
         plan = compile_graph(found.graph, short)
         slots = plan.partition.signature.slots
         weights = {
-            s.key: _made_up(s.shape, s.dtype, s.key) for s in plan.partition.signature.parameters_and_buffers
+            s.key: _generated(s.shape, s.dtype, s.key) for s in plan.partition.signature.parameters_and_buffers
         }
         inputs = sorted((slot for slot in slots if slot.role == "input"), key=lambda slot: int(slot.key))
         product = short.counts.product
         batch = [
-            _made_up((slot.shape[0] * product, *slot.shape[1:]) if slot.shape else (), slot.dtype)
+            _generated((slot.shape[0] * product, *slot.shape[1:]) if slot.shape else (), slot.dtype)
             for slot in inputs
         ]
         # Only after its first tasks does the engine know whether it should use several cores.
         warm = math.ceil(2 * JUDGED / (product * len(plan.partition.pieces)))
         engine = Engine(plan, short, weights, seed=0)
         try:
-            rows.append((count * short.counts.replicas, _seconds(partial(engine.run, batch, hyper), warm)))
+            rows.append(
+                (count * short.counts.replicas, _median_seconds(partial(engine.run, batch, hyper), warm))
+            )
         finally:
             engine.close()
     return rows
 
 
-def _seconds(work: Callable[[], Any], warm: int = 1) -> float:
+def _median_seconds(work: Callable[[], Any], warm: int = 1) -> float:
     """Return the median seconds of `work` in a few rounds, after `warm` rounds of warm-up."""
     for _ in range(warm):
         work()
@@ -291,7 +293,7 @@ def _seconds(work: Callable[[], Any], warm: int = 1) -> float:
 # ---- single operations -----------------------------------------------------------------------------------
 
 
-def _single(piece: Piece, line: Line, values: dict[str, Any]) -> Sample:
+def _sample_of_line(piece: Piece, line: Line, values: dict[str, Any]) -> Sample:
     """Return a sample that runs one operation, with constant operands."""
     reads, given = tuple(dict.fromkeys(line.operands())), dict[str, Tensor]()
     for name in reads:
@@ -302,7 +304,7 @@ def _single(piece: Piece, line: Line, values: dict[str, Any]) -> Sample:
 
 
 def _operation_seconds(found: Executable, hyper: Hyper | None) -> dict[str, Any]:
-    """Return "pieces", "updates" and "sharing" of `measured`: each distinct operation runs once, alone."""
+    """Return "pieces", "updates" and "sharing" of `measured_times`: each distinct operation runs once, alone."""
     assert found.graph is not None
     values = {node.name: node.meta.get("val") for node in found.graph.code.nodes}
     known: dict[Any, float] = {}
@@ -317,7 +319,7 @@ def _operation_seconds(found: Executable, hyper: Hyper | None) -> dict[str, Any]
         shapes = [(tuple(v.shape), v.stride(), v.dtype) for v in operands if v is not None]
         key = line.call, repr(_without_names((line.arguments, line.named))), repr(shapes)
         if key not in known:
-            operation = _single(piece, line, values)
+            operation = _sample_of_line(piece, line, values)
             once = operation.several(1)
             known[key] = once if once > 0.2 else min(operation.several(1) for _ in range(3))
             if not longest or known[key] > longest[0][0]:
@@ -341,7 +343,7 @@ def _without_names(argument: Any) -> Any:
 
 def _update_seconds(found: Executable, hyper: Hyper | None) -> list[float]:
     """Return the seconds in which one core updates the weights of each ipu, scaled up from an update of at
-    most _SOME elements."""
+    most _MOST_ELEMENTS elements."""
     optimizer, partition = found.settings.optimizer, found.plan.partition
     elements = dict.fromkeys(sorted(set(partition.ipus)), 0)
     if optimizer is None or hyper is None:
@@ -351,12 +353,12 @@ def _update_seconds(found: Executable, hyper: Hyper | None) -> list[float]:
         if slot.key in optimizer.group_of and slot.name in partition.home:
             elements[partition.ipus[partition.home[slot.name]]] += torch.Size(slot.shape).numel()
             dtype = slot.dtype
-    some = max(1, min(_SOME, max(elements.values())))
-    weight, gradient = _made_up((some,), dtype), _made_up((some,), optimizer.type_for(dtype))
+    some = max(1, min(_MOST_ELEMENTS, max(elements.values())))
+    weight, gradient = _generated((some,), dtype), _generated((some,), optimizer.type_for(dtype))
     state = init_state(optimizer, weight)
     seeds = [0] if found.settings.stochastic_rounding else None
     with torch.no_grad():
-        spent = _seconds(
+        spent = _median_seconds(
             lambda: update(optimizer, hyper.groups[0], [weight], [gradient.clone()], [state], seeds)
         )
     return [spent * count / some for count in elements.values()]

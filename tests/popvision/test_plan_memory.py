@@ -6,7 +6,7 @@ from torch import nn
 
 import poptorch
 from popengine.profile import load
-from poptorch.planning import planned
+from poptorch.planning import planned_profile
 from popvision.memory import needs
 from popvision.plan import memory_of, total_bytes
 
@@ -81,7 +81,7 @@ def planned_and_used(folder, kind, layout):
     batch = torch.randn(updates * 9 * replicas * 4, *SHAPES.get(kind, (WIDTH,)))
     executor.compile(batch)
     compiled = executor._executable
-    plan = planned(compiled.plan, compiled.settings, compiled.graph)
+    plan = planned_profile(compiled.plan, compiled.settings, compiled.graph)
     executor(batch)
     executor(batch)
     executor.detachFromDevice()

@@ -158,7 +158,7 @@ class DeviceLease:
         with torch._C.DisableTorchFunctionSubclass():
             engine = Engine(executable.plan, settings, weights, self._seed(), previous=previous)
         if plan.reporter is not None:
-            plan.reporter.attached(engine, executable)
+            plan.reporter.on_attach(engine, executable)
         return engine
 
     def detach(self) -> None:
@@ -174,7 +174,7 @@ class DeviceLease:
         if engine is None or self._process != os.getpid():  # its threads are the other process's
             return
         if plan.reporter is not None:
-            plan.reporter.released()
+            plan.reporter.on_release()
         engine.close()
 
     def state_to_keep(self, whole: bool = False) -> KeptState:

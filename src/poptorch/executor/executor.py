@@ -32,7 +32,7 @@ from ..optim import SGD
 from ..options import Options
 from ..options.freeze_options import freeze, resolved
 from ..planning import exit_if_only_planning
-from ..reporting.reporter import Reporter, reporter_for
+from ..reporting.reporter import Reporter, start_reporter
 from . import executable_file, marked_model
 from .device_lease import DeviceLease, LoadedPlan
 from .latest_call import LatestCall, joined, latest_call
@@ -71,7 +71,7 @@ class PoplarExecutor(PublicNames):
         self._signature = inspect.signature(self._wrapped.traced.forward)
         self._most_plans = options("new_shapes") if options.exists("new_shapes") else 0  # 0: shapes are fixed
         # Made before the first plan, to record the waits for a loader from now on.
-        self._next_reporter = reporter_for(self, options, training, 1)
+        self._next_reporter = start_reporter(self, options, training, 1)
         self._lease = DeviceLease(options)
         self._weights = WeightSync(self._wrapped, self._lease, weakref.ref(self))
         self._optimizer_link = OptimizerLink(self._wrapped, self._lease)
@@ -163,7 +163,7 @@ class PoplarExecutor(PublicNames):
                 self._remove_plan(run.key, before)
             raise
         if plan.reporter is not None:
-            plan.reporter.called()
+            plan.reporter.after_call()
         arguments.write_back(run.call, plan.executable.plan.partition.signature, results.inputs())
         return latest_call(plan.executable, results, None if plan.synthetic is None else len(plan.synthetic))
 
@@ -234,7 +234,7 @@ class PoplarExecutor(PublicNames):
     def _reporter_of(self, number: int) -> Reporter | None:
         """Return the reporter of the plan with this number, from 1; None if no profile is requested."""
         reporter, self._next_reporter = self._next_reporter, None
-        return reporter or reporter_for(self, self.options, self._wrapped.training, number)
+        return reporter or start_reporter(self, self.options, self._wrapped.training, number)
 
     def _checked_settings(self, run: Run, options: Options) -> Settings:
         """Check the arguments of a run, and return the settings of a complete combined batch.

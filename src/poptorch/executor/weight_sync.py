@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from popengine.errors import Error
 
 from ..logs import listed, logger
-from ..reporting.reporter import noting
+from ..reporting.reporter import recording_event
 from .device_lease import DeviceLease
 from .marked_model import WrappedModel, mark_tensors, owner_of
 
@@ -99,7 +99,7 @@ class WeightSync:
     def copyWeightsToHost(self) -> None:
         """Copy the devices' weights and buffers into the user's model. Raises: Error, if not attached"""
         engine = self._lease.need_engine()
-        with noting(self._lease.reporter, "weights to host"), engine.state.still:
+        with recording_event(self._lease.reporter, "weights to host"), engine.state.still:
             self.put_on_host(engine.state.read())
         # Last: after an interrupted copy the next read of a weight copies all of them again.
         engine.state.host_is_stale = False
@@ -129,7 +129,10 @@ class WeightSync:
         """Upload the user's weights to this executor's devices only."""
         engine = self._lease.need_engine()
         weights = self.on_host()
-        with noting(self._lease.reporter, "weights to devices"), torch._C.DisableTorchFunctionSubclass():
+        with (
+            recording_event(self._lease.reporter, "weights to devices"),
+            torch._C.DisableTorchFunctionSubclass(),
+        ):
             engine.write(weights)
         self._note_synced(weights)
 

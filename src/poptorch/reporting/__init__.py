@@ -1,1 +1,1 @@
-"""Reports: what will run (`overview`, `planned`), and profiles of what ran (`reporter`)."""
+"""Profiles of executors: what ran, with the tables of the plan (`reporter`)."""

@@ -37,7 +37,7 @@ from ..version import __version__
 
 _SAVE_EVERY = 60.0  # seconds; saving takes at most 1 / `_SHARE` of the program's time
 _SHARE = 100
-_live: weakref.WeakSet[Reporter] = weakref.WeakSet()
+_live_reporters: weakref.WeakSet[Reporter] = weakref.WeakSet()
 
 
 class Reporter:
@@ -55,16 +55,16 @@ class Reporter:
         self._running: tuple[Engine, Executable] | None = None
         self._save_next = time.perf_counter() + _SAVE_EVERY
 
-    def attached(self, engine: Engine, executable: Executable) -> None:
+    def on_attach(self, engine: Engine, executable: Executable) -> None:
         """Save this engine's profile from now on."""
         self._running = engine, executable
 
-    def released(self) -> None:
+    def on_release(self) -> None:
         """Save the profile, and drop the engine: the executor releases its devices."""
         self.save()
         self._running = None
 
-    def called(self) -> None:
+    def after_call(self) -> None:
         """Save after a call, at most once per minute, so that a killed program leaves a profile, too."""
         if time.perf_counter() >= self._save_next:
             began = time.perf_counter()
@@ -114,7 +114,7 @@ class Reporter:
             + (f" (plan {self.number})" if self.number > 1 else ""),
             facts={**found.facts, **facts},
             passes=tuple(profile.Pass(name, round(seconds, 6)) for name, seconds in self.passes.items()),
-            operations=tuple(_timed(found.operations, detail)),
+            operations=tuple(_with_times(found.operations, detail)),
             tracks=tuple(_tracks(recorder)),
             calls=tuple(
                 profile.Call(call, start - origin, end - origin, steps)
@@ -142,7 +142,7 @@ def _capacity(of_ipu: float) -> dict[str, Any]:
     return {"bytes": machine, "of": "this machine's memory", "shared": True}
 
 
-def reporter_for(executor: Any, options: Options, training: bool, number: int) -> Reporter | None:
+def start_reporter(executor: Any, options: Options, training: bool, number: int) -> Reporter | None:
     """Return the reporter of a plan; None if no profile is requested. It saves when the executor is
     garbage-collected, too.
 
@@ -154,9 +154,9 @@ def reporter_for(executor: Any, options: Options, training: bool, number: int) -
     if number > 1:
         directory = directory.with_name(f"{directory.name}_{number}")
     reporter = Reporter(directory / "profile.pop", options, number)
-    weakref.finalize(executor, reporter.released)
+    weakref.finalize(executor, reporter.on_release)
     listeners.add(reporter.recorder)
-    _live.add(reporter)
+    _live_reporters.add(reporter)
     if threading.current_thread() is threading.main_thread() and (
         signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     ):
@@ -168,14 +168,14 @@ def _save_and_end(number: int, frame: Any) -> None:
     """Handle SIGTERM if the program has no handler for it: save all profiles, and end by the signal."""
     signal.signal(number, signal.SIG_DFL)
     try:
-        for reporter in list(_live):
+        for reporter in list(_live_reporters):
             reporter.save()
     finally:
         os.kill(os.getpid(), number)
 
 
 @contextlib.contextmanager
-def noting(reporter: Reporter | None, kind: str) -> Iterator[None]:
+def recording_event(reporter: Reporter | None, kind: str) -> Iterator[None]:
     """Record the duration of the body as an event of the host; nothing without a reporter."""
     start = time.perf_counter_ns()
     yield
@@ -210,7 +210,7 @@ def _track(recorder: Recorder, place: tuple[int, int], times: Times) -> profile.
     )
 
 
-def _timed(operations: Sequence[profile.Operation], detail: Detail | None) -> list[profile.Operation]:
+def _with_times(operations: Sequence[profile.Operation], detail: Detail | None) -> list[profile.Operation]:
     """Return the operations with their times in the detailed step."""
     runs = {} if detail is None else detail.runs
     lines = {} if detail is None else {piece: iter(detail.times(piece)) for piece in detail.lines}
@@ -227,7 +227,7 @@ def _timed(operations: Sequence[profile.Operation], detail: Detail | None) -> li
 
 def _changed_options(options: Options, training: bool) -> list[profile.Option]:
     """Return the options that differ from their defaults, in words."""
-    mine, default = _flat(options), _flat(resolved(Options(), training))
+    mine, default = _texts_of(options), _texts_of(resolved(Options(), training))
     return [
         profile.Option(name, mine.get(name, "not set"), default.get(name, "not set"))
         for name in sorted(mine.keys() | default.keys())
@@ -259,7 +259,7 @@ def _optimizer_in_words(optimizer: Optimizer | None) -> str:
     return "; ".join(words)
 
 
-def _flat(options: Options) -> dict[str, str]:
+def _texts_of(options: Options) -> dict[str, str]:
     """Return the value of each option, as text, by its name."""
     parts = options.toDict(), options.Jit.toDict(), options.Precision.toDict()
     found = {name: str(value) for part in parts for name, value in part.items()}
