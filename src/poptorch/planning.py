@@ -258,7 +258,8 @@ def _step_seconds(found: Executable, hyper: Hyper | None) -> list[tuple[int, flo
         plan = compile_graph(found.graph, short)
         slots = plan.partition.signature.slots
         weights = {
-            s.key: _generated(s.shape, s.dtype, s.key) for s in plan.partition.signature.parameters_and_buffers
+            s.key: _generated(s.shape, s.dtype, s.key)
+            for s in plan.partition.signature.parameters_and_buffers
         }
         inputs = sorted((slot for slot in slots if slot.role == "input"), key=lambda slot: int(slot.key))
         product = short.counts.product
