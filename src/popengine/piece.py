@@ -80,7 +80,7 @@ class Piece:
         return max((line.arguments[1] for line in self.lines if line.call == GATHER), default=0)
 
     @cached_property
-    def dying(self) -> tuple[tuple[str, ...], ...]:
+    def last_used(self) -> tuple[tuple[str, ...], ...]:
         """Return for each line the values that no later line uses, without the values that the piece writes."""
         used = [dict.fromkeys((line.name, *line.operands())) for line in self.lines]
         last = {name: place for place, names in enumerate(used) for name in names}
@@ -115,8 +115,8 @@ class Piece:
     def source_with(self, after: str = "") -> str:
         """Return the source with `after` (as "; tick()") before the first operation and after each one."""
         *head, cleared = self._head_lines()
-        lines = zip(self.lines, self.dying, strict=True)
-        body = [cleared, *(self._statement(line) + forgotten(dying) for line, dying in lines)]
+        lines = zip(self.lines, self.last_used, strict=True)
+        body = [cleared, *(self._statement(line) + release_text(dying) for line, dying in lines)]
         writes = "".join(name + ", " for name in self.writes)
         return "\n".join([*head, *(line + after for line in body), f"    return ({writes})"]) + "\n"
 
@@ -130,7 +130,7 @@ class Piece:
         used = {*self.writes, *(name for line in self.lines for name in line.operands())}
         unread = [name for name in self.reads if name not in used]
         head = ["def piece(values):", f"    {', '.join(taken)}, = values"][: 1 + bool(taken)]
-        return [*head, "    values.clear()" + forgotten(unread)]
+        return [*head, "    values.clear()" + release_text(unread)]
 
     def _statement(self, line: Line) -> str:
         if line.call == GETITEM:
@@ -145,7 +145,7 @@ class Piece:
         return f"    {line.name} = {value}"
 
 
-def forgotten(names: Any) -> str:
+def release_text(names: Any) -> str:
     """Return the text "; a = b = None", which drops the references to the named values; "" without names."""
     return f"; {' = '.join([*names, 'None'])}" if names else ""
 

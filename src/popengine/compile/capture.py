@@ -84,7 +84,7 @@ def capture(
             without_torch_compile(module),
             traced(training, device),
             fake,
-            stand_ins.in_place(),
+            stand_ins.put_in_module(),
             recorder,
             explained(given),
         ):

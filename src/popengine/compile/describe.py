@@ -156,7 +156,7 @@ class _Tables:
             )
             read = {name for line in piece.lines for name in line.operands()}
             held.remove(set(freed) - read - set(piece.writes))
-            for line, dying in zip(piece.lines, piece.dying, strict=True):
+            for line, dying in zip(piece.lines, piece.last_used, strict=True):
                 held.add([line.name])
                 found.append(self._operation(index, line, held.bytes))
                 held.remove(own.intersection(dying))

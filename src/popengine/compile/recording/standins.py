@@ -104,7 +104,7 @@ class StandIns:
         Raises: CaptureError, if it shares memory with several members, or is not a view of one.
         """
         sharing = self._by_memory.get(_storage_id(value), [])
-        touched = [member for member in sharing if _overlap(member.real, value)]
+        touched = [member for member in sharing if _has_overlap(member.real, value)]
         if not touched:
             return value
         _, real, fake = touched[0]
@@ -137,7 +137,7 @@ class StandIns:
     # ---- in the module -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
+    def put_in_module(self) -> Iterator[None]:
         """Put the stand-ins into the module while the body runs; then put the user's tensors back.
 
         Raises: CaptureError, if the body has removed or reassigned a parameter or buffer.
@@ -185,7 +185,7 @@ class StandIns:
         """Raise CaptureError if two members overlap in memory, and one of them is in `changed` (names)."""
         pairs = [pair for sharing in self._by_memory.values() for pair in combinations(sharing, 2)]
         for one, other in pairs:
-            if {one.name, other.name} & changed and _overlap(one.real, other.real):
+            if {one.name, other.name} & changed and _has_overlap(one.real, other.real):
                 raise CaptureError(
                     f"{one.name} and {other.name} share their memory, but are two tensors; a compiled"
                     " model keeps each of them, and only one would change\n"
@@ -255,6 +255,6 @@ def _extent(value: Tensor) -> tuple[int, int]:
     return int(first * size), int((first + last + 1) * size)
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
+def _has_overlap(one: Tensor, other: Tensor) -> bool:
     (begin, end), (first, last) = _extent(one), _extent(other)
     return first < end and begin < last
