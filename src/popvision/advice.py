@@ -39,14 +39,15 @@ def machine_sentence(figures: Figures) -> str:
 
 
 def stages_sentence(figures: Figures) -> str:
-    """Return a sentence that compares the slowest stage with the average; with one stage, about its times."""
+    """Return a sentence that compares the slowest stage with the average one; without several
+    measured stages, one that says what the page's times are."""
     if figures.slowest is None or len(figures.stages) < 2:
         return "Medians of the time that a core computed."
     return f"The slowest stage takes {figures.unevenness:.2f} times the average one."
 
 
 def _faults(profile: Profile, figures: Figures) -> Iterator[str]:
-    """Yield sentences about memory that does not suffice, failed calls, and a stage for which others wait."""
+    """Yield sentences about memory that does not suffice, failed calls, and a much slower stage."""
     if figures.fits is False and figures.capacity:
         yield (
             f"Does not fit: {size(figures.wanted)} are needed, and {figures.capacity_of} is"
@@ -86,7 +87,7 @@ def _faster(profile: Profile, figures: Figures) -> Iterator[str]:
 
 
 def _notes(profile: Profile, figures: Figures) -> Iterator[str]:
-    """Yield sentences about the recorder's order, the host's time between calls, and steps without a trace."""
+    """Yield sentences about the recorder's order, the host's time between calls, and steps not recorded."""
     ipus = len(profile.devices) * profile.counts.get("replicas", 1)
     if figures.step_here is not None and figures.calls and ipus > 1:
         yield (

@@ -1,4 +1,4 @@
-"""The figures of a profile: all numbers that the page and the text show; and a comparison of two runs' figures."""
+"""The figures of a profile: the numbers that the page and the text show; and a comparison of two runs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class Figures:
 
 
 def figures(profile: Profile) -> Figures:
-    """Return all figures; those that need events which a profile lacks are None or empty."""
+    """Return all figures. Without the events that a figure needs, it is None, empty or 0 (`unevenness`:
+    1)."""
     facts, events = profile.facts, times.steady_events(profile)
     usages = [] if times.is_cut_off(profile) else times.usages(events)
     stages, spread = times.stage_times(profile, events), times.spread(events)
@@ -110,8 +111,8 @@ def samples_per_call(profile: Profile) -> int:
 
 
 def _warm_calls(profile: Profile) -> tuple[int, int, int]:
-    """Return the number of calls, that of their steps, and the ns in them, without the first call if there are
-    more: it is slower, since memory is cold."""
+    """Return the numbers of calls and of their steps, and the ns in these calls. If there are several calls,
+    the first one is left out: it is slower, since memory is cold."""
     calls, steps, ns = (profile.facts.get(name, 0) for name in ("calls", "steps", "ns_in_calls"))
     if calls > 1 and profile.calls and steps > profile.calls[0].steps:
         first = profile.calls[0]
@@ -120,7 +121,7 @@ def _warm_calls(profile: Profile) -> tuple[int, int, int]:
 
 
 def _samples_per_second(profile: Profile, between: bool) -> float | None:
-    """Return samples per second within calls, or (`between`) with the time between them; None: no calls."""
+    """Return samples per second within calls or, if `between`, the time between them, too; None: no calls."""
     (count, _, ns), calls = _warm_calls(profile), profile.calls
     if not calls:
         return None
@@ -152,7 +153,7 @@ def copies(events: list[Event]) -> dict[str, dict[str, float]]:
 
 
 def grouped_rows(profile: Profile, by: str) -> list[dict[str, Any]]:
-    """Return sums of operations by phase and `by`: "block", "module", "where" (a line of the program) or "kind".
+    """Return sums of operations by phase and `by`: "block", "module", "where" (a source line) or "kind".
 
     Sums are over all micro-batches of a step, and `calls` is the number of micro-batches. `stage` and `ipu`
     are -1 in rows of several stages or ipus. A block name that occurs in two stages has a row for each stage.
@@ -235,7 +236,7 @@ def compare(a: Figures, b: Figures) -> list[Row]:
 
 
 def _part_seconds(found: Figures) -> dict[str, float]:
-    """Return the seconds of each stage's and each block's phases for a micro-batch, by the name of the row."""
+    """Return the seconds of each stage's and each block's phases for a micro-batch, by row name."""
     times = {
         f"stage {stage.stage}, {phase}": getattr(stage, phase) / 1e9
         for stage in found.stages

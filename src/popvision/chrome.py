@@ -1,7 +1,7 @@
 """A trace in the Chrome format, which Perfetto and chrome://tracing open.
 
-Each ipu has a track, with the operations of the detailed step; there are arrows from sends to receives, and counters
-for memory and for the time of a step.
+Each ipu of each replica has a track, with arrows from sends to receives. Replica 0 also has the operations of
+the detailed step and counters of memory; the host has its events and a counter of the time per step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from . import memory
 
 
 def chrome_trace(profiles: list[Profile]) -> str:
-    """Return a trace as JSON: each profile's host and each of its replicas is a process, and each ipu a thread."""
+    """Return a trace as JSON: each profile's host and each of its replicas is a process, each ipu a
+    thread."""
     events: list[dict[str, Any]] = []
     process = 0
     for profile in profiles:
@@ -56,7 +57,7 @@ def _slice(event: Event, process: int) -> dict[str, Any]:
 
 
 def _flows(events: list[Event], process: int) -> Iterator[dict[str, Any]]:
-    """Yield an arrow from each send to the end of its receive."""
+    """Yield the two ends of an arrow from the start of each send to the end of its receive."""
     sent = {(*_transfer(event), event.peer): event for event in events if event.kind == "send"}
     for event in events:
         key = (*_transfer(event), event.ipu)
@@ -67,11 +68,13 @@ def _flows(events: list[Event], process: int) -> Iterator[dict[str, Any]]:
 
 
 def _transfer(event: Event) -> tuple[str, int, int]:
+    """Return what a send and its receive have in common: channel, step and micro-batch."""
     return event.channel, event.step, event.micro_batch
 
 
 def _operations(profile: Profile, events: list[Event], process: int) -> Iterator[dict[str, Any]]:
-    """Yield the detailed step's operations; they divide a computation's time as in the average run."""
+    """Yield the operations of the detailed step's computations. Each operation's share of a computation's
+    time is its mean over all runs of the piece in that step."""
     inside: dict[tuple[str, int], list[Operation]] = defaultdict(list)
     for operation in profile.operations:
         piece = profile.pieces[operation.piece]
@@ -90,7 +93,7 @@ def _operations(profile: Profile, events: list[Event], process: int) -> Iterator
 
 
 def _memory(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
-    """Yield a counter of the bytes held in recorded steps; in the detailed step inside computations, too."""
+    """Yield the points of a counter per ipu of replica 0: bytes held, see `memory.curve`."""
     for track in profile.tracks:
         if track.replica == 0:
             for ns, size in memory.curve(profile, track):
@@ -98,7 +101,7 @@ def _memory(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
 
 
 def _host(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
-    """Yield the calls and the host's events, and a counter of the time per step in each call."""
+    """Yield the host's names, events and calls, and a counter: each call's milliseconds per step."""
     yield _name_event("process_name", process, 0, f"{profile.name}, host")
     yield _name_event("thread_name", process, 0, "calls")
     for event in profile.host:

@@ -29,7 +29,8 @@ popvision REPORT                        open the report in a browser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the program and return its exit code: 1, if a profile or machine can't be read; else 0."""
+    """Run the program and return its exit code: 1 if a file or machine can't be read or a page can't be
+    written, which standard error then says; else 0. Wrong arguments raise SystemExit(2)."""
     given = sys.argv[1:] if arguments is None else arguments
     commands = {"open": _open, "summary": _summary, "compare": _compare, "export": _export, "plan": _plan}
     if given and given[0] not in commands and not given[0].startswith("-"):
@@ -83,8 +84,9 @@ def _numbers(text: str) -> list[int]:
 
 
 def _plan_flags_first(given: list[str]) -> list[str]:
-    """Return the arguments with the options of `plan` before the program. After the program's name these are
-    `--on`, `--json`, and `--replicas` and `--accumulation` with several numbers."""
+    """Return the arguments of `plan`, its own options first, then the program and the program's arguments.
+    After the program's name `plan` takes only `--on`, `--json`, and `--replicas` and `--accumulation` with
+    several numbers (`4,16`)."""
     own, behind, words = ["plan"], [], iter(given[1:])
     for word in words:
         name, _, value = word.partition("=")
@@ -107,6 +109,7 @@ def _open(args: argparse.Namespace) -> None:
 
 
 def _print_and_open(page: Path, in_browser: bool) -> None:
+    """Print the path of a page; open it in a browser if `in_browser`."""
     print(page)
     if in_browser:
         webbrowser.open(page.resolve().as_uri())

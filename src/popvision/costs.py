@@ -1,4 +1,4 @@
-"""Roofline costs: the seconds of each operation, stage and update of a plan on a machine where each ipu is a chip.
+"""Roofline costs: the seconds of operations, stages and updates of a plan on a machine with a chip per ipu.
 
 The time of an operation is its number of FLOPs (or of bytes, if it has none), divided by the chip's rate
 times the efficiency of its kind. A product also exchanges data: each tile computes a cube of multiplications,
@@ -45,7 +45,8 @@ def kind_of(operation: Operation) -> str | None:
 
 
 def operation_seconds(operation: Operation, machine: Machine) -> Spent:
-    """Return the estimated seconds of one call of an operation on a machine, by category (`CATEGORIES`)."""
+    """Return the estimated seconds of one call of an operation on a machine, by category (`CATEGORIES`).
+    The mapping is empty for an operation without a cost (see `kind_of`)."""
     kind, found = kind_of(operation), Spent(float)
     if kind is None:
         return found
@@ -77,7 +78,8 @@ def all_reduce_seconds(size: float, replicas: int, ipus: int, machine: Machine) 
 
 
 class Costs:
-    """The seconds of a plan on a machine by category: by (phase, stage) for one micro-batch, by ipu for an update."""
+    """The seconds of a plan on a machine by category: `phases` by (phase, stage), of one micro-batch;
+    `updates` by ipu, of a weight update (empty for inference)."""
 
     def __init__(self, profile: Profile, machine: Machine, replicas: int) -> None:
         self.profile = profile
@@ -91,7 +93,7 @@ class Costs:
         self.updates = dict(_update_seconds(profile, machine, replicas)) if profile.training else {}
 
     def step(self, micro_batches: int) -> StepModel:
-        """Return a model of one replica's step for the simulation in virtual time, with costs in ns."""
+        """Return the model of a step of one replica, with costs in ns, for the simulation in virtual time."""
         costs = {key: 1e9 * sum(spent.values()) for key, spent in self.phases.items()}
         updates = {ipu: 1e9 * sum(spent.values()) for ipu, spent in self.updates.items()}
         more = {"updates": updates, "micro_batches": micro_batches, "keeps_order": False}
@@ -106,7 +108,8 @@ class Costs:
 
 
 def _transfer_seconds(kind: str, size: int, machine: Machine) -> dict[str, float]:
-    """Return the seconds of an instruction that moves data, by category; empty for other instructions."""
+    """Return the seconds of a send, receive, load or accumulate of `size` bytes, by category; empty for
+    instructions of another kind."""
     if kind in ("send", "receive"):  # neither end computes meanwhile
         return {"links": machine.message + size / (machine.links * machine.share("links"))}
     if kind == "load":
@@ -117,7 +120,7 @@ def _transfer_seconds(kind: str, size: int, machine: Machine) -> dict[str, float
 
 
 def _update_seconds(profile: Profile, machine: Machine, replicas: int) -> Iterator[tuple[int, Spent]]:
-    """Yield each ipu with the seconds of its update: all-reduce, off-chip optimizer state, update rule."""
+    """Yield (ipu, seconds of its weight update by category): all-reduce, off-chip state, update rule."""
     facts = profile.facts
     for row in profile.memory:
         state = 2 * row.optimizer / (replicas if facts.get("shards_optimizer") else 1)

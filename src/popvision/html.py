@@ -78,7 +78,8 @@ def page(entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, 
 
 
 def entry(path: Path) -> dict[str, Any]:
-    """Return the page's data of one profile, or the reason why it can't be read."""
+    """Return the page's data of the profile in a file: its `label` and `page_data`; if it can't be read: its
+    `label`, and the reason as `error`."""
     label = path.parent.name
     try:
         profile = load(path)

@@ -1,4 +1,4 @@
-"""Machines as data: the constants of each are in a TOML file, with their sources. Users write files of their own."""
+"""Machines as data: the constants of each are in a TOML file, with their sources. Users can add files."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def machine(name: str) -> Machine:
 
 
 def _read(name: str) -> dict[str, Any]:
-    """Return the constants of a machine's file, merged over those of the machine that it extends."""
+    """Return the constants of a machine's file, merged over those of the machine that it extends. Raises:
+    MachineError, if a file is missing or not TOML."""
     found = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not found.is_file():
         known = sorted(

@@ -1,4 +1,4 @@
-"""Memory: the bytes that each ipu keeps from step to step, and those that it holds for micro-batches over a step."""
+"""Memory: the bytes that each ipu keeps from step to step, and those that it holds for micro-batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Need:
 
 
 def needs(profile: Profile) -> list[Need]:
-    """Return the memory need of each ipu of replica 0."""
+    """Return the memory need of each ipu of replica 0; bytes of micro-batches are the detailed step's."""
     fixed = {row.ipu: row for row in profile.memory if row.replica == 0}
     tracks, waiting = detailed(profile), bytes_between(profile)
     found = []
@@ -58,12 +58,12 @@ def detailed(profile: Profile) -> dict[int, Track]:
 
 
 def is_detailed(profile: Profile, row: Track | Event) -> bool:
-    """Return whether `row` is on replica 0 and in the step in which single operations were measured."""
+    """Return whether `row` belongs to replica 0 and to the step in which single operations were measured."""
     return [row.call, row.step] == list(profile.facts.get("detailed_step") or ()) and row.replica == 0
 
 
 def held_bytes(tensors: list[Tensor], instructions: int) -> list[int]:
-    """Return the bytes that tensors hold after each of a number of instructions."""
+    """Return, for each instruction of an ipu's program, the bytes that its tensors hold after it."""
     change = [0] * (instructions + 1)
     for row in tensors:
         change[min(row.born, instructions)] += row.bytes
@@ -73,10 +73,12 @@ def held_bytes(tensors: list[Tensor], instructions: int) -> list[int]:
 
 
 def curve(profile: Profile, track: Track) -> list[tuple[int, int]]:
-    """Return points (ns since the profile's origin, bytes held for micro-batches), one after each instruction
-    of a step. All steps hold the same tensors at the same instruction. The detailed step also has points
-    after each operation in a piece, at the times of the piece's average run."""
+    """Return points (ns since the profile's origin, bytes held for micro-batches): one after each instruction
+    of a step and, in a detailed step that is not too long, after each operation, at the times of its piece's
+    average run. Of more than `MOST_POINTS`, the highest point of each group of neighbours remains: no peak is
+    lost."""
     program = profile.programs[track.ipu]
+    # All steps hold the same tensors at the same instruction.
     after = held_bytes([row for row in profile.tensors if row.ipu == track.ipu], len(track.durations))
     inside = _inside(profile) if is_detailed(profile, track) and len(after) < MOST_POINTS // 4 else {}
     piece_at = {(piece.phase, piece.stage): i for i, piece in enumerate(profile.pieces)}
@@ -89,12 +91,12 @@ def curve(profile: Profile, track: Track) -> list[tuple[int, int]]:
             points += [(at + round((end - at) * share), base + live) for share, live in inside[piece]]
         before = after[index]
         points.append((end, before))
-    size = -(-len(points) // MOST_POINTS)  # only the highest of so many neighbours is kept: no peak is lost
+    size = -(-len(points) // MOST_POINTS)  # points of a group
     return [max(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size)]
 
 
 def _inside(profile: Profile) -> dict[int, list[tuple[float, int]]]:
-    """Return, by piece, (share of the piece's time, bytes alive in it) after each of its operations."""
+    """Return, by the index of a piece, (share of the piece's time, bytes alive) after each operation."""
     rows = defaultdict(list)
     for operation in profile.operations:
         rows[operation.piece].append(operation)
@@ -107,7 +109,8 @@ def _inside(profile: Profile) -> dict[int, list[tuple[float, int]]]:
 
 
 def bytes_between(profile: Profile) -> dict[int, int]:
-    """Return, by ipu, the largest number of bytes that were sent to it but not received yet."""
+    """Return, by ipu, the most bytes at one time in the detailed step that were sent to it but not received
+    yet. An ipu to which nothing waited is missing."""
     sent: dict[tuple[str, int, int], tuple[int, int]] = {}
     received: dict[tuple[str, int, int], int] = {}
     in_detail = replace(profile, tracks=tuple(detailed(profile).values()))

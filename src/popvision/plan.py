@@ -1,4 +1,4 @@
-"""Plans: the time of an update, the throughput and the memory of a program on machines that need not be there."""
+"""Plans: the time of an update, the throughput and the memory of a program on machines that may be absent."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Estimate:
         return {"machine": self.machine.name, **{name: getattr(self, name) for name in own}}
 
     def cells(self) -> list[str]:
-        """Return this estimate's cells in `Estimates.table`."""
+        """Return the texts of the estimate's row in `Estimates.table`."""
         return [
             self.machine.name,
             str(self.replicas),
@@ -250,7 +250,9 @@ def _problems_apart(
 
 
 def _seconds_here(profile: Profile, replicas: int, micro_batches: int) -> tuple[float, float, Spent]:
-    """Return what `_seconds_apart` returns, on this host, whose cores share all ipus."""
+    """Return a step's seconds on this host, the idle share of its cores, and a core's rough seconds by
+    category. Measured steps are extrapolated (idle share: 0); else a step is simulated from measured
+    pieces."""
     measured, cores, spent = profile.facts["measured"], profile.facts.get("threads", 1), Spent(float)
     for operation in profile.operations:  # to see which of both takes more of a core's time
         spent["compute"] += operation.flops / CORE_FLOPS
@@ -289,7 +291,8 @@ def _problems_here(
 
 
 def _seconds_on_line(rows: Sequence[Sequence[float]], micro_batches: int) -> float:
-    """Return the seconds of a step, by the line through two measurements; with one, in proportion to it.
+    """Return the seconds of a step, by the line through two measurements; with one, in proportion to it. For
+    fewer micro-batches than the first measurement has: the larger of both.
 
     Args: rows: one or two pairs (micro-batches, seconds)
     """

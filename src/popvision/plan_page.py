@@ -1,4 +1,4 @@
-"""The page of a plan: the machines, a timeline of a step on one of them, stages, memory, and what ipus exchange."""
+"""The page of a plan: the machines, a timeline of a step on one of them, stages, memory and sends."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def page(plan: Any) -> str:
 
 
 def timeline(profile: Profile, costs: Costs) -> str:
-    """Return an SVG picture of one step, with a row for each ipu; of a long step only the beginning."""
+    """Return the HTML of a picture of one simulated step, with a row for each ipu. A step of many
+    micro-batches is simulated with fewer, and a note below the picture says so."""
     actions = costs.step(1).actions
     most, micro_batches = max(1, _DRAWN // len(actions)), profile.facts["schedule_micro_batches"]
     step = costs.step(min(micro_batches, most))

@@ -21,16 +21,17 @@ from .virtual import StepModel
 
 
 def steady_events(profile: Profile) -> list[Event]:
-    """Return the events of whole steps, without the first two steps if there are more. In the first two,
-    caches are cold, and the recorder measures single operations."""
+    """Return the events of all whole steps but the first two steps of the run, in which caches are cold and
+    the recorder measures single operations. If no other step is whole: the events of the last whole step; if
+    no step is whole: all events."""
     whole, seen = whole_steps(profile), {(track.call, track.step) for track in profile.tracks}
     warm = [key for key in whole if key not in sorted(seen)[:2]] or whole[-1:]
-    wanted = set(warm) or seen  # if there are no whole steps, the beginnings: see `is_cut_off`
+    wanted = set(warm) or seen  # no whole steps: their beginnings, see `is_cut_off`
     return [event for event in profile.events() if (event.call, event.step) in wanted]
 
 
 def whole_steps(profile: Profile) -> list[tuple[int, int]]:
-    """Return (call, step) of each step of which all instructions on all ipus were kept."""
+    """Return (call, step) of each step of which every instruction of every ipu and replica was recorded."""
     places = defaultdict(set)
     for track in profile.tracks:
         if 2 * len(track.durations) == len(profile.programs[track.ipu]):
@@ -40,7 +41,7 @@ def whole_steps(profile: Profile) -> list[tuple[int, int]]:
 
 
 def is_cut_off(profile: Profile) -> bool:
-    """Return whether only the beginnings of steps were kept, so that shares of a step's time are unknown."""
+    """Return whether steps were recorded, but none whole, so that shares of a step's time are unknown."""
     return bool(profile.tracks) and not whole_steps(profile)
 
 
@@ -49,7 +50,7 @@ def is_cut_off(profile: Profile) -> bool:
 
 @dataclass(frozen=True)
 class Usage:
-    """The ns that one ipu spent in each activity, over all steps."""
+    """The ns that one ipu of one replica spent in each activity, over all steps."""
 
     ipu: int
     replica: int
@@ -61,8 +62,8 @@ class Usage:
 
 
 def usages(events: list[Event]) -> list[Usage]:
-    """Return the time that each ipu spent in each activity. A step begins with its first computation on any
-    ipu, and ends with the last instruction that is not a wait."""
+    """Return the time that each ipu spent in each activity; receives and idle time are `waiting`. A replica's
+    step begins with its first computation on any ipu, and ends with its last instruction but receives."""
     steps: dict[tuple[int, int, int], list[Event]] = defaultdict(list)
     for event in events:
         if event.kind != "receive":
@@ -83,9 +84,9 @@ def usages(events: list[Event]) -> list[Usage]:
 
 
 def ideal_bubble(profile: Profile) -> float | None:
-    """Return the idle share of the schedule if each action takes one tick; None if the schedule is unknown.
+    """Return the share of the schedule's ticks in which ipus are idle; None if the schedule is unknown.
 
-    For a pipeline of p stages and m micro-batches it is (p-1)/(m+p-1).
+    Each action takes one tick. A pipeline of p stages and m micro-batches has the share (p-1)/(m+p-1).
     """
     length, actions = profile.facts.get("schedule_length"), profile.facts.get("schedule_actions")
     if not length or not actions:
@@ -101,8 +102,8 @@ def measured_bubble(usages: list[Usage]) -> float | None:
 
 
 def core_share(events: list[Event]) -> float | None:
-    """Return the share of the computations' time in which their thread computed; None if not measured. The
-    rest are waits: mostly for a core that another program uses, or for Python's lock."""
+    """Return the share of the computations' time in which their thread had a core; None if not measured. In
+    the rest the thread waited, mostly for a core that another program used, or for Python's lock."""
     computing = [event for event in events if event.computed]
     spans = sum(event.end - event.start for event in computing)
     return min(1.0, sum(event.computed for event in computing) / spans) if spans else None
@@ -149,8 +150,8 @@ def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
 
 
 def with_stage_costs(profile: Profile, stages: Sequence[StageTime]) -> Profile:
-    """Return the profile with operations scaled so that they add up to their stage's cost. Single operations
-    were measured in one step, and a stage's cost comes from all steps."""
+    """Return the profile with the `ns` of operations scaled so that those of a piece add up to its cost in
+    `stages`. Single operations were measured in one step, but a stage's cost comes from all steps."""
     ns, calls = defaultdict(int), defaultdict(int)
     for operation in profile.operations:
         ns[operation.piece] += operation.ns
@@ -165,7 +166,7 @@ def with_stage_costs(profile: Profile, stages: Sequence[StageTime]) -> Profile:
 
 
 def spread(events: list[Event]) -> float:
-    """Return the median over pieces of the spread (see `spread_of`) of one piece's costs."""
+    """Return the median over pieces of `spread_of` a piece's costs; 0 if no piece ran four times."""
     costs: dict[tuple[str, int], list[int]] = defaultdict(list)
     for event in events:
         if event.kind == "compute":
@@ -182,9 +183,9 @@ def spread_of(values: Sequence[float]) -> float:
 
 
 def _cost(events: Sequence[Event]) -> float:
-    """Return the cost in ns of an instruction with these runs: the median over steps of each step's mean,
-    because caches are colder for the first micro-batch of each step. It is at least the length of the fastest
-    run, since an instruction may wait by itself."""
+    """Return the cost in ns of an instruction, given its runs: the median over steps of each step's mean
+    cost, because caches are colder for the first micro-batch of each step. The result is at least the length
+    of the fastest run, since an instruction may itself wait (for I/O, say); 0 without runs."""
     if not events:
         return 0.0
     fastest = min(event.end - event.start for event in events)
@@ -200,12 +201,13 @@ def _median_of_steps(values: Iterable[tuple[Event, float]]) -> float:
 
 
 def _median(values: Sequence[float]) -> float:
+    """Return the median; 0 without values."""
     return median(values) if values else 0.0
 
 
 def _without_contention(profile: Profile, events: Sequence[Event]) -> Iterator[Event]:
-    """Yield each event with the time that it would have taken alone. Cores that compute at the same time are
-    slower, by a measured factor (`sharing`), because they share memory and Python's lock."""
+    """Yield each event, its computing time divided by a measured slowdown (`sharing`; if missing: 1): cores
+    that compute at the same time slow each other down, since they share memory and Python's lock."""
     factors = {count: factor for count, *_, factor in profile.facts.get("sharing", [])}
     cores, slower = max(factors.items(), default=(1, 1.0))
     work = [event for event in events if event.computed]
@@ -256,8 +258,8 @@ def step_of(profile: Profile, events: list[Event], times: list[StageTime]) -> St
 
 
 def _gap_of_tasks(events: list[Event]) -> float:
-    """Return the ns between two tasks of a core if the next task is ready. With one core this is the typical
-    gap; with several, the lower quartile of the gaps, since longer gaps include waits."""
+    """Return the ns between two tasks of a core if the next task is ready; 0 for fewer than four gaps. With
+    one core this is the typical gap; with several, the lower quartile, since longer gaps include waits."""
     cores: dict[int, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.start):
         cores[event.core].append(event)
@@ -275,7 +277,8 @@ def _gap_of_tasks(events: list[Event]) -> float:
 
 
 def _ns_outside_steps(profile: Profile) -> float:
-    """Return the ns of a call outside its steps, per step."""
+    """Return the ns per step that a call spends outside its steps: the median over calls whose steps were all
+    recorded, without the first call; 0 without such calls."""
     spans: dict[tuple[int, int], list[int]] = defaultdict(list)
     for track in profile.tracks:
         end = max((end for _, end in track.spans()), default=track.start)

@@ -3,7 +3,7 @@
     apart    separate devices: each ipu does one thing at a time, in the order of the schedule
     here     a host: its cores share all ipus, and take the earliest micro-batch that can go on
 
-A change of the program is a change of the value `StepModel`, so the gain is found by simulating the changed step.
+A change of the program is a change of the value `StepModel`, whose gain a simulation finds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StepModel:
 
     @classmethod
     def of(cls, profile: Profile, costs: Mapping[tuple[str, int], float], **more: Any) -> StepModel:
-        """Return the model of a plan's step; `costs`: ns by (phase, stage), `more`: the fields from `updates` on."""
+        """Return the model of a plan's step; `costs`: ns by (phase, stage); `more`: other fields."""
         forward, backward = (
             tuple(costs[phase, stage] for stage in range(len(profile.ipus))) for phase in "FB"
         )
@@ -77,12 +77,13 @@ class StepModel:
 
     @property
     def work_ns(self) -> float:
-        """Return the ns of all computations of a replica in a step."""
+        """Return the ns of all computations and weight updates of a replica in a step."""
         return self.micro_batches * sum(self.costs) + sum(self.updates.values())
 
     @property
     def task_count(self) -> int:
-        """Return the number of tasks of a replica in a step; a backward has a second one, its gradient sum."""
+        """Return the number of tasks of a replica in a step: each forward is one, each backward two (with its
+        gradient sum), and each ipu's update one if it has a cost."""
         each = len(self.forward) + 2 * len(self.backward)
         return each * self.micro_batches + sum(map(bool, self.updates.values()))
 
@@ -102,15 +103,16 @@ def apart(step: StepModel) -> float:
 
 
 def here(step: StepModel, cores: int) -> float | None:
-    """Return the ns of a step on a host whose cores share all ipus; None if the cores were not measured."""
+    """Return the ns of a step on a host whose cores share all ipus; None if the speed of so many cores
+    together was not measured. It is the mean of the ns at their smallest and at their largest speed."""
     found = [_ns_on_cores(step, cores if step.mean_task_ns > WORTH_SHARING else 1, end) for end in (0, 1)]
     return None if None in found else sum(filter(None, found)) / 2
 
 
 def speedup_here(step: StepModel, other: StepModel, cores: int) -> float | None:
-    """Return the smallest speedup per row of `other` against `step`; None if the cores were not measured. It
-    is the minimum over several cases: the engine may use one core or all, and their measured speed has a
-    spread."""
+    """Return the speedup per row of `other` against `step` on a host; None if the speed of so many cores
+    together was not measured. It is the smallest of four simulated speedups, since the engine may use one
+    core or all, and the cores' measured speed has a spread."""
     found = []
     for limit, end in product((1 / _DOUBTFUL, _DOUBTFUL), (0, 1)):
         before, after = (
@@ -125,6 +127,7 @@ def speedup_here(step: StepModel, other: StepModel, cores: int) -> float | None:
 
 
 def _ns_on_cores(step: StepModel, cores: int, end: int) -> float | None:
+    """Return the ns of a step on cores with their lowest (`end`: 0) or highest (1) speed, if measured; else None."""
     if cores == 1:
         return (step.work_ns + step.task_count * step.between) * step.replicas + step.fixed
     if cores not in step.sharing:
@@ -134,7 +137,7 @@ def _ns_on_cores(step: StepModel, cores: int, end: int) -> float | None:
 
 
 def _stretched_length(found: Timeline, speed: Sequence[float]) -> float:
-    """Return the length of a timeline if n cores together are speed[n - 1] times as fast as one core."""
+    """Return the length of a timeline if n busy cores together are `speed[n - 1]` times as fast as one."""
     changes = sorted([(start, 1) for start in found.starts] + [(end, -1) for end in found.ends])
     length, busy, before = 0.0, 0, 0.0
     for time, change in changes:
@@ -145,7 +148,7 @@ def _stretched_length(found: Timeline, speed: Sequence[float]) -> float:
 
 
 def _ns_of_step(step: StepModel, run: Callable[[StepModel], float]) -> float:
-    """Return the length of a step of any number of micro-batches; `run`: returns that of a shorter step."""
+    """Return the ns of a step, which `run` simulates; a long step is extrapolated from two shorter ones."""
     most = _MOST_TASKS // step.replicas
     return length(
         step.actions, step.micro_batches, lambda count: run(replace(step, micro_batches=count)), most
@@ -153,14 +156,14 @@ def _ns_of_step(step: StepModel, run: Callable[[StepModel], float]) -> float:
 
 
 def on_devices(step: StepModel) -> tuple[list[tuple[int, int]], Timeline]:
-    """Simulate a step on separate devices. Returns: as `timeline`; an action is an index of `step.actions`."""
+    """Return the tasks, (index in `step.actions`, micro-batch), and timeline of a step on devices."""
     updates = {ipu: cost for ipu, cost in step.updates.items() if cost}
     order, keeps_order = ORDERS[step.mode][0], step.keeps_order
     return timeline(step.actions, step.micro_batches, order, 0, step.costs, 1, updates, keeps_order)
 
 
 def _on_host(step: StepModel, cores: int) -> Timeline:
-    """Simulate a step on cores that share all ipus of all replicas. The replicas have one copy of weights."""
+    """Return the timeline of a step on cores that share all ipus; an update is one for all replicas."""
     tasks = [1] * len(step.forward) + [2] * len(step.backward)
     costs = [cost + count * step.between for cost, count in zip(step.costs, tasks, strict=True)]
     updates = {ipu: cost + step.between for ipu, cost in step.updates.items() if cost}
@@ -192,13 +195,14 @@ class Change:
 
 
 def promised(speedup: float | None, spread: float) -> float | None:
-    """Return the part of a simulated speedup that is promised; None, if it is below 5 % or the spread."""
+    """Return the speedup to promise: 1 plus 75 % of the simulated gain. Return None if these 75 % are not
+    above both 5 % and `spread`."""
     sure = 1 + _SAFETY * ((speedup or 1.0) - 1)
     return sure if sure > 1 + max(_LEAST, spread) else None
 
 
 def changes(profile: Profile, step: StepModel, spread: float) -> list[Change]:
-    """Return the changes with a speedup beyond the measured spread, one per kind at most, the best first."""
+    """Return the changes whose speedup is `promised` on some machine, one per kind, the best first."""
     if not sum(step.costs):
         return []
     facts = profile.facts
@@ -224,7 +228,7 @@ def changes(profile: Profile, step: StepModel, spread: float) -> list[Change]:
 
 
 def _more_micro_batches(step: StepModel, change: Callable[..., Change]) -> list[Change]:
-    """Return the change (or none) to the fewest micro-batches per step with 70 % of the largest gain."""
+    """Return the change to the fewest micro-batches with 70 % of the largest gain; nothing if none gains."""
     found = []
     for factor in (2, 4, 8, 16):
         count, option, setting = factor * step.micro_batches, "options.deviceIterations", "iterations"
@@ -239,7 +243,7 @@ def _more_micro_batches(step: StepModel, change: Callable[..., Change]) -> list[
 
 
 def _pipeline(profile: Profile, step: StepModel, change: Callable[..., Change]) -> list[Change]:
-    """Return the change from sharded stages to a pipeline; nothing, if a pipeline is impossible."""
+    """Return the change from sharded stages to a pipeline; nothing if they are not sharded, or can't be one."""
     stages = len(step.ipus)
     enough = 2 * stages - 1 if step.backward else stages
     is_in_order = list(step.ipus) == sorted(step.ipus)
@@ -251,7 +255,8 @@ def _pipeline(profile: Profile, step: StepModel, change: Callable[..., Change]) 
 
 
 def _replicas(profile: Profile, step: StepModel, cores: int, change: Callable[..., Change]) -> list[Change]:
-    """Return the change to more replicas, for idle cores; nothing, if cores or memory are too few."""
+    """Return the change to more replicas, for idle cores; nothing if cores or memory are too few, or if there
+    are several instances."""
     factor, held_by = cores // step.replicas, profile.facts.get("capacity") or {}
     limit, wanted = memory.capacity(profile, memory.needs(profile))
     is_too_large = limit and held_by.get("shared") and factor * wanted > limit
