@@ -30,7 +30,7 @@ _COPIED = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn
 _COPIED += ("prefetch_factor", "persistent_workers")
 
 
-def converted(loader: Any, stage: Any, options: poptorch.Options, lightning: Any) -> Any:
+def converted_loader(loader: Any, stage: Any, options: poptorch.Options, lightning: Any) -> Any:
     """Return a loader of combined batches for a stage of the trainer.
 
     A `poptorch.DataLoader`, and a loader that is not torch's, is returned unchanged. For predictions the last
@@ -38,7 +38,7 @@ def converted(loader: Any, stage: Any, options: poptorch.Options, lightning: Any
     """
     if isinstance(loader, poptorch.DataLoader) or not isinstance(loader, DataLoader):
         return loader
-    predicts, n = stage == "predict", micro_batches(options, stage == "train")
+    predicts, n = stage == "predict", micro_batch_count(options, stage == "train")
     made: Any = None
     if type(loader).__iter__ is not DataLoader.__iter__:
         made = Joined(loader, n, concatenated, keep_tail=predicts)
@@ -87,7 +87,7 @@ def _check_length(
         )
 
 
-def micro_batches(options: poptorch.Options, training: bool) -> int:
+def micro_batch_count(options: poptorch.Options, training: bool) -> int:
     """Return the number of micro-batches that one call takes from the loader in this process.
 
     It is iterations * input groups, in training also * gradient accumulation.
@@ -160,7 +160,7 @@ def _joined_indices(batches: list[Any]) -> list[int]:
     return list(chain.from_iterable(batches))
 
 
-def spread(value: Any, n: int) -> Any:
+def numbers_as_tensors(value: Any, n: int) -> Any:
     """Return the value with each int and float replaced by a tensor of n equal elements."""
     return tree_map_only((int, float), lambda number: torch.tensor(number).repeat(n), value)
 
@@ -171,7 +171,7 @@ def rows_of(batch: Any) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
-def padded(batch: Any, rows: int) -> Any:
+def padded_batch(batch: Any, rows: int) -> Any:
     """Return the batch, filled up to `rows` with copies of its last row."""
 
     def whole(tensor: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def padded(batch: Any, rows: int) -> Any:
     return with_tensors(batch, iter([whole(tensor) for tensor in tensors_of(batch)]))
 
 
-def cut(output: Any, rows: int, wanted: int) -> Any:
+def cut_output(output: Any, rows: int, wanted: int) -> Any:
     """Return an output with each tensor of `rows` rows cut to its first `wanted` rows."""
     tensors = [t[:wanted] if t.dim() and len(t) == rows else t for t in tensors_of(output)]
     return with_tensors(output, iter(tensors))

@@ -97,28 +97,28 @@ class Recording(ExitStack):
         self._log_signature = inspect.signature(module.log)
         self._is_manual = step == "training_step" and not module.automatic_optimization
         self._manual_calls: list[str] = []  # calls of manual optimization
-        self._before = {
+        self._attributes_before = {
             name: copy.copy(value) if isinstance(value, (list, dict, set, deque)) else value
             for name, value in _attributes(module).items()
         }
 
     def __enter__(self) -> Recording:
-        self.callback(_restore_attributes, self._module, self._before)
+        self.callback(_restore_attributes, self._module, self._attributes_before)
         replaced: dict[str, Any] = {"log": self._log, "log_dict": self._log_dict}
         if self._is_manual:
             replaced |= self._manual_optimization()
         for name, value in replaced.items():
             replace_until(self, vars(self._module), name, value)
         for path, metric in self._metrics.items():
-            replace_until(self, vars(metric), "forward", self._noted(path, "forward"))
-            replace_until(self, vars(metric), "update", self._noted(path, "update"))
+            replace_until(self, vars(metric), "forward", self._noting_function(path, "forward"))
+            replace_until(self, vars(metric), "update", self._noting_function(path, "update"))
             replace_until(self, vars(metric), "compute", MetricValue(path)._raise_unknown)
         _watch_counters(self._module._trainer, self)
         return self
 
     def finish(self, output: Any) -> None:
         """Note the tensors that the step left in the module's attributes, and choose the training loss."""
-        for what, value in _restore_attributes(self._module, self._before):
+        for what, value in _restore_attributes(self._module, self._attributes_before):
             if what is None:
                 raise CaptureError(
                     f"the step leaves a tensor that has no values yet in self.{value}\n"
@@ -172,7 +172,7 @@ class Recording(ExitStack):
             return value._call
         return next((path for path, metric in self._metrics.items() if metric is value), None)
 
-    def _noted(self, path: str, method: str) -> Callable[..., Any]:
+    def _noting_function(self, path: str, method: str) -> Callable[..., Any]:
         """Return a function that notes a call of a metric's method; `forward`'s returns a `MetricValue`."""
 
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -193,17 +193,17 @@ class Recording(ExitStack):
             vars(optimizer),
             step=self._optimizer_step,
             zero_grad=_do_nothing,
-            toggle_model=_refusal("optimizer.toggle_model", "leave it out: there is one optimizer"),
+            toggle_model=_raising_function("optimizer.toggle_model", "leave it out: there is one optimizer"),
         )
         return {
             "optimizers": lambda *args, **kwargs: stand_in,
             "manual_backward": self._manual_backward,
             "toggle_optimizer": _do_nothing,
             "untoggle_optimizer": _do_nothing,
-            "clip_gradients": _refusal(
+            "clip_gradients": _raising_function(
                 "self.clip_gradients", "set optimizer.max_grad_norm = ... in configure_optimizers"
             ),
-            "lr_schedulers": _refusal("self.lr_schedulers", "step schedulers in on_train_batch_end"),
+            "lr_schedulers": _raising_function("self.lr_schedulers", "step schedulers in on_train_batch_end"),
         }
 
     def _manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
@@ -270,7 +270,7 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _refusal(what: str, fix: str) -> Callable[..., Any]:
+def _raising_function(what: str, fix: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise CaptureError(f"{what} at {user_line()} can't be a part of a compiled step\n  fix: {fix}")
 

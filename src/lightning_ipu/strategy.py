@@ -17,7 +17,14 @@ import popdist
 import poptorch
 from popdist import collectives
 
-from .loaders import converted, cut, micro_batches, padded, rows_of, spread
+from .loaders import (
+    converted_loader,
+    cut_output,
+    micro_batch_count,
+    numbers_as_tensors,
+    padded_batch,
+    rows_of,
+)
 from .prepare import Lightning, check_before_setup, check_optimizers, make_options, write_reports
 from .recording import StepModule, replace_until
 from .replaying import replay
@@ -188,10 +195,12 @@ class StrategyPart:
         rows = rows_of(batch)
         if rows is not None:
             index = args[1] if len(args) > 1 and isinstance(args[1], int) else 0  # of the loader
-            n = micro_batches(self.inference_opts, training=False)
+            n = micro_batch_count(self.inference_opts, training=False)
             whole = -(-max(rows, self._first_batch_rows.setdefault(index, rows)) // n) * n
             if rows < whole:
-                return cut(self._step(self._stage, padded(batch, whole), *args, **kwargs), whole, rows)
+                return cut_output(
+                    self._step(self._stage, padded_batch(batch, whole), *args, **kwargs), whole, rows
+                )
         return self._step(self._stage, batch, *args, **kwargs)
 
     def _step(self, stage: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,7 +215,9 @@ class StrategyPart:
 
     def _prepare_input(self, args: Any) -> Any:
         """Return a step's arguments; a tensor with an element per micro-batch replaces each number."""
-        return spread(args, micro_batches(self.options_for(self._stage), self._stage == "train"))
+        return numbers_as_tensors(
+            args, micro_batch_count(self.options_for(self._stage), self._stage == "train")
+        )
 
     def _destroy_if_outdated(self, stage: Any, executor: poptorch.PoplarExecutor) -> None:
         """Destroy an executor, so that it compiles again, if a value that it was compiled with has changed.
@@ -235,7 +246,7 @@ class StrategyPart:
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return a loader of combined batches, for the last stage given to `_prepare_dataloader`."""
         stage = self._stage if self._loader_stage is None else self._loader_stage
-        return converted(dataloader, stage, self.options_for(stage), self.lightning)
+        return converted_loader(dataloader, stage, self.options_for(stage), self.lightning)
 
     # ---- options -----------------------------------------------------------------------------------------
 
