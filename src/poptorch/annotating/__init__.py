@@ -1,1 +1,1 @@
-"""What users add to a model: blocks, strategies, groups of replicas."""
+"""Marks that users add to a model: blocks, strategies, groups of replicas."""

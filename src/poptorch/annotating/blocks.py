@@ -1,4 +1,4 @@
-"""Blocks: marks that name the parts of a model. Outside a compiled model they have no effect."""
+"""Blocks: marks that name the parts of a model. They have an effect while a model is captured only."""
 
 import builtins
 import contextlib
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
     @staticmethod
     def useAutoId() -> None:
-        """Restart automatic ids at 0."""
+        """Restart the automatic ids of blocks at 0."""
         global _auto_ids
         _auto_ids = itertools.count()
 
@@ -63,14 +63,14 @@ class Block(nn.Module):
 
     @staticmethod
     def end() -> None:
-        """End the open block, as the end of `with` does. Operations until the next block are in no block."""
+        """End the open block, as the end of `with` does. Operations before the next block raise Error."""
         capture = current()
         if capture is not None:
             capture.leave()
 
 
 class BeginBlockHook:
-    """A forward pre-hook that opens a block; an automatic id is chosen at the first call and then kept.
+    """A forward pre-hook that opens a block. An automatic id is chosen in the first capture, and then kept.
 
     Args:
         strategy: the default strategy of the model, if `poptorch.annotate` or `split` has set the hook
@@ -90,7 +90,7 @@ class BeginBlockHook:
 
 
 class LegacyBeginBlockFn:
-    """A function that opens a block and then calls another function."""
+    """A callable that opens a block and then calls the wrapped function."""
 
     def __init__(
         self, layer_to_call: Callable[..., Any], user_id: str | None = None, ipu_id: int | None = None
@@ -104,9 +104,9 @@ class LegacyBeginBlockFn:
 
 
 def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None = None) -> T:
-    """Make a module or function open a block at each call, which ends where the next block opens.
+    """Return a layer that opens a block at each call. The block ends where the next block opens.
 
-    Returns: the same module, or a wrapper of the function
+    Returns: the same module, to which a hook was added, or a wrapper of the function
     Raises:
         Error: the layer already begins a block, or is neither a module nor a function
     """
@@ -123,14 +123,14 @@ def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None 
 
 
 def begin_hook(module: nn.Module) -> BeginBlockHook | None:
-    """Return the hook of a module that begins a block, or None."""
+    """Return the module's hook that begins a block; None if it has no such hook."""
     return next(
         (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, BeginBlockHook)), None
     )
 
 
 def check_unmarked(module: nn.Module) -> None:
-    """Raise Error if a module begins a block already."""
+    """Raise Error if a hook of the module begins a block already."""
     hook = begin_hook(module)
     if hook is not None:
         raise Error(
@@ -141,7 +141,7 @@ def check_unmarked(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def BlockFunction(user_id: str | None = None, ipu_id: int | None = None) -> Iterator[None]:
-    """Decorate a function, so that all of its operations belong to one block."""
+    """Return a decorator: all operations of the decorated function belong to one block."""
     with Block(user_id, ipu_id):
         yield
 
@@ -156,7 +156,7 @@ def removeBlocks(module: nn.Module) -> None:
 
 
 def module_repr(module: nn.Module) -> str:
-    """Return `repr(module)` with the blocks that begin in the module."""
+    """Return `repr(module)`, with a prefix at each module that begins a block: its `BeginBlock(...)`."""
     lines = [*filter(None, module.extra_repr().split("\n"))]
     hook = begin_hook(module)
     mark = f"{hook!r}: " if hook is not None else ""
@@ -170,5 +170,5 @@ def module_repr(module: nn.Module) -> str:
 
 
 def print(module: nn.Module) -> None:
-    """Print a module with the blocks that begin in it."""
+    """Print `module_repr(module)`: the module, with the blocks that begin in it."""
     builtins.print(module_repr(module))

@@ -26,7 +26,7 @@ _Placed = list[tuple[nn.Module, str, int | None]]  # a module, the block that be
 def annotate(
     model: M, marks: Mapping[str | type, int] | None = None, *, layers_per_ipu: Sequence[int] | None = None
 ) -> M:
-    """Place modules of a model on ipus, and return the model. (Pando.)
+    """Place modules of a model on ipus, by hooks that begin blocks, and return the same model. (Pando.)
 
     >>> poptorch.annotate(model, {"bert.encoder.layer.0-5": 0, "bert.encoder.layer.*": 1, "cls": 0})
     >>> poptorch.annotate(model, layers_per_ipu=[3, 7, 7, 7])
@@ -39,10 +39,11 @@ def annotate(
         marks:          the ipu of each module. A key is a name as in `named_modules`, in which `0-5` is each of these
                         numbers and `*` any text without a dot, or a class. If several keys name a module, a
                         name wins over a range, and a range over `*` and classes; of these the first key wins.
-        layers_per_ipu: instead of marks: how many layers of the repeated stack are on ipu 0, on ipu 1, ...
+        layers_per_ipu: instead of marks: the number of repeated layers on ipu 0, on ipu 1, ...
     Raises:
-        Error: a key names no module, two names or ranges place one module, a module begins a block already, or the
-            numbers of layers fit no stack
+        Error: neither or both of the arguments are given; a key (or a number of its range) names no module, or
+            other keys place all its modules; two names, or two ranges, place one module; a module begins a
+            block already; the numbers of layers fit no stack
     """
     if bool(marks) == bool(layers_per_ipu):
         raise Error(
@@ -56,9 +57,10 @@ def annotate(
 
 
 def split(model: M, ipus: int) -> M:
-    """Make the default strategy balance a model's repeated layers over ipus. Return the model. (Pando.)
+    """Add hooks to a model by which its default strategy balances the repeated layers over ipus. (Pando.)
 
-    That strategy is `PipelinedExecution(AutoBalance(ipus)).orSharded()`, with each layer as a block.
+    The same model is returned. The strategy is `PipelinedExecution(AutoBalance(ipus)).orSharded()`, and each
+    layer is a block.
 
     Raises:
         Error: the model has fewer repeated layers than ipus, or a layer begins a block already
@@ -74,7 +76,8 @@ def split(model: M, ipus: int) -> M:
 
 
 def strategy_of(model: nn.Module, strategy: ExecutionStrategy) -> ExecutionStrategy:
-    """Return the strategy that `annotate` or `split` set, if `strategy` is the default; else `strategy`."""
+    """Return the strategy that `annotate` or `split` set, if `strategy` is the default; else `strategy`.
+    `orSharded()` of the default is kept."""
     default = ("pipelined", AutoStage.SameAsIpu)
     if not isinstance(strategy, PipelinedExecution) or (strategy._mode, strategy._auto) != default:
         return strategy
@@ -85,7 +88,7 @@ def strategy_of(model: nn.Module, strategy: ExecutionStrategy) -> ExecutionStrat
 
 @contextlib.contextmanager
 def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
-    """During a capture, make each repeated layer of an unmarked model a block for `AutoBalance`."""
+    """Make each repeated layer of an unmarked model a block inside the `with`, if `AutoBalance` is chosen."""
     wanted = strategy.auto == "balance" and not any(map(begin_hook, model.modules()))
     layers = _repeated_layers(model) if wanted else []
     names = {None, *(name for _, name, _ in layers)}
@@ -104,8 +107,8 @@ def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
 
 
 def _stacks(model: nn.Module) -> dict[str, _Placed]:
-    """Return the layers of each outermost ModuleList, or Sequential in which a class repeats, by its name.
-    Layers are children with parameters."""
+    """Return the layers of each outermost stack, by its name: a ModuleList of several layers, or a Sequential
+    in which a class repeats. Layers are children with parameters; their ipu is None."""
     found: dict[str, _Placed] = {}
     for name, module in model.named_modules():
         is_nested = any(not outer or name.startswith(f"{outer}.") for outer in found)
@@ -123,13 +126,13 @@ def _repeated_layers(model: nn.Module) -> _Placed:
 
 
 def _stacks_in_words(model: nn.Module) -> str:
-    """Return the names and lengths of a model's repeated layers as text, "none" without any."""
+    """Return the names and lengths of a model's stacks of repeated layers as text; "none" if there are none."""
     found = _stacks(model).items()
     return ", ".join(f"{n or 'the model itself'} ({len(layers)} layers)" for n, layers in found) or "none"
 
 
 def _register_hooks(placed: _Placed, strategy: PipelinedExecution) -> None:
-    """Register a hook on each module that begins its block. Raises Error if one begins a block already."""
+    """Register the hook that begins a block on each module. Raises Error if a module has such a hook."""
     for module, *_ in placed:
         check_unmarked(module)
     hooks = [(module, BeginBlockHook(block, ipu, strategy)) for module, block, ipu in placed]
@@ -138,7 +141,11 @@ def _register_hooks(placed: _Placed, strategy: PipelinedExecution) -> None:
 
 
 def _placed_by_count(model: nn.Module, counts: Sequence[int]) -> _Placed:
-    """Return the placed layers of the stack with sum(counts) layers, or of all. Raises Error if none fits."""
+    """Return the placed layers: those of the only stack of sum(counts) layers, else of all stacks together.
+
+    Args: counts: the number of layers on each ipu
+    Raises: Error if the stacks together have another number of layers
+    """
     fitting = [layers for layers in _stacks(model).values() if len(layers) == sum(counts)]
     layers = fitting[0] if len(fitting) == 1 else _repeated_layers(model)
     if len(layers) != sum(counts):
@@ -157,7 +164,7 @@ def _placed_by_count(model: nn.Module, counts: Sequence[int]) -> _Placed:
 
 
 def _placed_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> _Placed:
-    """Return the placed modules, each by its most specific key. Raises Error if keys clash or are unused."""
+    """Return the modules that keys name, placed by the most specific key. Raises Error as `annotate` does."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     found: dict[nn.Module, tuple[int, str | type]] = {}
     for key in marks:
@@ -180,8 +187,8 @@ def _placed_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> _Placed
 def _modules_of_key(key: str | type, model: nn.Module, names: list[str]) -> tuple[int, list[nn.Module]]:
     """Return how specific a key is (2: a name, 1: a range, 0: `*` or a class), and the modules that it names.
 
-    Raises:
-        Error: the key, or a number of its range, names no module
+    Args: names: of all modules of the model
+    Raises: Error if the key, or a number of its range, names no module
     """
     if not isinstance(key, str):
         modules = [module for module in model.modules() if isinstance(module, key)]

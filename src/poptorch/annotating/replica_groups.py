@@ -22,7 +22,7 @@ Grouping = tuple[CommGroupType, int, VariableRetrievalMode]  # the arguments of 
 
 
 def _checked_grouping(name: str, given: Any) -> Grouping:
-    """Return `given`, if it is a grouping. Raises Error otherwise, with the parameter's name."""
+    """Return `given`, if it is a grouping of the parameter `name`. Raises Error otherwise."""
     match given:
         case (CommGroupType() as kind, int() as size, VariableRetrievalMode() as retrieval):
             return kind, size, retrieval
@@ -34,7 +34,7 @@ def _checked_grouping(name: str, given: Any) -> Grouping:
 
 
 def _replica_groups(grouping: Grouping, replicas: int) -> ReplicaGroups:
-    """Return the group of each replica. Raises Error if the groups' size does not divide `replicas`."""
+    """Return a grouping as the engine's value. Raises Error if the groups' size does not divide `replicas`."""
     kind, size, retrieval = grouping
     size = {CommGroupType.All: replicas, CommGroupType.NoGrouping: 1}.get(kind, size)
     if size < 1 or replicas % size:
@@ -54,7 +54,7 @@ class GroupableParameter(nn.Parameter):
 
     @staticmethod
     def of(parameter: nn.Parameter, name: str, groupings: dict[str, Grouping] | None) -> GroupableParameter:
-        """Return a view of a parameter.
+        """Return a view of a parameter, with the same memory, attributes and `.grad`.
 
         Args: groupings: the executor's groupings by name, which `replicaGrouping` writes; None after compilation
         """
@@ -76,10 +76,10 @@ class GroupableParameter(nn.Parameter):
         """Give each group of replicas its own value, a row of the parameter's first dimension.
 
         Args:
-            shards: replicas per group (Consecutive, Orthogonal)
+            shards: replicas per group; ignored for All and NoGrouping
             variable_retrieval_mode: whether the host gets one value per group or per replica
         Raises:
-            Error: the model is compiled already
+            Error: the model is compiled already, or an argument has a wrong type
         """
         name, groupings = self._grouping_target
         if groupings is None:
@@ -91,10 +91,11 @@ class GroupableParameter(nn.Parameter):
 
 
 def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -> dict[str, ReplicaGroups]:
-    """Return the engine's groups by parameter name, checked against the parameters.
+    """Return the engine's groups of replicas by parameter name, checked against the parameters.
 
     Raises:
-        Error: an unknown name, a parameter without dimensions, or with another number of rows than there are groups
+        Error: an unknown name, a bad grouping, a parameter without dimensions, or a number of its rows that is
+            neither the number of groups nor the number of values that the host reads
     """
     # Programs may also write into `per_replica_params` themselves, so the groupings are checked here.
     groups_by_name = {
@@ -124,7 +125,7 @@ def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -
 
 @contextlib.contextmanager
 def first_rows_only(model: nn.Module, names: dict[str, Any]) -> Iterator[None]:
-    """Replace each per-replica parameter by its first row during a capture, as a replica has one row."""
+    """Replace the named parameters by their first rows inside the `with`, since a replica has one row."""
     before = model._parameters
     rows = {
         name: nn.Parameter(parameter.detach()[0], parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""Execution strategies: which block belongs to which stage, and how the stages take turns.
+"""Execution strategies: which block belongs to which stage, and in which order the stages run.
 
 A strategy is a builder: a user may still change it (`strategy.stage("A").ipu(2)`), and `freeze` returns the engine's
 value. Compilation checks it against the model's blocks.
@@ -125,11 +125,11 @@ class ExecutionStrategy:
         """Do nothing. Subclasses may override this method, which is called after a model is captured."""
 
     def backendOptions(self) -> dict[str, Any]:
-        """Return the values of this strategy in `Options.toDict()`."""
+        """Return the entries of this strategy in `Options.toDict()`."""
         return {"execution_mode": _MODES.index(self._mode)}
 
     def freeze(self) -> Strategy:
-        """Return the engine's value of this strategy."""
+        """Return this strategy as a frozen value for the engine."""
         return Strategy(self._mode, None, tuple(stage.freeze() for stage in self._order))
 
 
@@ -174,7 +174,7 @@ class PipelinedExecution(ExecutionStrategy):
         super().__init__(map(_as_stage, args) if self._auto is None else ())
 
     def orSharded(self) -> Self:
-        """Let the stages run one after another, as in `ShardedExecution`, if a call has too few micro-batches
+        """Make the stages run one after another, as in `ShardedExecution`, if a call has too few micro-batches
         to fill the pipeline. By default such a call raises Error. The results are the same. (Pando.)"""
         self._or_sharded = True
         return self
