@@ -19,7 +19,7 @@ from .logs import log_ignored_variables as _log_ignored_variables
 
 
 def _read_stub() -> tuple[dict[str, tuple[str, str | None]], list[str]]:
-    """Return the module of each name and its name there (None: it is the module itself), and `__all__`."""
+    """Read the stub. Return each name's module and its name there (None: it is a module), and `__all__`."""
     where: dict[str, tuple[str, str | None]] = {}
     public: list[str] = []
     for statement in _ast.parse(_Path(__file__).with_suffix(".pyi").read_text("utf-8")).body:

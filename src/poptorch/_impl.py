@@ -1,4 +1,4 @@
-"""Two private functions of PopTorch that integrations use: unwrap a model that is wrapped for training, and undo it."""
+"""Two private functions of PopTorch that integrations use: unwrap a wrapped model, and wrap it again."""
 
 import weakref
 from typing import Any
@@ -18,7 +18,7 @@ def unwrapModelIfNecessary(model: Any) -> None:
 
 
 def rewrapModelIfNecessary(model: Any) -> None:
-    """Wrap again a model that `unwrapModelIfNecessary` unwrapped, unless its executor is gone."""
+    """Wrap again a model that `unwrapModelIfNecessary` unwrapped, if its executor is alive; ignore others."""
     link = _owners.pop(model, None)
     owner = link() if link is not None else None
     if owner is not None:

@@ -17,11 +17,11 @@ __all__ = ["Policy", "autocast", "default"]
 
 
 class Policy:
-    """The types to which operands of functions are cast. Other functions follow torch.autocast to float16.
+    """The dtypes to which `autocast` casts operands. Functions in no list follow torch.autocast to float16.
 
-    Args:
-        fp16, fp32:      operations whose operands are cast to float16, to float32
-        promote, demote: operations whose operands are cast to the widest, to the narrowest type among them
+    Args: lists of names of torch functions, such as "matmul". The last list that has a name applies.
+        fp16, fp32:      functions whose operands are cast to float16, to float32
+        promote, demote: functions whose operands are cast to the widest, to the narrowest dtype among them
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Policy:
         return f"{type(self).__name__}({self._rule_of or ''})"
 
     def _cast_dtype(self, name: str, operands: list[Tensor]) -> torch.dtype | None:
-        """Return the type to which the operands of an operation are cast; None, if the policy does not name it."""
+        """Return the dtype to which a function's operands are cast; None if it has none or is in no list."""
         if not operands or name not in self._rule_of:
             return None
         by_size = sorted({operand.dtype for operand in operands}, key=lambda dtype: dtype.itemsize)
@@ -52,7 +52,7 @@ _policy: ContextVar[Policy | None] = ContextVar("policy", default=default)  # No
 
 @contextlib.contextmanager
 def using_policy(policy: Policy | None) -> Iterator[None]:
-    """Set the policy of `autocast` while a model is captured; with None `autocast` has no effect."""
+    """Set the policy of each `autocast` inside the `with`; with None, `autocast` has no effect there."""
     token = _policy.set(policy)
     try:
         yield
@@ -61,7 +61,7 @@ def using_policy(policy: Policy | None) -> Iterator[None]:
 
 
 class _CastMode(TorchFunctionMode):
-    """A function mode that casts operands by the lists of a policy."""
+    """A function mode that casts the operands of functions in a policy's lists, instead of torch.autocast."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -90,6 +90,8 @@ def _devices() -> list[str]:
 
 class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
     """Context manager and decorator: products and convolutions inside run in float16, or by the policy.
+
+    Outside of a capture it has no effect. `enabled=False` disables torch.autocast, not an outer policy.
 
     with poptorch.autocast():
         x = self.layer(x)

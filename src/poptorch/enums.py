@@ -5,12 +5,12 @@ from typing import Any
 
 
 def by_name(kind: type[enum.Enum], value: Any) -> Any:
-    """Return the member of an enum that a string names; any other value unchanged."""
+    """Return the enum member whose name is `value`; return any other value unchanged."""
     return kind.__members__.get(value, value) if isinstance(value, str) else value
 
 
 class MeanReductionStrategy(enum.IntEnum):
-    """When gradients are divided for their mean: at each step of the sum (Running) or after it (Post)."""
+    """The time at which gradients are divided for a mean: while they are summed (Running) or after (Post)."""
 
     Running = 0
     Post = 1
@@ -18,7 +18,7 @@ class MeanReductionStrategy(enum.IntEnum):
 
 
 class DataLoaderMode(enum.IntEnum):
-    """Where batches are loaded: in the caller's process, in another, or in several with batches regrouped."""
+    """Where batches are loaded: in the caller's process, or in another, which can regroup workers' rows."""
 
     Sync = 0
     Async = 1
@@ -26,7 +26,7 @@ class DataLoaderMode(enum.IntEnum):
 
 
 class SharingStrategy(enum.IntEnum):
-    """How a loading process receives its dataset and returns tensors."""
+    """The way in which a loading process receives its dataset and returns tensors."""
 
     SharedMemory = 0
     FileSystem = 1
@@ -35,7 +35,7 @@ class SharingStrategy(enum.IntEnum):
 
 
 class OutputMode(enum.IntEnum):
-    """Which outputs of a call are returned. Default: Final in training, All in inference."""
+    """The micro-batches whose outputs a call returns. Default: Final in training, All in inference."""
 
     Final = 0
     EveryN = 1
@@ -65,7 +65,7 @@ class HalfFloatCastingBehavior(enum.IntEnum):
 
 
 class ReductionType(enum.IntEnum):
-    """How values of micro-batches or replicas are reduced to one."""
+    """The reduction of values over micro-batches or replicas."""
 
     Sum = 0
     Mean = 1
@@ -73,7 +73,7 @@ class ReductionType(enum.IntEnum):
 
 
 class SyncPattern(enum.IntEnum):
-    """Which ipus wait for each other at the end of a step. Without effect here."""
+    """The ipus that wait for each other at the end of a step. Without effect here."""
 
     Full = 0
     SinglePipeline = 1
@@ -81,7 +81,7 @@ class SyncPattern(enum.IntEnum):
 
 
 class Liveness(enum.IntEnum):
-    """How long the tensors of a phase stay on the device. Without effect here."""
+    """The time for which the tensors of a phase stay on the device. Without effect here."""
 
     AlwaysLive = 0
     OffChipAfterFwd = 1
@@ -97,14 +97,14 @@ class AutoStage(enum.IntEnum):
 
 
 class MultiConvPlanType(enum.IntEnum):
-    """How the convolutions of a MultiConv share the device. Without effect here."""
+    """The way in which the convolutions of a MultiConv share the device. Without effect here."""
 
     Parallel = 0
     Serial = 1
 
 
 class CommGroupType(enum.IntEnum):
-    """Which replicas form a group: neighbours (Consecutive), every n-th (Orthogonal), all, or each alone."""
+    """The replicas of a group: all, neighbours (Consecutive), every n-th (Orthogonal), one (NoGrouping)."""
 
     All = 0
     Consecutive = 1

@@ -41,7 +41,7 @@ logging.getLogger("popengine").parent = logger  # the engine's lines go to the s
 
 
 class Repeats(logging.Filter):
-    """A filter that passes a repeated line `limit` times, then once with a note, and then drops it."""
+    """A filter that passes `limit` equal lines in succession (None: all), then one with a note, then none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Repeats(logging.Filter):
         self._line, self._count = ("", ""), 0
 
     def set_limit(self, limit: int) -> None:
-        """Set the limit, and count repetitions from 0 again."""
+        """Set the number of equal lines that pass, and restart their count at 0."""
         self.limit, self._count = limit, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -81,7 +81,7 @@ class _Formatter(logging.Formatter):
 class _StandardStream(logging.StreamHandler):
     """A handler that reads `sys.stderr` or `sys.stdout` anew for each line, so that redirection works.
 
-    It drops lines that the root logger writes to the terminal, so that they appear once.
+    Lines that a handler of the root logger writes to the terminal are dropped, so that they appear once.
     """
 
     def __init__(self, name: str) -> None:
@@ -120,7 +120,8 @@ def setLogLevel(level: int | str) -> None:
 
 
 def configure(level: str, destination: str) -> None:
-    """Write the log to stderr, stdout or a file. An unknown level becomes WARN, with a warning."""
+    """Set the level, and stderr, stdout or a file as the only destination. An unknown level becomes WARN,
+    with a warning."""
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
@@ -140,7 +141,7 @@ def configure(level: str, destination: str) -> None:
 
 
 def log_ignored_variables(environment: Mapping[str, str] = os.environ) -> None:
-    """Log, at INFO, each variable in `RECORDED` that is set."""
+    """Log at INFO each environment variable in `RECORDED` that is set, and why it has no effect."""
     for name, why in RECORDED.items():
         if name in environment:
             logger.info("%s=%s has no effect: %s", name, environment[name], why)
@@ -152,7 +153,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first five names, and the number of other names, as text."""
+    """Return names as text, at most five: "a, b" or "a, b, c, d, e and 3 more"."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 

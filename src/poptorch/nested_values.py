@@ -1,9 +1,9 @@
-"""Nested values: which containers can hold tensors, and the order in which their parts are visited.
+"""Nested values: which containers can hold tensors, and the order in which their parts are traversed.
 
-Tuples, lists, dictionaries, their subclasses, dataclasses and the types registered with `registerCustomArgParser`
-are walked to any depth; everything else that is not a tensor is a constant. Dictionaries are walked in the
-order of their sorted keys (where keys can be sorted), so that the order in which a caller wrote them is
-irrelevant; they are rebuilt in the order they had.
+Tuples, lists, dictionaries, their subclasses, dataclasses and types with a parser (`registerCustomArgParser`)
+are traversed to any depth; everything else that is not a tensor is a constant. Dictionaries are traversed by
+sorted key (unsorted if keys can't be compared), so that the order in which a caller wrote them is irrelevant;
+they are rebuilt in their original order.
 
     >>> batch = {"x": a, "more": [b, 3]}
     >>> tensors_of(batch)                                # [b, a]: "more" comes before "x"
@@ -28,7 +28,7 @@ from popengine.errors import Error
 
 
 class ICustomArgParser(ABC):
-    """The interface of a parser for a user's type: it finds the tensors, and rebuilds values with others."""
+    """The interface of a parser for a user's type: it finds a value's tensors and rebuilds it with others."""
 
     @abstractmethod
     def yieldTensors(self, struct: Any) -> Iterator[torch.Tensor]:
@@ -59,7 +59,7 @@ def registerCustomArgParser(arg_type: type, arg_parser: ICustomArgParser | None)
 
 
 def registered_parsers() -> dict[type, ICustomArgParser]:
-    """Return the registered parsers, for a process that is started without a fork."""
+    """Return a copy of the registered parsers by type, for a process that is started without a fork."""
     return dict(_parsers)
 
 
@@ -69,9 +69,9 @@ class Spec:
 
     Args:
         type:     the class of the value; torch.Tensor for every kind of tensor
-        keys:     the keys of a dictionary or the fields of a dataclass, in walking order
-        children: the parts
-        constant: the value itself, if it is neither tensor nor container
+        keys:     the sorted keys of a dictionary, or the fields of a dataclass; () for other types
+        children: the specs of the parts, in the same order
+        constant: the value, if it is neither tensor nor container
     """
 
     type: type
@@ -103,24 +103,24 @@ class Constant:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in `value`, in walking order."""
+    """Return the tensors in `value`, depth first; those of a dictionary by sorted key."""
     return [leaf for leaf, _, _ in _leaves(value, "") if isinstance(leaf, torch.Tensor)]
 
 
 def paths_of(value: Any, name: str) -> list[str]:
-    """Return the path of each of `tensors_of(value)`, as in code: `name[0]`, `name["key"]`."""
+    """Return the path of each of `tensors_of(value)`, as code: `name[0]`, `name["key"]`, `name.field`."""
     return [path for leaf, path, _ in _leaves(value, name) if isinstance(leaf, torch.Tensor)]
 
 
 def constants_of(value: Any, path: str) -> Iterator[tuple[Any, str, bool]]:
-    """Yield each part that is neither tensor nor container, its path, and whether the path ends in a name."""
+    """Yield each constant in `value`, its path, and whether its last key is a string (or a field's name)."""
     return (leaf for leaf in _leaves(value, path) if not isinstance(leaf[0], torch.Tensor))
 
 
 def with_tensors(value: Any, replacements: Iterator[Any]) -> Any:
-    """Return a copy of `value` with the next replacement in place of each tensor, in walking order.
+    """Return a copy of `value` whose tensors are replaced one by one, in the order of `tensors_of`.
 
-    Parts without tensors are not copied. The replacements may be anything: tensors, names, counts.
+    Parts without tensors are not copied. Replacements may be of any type: tensors, names, counts.
     """
     parts = _parts(value)
     if parts is None:
@@ -131,7 +131,7 @@ def with_tensors(value: Any, replacements: Iterator[Any]) -> Any:
 
 
 def describe(value: Any) -> Spec:
-    """Return the `Spec` of a value, which must not change between calls: classes, lengths, keys and constants."""
+    """Return the `Spec` of a value: its classes, lengths, keys and constants, but no shapes of tensors."""
     parts = _parts(value)
     if parts is None:
         is_tensor = isinstance(value, torch.Tensor)
@@ -141,7 +141,7 @@ def describe(value: Any) -> Spec:
 
 
 def _leaves(value: Any, path: str, is_named: bool = False) -> Iterator[tuple[Any, str, bool]]:
-    """Yield each tensor and constant, its path, and whether the path ends in a name."""
+    """Yield each tensor and constant, its path, and whether its last key is a string (or a field's name)."""
     parts = _parts(value)
     if parts is None:
         yield value, path, is_named
@@ -151,7 +151,7 @@ def _leaves(value: Any, path: str, is_named: bool = False) -> Iterator[tuple[Any
 
 
 def path_step(container: type, key: Any) -> str:
-    """Return the last step of the path of a container's part, as in code."""
+    """Return the code that reads the part of a container with this key: `[0]`, `["key"]`, `.field`."""
     if not isinstance(key, str):
         return f"[{key!r}]"
     is_field = is_dataclass(container) and not issubclass(container, dict | UserDict)
@@ -159,7 +159,7 @@ def path_step(container: type, key: Any) -> str:
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """Return the parts of a container by key, field name or index, in walking order; None for other values."""
+    """Return a container's parts by (sorted) key, field name or index; None if `value` is no container."""
     parser = _parsers.get(type(value))
     if parser is not None:
         return dict(enumerate(parser.yieldTensors(value)))
@@ -178,7 +178,7 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 
 
 def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
-    """Return a container of the class of `value` with these parts."""
+    """Return a new container like `value`, with these parts by the keys of `_parts`."""
     kind = type(value)
     if kind in _parsers:
         return _parsers[kind].reconstruct(value, iter(parts.values()))

@@ -10,7 +10,7 @@ __all__ = ["Channel"]
 
 
 class Channel:
-    """A named group of ranges.
+    """A named group of ranges in a trace.
 
     channel = poptorch.profiling.Channel("training")
     with channel.tracepoint("epoch"):
@@ -28,7 +28,7 @@ class Channel:
             yield
 
     def instrument(self, obj: Any, *methods: str) -> None:
-        """Wrap methods of an object or a class, so that each call is a range.
+        """Replace methods of an object or a class, in place, by wrappers that make each call a range.
 
         Raises:
             AttributeError: the object lacks one of the methods; none is wrapped then

@@ -22,7 +22,7 @@ __all__ = ["Comparison", "allclose", "compare"]
 
 
 def allclose(ref_outputs: Any, test_outputs: Any, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
-    """Return whether two outputs have the same containers and constants, and close tensors, where NaN equals NaN."""
+    """Return whether two outputs have equal containers, constants and shapes, and close values. NaN is NaN."""
     if describe(ref_outputs) != describe(test_outputs):
         return False
     pairs = zip(tensors_of(ref_outputs), tensors_of(test_outputs), strict=True)
@@ -52,7 +52,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Return whether the loss, all gradients and all new weights are equal to the last bit."""
+        """Return whether the loss, gradients and new weights are bitwise equal, or missing in both."""
         verdicts = {self.loss, *(verdict for _, *row in self.rows for verdict in row)}
         return verdicts <= {"equal", "none"}
 
@@ -73,18 +73,18 @@ def compare(
     *,
     update: Callable[[nn.Module, torch.optim.Optimizer, Any], Any] | None = None,
 ) -> Comparison:
-    """Compare one weight update with these options to plain PyTorch's, each on a copy of the model. (Pando.)
+    """Return a comparison of one weight update with these options and plain PyTorch's. (Pando.)
 
-    Plain PyTorch runs the micro-batches one after another, adds their gradients and divides them by the number of
-    micro-batches and replicas. Random numbers are not the same: set dropout to 0.
+    Both update copies of the model. Plain PyTorch runs the micro-batches one after another, adds their gradients
+    and divides them by the number of micro-batches and replicas. Random numbers differ: set dropout to 0.
 
     >>> print(poptorch.testing.compare(model, options, (images, labels), torch.optim.AdamW(model.parameters())))
 
     Args:
-        batch:     a combined batch, as for a call: a tensor, a tuple or list of arguments, or a dictionary of them
-        optimizer: for this model; by default SGD with lr 0.01
-        update:    an update by another library, in place of the executor: called with a copy of the model, of
-                   the optimizer, and the rows of one update; returns the loss, leaves gradients in `.grad`
+        batch:     a combined batch: a tensor, a tuple or list of arguments, or a dictionary of them
+        optimizer: with the parameters of `model`; by default SGD with lr 0.01
+        update:    runs the update instead of an executor: called with a copy of the model, of the
+                   optimizer, and the rows of one update; returns the loss, leaves gradients in `.grad`
     Raises:
         Error: the model can't be compiled, or returns no loss
     """
@@ -124,7 +124,7 @@ class _UpdateResult(NamedTuple):
 
 
 def _result_of(model: nn.Module, losses: Tensor) -> _UpdateResult:
-    """Return the result of an update of this model, which has its gradients and new weights."""
+    """Return the result of an update, with the gradients and weights that the model has now."""
     named = dict(model.named_parameters())
     gradients = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
     return _UpdateResult(losses, gradients, {name: parameter.detach() for name, parameter in named.items()})
@@ -137,7 +137,8 @@ def _call(model: Callable[..., Any], batch: Any) -> Any:
 
 
 def _index_of_loss(outputs: Any) -> int:
-    """Return the index of the loss among forward's output tensors: of "loss", else of the first scalar."""
+    """Return the index of the loss in forward's output tensors: of the field "loss", else of the first scalar
+    that requires a gradient. Raises Error if there is neither."""
     named = loss_field(outputs)
     for index, value in enumerate(tensors_of(outputs)):
         if value is named or (named is None and value.dim() == 0 and value.requires_grad):
@@ -148,7 +149,7 @@ def _index_of_loss(outputs: Any) -> int:
 def _plain_update(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, counts: Counts
 ) -> tuple[int, _UpdateResult]:
-    """Run an update in plain PyTorch. Return the index of the loss among the outputs, and the result.
+    """Update a model in place by plain PyTorch. Return the index of the loss in the outputs, and the result.
 
     Gradients of a replica's micro-batches are added one after another, then those of the replicas in pairs.
     """
@@ -178,7 +179,8 @@ def _plain_update(
 def _executor_update(
     model: nn.Module, options: Options, batch: Any, optimizer: torch.optim.Optimizer, loss_index: int
 ) -> tuple[str, _UpdateResult]:
-    """Return the title of an executor's plan, and its update; a second update, by SGD, has the gradients."""
+    """Return the title of an executor's plan, and the result of its update of a copy of the model. The
+    gradients are the momenta of a second update, by SGD."""
     twin, twins_optimizer = copy.deepcopy((model, optimizer))
     executor = trainingModel(twin, options.clone().outputMode(OutputMode.All), twins_optimizer)
     losses = tensors_of(_call(executor, batch))[loss_index].flatten()
@@ -221,7 +223,7 @@ def _factor_text(factor: float) -> str:
 
 
 def _conclusion(loss: str, rows: Sequence[tuple[str, str, str]], counts: Counts) -> str:
-    """Return the likely cause of the differences, or "all equal"."""
+    """Return "all equal", or which gradients differ, and the cause if a common factor shows it."""
     rows = [row for row in rows if row[1] != "none"]
     differing = [(name, gradient) for name, gradient, _ in rows if gradient != "equal"]
     if not differing:
