@@ -90,15 +90,15 @@ def pando_version() -> str:
 
 
 def is_set(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether poprun, or another launcher of several processes, started this process."""
+    """Return whether the environment is that of poprun, or of another launcher of several processes."""
     return TOTAL in environment or _other_launcher_names(environment) is not None
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Return the launch that the environment describes; the default `Launch()` without a launcher.
+    """Return the launch that the environment describes; `Launch()` without a launcher of several processes.
 
     Raises:
-        ValueError: a variable is missing or no number, or the total is not a multiple of the local replicas
+        ValueError: a variable is missing or no number, or the local replicas don't divide the total
     """
     if TOTAL not in environment:
         names = _other_launcher_names(environment)
@@ -123,14 +123,17 @@ def read(environment: Mapping[str, str] = os.environ) -> Launch:
 
 
 def is_one_host(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher's variables say that all processes run on this host."""
+    """Return whether the launcher's variables say that all processes run on this host.
+
+    False, if they don't say it, as in a process without a launcher. Raises ValueError, see `read`.
+    """
     instances = str(read(environment).instances)
     local = environment.get("LOCAL_WORLD_SIZE") or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     return instances == local or environment.get("SLURM_STEP_NUM_NODES") == "1"
 
 
 def _other_launcher_names(environment: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Return the environment variables (world size, rank, local rank) that another launcher has set.
+    """Return the names of the variables (world size, rank, local rank) of a launcher other than poprun.
 
     None, if there is no such launcher, or if it started only one process.
     """
@@ -138,7 +141,7 @@ def _other_launcher_names(environment: Mapping[str, str]) -> tuple[str, str, str
 
 
 def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return the number in a variable. Raises ValueError if it is no number, or missing without a default."""
+    """Return a variable's integer. Raises ValueError if it is no integer, or missing without a default."""
     text = environment.get(name)
     if text is None and default is not None:
         return default
@@ -152,7 +155,10 @@ def number(environment: Mapping[str, str], name: str, default: int | None = None
 
 
 def write_stack_at_signal() -> None:
-    """Make poprun's signal write the stacks of all threads to the file that poprun has named, if any."""
+    """Register a handler of poprun's signal: it writes all threads' stacks to the file that `STACK` names.
+
+    Writes this process's id into the file, and removes the variable. Does nothing without the variable.
+    """
     path = os.environ.pop(STACK, None)  # child processes have none
     if path and STACK_SIGNAL is not None:
         file = open(path, "w")  # noqa: SIM115  for the rest of the process
@@ -161,13 +167,13 @@ def write_stack_at_signal() -> None:
 
 
 def path_with_aliases(path: str) -> str:
-    """Return `path` with a folder in which `import horovod` finds popdist, unless Horovod is installed."""
+    """Return `path`, extended by the folder of aliases unless Horovod is installed (see `ALIASES`)."""
     folders = [folder for folder in sys.path if folder != ALIASES]
     is_installed = PathFinder.find_spec("horovod", folders) is not None
     return path if is_installed else os.pathsep.join(filter(None, [path, ALIASES]))
 
 
 def append_aliases_to_path() -> None:
-    """Append the folder of aliases to this process's `sys.path`, after an installed Horovod."""
+    """Append the folder of aliases to `sys.path`, once; an installed Horovod is found before it."""
     if ALIASES not in sys.path:
         sys.path.append(ALIASES)

@@ -1,4 +1,4 @@
-"""The tree of errors: one class for each pass, so that the type of an error tells where it was raised.
+"""The tree of errors: one class for each pass, so that the type of an error shows where it was raised.
 
 Error                     poptorch.Error: the base class of errors in a program or a run
 ├── CaptureError          the model can't be traced: data-dependent Python, a rebound buffer, no loss
@@ -42,7 +42,10 @@ class Error(Exception):
         super().__init__(str(self))
 
     def mark_as_engine_error(self, location: str) -> None:
-        """Mark this error as raised by the engine, in the passes of `location`; the message is the same."""
+        """Set `type`, `location`, and the line of the engine that raised this error; keep `message`.
+
+        Args: location: the engine's passes that were running, as text
+        """
         *_, (frame, line) = traceback.walk_tb(self.__traceback__)
         self._place = f"In {os.path.basename(frame.f_code.co_filename)}:{line}: "
         self.type, self.location = "poptorch_cpp_error", location
@@ -78,7 +81,7 @@ class RunError(Error):
 
 
 class RecoverableError(Error):
-    """An error after which the device can be used again, once `recovery_action` is done (as "IPU_RESET")."""
+    """An error after which the device can be used again, once `recovery_action` ("IPU_RESET") is done."""
 
     def __init__(self, message: str, recovery_action: str = "IPU_RESET", location: str = "") -> None:
         super().__init__(message, location)

@@ -30,7 +30,7 @@ class Slot:
 
     name: str
     role: Role
-    key: str  # parameters, buffers: the canonical name in the module; inputs: the position
+    key: str  # of a parameter or buffer: its canonical name; of an input: its position; else a name
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -52,7 +52,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One entry into a block during the forward: the block's name (None: before the first block), its ipu."""
+    """One entry into a block in the forward: the block's name (None: no block yet), and its ipu, if any."""
 
     name: str | None
     ipu: int | None
@@ -89,7 +89,7 @@ class Signature:
 class Graph(Signature):
     """One micro-batch of the model: forward, and in training backward, as one functional fx graph.
 
-    Each node's meta holds `phase` ("F" or "B"), `block` (index into `visits`; None: autograd's sum of two
+    An operation's meta holds `phase` ("F" or "B"), `block` (index into `visits`; None: autograd's sum of two
     gradients), `where` (the user's line) and, for draws of random numbers, `draw` (the index of the draw).
     """
 
@@ -120,7 +120,7 @@ class Partition:
 
 
 def sources(names: Iterable[str], prepared: Mapping[str, Piece]) -> Iterator[str]:
-    """Yield each name; after a prepared value's, also the names of the slots that it is computed from."""
+    """Yield `names`, and after each prepared cast of a weight, the names of the slots that it reads."""
     for name in names:
         yield name
         if name in prepared:
@@ -215,7 +215,7 @@ class Plan:
     state: dict[int, tuple[str, ...]]  # the slots that each ipu reads or updates in every step
 
     def held(self, ipu: int) -> list[str]:
-        """Return the slots of an ipu with its own memory: its state, and copies of others' weights."""
+        """Return the names of the slots that an ipu holds: its state, then copies of other ipus' weights."""
         copies = [task for task in self.tasks if (task.kind, task.ipu) == ("copy", ipu)]
         received = [x for task in copies for x in task.instructions if x.kind == "receive"]
         return [*self.state[ipu], *(name for instruction in received for name in instruction.names)]

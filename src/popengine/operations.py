@@ -34,6 +34,7 @@ class Body:
     @staticmethod
     @functools.cache
     def unpacked(text: str) -> Body:
+        """Return the body whose `packed` text is `text`; results are cached."""
         return eval(text, dict(_NAMES))
 
 
@@ -61,6 +62,7 @@ _LOOP = "(int count, str body, Tensor[] state, Tensor[] others) -> Tensor[]"
 
 
 def _like(body: str, device: torch.device) -> list[Tensor]:
+    """Return empty tensors with the shapes and dtypes of a body's outputs."""
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in Body.unpacked(body).outputs]
 
 
@@ -90,5 +92,5 @@ LIBRARY.impl(
 
 
 def gather_over_replicas(value: Tensor, size: int) -> Tensor:
-    """Return the values of this replica's group, stacked by replica: [size, ...]. No gradient flows back."""
+    """Return `value` of each replica in this replica's group, stacked: [size, ...]. It has no gradient."""
     return torch.ops.popengine.gather_over_replicas(value, size)

@@ -26,7 +26,7 @@ _MOST = 20_000  # tasks; the length of a longer step is extrapolated from two sh
 
 
 class After(NamedTuple):
-    """A row that another row waits for, `behind` micro-batches earlier (0: the same one; None: all indices).
+    """A row that another row waits for, `behind` micro-batches earlier (0: the same one; None: all its runs).
 
     `group`: the row must be done by this number of neighbouring replicas, and not only by the same replica.
     """
@@ -51,8 +51,8 @@ class Order:
 
     Args:
         key:   of (action's index, action, micro-batch): the ready task with the smallest key runs first
-        bound: of (action's index, all actions, number of devices that share them): the action of an earlier
-            micro-batch that this action waits for, or None
+        bound: of (action's index, all actions, number of devices that share them): the edge by which the
+            action waits for an earlier micro-batch, or None
     """
 
     name: str
@@ -65,16 +65,19 @@ def _stage_count(actions: Sequence[Action]) -> int:
 
 
 def _bound_in_flight(row: int, actions: Sequence[Action], in_flight: int) -> After | None:
-    """Return what a first action waits for: the end of the micro-batch `in_flight` earlier. Else None."""
+    """Return the edge by which an action that begins a micro-batch waits; None for other actions.
+
+    The action waits for the last action of the micro-batch that is `in_flight` micro-batches before its own.
+    """
     is_first = all(after.behind != 0 for after in actions[row].after)
     return After(len(actions) - 1, in_flight) if is_first else None
 
 
 def _bound_of_1f1b(row: int, actions: Sequence[Action], devices: int) -> After | None:
-    """Return the row that a forward action waits for in 1F1B order; None: no bound.
+    """Return the edge by which an action waits for an earlier micro-batch in 1F1B order; None: no bound.
 
-    It is a backward of an earlier micro-batch, so at most (stages - stage) micro-batches are between the
-    forward and the backward of a stage. Without backwards (in inference) at most `stages` are in flight.
+    A forward waits for a backward, so at most (stages - stage) micro-batches are between the forward and the
+    backward of a stage. Without backwards (in inference) at most `stages` micro-batches are in flight.
     """
     action, stages = actions[row], _stage_count(actions)
     backwards = [i for i, other in enumerate(actions) if other.phase == "B" and other.stage >= action.stage]
@@ -107,7 +110,7 @@ ORDERS: dict[str, tuple[Order, Order]] = {
 
 
 def bounded(actions: Sequence[Action], order: Order, devices: int) -> list[tuple[After, ...]]:
-    """Return all that each action waits for: its own dependencies, and the bound of the order."""
+    """Return the edges of each action: its `after`, and the bound of the order for `devices` devices."""
     bounds = (order.bound(row, actions, devices) for row in range(len(actions)))
     return [
         (*action.after, *([bound] if bound else [])) for action, bound in zip(actions, bounds, strict=True)
@@ -116,7 +119,7 @@ def bounded(actions: Sequence[Action], order: Order, devices: int) -> list[tuple
 
 @dataclass(frozen=True)
 class Timeline:
-    """The start, end and device of each task. Tasks in a deadlock have device -1, and start and end at 0."""
+    """The start, end and device of each task. A task that never runs has device -1, start 0, end 0."""
 
     starts: list[float]
     ends: list[float]
@@ -125,17 +128,17 @@ class Timeline:
 
     @property
     def length(self) -> float:
-        """Return the end of the last task."""
+        """Return the time at which the last task ends; 0 without tasks."""
         return max(self.ends, default=0)
 
 
 def simulate(
     after: Sequence[Sequence[int]], costs: Sequence[float], devices: int | Sequence[int]
 ) -> Timeline:
-    """Simulate tasks in virtual time: a free device runs the first of its ready tasks, in the order of the arguments.
+    """Return the timeline of tasks in virtual time: a free device runs the ready task of the smallest index.
 
     Args:
-        after:   for each task, the tasks that must end before it begins
+        after:   for each task, the indices of the tasks that must end before it begins
         costs:   the time of each task
         devices: the number of devices that share all tasks; or the device of each task
     """
@@ -189,7 +192,7 @@ def timeline(
     updates: Mapping[int, float] = MappingProxyType({}),
     keeps_order: bool = False,
 ) -> tuple[list[tuple[int, int]], Timeline]:
-    """Simulate the actions of a step in virtual time.
+    """Return the tasks of a step, and their timeline in virtual time.
 
     Args:
         cores:    the number of cores that share the ipus of all replicas; 0: each ipu is a device (1 replica)
@@ -229,9 +232,9 @@ def timeline(
 def length(
     actions: Sequence[Action], micro_batches: int, run: Callable[[int], float], most: int = _MOST
 ) -> float:
-    """Return the length of a step, which `run(micro_batches)` simulates.
+    """Return the length of a step. `run(count)` simulates `count` micro-batches, and returns the length.
 
-    Above `most` tasks two shorter steps are simulated, and the length is extrapolated linearly.
+    Of a step with more than `most` tasks, the length is extrapolated linearly from two shorter steps.
     """
     more = max(1, _stage_count(actions))
     some = 2 * more + 4  # enough to fill the pipeline

@@ -76,12 +76,12 @@ class Piece:
 
     @cached_property
     def gather_group_size(self) -> int:
-        """Return the size of the largest group of replicas that the piece gathers values of; 0: none."""
+        """Return the size of the largest group of replicas whose values the piece gathers; 0: none."""
         return max((line.arguments[1] for line in self.lines if line.call == GATHER), default=0)
 
     @cached_property
     def last_used(self) -> tuple[tuple[str, ...], ...]:
-        """Return for each line the values that no later line uses, without the values that the piece writes."""
+        """Return for each line the values whose last use it is, except those that the piece writes."""
         used = [dict.fromkeys((line.name, *line.operands())) for line in self.lines]
         last = {name: place for place, names in enumerate(used) for name in names}
         kept = set(self.writes)
@@ -92,7 +92,7 @@ class Piece:
 
     @cached_property
     def functions(self) -> dict[tuple[str, bool], str]:
-        """Return the function names of the source, by (operation, whether it draws random numbers)."""
+        """Return the functions' names in the source, by (operation, whether it draws random numbers)."""
         found: dict[tuple[str, bool], str] = {}
         for line in self.lines:
             if line.call != GETITEM and (line.call, line.draw is not None) not in found:
@@ -109,11 +109,11 @@ class Piece:
 
     @cached_property
     def source(self) -> str:
-        """Return Python of `piece(values)`, which empties the list: tensors are freed at their last use."""
+        """Return the source of `piece(values)`. It empties `values`: each tensor is freed at its last use."""
         return self.source_with()
 
     def source_with(self, after: str = "") -> str:
-        """Return the source with `after` (as "; tick()") before the first operation and after each one."""
+        """Return the source with `after`, such as "; tick()", before the first operation and after each."""
         *head, cleared = self._head_lines()
         lines = zip(self.lines, self.last_used, strict=True)
         body = [cleared, *(self._statement(line) + release_text(dying) for line, dying in lines)]
@@ -121,11 +121,12 @@ class Piece:
         return "\n".join([*head, *(line + after for line in body), f"    return ({writes})"]) + "\n"
 
     def where(self, number: int) -> str:
-        """Return the user's `file:line` of a line of the source (from 1); "?" if the line is no operation."""
+        """Return the user's `file:line` for a line (from 1) of the source; "?" if it is no operation."""
         index = number - 1 - len(self._head_lines())
         return self.lines[index].where if 0 <= index < len(self.lines) else "?"
 
     def _head_lines(self) -> list[str]:
+        """Return the lines of the source before the first operation."""
         taken = [*self.reads, "key"] if self.draws else self.reads
         used = {*self.writes, *(name for line in self.lines for name in line.operands())}
         unread = [name for name in self.reads if name not in used]

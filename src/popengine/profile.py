@@ -1,4 +1,4 @@
-"""Profiles: what a run did and when, as tables of plain values, and their file. Viewers need no torch for it.
+"""Profiles: what a run did and when, as tables of plain values, and their file. Reading it needs no torch.
 
 Each table has rows of one kind; `docs/profile-format.md` describes them. An ipu's program is the same in each
 step, so a `Track` holds only the times of its instructions, and `Profile.programs` the instructions.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 
 class Pass(NamedTuple):
-    """A pass of the compiler."""
+    """A pass of the compiler, and its duration."""
 
     name: str
     seconds: float
@@ -70,17 +70,17 @@ class Part(NamedTuple):
 
     @property
     def frequency_and_time(self) -> tuple[str, str]:
-        """Return how often a transfer runs (once per "micro-batch" or "step"), and when, in words."""
+        """Return two texts: the period of a transfer, "micro-batch" or "step", and when it runs."""
         if self.phase:
             return "micro-batch", f"after {self.phase}{self.stage}"
         return "step", "at its start (shared weights)"
 
 
 class Track(NamedTuple):
-    """One step of one ipu: its start, and a value of each list for each instruction of the ipu's program.
+    """One step of one ipu: its start, and lists with a value for each instruction of the ipu's program.
 
-    `gaps`: idle time before each instruction. `cores`: the core that ran it. `computed`: the time that it
-    spent in it, without other programs' time (0: not measured). A list that was not recorded is None.
+    `gaps`: idle time before each instruction. `cores`: the core that ran each. `computed`: the CPU
+    time of that core's thread in each (0: not measured). A list that was not recorded is None.
     """
 
     call: int
@@ -312,6 +312,7 @@ def parse(text: str) -> Profile:
 
 
 def _field_value(name: str, data: dict[str, Any]) -> Any:
+    """Return a field of a profile from its JSON value, without columns that this version doesn't know."""
     value = data[name]
     if name in TABLES:
         row_type = TABLES[name]
@@ -323,7 +324,7 @@ def _field_value(name: str, data: dict[str, Any]) -> Any:
 
 
 def _check(profile: Profile) -> None:
-    """Raise ValueError if a table refers to a missing row, or columns differ in length."""
+    """Raise ValueError or KeyError if the tables don't fit together, as where one refers to a missing row."""
     if len(profile.stages) != len(profile.ipus):
         raise ValueError(f"{len(profile.stages)} stages on {len(profile.ipus)} ipus")
     for ipu, program in profile.programs.items():

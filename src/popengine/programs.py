@@ -12,7 +12,7 @@ from .order import ORDERS, Action, After, draw, timeline
 
 
 def actions(plan: Plan) -> tuple[list[Action], list[list[int]]]:
-    """Return the actions of a step (one per phase of each stage), and the rows of each, sums included."""
+    """Return the actions of a step (one per phase of each stage), and the task indices of each, with sums."""
     groups: dict[tuple[str, int], list[int]] = {}
     for row, task in enumerate(plan.tasks):
         if task.phase:
@@ -46,7 +46,7 @@ class Program(NamedTuple):
 
 
 def programs(plan: Plan) -> dict[int, Program]:
-    """Return the program of each ipu, as a device of its own, ordered as if every action took one tick."""
+    """Return the program of each ipu, by ipu, as if each ipu were a device and each action took one tick."""
     found, rows_of = actions(plan)
     apart, _ = ORDERS[plan.order]
     tasks, times = timeline(found, plan.micro_batches, apart)

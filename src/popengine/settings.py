@@ -96,7 +96,7 @@ class Optimizer:
 
         Args:
             weight: dtype of the weight; float64 has states and sums in float64
-            state:  name of the state, such as "exp_avg"; None: the gradient sums
+            state:  name of the state, such as "exp_avg" (float32 by default); None: the gradient sums
         """
         if weight == torch.float64:
             return weight
