@@ -194,7 +194,8 @@ def training_state(executor: Any) -> TrainingState:
             buffers = [{name: values[name] for name in names}]
     return {
         **vars(kept),
-        "optimizer": kept.optimizer or {},
+        # Not that of `kept`, which also has the other shards as they were restored.
+        "optimizer": lease.optimizer_states(whole=False) or {},
         "weights": {name: value for name, value in values.items() if name not in names},
         "buffers": buffers,
         "shares_state": lease.is_optimizer_sharded,
