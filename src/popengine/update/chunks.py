@@ -44,7 +44,7 @@ class Part:
     norms: dict[int, tuple[Tensor, Tensor]] | None = None
 
     @property
-    def is_flat(self) -> bool:
+    def has_one_layout(self) -> bool:
         """Whether all tensors have one dense layout: a range of memory holds the same elements in each."""
         states = (value for name, value in self.state.items() if name not in SCALARS)
         tensors = [self.parameter, self.gradient, *self.others, *states]
@@ -59,19 +59,19 @@ class Part:
         """Return a part with 1-d views of the elements from `start` to `stop`, in memory order."""
         return replace(
             self,
-            parameter=_view(self.parameter, start, stop),
-            gradient=_view(self.gradient, start, stop),
-            state={name: _view(value, start, stop) for name, value in self.state.items()},
-            others=tuple(_view(value, start, stop) for value in self.others),
+            parameter=_flat_view(self.parameter, start, stop),
+            gradient=_flat_view(self.gradient, start, stop),
+            state={name: _flat_view(value, start, stop) for name, value in self.state.items()},
+            others=tuple(_flat_view(value, start, stop) for value in self.others),
             start=start,
-            step=None if self.step is None else _view(self.step, start, stop),
+            step=None if self.step is None else _flat_view(self.step, start, stop),
         )
 
 
 SCALARS = ("step", "trust")  # states with one number per parameter
 
 
-def _view(value: Tensor, start: int, stop: int) -> Tensor:
+def _flat_view(value: Tensor, start: int, stop: int) -> Tensor:
     """Return the elements from `start` to `stop` in memory order, as a 1-d view; a 0-d tensor unchanged."""
     if not value.dim():
         return value
@@ -93,7 +93,7 @@ def chunks(parts: Sequence[Part]) -> list[Chunk]:
     elements = 0  # of the last chunk
     for number, part in enumerate(parts):
         size = part.parameter.numel()
-        is_cut = size > CHUNK and part.is_flat
+        is_cut = size > CHUNK and part.has_one_layout
         for start in range(0, size, CHUNK) if is_cut else (0,):
             stop = min(start + CHUNK, size)
             if not found or elements + stop - start > CHUNK:

@@ -34,7 +34,7 @@ class Step(NamedTuple):
 Formula = Callable[[Step], None]
 
 
-def _column(states: list[State], name: str) -> list[Tensor]:
+def _states_named(states: list[State], name: str) -> list[Tensor]:
     return [state[name] for state in states]
 
 
@@ -50,9 +50,9 @@ def _decay_gradients(step: Step) -> None:
         torch._foreach_add_(step.gradients, step.parameters, alpha=step.group["weight_decay"])
 
 
-def _counts(states: list[State]) -> list[float]:
+def _update_counts(states: list[State]) -> list[float]:
     """Return the update count of each parameter, this update included. The read waits for no device."""
-    return [step.item() for step in _column(states, "step")]
+    return [step.item() for step in _states_named(states, "step")]
 
 
 def sgd(step: Step) -> None:
@@ -66,11 +66,11 @@ def sgd(step: Step) -> None:
     signed(step)
     _decay_gradients(step)
     if momentum != 0:
-        velocities = _column(states, "velocity")
+        velocities = _states_named(states, "velocity")
         torch._foreach_mul_(velocities, momentum)
         torch._foreach_add_(velocities, gradients, alpha=1 - dampening)
         if optimizer.flags.get("torch_dampening"):
-            for state, gradient, count in zip(states, gradients, _counts(states), strict=True):
+            for state, gradient, count in zip(states, gradients, _update_counts(states), strict=True):
                 if count == 1:
                     state["velocity"].copy_(gradient)
         if group.get("nesterov"):
@@ -103,28 +103,28 @@ def _step_by_moments(step: Step) -> None:
     corrections1, corrections2 = _moments(step)
     roots = gradients  # no longer needed; an allocation would cost more than the computation
     if all(root.is_cpu for root in roots):
-        for root, square in zip(roots, _column(states, "exp_avg_sq"), strict=True):
+        for root, square in zip(roots, _states_named(states, "exp_avg_sq"), strict=True):
             torch.sqrt(square, out=root)
     else:
-        torch._foreach_copy_(roots, _column(states, "exp_avg_sq"))
+        torch._foreach_copy_(roots, _states_named(states, "exp_avg_sq"))
         torch._foreach_sqrt_(roots)
     torch._foreach_div_(roots, [correction**0.5 for correction in corrections2])
     torch._foreach_add_(roots, group["eps"])
     sizes = [-(group["lr"] / correction) for correction in corrections1]
-    torch._foreach_addcdiv_(parameters, _column(states, "exp_avg"), roots, sizes)
+    torch._foreach_addcdiv_(parameters, _states_named(states, "exp_avg"), roots, sizes)
 
 
 def _moments(step: Step) -> tuple[list[float], list[float]]:
     """Update both moments in place, and return the divisors of their bias correction; all 1 without it."""
     optimizer, group, _, gradients, states = step
     beta1, beta2 = group["beta1"], group["beta2"]
-    torch._foreach_lerp_(_column(states, "exp_avg"), gradients, 1 - beta1)
-    squares = _column(states, "exp_avg_sq")
+    torch._foreach_lerp_(_states_named(states, "exp_avg"), gradients, 1 - beta1)
+    squares = _states_named(states, "exp_avg_sq")
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
     if not optimizer.flags.get("bias_correction", True):
         return [1.0] * len(states), [1.0] * len(states)
-    counts = _counts(states)
+    counts = _update_counts(states)
     return [1 - beta1**count for count in counts], [1 - beta2**count for count in counts]
 
 
@@ -139,11 +139,11 @@ def rmsprop(step: Step) -> None:
     tf_variant = optimizer.flags.get("use_tf_variant")
     signed(step)
     _decay_gradients(step)
-    squares = _column(states, "square_avg")
+    squares = _states_named(states, "square_avg")
     torch._foreach_mul_(squares, alpha)
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - alpha)
     if optimizer.flags.get("centered"):
-        means = _column(states, "grad_avg")
+        means = _states_named(states, "grad_avg")
         torch._foreach_lerp_(means, gradients, 1 - alpha)
         squares = torch._foreach_addcmul(squares, means, means, -1)
     if tf_variant:
@@ -152,7 +152,7 @@ def rmsprop(step: Step) -> None:
         roots = torch._foreach_sqrt(squares)
         torch._foreach_add_(roots, eps)
     if momentum > 0:
-        buffers = _column(states, "momentum_buffer")
+        buffers = _states_named(states, "momentum_buffer")
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_addcdiv_(buffers, gradients, roots, lr if tf_variant else 1)
         torch._foreach_add_(parameters, buffers, alpha=-1 if tf_variant else -lr)
@@ -165,10 +165,10 @@ def lamb_steps(step: Step) -> None:
     _, group, _, gradients, states = step
     signed(step)
     corrections1, corrections2 = _moments(step)
-    roots = torch._foreach_sqrt(_column(states, "exp_avg_sq"))
+    roots = torch._foreach_sqrt(_states_named(states, "exp_avg_sq"))
     torch._foreach_div_(roots, [correction**0.5 for correction in corrections2])
     torch._foreach_add_(roots, group["eps"])
-    torch._foreach_copy_(gradients, _column(states, "exp_avg"))
+    torch._foreach_copy_(gradients, _states_named(states, "exp_avg"))
     torch._foreach_div_(gradients, corrections1)
     torch._foreach_div_(gradients, roots)
     _decay_gradients(step)
@@ -180,12 +180,12 @@ def lamb_trust(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
     Args: sizes, lengths: norms ‖w‖ of the weights and ‖u‖ of the unscaled steps
     """
     sizes = sizes.clamp(max=group["max_weight_norm"])
-    return _or_one(sizes / lengths, sizes, lengths)
+    return _one_where_norm_is_zero(sizes / lengths, sizes, lengths)
 
 
 def lamb(step: Step) -> None:
     """Update the weights by LAMB: w ← w − lr·trust·u. The gradients hold u, from `lamb_steps`."""
-    torch._foreach_mul_(step.gradients, _column(step.states, "trust"))
+    torch._foreach_mul_(step.gradients, _states_named(step.states, "trust"))
     torch._foreach_add_(step.parameters, step.gradients, alpha=-step.group["lr"])
 
 
@@ -195,10 +195,10 @@ def lars_trust(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
     Args: group: has η ("eta") and β ("weight_decay"); sizes, lengths: norms of weights and of gradients
     """
     ratios = group["eta"] * sizes / (lengths + group["weight_decay"] * sizes + group["eps"])
-    return _or_one(ratios, sizes, lengths)
+    return _one_where_norm_is_zero(ratios, sizes, lengths)
 
 
-def _or_one(ratios: Tensor, sizes: Tensor, lengths: Tensor) -> Tensor:
+def _one_where_norm_is_zero(ratios: Tensor, sizes: Tensor, lengths: Tensor) -> Tensor:
     """Return the ratios, with 1 where the norm of a weight or of its step is 0."""
     return torch.where((sizes == 0) | (lengths == 0), torch.ones_like(ratios), ratios)
 
@@ -214,7 +214,7 @@ def lars(step: Step) -> None:
     if layers:
         _decay_gradients(step._replace(parameters=[parameters[place] for place in layers], gradients=steps))
         torch._foreach_mul_(steps, [states[place]["trust"] for place in layers])
-    velocities = _column(states, "velocity")
+    velocities = _states_named(states, "velocity")
     torch._foreach_mul_(velocities, group["momentum"])
     torch._foreach_add_(velocities, gradients, alpha=group["lr"])
     torch._foreach_sub_(parameters, velocities)
@@ -233,10 +233,10 @@ def _fused_by_moments(
     getattr(torch, kernel)(
         parameters,
         gradients,
-        _column(states, "exp_avg"),
-        _column(states, "exp_avg_sq"),
+        _states_named(states, "exp_avg"),
+        _states_named(states, "exp_avg_sq"),
         [],
-        [step.to(parameters[0].device) for step in _column(states, "step")],
+        [step.to(parameters[0].device) for step in _states_named(states, "step")],
         lr=rates["lr"],
         beta1=rates["beta1"],
         beta2=rates["beta2"],
@@ -257,7 +257,7 @@ def fused_sgd(rates: Rates, parameters: list[Tensor], gradients: list[Tensor], s
     torch._fused_sgd_(
         parameters,
         gradients,
-        _column(states, "velocity") if momentum != 0 else [],
+        _states_named(states, "velocity") if momentum != 0 else [],
         weight_decay=rates["weight_decay"],
         momentum=momentum,
         lr=rate,

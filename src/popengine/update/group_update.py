@@ -79,7 +79,7 @@ class UpdateStep:
                     # The momentum was 0 until now, so this state starts as zeros.
                     part.state[state.name] = _zeros(optimizer, state.name, part.parameter)
         if self.layers is not None:
-            parts = [_with_room(part, part.parameter.dim() >= self.layers.least) for part in parts]
+            parts = [_with_step_buffer(part, part.parameter.dim() >= self.layers.least) for part in parts]
         elif rates.get("fused"):
             parts = [replace(part, is_fused=has_kernel(optimizer, part.parameter)) for part in parts]
         self.parts = parts
@@ -110,7 +110,7 @@ class UpdateStep:
             if step.dtype != view.gradient.dtype:
                 step.copy_(view.gradient)
         weights = [view.parameter.to(step.dtype) for view, step in zip(views, steps, strict=True)]
-        wide = [_wide(view.state, step.dtype) for view, step in zip(views, steps, strict=True)]
+        wide = [_converted(view.state, step.dtype) for view, step in zip(views, steps, strict=True)]
         self.layers.steps(Step(self.optimizer, self.rates, weights, steps, wide))
         for view, results in zip(views, wide, strict=True):
             _write_back(view.state, results)
@@ -126,7 +126,9 @@ class UpdateStep:
         assert self.layers is not None
         measured = [part for part in self.parts if part.norms]
         if measured:
-            sizes, lengths = (torch.stack([_norm(part, which) for part in measured]) for which in (0, 1))
+            sizes, lengths = (
+                torch.stack([_norm_of_chunks(part, which) for part in measured]) for which in (0, 1)
+            )
             ratios = self.layers.trust(self.rates, sizes, lengths)
             for part, ratio in zip(measured, ratios.unbind(), strict=True):
                 part.state["trust"] = ratio
@@ -146,7 +148,7 @@ class UpdateStep:
         types = [torch.promote_types(part.parameter.dtype, torch.float32) for part in parts]
         # .to returns the tensor itself if it has the dtype already: then nothing is to be written back.
         floats = [part.parameter.to(dtype) for part, dtype in zip(parts, types, strict=True)]
-        wide = [_wide(part.state, dtype) for part, dtype in zip(parts, types, strict=True)]
+        wide = [_converted(part.state, dtype) for part, dtype in zip(parts, types, strict=True)]
         steps = (part.gradient if part.step is None else part.step for part in parts)
         gradients = [step.to(dtype) for step, dtype in zip(steps, types, strict=True)]
         self.rule.formula(Step(self.optimizer, self.rates, floats, gradients, wide))
@@ -165,7 +167,7 @@ def _zeros(optimizer: Optimizer, name: str, parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
 
 
-def _wide(state: State, dtype: torch.dtype) -> State:
+def _converted(state: State, dtype: torch.dtype) -> State:
     return {name: value if name in SCALARS else value.to(dtype) for name, value in state.items()}
 
 
@@ -175,14 +177,14 @@ def _write_back(state: State, results: State) -> None:
             value.copy_(results[name])
 
 
-def _with_room(part: Part, has_ratio: bool) -> Part:
+def _with_step_buffer(part: Part, has_ratio: bool) -> Part:
     """Return the part with a buffer for its step, a dict for its norms, and a copy of its state dict."""
     dtype, gradient = torch.promote_types(part.parameter.dtype, torch.float32), part.gradient
     step = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     return replace(part, step=step, norms={} if has_ratio else None, state=dict(part.state))
 
 
-def _norm(part: Part, which: int) -> Tensor:
+def _norm_of_chunks(part: Part, which: int) -> Tensor:
     """Return the norm of a whole weight (`which` 0) or of its step (1), from its chunks' norms in order."""
     norms = [pair[which] for _, pair in sorted((part.norms or {}).items())]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
