@@ -45,7 +45,7 @@ def connect(launch: Launch) -> None:
     address, port = _store_address()
     atexit.register(_leave)
     store = process_group.result_of(
-        process_group.in_a_thread(lambda: _connect_instances(launch, address, port, seconds))
+        process_group.start_in_thread(lambda: _connect_instances(launch, address, port, seconds))
     )
     process_group.join(store, launch.instance, launch.instances)
 

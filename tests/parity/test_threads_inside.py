@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import poptorch
-from popengine.run.ready_queue import let_go_of_team
+from popengine.run.ready_queue import end_openmp_threads
 
 seen = []
 
@@ -63,7 +63,7 @@ def test_nobody_keeps_threads_that_would_make_those_of_another_sleep_between_ope
     """With two teams of four on four cores a step of ResNet-18 took 1.4 times as long."""
     large = torch.ones(1 << 20)
     model = poptorch.inferenceModel(nn.ReLU(), poptorch.Options().showCompilationProgressBar(False))
-    let_go_of_team()
+    end_openmp_threads()
     alone = threads_of_libraries()
     large.add_(1)
     if threads_of_libraries() == alone:

@@ -299,7 +299,7 @@ def slow_in_the_middle(folder, iterations):
     before = training.weights(model)
     if popdist.getInstanceIndex():
         updates = executor._lease.engine._step.updates
-        inner = updates._average
+        inner = updates._divide_means
 
         def slow(sums):
             (folder / "waits").touch()  # both are in the call now
@@ -307,7 +307,7 @@ def slow_in_the_middle(folder, iterations):
                 time.sleep(0.05)
             inner(sums)
 
-        updates._average = slow
+        updates._divide_means = slow
     try:
         executor(*again)
     except KeyboardInterrupt:
@@ -315,7 +315,7 @@ def slow_in_the_middle(folder, iterations):
         executor(*again)  # both come again
         return training.weights(model)
     except poptorch.Error as error:
-        updates._average = inner
+        updates._divide_means = inner
         same = training.weights(model) == before
         executor(*again)
         return error.message, same, training.weights(model)

@@ -118,7 +118,7 @@ class Results:
         times = [perf_counter()] * (counts.iterations * counts.accumulation * counts.replicas)
         self.load_started, self.loaded = ([times.copy() for _ in range(inputs)] for _ in range(2))
 
-    def load(self, key: int, turn: int, replica: int, started: float) -> None:
+    def record_load(self, key: int, turn: int, replica: int, started: float) -> None:
         """Record that the upload of an input's micro-batch began at `started` (perf_counter) and ends now."""
         row = turn * self._counts.replicas + replica
         self.load_started[key][row], self.loaded[key][row] = started, perf_counter()
@@ -138,7 +138,7 @@ class Results:
         """Return the outputs in the order of forward's results, then those that were added for anchors."""
         return [rows.joined for rows in self._outputs.values()]
 
-    def arrivals(self) -> list[tuple[list[float], list[float]]]:
+    def copy_times(self) -> list[tuple[list[float], list[float]]]:
         """Return, for each output, the times when the copies of its values began and ended (perf_counter)."""
         return [(rows.started, rows.finished) for rows in self._outputs.values()]
 
@@ -194,7 +194,7 @@ class EngineCall:
                 raise Stopped
             self.is_committed = True
 
-    def step_done(self) -> None:
+    def finish_step(self) -> None:
         """Count a finished step. Raises Stopped if the call was stopped meanwhile and steps are left."""
         with self._lock:
             self.done += 1

@@ -2,7 +2,7 @@
 
 `torch.accelerator` is CUDA, ROCm or XPU, whichever this torch is built for. All ipus of all replicas are on
 its current device. One thread starts all work, on the device's default stream: kernels and transfers run in
-the order in which they were started, and no event is needed. The host waits only in `settle`, and where it
+the order in which they were started, and no event is needed. The host waits only in `synchronize`, and where it
 reads a value.
 
 MKL and oneDNN choose kernels by the alignment of their inputs, so the bits of a result depend on it. All
@@ -99,7 +99,7 @@ def upload(value: Tensor, device: torch.device) -> Tensor:
     return value.to(device, non_blocking=True)
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until all work that was started on the device is done.
 
     Raises:
@@ -139,6 +139,6 @@ def aligned(batch: Tensor) -> Tensor:
     return room.as_strided(batch.shape, (groups * row, row, *inner)).copy_(batch)
 
 
-def begins_well(value: Tensor) -> Tensor:
+def with_aligned_start(value: Tensor) -> Tensor:
     """Return the tensor; if it is on the CPU and isn't aligned to 64 bytes, a copy that is."""
     return value.clone() if value.is_cpu and value.data_ptr() % BYTES else value

@@ -216,10 +216,10 @@ class Engine:
             # Some libraries have one number of threads for the process, which another thread may have set.
             torch.set_num_threads(torch.get_num_threads())
         if self._step.updates.is_writing:
-            self._lose(call)
+            self._mark_lost(call)
         self._latest = None
 
-    def _lose(self, call: EngineCall) -> None:
+    def _mark_lost(self, call: EngineCall) -> None:
         """Mark the weights as lost, because an update failed halfway: their next use raises `state.lost`."""
         self._state.lost = UnrecoverableError(
             f"the weights are lost: some are those after {call.name}, and some those before"
@@ -244,7 +244,7 @@ class Engine:
         """
         if self._group is None or not self._sharded:
             return self._state.read_optimizer()
-        parts = self._group.read_parts(self._sharded)
+        parts = self._group.read_shards(self._sharded)
         # Of groups of replicas each instance has its own state.
         whole = {key: state for part in [*parts, parts[self._group.rank]] for key, state in part.items()}
         return {key: whole[key] for key in dict.fromkeys(self._state.trained) if key in whole}

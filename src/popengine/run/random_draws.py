@@ -46,7 +46,7 @@ def generator(device: torch.device, key: int, place: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(mix(key, place))
 
 
-_default = threading.Lock()  # held while torch's own generator is seeded for one operation
+_default_generator_lock = threading.Lock()  # held while torch's own generator is seeded for one operation
 
 
 def draw(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
@@ -71,10 +71,10 @@ def draw(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
     func = _WITH_GENERATOR.get(func, func)
     if any(argument.name == "generator" for argument in func._schema.arguments):
         return func(*args, generator=numbers, **kwargs)
-    return _from_default(numbers, func, *args, **kwargs)
+    return _run_with_default_generator(numbers, func, *args, **kwargs)
 
 
-def draw_of(accelerator: torch.device) -> Callable[..., Any]:
+def draw_on(accelerator: torch.device) -> Callable[..., Any]:
     """Return a variant of `draw` that makes tensors on an accelerator, for a graph captured on the CPU."""
 
     def draw_there(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
@@ -85,13 +85,13 @@ def draw_of(accelerator: torch.device) -> Callable[..., Any]:
     return draw_there
 
 
-def _from_default(numbers: torch.Generator, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_with_default_generator(numbers: torch.Generator, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operation without generator argument, such as a fused kernel, and return its result.
 
     While it runs, torch's default generator has the state of `numbers`; its own state is then restored.
     """
     own = torch.random if numbers.device.type == "cpu" else torch.get_device_module(numbers.device)
-    with _default:
+    with _default_generator_lock:
         before = own.get_rng_state()
         own.set_rng_state(numbers.get_state())
         try:

@@ -33,7 +33,7 @@ from .updating import Work
 _SOFT = 1  # omp_pause_soft: the library's settings stay
 
 
-def let_go_of_team() -> None:
+def end_openmp_threads() -> None:
     """End the OpenMP threads of the calling thread, if the OpenMP library is GNU's."""
     library = _gnu_library()
     if library is not None:
@@ -167,7 +167,7 @@ class ReadyQueue:
         self._failure: BaseException | None = None
         self._is_closed = False
         self._is_shared = False
-        self._judged, self._spent = 2 * JUDGED if threads == 1 else 0, 0.0
+        self._measured_count, self._spent = 2 * JUDGED if threads == 1 else 0, 0.0
         self._inbox: SimpleQueue[EngineCall | SimpleQueue[None] | None] = SimpleQueue()
         sends = [_SENDS] if rows.settings.training and rows.settings.counts.instances > 1 else []
         self._all = [threading.Thread(target=self._serve, name="core 0", daemon=True)]
@@ -183,7 +183,7 @@ class ReadyQueue:
         """Start a call, and return at once. The previous call must have ended."""
         self._recorder = recorder
         if self._inside > 1:
-            let_go_of_team()
+            end_openmp_threads()
         self._inbox.put(call)
 
     def wait_until_idle(self) -> None:
@@ -222,7 +222,7 @@ class ReadyQueue:
                     finally:
                         self._rows.end_call()
                 if self._inside > 1:
-                    let_go_of_team()
+                    end_openmp_threads()
             except BaseException as failure:  # whatever it is, the caller raises it
                 error = failure
             torch.set_num_threads(call.threads)
@@ -235,7 +235,7 @@ class ReadyQueue:
             self._rows.begin_step()
             self._step()
             self._rows.end_step()
-            call.step_done()
+            call.finish_step()
 
     def _step(self) -> None:
         """Run the tasks of a step. With a recorder each ipu runs one task at a time, as devices do."""
@@ -273,12 +273,12 @@ class ReadyQueue:
                     task.work(task.index)
                 else:
                     self._recorder.perform(task.row, task.index, task.replica, task.work, core)
-                if core >= 0 and self._judged < 2 * JUDGED:
-                    self._judge(perf_counter() - started)
+                if core >= 0 and self._measured_count < 2 * JUDGED:
+                    self._decide_sharing(perf_counter() - started)
                 done = number
             except BaseException as error:  # whatever it is, the caller raises it
                 done = None
-                self._failed(error)
+                self._fail(error)
 
     def _next(self, is_over: Callable[[], bool], core: int, done: int | None) -> int | None:
         """Mark the task `done` as finished, wait for a ready task and return its number; None if `is_over`.
@@ -287,7 +287,7 @@ class ReadyQueue:
         """
         with self._changed:
             if done is not None:
-                self._finished(done)
+                self._finish(done)
             ready, changed = self._ready, self._changed
             if core == _SENDS:
                 ready, changed = self._to_send, self._to_send_changed
@@ -305,7 +305,7 @@ class ReadyQueue:
                 self._changed.notify()
             return number
 
-    def _finished(self, number: int) -> None:
+    def _finish(self, number: int) -> None:
         self._running -= 1
         self._left -= 1
         for follower in self._tasks.followers[number] if self._failure is None else ():
@@ -322,14 +322,14 @@ class ReadyQueue:
         else:
             heappush(self._ready, number)
 
-    def _judge(self, seconds: float) -> None:
+    def _decide_sharing(self, seconds: float) -> None:
         """Add the seconds of one of the first tasks. Once the sum is large enough, other cores take tasks too."""
-        self._judged += 1
-        if self._judged > JUDGED:
+        self._measured_count += 1
+        if self._measured_count > JUDGED:
             self._spent += seconds
         self._is_shared = self._spent > JUDGED * WORTH_SHARING
 
-    def _failed(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         self._rows.wake_peers(error)  # other processes may wait for this one
         with self._changed:
             self._running -= 1

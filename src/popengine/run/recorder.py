@@ -22,7 +22,7 @@ from ..ir import Task
 from ..profile import Tensor as Row
 from ..programs import programs
 from .backends.eager import Code, build
-from .devices import settle
+from .devices import synchronize
 from .row_functions import RowFunctions
 
 _Memory = tuple[int, int] | int  # a storage; for the user's inputs (micro-batch, data pointer)
@@ -50,26 +50,28 @@ class Meter:
         frame = self._rows.frames[0].get(micro_batch, {})
         for index, instruction in enumerate(task.instructions, first):
             if instruction.kind == "receive":
-                self._born(instruction.names, frame, micro_batch, index)
+                self._note_made(instruction.names, frame, micro_batch, index)
             elif instruction.kind == "load":
                 given = dict(zip(instruction.names, instruction.keys, strict=True))
                 values = {name: self._rows.input(int(key), micro_batch, 0) for name, key in given.items()}
-                self._born(instruction.names, values, micro_batch, index)
+                self._note_made(instruction.names, values, micro_batch, index)
 
     def after(self, task: Task, micro_batch: int, first: int) -> None:
         """Record the values that a row has made and freed."""
         frame = self._rows.frames[0].get(micro_batch, {})
         for index, instruction in enumerate(task.instructions, first):
             if instruction.kind == "compute":
-                self._gone(instruction.names, micro_batch, index)
+                self._note_freed(instruction.names, micro_batch, index)
                 made = self._rows.plan.partition.pieces[instruction.piece].writes
-                self._born(made, frame, micro_batch, index)
+                self._note_made(made, frame, micro_batch, index)
             elif instruction.kind == "keep":
                 self._state = self._state_storages()
             elif instruction.kind == "free":
-                self._gone(instruction.names, micro_batch, index)
+                self._note_freed(instruction.names, micro_batch, index)
 
-    def _born(self, names: Iterable[str], values: Mapping[str, Tensor], micro_batch: int, index: int) -> None:
+    def _note_made(
+        self, names: Iterable[str], values: Mapping[str, Tensor], micro_batch: int, index: int
+    ) -> None:
         for name in names:
             if name not in values or (micro_batch, name) in self._memory:
                 continue
@@ -86,7 +88,7 @@ class Meter:
                 self._held[key] = len(self.tensors)
                 self.tensors.append(Row(self._ipu, name, kind, micro_batch, size, index, -1))
 
-    def _gone(self, names: Iterable[str], micro_batch: int, index: int) -> None:
+    def _note_freed(self, names: Iterable[str], micro_batch: int, index: int) -> None:
         for name in names:
             key = self._memory.pop((micro_batch, name), None)
             if key is not None:
@@ -122,7 +124,7 @@ class Times:
             self.cores[index], self.computed[index] = core, computed
 
 
-def _keep(kept: list[Any], entry: Any, most: int) -> None:
+def _append_bounded(kept: list[Any], entry: Any, most: int) -> None:
     """Append an entry to a list that keeps only its first `most` and its last `most` entries."""
     kept.append(entry)
     if len(kept) > 2 * most:
@@ -175,10 +177,10 @@ class Recorder:
         self.broken: dict[tuple[int, int], Times] = {}  # of the last step that failed, by replica and ipu
         self._detail: Detail | None = None  # of the running step
         self._rows: RowFunctions | None = None
-        self._plain: list[Code] = []  # the pieces of replica 0 without clocks
+        self._codes_without_clocks: list[Code] = []  # the pieces of replica 0 without clocks
         self._lengths: dict[int, int] = {}  # of each ipu's program
         self._most_steps = 1  # to store, at either end of a training
-        self._place: dict[tuple[int, int], int] = {}  # row, micro-batch -> its first instruction
+        self._first_instruction: dict[tuple[int, int], int] = {}  # row, micro-batch -> its first instruction
         self._ticks = _Ticks()
 
     # ---- the host's side ---------------------------------------------------------------------------------
@@ -194,7 +196,7 @@ class Recorder:
             return
         self.calls, self.steps = self.calls + 1, self.steps + steps
         self.ns_in_calls += end - self._started
-        _keep(self.in_calls, (self._call, self._started, end, steps), _CALLS)
+        _append_bounded(self.in_calls, (self._call, self._started, end, steps), _CALLS)
 
     def note(self, kind: str, start: int, size: int = 0) -> None:
         """Record work or a wait of the host, from `start` (perf_counter_ns) until now; `size` in bytes."""
@@ -210,7 +212,7 @@ class Recorder:
             made, self.detail = programs(plan), None
             self._lengths = {ipu: len(program.instructions) for ipu, program in made.items()}
             entries = [entry for program in made.values() for entry in program.entries]
-            self._place = {(entry.row, entry.micro_batch): entry.first for entry in entries}
+            self._first_instruction = {(entry.row, entry.micro_batch): entry.first for entry in entries}
         most = max(1, self.budget // (2 * len(self._lengths) * len(replicas)))
         self._most_steps = max(1, self.budget // (2 * max(1, sum(self._lengths.values()) * len(replicas))))
         self._rows, self._detail = rows, None
@@ -219,7 +221,7 @@ class Recorder:
             for ipu, length in self._lengths.items()
             for replica in replicas
         }
-        self._plain = list(rows.codes[0])
+        self._codes_without_clocks = list(rows.codes[0])
         if len(self.kept) < DETAILED_STEPS:
             meters = {ipu: Meter(rows, ipu) for ipu in self._lengths}
             fastest = {} if self.detail is None else self.detail.fastest
@@ -233,23 +235,23 @@ class Recorder:
         for row, task in enumerate(plan.tasks):
             if task.kind == "copy":  # no time: in one memory nothing is copied
                 for replica in replicas:
-                    self._note(task, self._place[row, -1], replica, now, now, -1, 0)
+                    self._note(task, self._first_instruction[row, -1], replica, now, now, -1, 0)
 
     def end_step(self, is_finished: bool) -> None:
         """Store the times of the step; if it failed (`is_finished` False), only in `broken`."""
         assert self._rows is not None
-        self._rows.codes[0][:] = self._plain
+        self._rows.codes[0][:] = self._codes_without_clocks
         if not is_finished:
             self.broken = self._times
             return
         self.detail = self._detail or self.detail
-        _keep(self.kept, self._times, self._most_steps)
+        _append_bounded(self.kept, self._times, self._most_steps)
 
     def perform(self, row: int, index: int, replica: int, work: Callable[[int], None], core: int) -> None:
         """Run a task and record its times. Waits for the device, so that the times include its work."""
         assert self._rows is not None
         task = self._rows.plan.tasks[row]
-        first = self._place.get((row, index if task.index == "micro_batch" else -1))
+        first = self._first_instruction.get((row, index if task.index == "micro_batch" else -1))
         if first is None:
             work(index)
             return
@@ -260,7 +262,7 @@ class Recorder:
         begin, before = perf_counter_ns(), thread_time_ns()
         work(index)
         computed = thread_time_ns() - before
-        settle(self._rows.state.device)
+        synchronize(self._rows.state.device)
         end = perf_counter_ns()
         for other in range(self._rows.settings.counts.replicas) if task.once else (replica,):
             self._note(task, first, other, begin, end, core, computed)

@@ -89,7 +89,7 @@ class RowFunctions:
     def begin_step(self) -> None:
         """Start a step: set its loss scale, and copy the weights that anchors want before it to the results."""
         self.state.begin_step()
-        self._anchor("weight")
+        self._copy_anchors("weight")
         if self.call.hyper is not None:
             scale = self.call.hyper.loss_scaling * self.state.loss_factor
             self.state.set_loss_scale(scale * self._weight)
@@ -114,7 +114,7 @@ class RowFunctions:
             prepared.forget()
         self.updates.forget()
 
-    def _anchor(self, source: str) -> None:
+    def _copy_anchors(self, source: str) -> None:
         """Copy the weights of the anchors with this source ("weight", "updated") to the results."""
         iterations = [self.call.done] if self.settings.training else range(self.settings.counts.iterations)
         for anchor in (anchor for anchor in self.settings.anchors if anchor.source == source):
@@ -125,7 +125,7 @@ class RowFunctions:
 
     def _end_updates(self, _: int) -> None:
         self.updates.end()
-        self._anchor("updated")  # before the next step begins
+        self._copy_anchors("updated")  # before the next step begins
 
     def input(self, key: int, micro_batch: int, replica: int) -> Tensor:
         """Return a replica's rows of the input at position `key`, not yet uploaded: [micro-batch, ...]."""
@@ -160,7 +160,7 @@ class RowFunctions:
             for name, key in loads:
                 started = perf_counter()
                 frame[name] = upload(self.input(key, micro_batch, replica), device)
-                call.results.load(key, self._turn(micro_batch), replica, started)
+                call.results.record_load(key, self._turn(micro_batch), replica, started)
             sources = (
                 frame,
                 self.state.values[replica],
@@ -178,7 +178,7 @@ class RowFunctions:
                 with self._checks():
                     made = codes[number](values)
             except Exception as error:
-                raise self._explained(error, task, micro_batch, replica) from error
+                raise self._run_error(error, task, micro_batch, replica) from error
             frame.update(zip(piece.writes, made, strict=True))
             del made
             for name, slot in slots:
@@ -208,7 +208,7 @@ class RowFunctions:
 
         return [(place(name), name) for name in partition.pieces[number].reads]
 
-    def _explained(self, error: Exception, task: ir.Task, micro_batch: int, replica: int) -> Error:
+    def _run_error(self, error: Exception, task: ir.Task, micro_batch: int, replica: int) -> Error:
         """Return the error for a piece that failed: its place, its cause, and which weights the call leaves."""
         piece, call = self.plan.partition.pieces[task.piece], self.call
         left = "the weights are as they were before the call"
@@ -358,9 +358,9 @@ class Prepared:
         if not names:
             return {}
         with self._lock:
-            return {name: self._one(name) for name in names}
+            return {name: self._value(name) for name in names}
 
-    def _one(self, name: str) -> Tensor:
+    def _value(self, name: str) -> Tensor:
         if name not in self._made:
             code, piece = self._makers[name]
             values = self._state.values[self._replica]

@@ -25,7 +25,7 @@ from ..profile import Memory
 from ..settings import Settings
 from ..update.group_update import init_state
 from . import devices
-from .devices import begins_well
+from .devices import with_aligned_start
 
 OptimizerState = dict[str, Tensor]
 WEIGHTS = ("parameter", "buffer")  # roles of the slots that the host reads and writes
@@ -77,7 +77,9 @@ class State:
         replicas, trained = range(settings.counts.replicas), set(self.trained)
         with devices.running(device):
             fixed = {
-                name: self._fixed(slot) for name, slot in self._slots.items() if slot.role not in WEIGHTS
+                name: self._first_value(slot)
+                for name, slot in self._slots.items()
+                if slot.role not in WEIGHTS
             }
             self.values: list[dict[str, Tensor]] = [dict(fixed) for _ in replicas]
             known = () if previous is None else previous.slot_of
@@ -109,12 +111,12 @@ class State:
                     is_updated_here = unit.key in optimizer.group_of and self.is_kept_here(unit.key)
                     if is_updated_here and unit not in self.optimizer:
                         self.optimizer[unit] = init_state(optimizer, self.weight(unit))
-        devices.settle(device)
+        devices.synchronize(device)
 
-    def _fixed(self, slot: Slot) -> Tensor:
+    def _first_value(self, slot: Slot) -> Tensor:
         """Return the value of a constant, or the first one of the loss scale."""
         if slot.role == "constant":
-            return begins_well(self.plan.partition.signature.constants[slot.key].to(self.device))
+            return with_aligned_start(self.plan.partition.signature.constants[slot.key].to(self.device))
         return torch.ones(slot.shape, dtype=slot.dtype, device=self.device)
 
     def _owners(self) -> dict[str, int]:
@@ -218,8 +220,10 @@ class State:
                         after[replica][slot.name] = after[first][slot.name]
                     else:
                         new = torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
-                        after[replica][slot.name] = new.copy_(self._row(slot.key, given[slot.key], replica))
-        devices.settle(self.device)
+                        after[replica][slot.name] = new.copy_(
+                            self._row_of(slot.key, given[slot.key], replica)
+                        )
+        devices.synchronize(self.device)
         if self.slot_of.keys() <= weights[0].keys():
             self.host_is_stale = False
         self.values = after  # one assignment: an interrupt changes all weights or none
@@ -232,7 +236,9 @@ class State:
         may run a call. Raises Error if the weights are lost."""
         self.check()
         return {
-            slot.key: self._for_host(slot.key, [self.values[row][slot.name] for row in self._rows(slot.key)])
+            slot.key: self._host_value(
+                slot.key, [self.values[row][slot.name] for row in self._host_replicas(slot.key)]
+            )
             for slot in self._weights
         }
 
@@ -249,10 +255,10 @@ class State:
         with self.still:
             self.check()
             for key in dict.fromkeys(unit.key for unit in (*self.units, *self.optimizer)):
-                units = [Unit(key, self.settings.members(key, row)[0]) for row in self._rows(key)]
+                units = [Unit(key, self.settings.members(key, row)[0]) for row in self._host_replicas(key)]
                 rows = [self.optimizer[unit] for unit in units if unit in self.optimizer]
                 for name in rows[0] if rows else ():
-                    value = self._for_host(key, [row[name] for row in rows]).clone()
+                    value = self._host_value(key, [row[name] for row in rows]).clone()
                     found.setdefault(key, {})[name] = value
         return found
 
@@ -265,7 +271,7 @@ class State:
                 unit: {**state, **self._written_state(unit, state, states.get(unit.key, {}))}
                 for unit, state in self.optimizer.items()
             }
-        devices.settle(self.device)
+        devices.synchronize(self.device)
         self.optimizer = written
         if loss_factor is not None:
             self.loss_factor = loss_factor
@@ -275,24 +281,24 @@ class State:
     ) -> OptimizerState:
         found = {}
         for name, value in given.items():
-            row = self._row(unit.key, value, unit.replica).detach()
+            row = self._row_of(unit.key, value, unit.replica).detach()
             device, dtype = self.weight(unit).device, row.dtype
             if name in state:
                 device, dtype = state[name].device, state[name].dtype
             found[name] = row.to(device, dtype, copy=True)
         return found
 
-    def _rows(self, key: str) -> tuple[int, ...]:
+    def _host_replicas(self, key: str) -> tuple[int, ...]:
         """Return the replicas whose values of a parameter the host receives."""
         groups = self.settings.replica_groups.get(key)
         return (0,) if groups is None else groups.rows
 
-    def _row(self, key: str, value: Tensor, replica: int) -> Tensor:
+    def _row_of(self, key: str, value: Tensor, replica: int) -> Tensor:
         """Return a replica's row of a host value; the whole value if the parameter has no replica groups."""
         groups = self.settings.replica_groups.get(key)
         return value if groups is None else value[groups.row_for(replica, len(value))]
 
-    def _for_host(self, key: str, values: Sequence[Tensor]) -> Tensor:
+    def _host_value(self, key: str, values: Sequence[Tensor]) -> Tensor:
         """Return the first value on the CPU; of a parameter with replica groups, all values stacked."""
         fetched = [value.cpu() for value in values]
         return torch.stack(fetched) if key in self.settings.replica_groups else fetched[0]

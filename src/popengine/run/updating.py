@@ -10,7 +10,7 @@
     end        finish the step
 
 All sums are in a fixed order, so that every layout and every run gives the same bits. A new operation between the
-averaging of gradients and their clipping belongs in `_look_at` (of a whole gradient) or `_prepare` (element
+averaging of gradients and their clipping belongs in `_reduce_and_measure` (of a whole gradient) or `_prepare` (element
 by element). Random numbers: a draw of a piece has the key (seed, step, micro-batch, replica) and its number
 in the model; stochastic rounding has the key (seed, step) and the number of the parameter's slot. Another
 draw has to use the key (seed, step) and numbers from `len(slots)` on.
@@ -50,7 +50,7 @@ class Updates:
     def __init__(self, plan: ir.Plan, settings: Settings, state: State, group: ProcessGroup | None) -> None:
         self.plan, self.settings, self.state, self._group = plan, settings, state, group
         self.call: EngineCall
-        self._place = {slot.key: place for place, slot in enumerate(plan.partition.signature.slots)}
+        self._slot_index = {slot.key: place for place, slot in enumerate(plan.partition.signature.slots)}
         self.buckets: dict[int, list[Bucket]] = {}  # by row
         if group is not None:
             self._processes = AllReduce(group, FIRST_TAG)
@@ -72,7 +72,7 @@ class Updates:
         self._counts: list[Tensor] = []
         # By (ipu, parameter group); empty: a gradient overflowed, and no weight changes.
         self._steps: dict[tuple[int, int], UpdateStep] = {}
-        self._factor: Tensor | None = None  # of clipping by norm
+        self._clipping_factor: Tensor | None = None  # of clipping by norm
         self.is_writing = False  # from `begin` to `end`
 
     @property
@@ -85,7 +85,7 @@ class Updates:
         kind, ipu = self.plan.tasks[row].kind, self.plan.tasks[row].ipu
         functions: dict[ir.TaskKind, Work] = {
             "exchange": partial(self._exchange, row),
-            "norm": self._look_at,
+            "norm": self._reduce_and_measure,
             "begin": self._begin,
             "measure": partial(self._measure, ipu),
             "trust": self._trust,
@@ -104,26 +104,26 @@ class Updates:
     # ---- gradients -------------------------------------------------------------------------------------------
 
     @property
-    def _scale(self) -> float:
+    def _loss_scale(self) -> float:
         return self.call.results.loss_scale
 
     def _divisor(self) -> float:
         if self.settings.reduction == "mean":
             part, counts = self.settings.part, self.settings.counts
             micro_batches = part.before + part.weight * counts.accumulation
-            return self._scale * micro_batches * counts.global_replicas
-        return self._scale
+            return self._loss_scale * micro_batches * counts.global_replicas
+        return self._loss_scale
 
     def _exchange(self, row: int, _: int) -> None:
         """All-reduce a row's buckets over processes (reduce-scatter if sharded), into their first `flats`."""
         for bucket in self.buckets[row]:
-            self._average(bucket.flats)
+            self._divide_means(bucket.flats)
             if bucket.cuts is None:
                 self._processes.all_reduce(bucket.flats)
             else:
                 self._processes.reduce_scatter(bucket.flats, bucket.cuts)
 
-    def _average(self, sums: Sequence[Tensor]) -> None:
+    def _divide_means(self, sums: Sequence[Tensor]) -> None:
         """If the sums are running means, divide them by the number of replicas, against overflow."""
         if self.settings.reduction == "running":
             divide_(sums, self.settings.counts.global_replicas)
@@ -134,11 +134,11 @@ class Updates:
             rows = [(part.gradient, *part.others) for part in parts if len(part.others) == others]
             replicas = [list(sums) for sums in zip(*rows, strict=True)]
             for sums in replicas:
-                self._average(sums)
+                self._divide_means(sums)
             tree_sum(leaves(replicas))
         divide_([part.gradient for part in parts], self._divisor())
 
-    def _look_at(self, index: int) -> None:
+    def _reduce_and_measure(self, index: int) -> None:
         """Reduce and divide a gradient; store its norm and `count` if needed. Skip it if a peer owns it."""
         unit = self.state.units[index]
         if not self.state.is_kept_here(unit.key):
@@ -146,7 +146,7 @@ class Updates:
         part = self._part(unit, self._sums(unit))
         self._reduce([part])
         if self.settings.automatic_loss_scaling and self._is_counted_here(unit):
-            self._counts.append(count(part.gradient, self._scale))
+            self._counts.append(count(part.gradient, self._loss_scale))
         if self._optimizer.max_grad_norm < math.inf:
             self._norms[unit] = norm(part.gradient)
 
@@ -171,8 +171,8 @@ class Updates:
         assert hyper is not None
         added = 1 if self.settings.measures_gradients else None  # only the first of the sums is left
         if optimizer.max_grad_norm < math.inf:
-            self._factor = clipping_factor(self._total_norm(), optimizer.max_grad_norm)
-        if not self.settings.automatic_loss_scaling or self._adapt_scale():
+            self._clipping_factor = clipping_factor(self._total_norm(), optimizer.max_grad_norm)
+        if not self.settings.automatic_loss_scaling or self._adapt_loss_scale():
             for place, units in self._groups.items():
                 parts = [self._part(unit, self._sums(unit)[:added], self._seed(unit)) for unit in units]
                 self._steps[place] = UpdateStep(optimizer, hyper.groups[place[1]], parts)
@@ -180,7 +180,7 @@ class Updates:
             self.call.commit()
         else:
             # All processes have all sums, and none updates if one of them is interrupted or fails.
-            self._group.agree(self.call.commit)
+            self._group.commit_together(self.call.commit)
         self.state.still.acquire()
         self.is_writing = True
         for step in self._steps.values():
@@ -193,11 +193,11 @@ class Updates:
             self._reduce(parts)
         gradients = [part.gradient for part in parts]
         # The loss scale may make gradients overflow. (No check on an accelerator: the host would wait.)
-        is_scaled = self._scale != 1 and self.state.device.type == "cpu"
+        is_scaled = self._loss_scale != 1 and self.state.device.type == "cpu"
         if is_scaled and not self.settings.automatic_loss_scaling and not all_finite(gradients):
-            self.call.overflows.append((self.state.random_state[1], self._scale))
-        if self._factor is not None:
-            scale_(gradients, self._factor)
+            self.call.overflows.append((self.state.random_state[1], self._loss_scale))
+        if self._clipping_factor is not None:
+            scale_(gradients, self._clipping_factor)
         if optimizer.max_grad_value < math.inf:
             clamp_(gradients, optimizer.max_grad_value)
         return parts
@@ -205,29 +205,29 @@ class Updates:
     def _total_norm(self) -> Tensor:
         """Return the norm of all gradients, as torch.nn.utils.get_total_norm: the norm of all norms, stacked in the
         order of the model's parameters."""
-        ordered = sorted(self.state.units, key=lambda unit: (self._place[unit.key], unit.replica))
+        ordered = sorted(self.state.units, key=lambda unit: (self._slot_index[unit.key], unit.replica))
         found = [
             self._norms[unit]
             if self._is_counted_here(unit)
             else torch.zeros((), dtype=torch.promote_types(self._sums(unit)[0].dtype, torch.float32))
             for unit in ordered
         ]
-        return torch.linalg.vector_norm(self._over_owners(torch.stack(found)))
+        return torch.linalg.vector_norm(self._all_reduce_if_sharded(torch.stack(found)))
 
     def _is_counted_here(self, unit: Unit) -> bool:
         """Return whether this process adds a gradient to totals: its owner does; without one, process 0."""
         owner = self.state.owner
         return not owner or owner.get(unit.key, 0) == self.settings.counts.instance
 
-    def _over_owners(self, values: Tensor) -> Tensor:
+    def _all_reduce_if_sharded(self, values: Tensor) -> Tensor:
         """Return the values, all-reduced in place over processes if these shard the optimizer state."""
         if self.state.owner:
             self._processes.all_reduce([values])
         return values
 
-    def _adapt_scale(self) -> bool:
+    def _adapt_loss_scale(self) -> bool:
         """Set the next loss factor by `_counts`. Returns: False if a gradient isn't finite: no update"""
-        seen = self._over_owners(sum(self._counts, torch.zeros(3, dtype=torch.int64)))
+        seen = self._all_reduce_if_sharded(sum(self._counts, torch.zeros(3, dtype=torch.int64)))
         elements, large, not_finite = seen.tolist()
         self.state.loss_factor = next_factor(self.state.loss_factor, elements, large, not_finite)
         return not not_finite
@@ -236,7 +236,7 @@ class Updates:
         """Return the seed of stochastic rounding, from step and parameter; None: no stochastic rounding."""
         if not self.settings.stochastic_rounding or self.state.weight(unit).dtype == torch.float32:
             return None
-        return mix(mix(*self.state.random_state), self._place[unit.key])
+        return mix(mix(*self.state.random_state), self._slot_index[unit.key])
 
     def _measure(self, ipu: int, index: int) -> None:
         place, chunk = self._chunks[ipu][index]
@@ -272,7 +272,7 @@ class Updates:
         """Drop the gradients and norms of a step. Gradient sums in buckets keep their memory."""
         for values in (self._norms, self._counts, self._steps):
             values.clear()
-        self._factor = None
+        self._clipping_factor = None
         if not self.buckets:
             for sums in self.state.sums:
                 sums.clear()

@@ -53,7 +53,7 @@ def latest_call(executable: Executable, results: Results, synthetic_inputs: int 
 
     Args: synthetic_inputs: the number of synthetic inputs, which have no times; None: inputs are the user's
     """
-    arrivals = results.arrivals()[: executable.outputs]
+    arrivals = results.copy_times()[: executable.outputs]
     started, finished = ([list(times[which]) for times in arrivals] for which in (0, 1))
     times = [results.load_started, results.loaded, started, finished]
     if synthetic_inputs is not None:

@@ -5,7 +5,7 @@ import torch
 from engine_models import net
 from test_engine_runs import HYPER, batch, engine_for
 
-from popengine.run.devices import aligned, begins_well
+from popengine.run.devices import aligned, with_aligned_start
 
 
 def odd(value):
@@ -30,7 +30,7 @@ def test_a_batch_that_begins_well_is_not_copied():
     values = torch.zeros(6, 1, 4, 16)
     assert aligned(values) is values
     assert aligned(torch.zeros(1, 1, 3)).shape == (1, 1, 3)
-    assert begins_well(values) is values
+    assert with_aligned_start(values) is values
 
 
 def test_channels_last_stays_what_it_is():

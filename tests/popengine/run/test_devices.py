@@ -236,6 +236,6 @@ def test_a_kernel_that_fails_ends_the_use_of_the_device(monkeypatch):
         raise RuntimeError("device-side assert triggered")
 
     monkeypatch.setattr(torch.accelerator, "synchronize", fail)
-    devices.settle(devices.CPU)
+    devices.synchronize(devices.CPU)
     with pytest.raises(UnrecoverableError, match=r"the device cuda:0 failed .*assert triggered"):
-        devices.settle(GPU)
+        devices.synchronize(GPU)

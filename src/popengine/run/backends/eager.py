@@ -22,7 +22,7 @@ from ...errors import Error
 from ...ir import Piece
 from ...operations import Body
 from ..devices import CPU
-from ..random_draws import draw, draw_of
+from ..random_draws import draw, draw_on
 
 Code = Callable[[list[Any]], tuple[Tensor, ...]]
 
@@ -95,7 +95,7 @@ def build(
         more:   other names that the source may use
     """
     names: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
-    names |= {"draw": draw if device.type == "cpu" else draw_of(device), **more}
+    names |= {"draw": draw if device.type == "cpu" else draw_on(device), **more}
     for (name, is_drawn), written in piece.functions.items():
         operation = operation_of(name)
         # `draw` takes the operation itself.
@@ -130,7 +130,7 @@ def _file(piece: Piece) -> str:
 
 
 @functools.cache
-def _code(body: str, device: torch.device) -> Code:
+def _body_code(body: str, device: torch.device) -> Code:
     piece = Body.unpacked(body).piece
     if piece.gather_group_size:
         raise Error(
@@ -141,7 +141,7 @@ def _code(body: str, device: torch.device) -> Code:
 
 def _body_results(body: str, values: list[Tensor], device: torch.device) -> list[Tensor]:
     # The graph around the body was captured with contiguous results of the body.
-    return [value.contiguous() for value in _code(body, device)(values)]
+    return [value.contiguous() for value in _body_code(body, device)(values)]
 
 
 def _cond(

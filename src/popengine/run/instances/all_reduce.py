@@ -103,7 +103,7 @@ class AllReduce:
     def __init__(self, group: Connections, tag: int) -> None:
         self._group, self._tag = group, tag
         self._rank, self._size = group.rank, group.size
-        self._room: dict[tuple[int, torch.dtype], Tensor] = {}  # memory of segments under way
+        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}  # memory of segments under way
 
     def all_reduce(self, flats: Sequence[Tensor]) -> None:
         """Sum over the replicas of all instances; every instance receives the sum in its `flats[0]`.
@@ -171,22 +171,22 @@ class AllReduce:
                 coming.append(self._receive_nodes(shapes, turn % (_AHEAD + 1), target, *owned[turn]))
             if turn >= _AHEAD:
                 start, stop = owned[turn - _AHEAD]
-                self._add(shapes, [node[start:stop] for node in nodes], coming.popleft())
+                self._add_nodes(shapes, [node[start:stop] for node in nodes], coming.popleft())
                 begun += self._send_to_all(target, start, stop) if gathers else ()
         return begun
 
     def _receive_nodes(self, shapes: Shapes, slot: int, like: Tensor, start: int, stop: int) -> _Incoming:
         """Start to receive a segment of this instance's shard from all peers, into the memory `slot`."""
         senders = [peer for peer in self._group.peers for _ in shapes[peer]]
-        size, room = len(senders) * (stop - start), self._room.get((slot, like.dtype))
+        size, room = len(senders) * (stop - start), self._buffers.get((slot, like.dtype))
         if room is None or room.numel() < size:
-            room = self._room[slot, like.dtype] = like.new_empty(size)
+            room = self._buffers[slot, like.dtype] = like.new_empty(size)
         return [
             (value, self._group.receive(value, peer, self._tag))
             for peer, value in zip(senders, room[:size].chunk(len(senders)), strict=True)
         ]
 
-    def _add(self, shapes: Shapes, own: Sequence[Tensor], coming: _Incoming) -> None:
+    def _add_nodes(self, shapes: Shapes, own: Sequence[Tensor], coming: _Incoming) -> None:
         """Wait for the peers' nodes of a segment, and sum all nodes in the order of the tree, into `own[0]`.
 
         Args:

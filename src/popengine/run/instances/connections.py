@@ -28,7 +28,7 @@ logger = logging.getLogger("popengine")
 
 WARN_AFTER = 60.0  # seconds of a wait for a peer between warnings
 _FOREVER = timedelta(days=365)
-_CUT, _PROBE, _AGREE = 3, 3, 6  # tags
+_CUT, _PROBE, _COMMIT = 3, 3, 6  # tags
 _Gloo = Any  # dist.ProcessGroupGloo: its stub lacks send and recv
 Message = tuple[dist.Work, int]  # a message that is being sent or received, and its peer
 _process_ends = threading.Event()
@@ -117,7 +117,7 @@ class Connections:
         try:
             return getattr(group, operation)([value], peer, tag), peer
         except RuntimeError as error:
-            raise self._closed_by(error, peer, generation) from error
+            raise self._close_after(error, peer, generation) from error
 
     def wait(self, messages: Iterable[Message], what: str) -> None:
         """Wait until messages are sent or received; `what` names the purpose in warnings."""
@@ -127,7 +127,7 @@ class Connections:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._closed_by(error, peer, generation) from error
+                raise self._close_after(error, peer, generation) from error
             finally:
                 self._waits.pop(thread, None)
 
@@ -136,16 +136,16 @@ class Connections:
         begun = [self.receive(value, peer, tag) for peer, value in received.items()]
         self.wait(begun + [self.send(mine, peer, tag) for peer in received], what)
 
-    def agree(self, commit: Callable[[], None]) -> None:
+    def commit_together(self, commit: Callable[[], None]) -> None:
         """Wait for all instances, call `commit`, and return when it has returned in all of them.
 
-        If `commit` raises an exception in an instance, or the instance ends before, `agree` returns in none:
+        If `commit` raises an exception in an instance, or the instance ends before, `commit_together` returns in none:
         each waits for a message that every other instance sends after its `commit`.
         """
         what, received = "the sum of gradients", {peer: torch.empty(1) for peer in self.peers}
-        self.exchange(torch.zeros(1), received, _AGREE, what)
+        self.exchange(torch.zeros(1), received, _COMMIT, what)
         commit()
-        self.exchange(torch.zeros(1), received, _AGREE, what)
+        self.exchange(torch.zeros(1), received, _COMMIT, what)
 
     # ---- waits -------------------------------------------------------------------------------------------
 
@@ -206,11 +206,11 @@ class Connections:
                     raise RuntimeError("this process ends")
                 pause = min(1.5 * pause, 0.5)
                 if pause == 0.5:
-                    self._probe(peer)
+                    self._check_peer(peer)
         store = dist.PrefixStore(generation, self._store)
         return dist.ProcessGroupGloo(store, self.rank, self.size, timeout=_FOREVER)
 
-    def _probe(self, peer: int) -> None:
+    def _check_peer(self, peer: int) -> None:
         """Raise RuntimeError if a peer's process has ended: a message in torch's own group then fails."""
         group = dist.group.WORLD
         if group is not None and dist.get_backend(group) == "gloo":
@@ -223,12 +223,12 @@ class Connections:
         with self._lock:
             if self._group is not None:
                 failure = f"instance {self.ranks[self.rank]} {why}", False
-                publishing = TorchThread(self._first_failure, *failure)
+                publishing = TorchThread(self._publish_failure, *failure)
                 publishing.start()
                 publishing.join(1.0)  # the store may be in a process that is stopped
                 self._close(*failure)
 
-    def _first_failure(self, why: str, ends: bool) -> tuple[str, bool]:
+    def _publish_failure(self, why: str, ends: bool) -> tuple[str, bool]:
         """Return why the connections close, and whether this ends the training: as a peer has written it to
         the store, or as given here, which is then written."""
         key = f"{self._name}/{self._generation}/broken"
@@ -236,13 +236,13 @@ class Connections:
             why, ends = json.loads(self._store.compare_set(key, "", json.dumps([why, ends])))
         return why, ends
 
-    def _closed_by(self, error: Exception, peer: int, generation: int) -> Error:
+    def _close_after(self, error: Exception, peer: int, generation: int) -> Error:
         """Close all connections after an error of a message to or from `peer`, and return the error to
         raise. If the message's `generation` was closed already, nothing is closed."""
         with self._lock:
             if self._group is not None and self._generation == generation:
                 gone = f"instance {self.ranks[peer]} has left the training ({str(error).splitlines()[0]})"
-                self._close(*self._first_failure(gone, True))
+                self._close(*self._publish_failure(gone, True))
             return self._error()
 
     def _close(self, why: str, ends: bool) -> None:

@@ -30,7 +30,7 @@ def header(what: str, facts: Facts) -> Tensor:
     return torch.frombuffer(bytearray(text.ljust(HEADER, b"\0")), dtype=torch.uint8)
 
 
-def place_in(value: Tensor) -> str:
+def barrier_name(value: Tensor) -> str:
     """Return the place in the program that a header contains."""
     return bytes(value.numpy()).rstrip(b"\0").decode(errors="replace").partition(" ")[2]
 
@@ -45,7 +45,7 @@ def differences(whats: Sequence[str], facts: Sequence[Facts], names: Sequence[in
     """
     if len(set(whats)) > 1:
         return (
-            f"the instances are at different places: {_where(whats, names)}\n"
+            f"the instances are at different places: {_values_by_instance(whats, names)}\n"
             "  why: all instances have to make the same calls, in the same order; one has made fewer, or more\n"
             "  fix: give each instance the same number of batches (poptorch.DataLoader does)"
         )
@@ -70,11 +70,11 @@ def _differing(section: str, facts: Sequence[Facts], names: Sequence[int]) -> li
         values = [one.get(name, "none") for one in of_instances]
         if len(set(values)) > 1:
             called = name if section in ("options", "rates", "versions", "seed") else f"{section} of {name}"
-            found.append(f"{called}: {_where(values, names)}")
+            found.append(f"{called}: {_values_by_instance(values, names)}")
     return found[:1] if section == "operation" else found
 
 
-def _where(values: Sequence[str], names: Sequence[int]) -> str:
+def _values_by_instance(values: Sequence[str], names: Sequence[int]) -> str:
     """Return the value of each instance, equal ones together: '3 in instances 0, 1; 4 in instance 2'."""
     places: dict[str, list[str]] = {}
     for name, value in zip(names, values, strict=True):
@@ -101,7 +101,7 @@ def facts_of_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor],
     code = repr(plan.tasks) + "".join(piece.source for piece in plan.partition.pieces)
     return {
         "versions": {"torch": torch.__version__, "Python": sys.version.split()[0]},
-        "options": _flat(dataclasses.replace(settings, counts=counts)),
+        "options": _flat_fields(dataclasses.replace(settings, counts=counts)),
         **forms,
         "constant": _constants(plan),
         "operation": _operations(plan),
@@ -158,13 +158,13 @@ _NAMES = {
 }
 
 
-def _flat(value: Any, name: str = "") -> dict[str, str]:
+def _flat_fields(value: Any, name: str = "") -> dict[str, str]:
     """Return the fields of nested dataclasses by their dotted names."""
     if not dataclasses.is_dataclass(value):
         return {_NAMES.get(name, name): repr(value)}
     found: dict[str, str] = {}
     for field in dataclasses.fields(value):
-        found |= _flat(getattr(value, field.name), f"{name}.{field.name}".lstrip("."))
+        found |= _flat_fields(getattr(value, field.name), f"{name}.{field.name}".lstrip("."))
     return found
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...errors import Error
 from ..state import OptimizerState, State
 from .connections import Connections, TorchThread, join_threads
-from .consistency import HEADER, Facts, differences, header, place_in
+from .consistency import HEADER, Facts, barrier_name, differences, header
 
 _PATIENCE = 0.2  # seconds; an interrupt does not wake a thread that waits in torch
 _PATIENCE_AT_EXIT = 2.0  # seconds
@@ -34,7 +34,7 @@ _READING = "the reading of "
 T = TypeVar("T")
 
 
-def in_a_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException | None]]:
+def start_in_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException | None]]:
     """Start work in a thread, as an interrupt can't end a wait in torch. Returns: queue for `result_of`"""
     outcome: SimpleQueue = SimpleQueue()
 
@@ -49,7 +49,7 @@ def in_a_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException | N
 
 
 def result_of(outcome: SimpleQueue[tuple[T, BaseException | None]]) -> T:
-    """Wait for work `in_a_thread`; return its value, or raise its error. An interrupt ends only the wait."""
+    """Wait for work `start_in_thread`; return its value, or raise its error. An interrupt ends only the wait."""
     while True:
         with suppress(Empty):
             value, error = outcome.get(timeout=_PATIENCE)
@@ -104,7 +104,7 @@ class ProcessGroup(Connections):
 
         with self._one_at_a_time:
             try:
-                return result_of(in_a_thread(barrier_and_work))
+                return result_of(start_in_thread(barrier_and_work))
             except KeyboardInterrupt:
                 is_abandoned.set()
                 self.abort(f"was interrupted at {what}")
@@ -126,12 +126,12 @@ class ProcessGroup(Connections):
                 if not what.startswith(_READING):
                     self._kept.clear()
                 return
-            readings = [place for place in map(place_in, headers) if place.startswith(_READING)]
+            readings = [place for place in map(barrier_name, headers) if place.startswith(_READING)]
             if not readings:
                 break
             if min(readings) == what:
                 return  # peers at other barriers send their shards first
-            self._gather_parts(min(readings))
+            self._gather_shards(min(readings))
         texts = self.all_gather_bytes(json.dumps([what, facts]).encode(), _FACTS, what)
         whats, others = zip(*map(json.loads, texts), strict=True)
         raise Error(differences(whats, others, self.ranks))
@@ -141,7 +141,7 @@ class ProcessGroup(Connections):
     def publish(self, state: State) -> str:
         """Register this instance's shard of a state for peers to read. All must publish in the same order.
 
-        The reference to the state is weak. Returns: its name, for `read_parts`
+        The reference to the state is weak. Returns: its name, for `read_shards`
         """
         self._published += 1
         name = f"{_READING}the optimizer's state (number {self._published})"
@@ -154,18 +154,18 @@ class ProcessGroup(Connections):
         if state is not None and not self._has_ended:
             self._kept[name] = state.read_optimizer()
 
-    def has_parts(self) -> bool:
+    def has_shards(self) -> bool:
         """Return whether this instance has a shard that peers may read."""
         return bool(self._states or self._kept)
 
-    def read_parts(self, name: str) -> list[OptimizerStates]:
+    def read_shards(self, name: str) -> list[OptimizerStates]:
         """Return the shards of all instances, by rank. Waits until all have sent theirs.
 
         An instance that does not read sends its shard when it reaches its next barrier.
         """
-        return self.after_barrier(name, {}, lambda: self._gather_parts(name))
+        return self.after_barrier(name, {}, lambda: self._gather_shards(name))
 
-    def _gather_parts(self, name: str) -> list[OptimizerStates]:
+    def _gather_shards(self, name: str) -> list[OptimizerStates]:
         file = io.BytesIO()
         try:
             part = self._kept[name] if name in self._kept else self._states[name].read_optimizer()
@@ -241,9 +241,9 @@ def group_of(instances: int) -> ProcessGroup:
 def leave() -> None:
     """Write to the store that this process ends; first wait for peers that may read a shard of its state."""
     if _current is not None:
-        if _current.has_parts() and not hasattr(sys, "last_value"):  # the program has not failed
+        if _current.has_shards() and not hasattr(sys, "last_value"):  # the program has not failed
             with suppress(Error):
                 _current.barrier("the end of the program")
         store, rank = _current._store, _current.rank
         with suppress(Empty):
-            in_a_thread(lambda: store.set(f"left/{rank}", "1")).get(timeout=1.0)
+            start_in_thread(lambda: store.set(f"left/{rank}", "1")).get(timeout=1.0)
