@@ -170,7 +170,7 @@ def test_another_thread_reads_weights_as_they_were_before_or_after_an_update(cor
     readers = []
 
     def read():
-        with engine.state.still:
+        with engine.state.weights_lock:
             values = {name: value.clone() for name, value in engine.state.read().items()}
         found.append((values, engine.state.read_optimizer()))
 

@@ -229,7 +229,7 @@ class Engine:
         )
         self._state.host_is_stale = False  # the host's weights stay
         self._step.updates.is_writing = False
-        self._state.still.release()
+        self._state.weights_lock.release()
         call.failure = self._state.lost
 
     # ---- the host's side -----------------------------------------------------------------------------------

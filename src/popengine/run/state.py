@@ -56,7 +56,7 @@ class State:
     ) -> None:
         self.plan, self.settings, self.device = plan, settings, device
         # Held while updates write to the weights, and by threads that read them.
-        self.still = threading.Lock()
+        self.weights_lock = threading.Lock()
         self.lost: Error | None = None  # why the weights can't be used any more
         # (seed, number of weight updates so far): one value, so that an interrupt changes both or none.
         self.random_state: tuple[int, int] = (0, 0)
@@ -146,7 +146,7 @@ class State:
                 if replica < len(other.values) or self.slot_of[key] not in values:
                     values[self.slot_of[key]] = theirs[name]
         self.optimizer, self.owner = self.optimizer | other.optimizer, self.owner | other.owner
-        self.still, self.lost, self.host_is_stale = other.still, other.lost, other.host_is_stale
+        self.weights_lock, self.lost, self.host_is_stale = other.weights_lock, other.lost, other.host_is_stale
         self.random_state, self.loss_factor = other.random_state, other.loss_factor
         self._held = other._held if self.settings.part.before else None
 
@@ -232,7 +232,7 @@ class State:
         """Return replica 0's parameters and buffers by canonical name; with replica groups, one row per
         group.
 
-        On the CPU they are not copies: copy what you keep, and hold `still` meanwhile if another thread
+        On the CPU they are not copies: copy what you keep, and hold `weights_lock` meanwhile if another thread
         may run a call. Raises Error if the weights are lost."""
         self.check()
         return {
@@ -252,7 +252,7 @@ class State:
 
         If processes shard the state, only this process's shard. Raises Error if the weights are lost."""
         found: dict[str, OptimizerState] = {}
-        with self.still:
+        with self.weights_lock:
             self.check()
             for key in dict.fromkeys(unit.key for unit in (*self.units, *self.optimizer)):
                 units = [Unit(key, self.settings.members(key, row)[0]) for row in self._host_replicas(key)]

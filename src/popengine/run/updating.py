@@ -181,7 +181,7 @@ class Updates:
         else:
             # All processes have all sums, and none updates if one of them is interrupted or fails.
             self._group.commit_together(self.call.commit)
-        self.state.still.acquire()
+        self.state.weights_lock.acquire()
         self.is_writing = True
         for step in self._steps.values():
             step.begin()
@@ -266,7 +266,7 @@ class Updates:
         self.state.end_step()
         self.forget()
         self.is_writing = False
-        self.state.still.release()
+        self.state.weights_lock.release()
 
     def forget(self) -> None:
         """Drop the gradients and norms of a step. Gradient sums in buckets keep their memory."""

@@ -186,7 +186,7 @@ def training_state(executor: Any) -> TrainingState:
     names = dict(executor._wrapped.traced.named_buffers())
     with torch._C.DisableTorchFunctionSubclass():
         if lease.engine is not None:
-            with lease.engine.state.still:
+            with lease.engine.state.weights_lock:
                 values = {name: value.clone() for name, value in lease.engine.state.read().items()}
             buffers = lease.engine.state.read_buffers()
         else:

@@ -99,7 +99,7 @@ class WeightSync:
     def copyWeightsToHost(self) -> None:
         """Copy the devices' weights and buffers into the user's model. Raises: Error, if not attached"""
         engine = self._lease.need_engine()
-        with recording_event(self._lease.reporter, "weights to host"), engine.state.still:
+        with recording_event(self._lease.reporter, "weights to host"), engine.state.weights_lock:
             self.put_on_host(engine.state.read())
         # Last: after an interrupted copy the next read of a weight copies all of them again.
         engine.state.host_is_stale = False
