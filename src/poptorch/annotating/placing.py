@@ -41,9 +41,8 @@ def annotate(
                         name wins over a range, and a range over `*` and classes; of these the first key wins.
         layers_per_ipu: instead of marks: the number of repeated layers on ipu 0, on ipu 1, ...
     Raises:
-        Error: neither or both of the arguments are given; a key (or a number of its range) names no module, or
-            other keys place all its modules; two names, or two ranges, place one module; a module begins a
-            block already; the numbers of layers fit no stack
+        Error: neither or both arguments are given; a key (or a number of its range) places no module; two names,
+            or two ranges, place one module; a module begins a block already; the numbers of layers fit no stack
     """
     if bool(marks) == bool(layers_per_ipu):
         raise Error(
@@ -57,10 +56,9 @@ def annotate(
 
 
 def split(model: M, ipus: int) -> M:
-    """Add hooks to a model by which its default strategy balances the repeated layers over ipus. (Pando.)
+    """Make the default strategy balance repeated layers over ipus, by hooks. Return the same model. (Pando.)
 
-    The same model is returned. The strategy is `PipelinedExecution(AutoBalance(ipus)).orSharded()`, and each
-    layer is a block.
+    That strategy is `PipelinedExecution(AutoBalance(ipus)).orSharded()`, with each layer as a block.
 
     Raises:
         Error: the model has fewer repeated layers than ipus, or a layer begins a block already
@@ -142,10 +140,7 @@ def _register_hooks(placed: _Placed, strategy: PipelinedExecution) -> None:
 
 def _placed_by_count(model: nn.Module, counts: Sequence[int]) -> _Placed:
     """Return the placed layers: those of the only stack of sum(counts) layers, else of all stacks together.
-
-    Args: counts: the number of layers on each ipu
-    Raises: Error if the stacks together have another number of layers
-    """
+    Raises Error if these have another number of layers. `counts`: the number of layers on each ipu."""
     fitting = [layers for layers in _stacks(model).values() if len(layers) == sum(counts)]
     layers = fitting[0] if len(fitting) == 1 else _repeated_layers(model)
     if len(layers) != sum(counts):

@@ -1,4 +1,4 @@
-"""Optimizers: torch's, with PopTorch's arguments. They hold the rates, and executors update the weights."""
+"""Torch's optimizers with PopTorch's arguments. They hold the rates; executors update the weights."""
 
 from . import optimizers
 from .optimizers import *  # noqa: F403

@@ -22,7 +22,7 @@ from poptorch.optim.optimizer_state import number, rates_of
 
 logger = logging.getLogger("poptorch::python")
 
-# Keys of torch's optimizers that may change after compilation if they are not the default; lr always may.
+# Rates of torch's optimizers that may change after compilation if they are not the default, besides lr.
 _VARIABLE_IN_TORCH = ("momentum", "dampening", "weight_decay", "eps")
 
 
@@ -33,12 +33,12 @@ class UnknownParameterError(Error, KeyError):
 def freeze_optimizer(
     optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> tuple[settings.Optimizer, settings.Hyper]:
-    """Check an optimizer and return a snapshot of it: the values that are compiled in, and the rates.
+    """Return a snapshot of an optimizer, after checks: the values that are compiled in, and the rates.
 
     Args:
         names: id(parameter) -> canonical name, for every parameter of the model
     Raises:
-        AssertionError: the type is not supported, or an attribute is missing or has a bad value
+        AssertionError: the type is not supported, or a rate, a bound or a flag is missing or invalid
         ValueError: amsgrad is on
         UnknownParameterError: a parameter is not in the model
     """
@@ -69,13 +69,13 @@ def _torch_kinds() -> dict[type, str]:
 
 
 def supported_optimizers() -> str:
-    """Return the names of all optimizers that executors can run, for messages."""
+    """Return the names of all optimizers that executors can run, as text for messages."""
     ours = [f"poptorch.optim.{kind.__name__}" for kind in Optimizer._classes]
     return ", ".join([*ours, *(f"torch.optim.{kind.__name__}" for kind in _torch_kinds())])
 
 
 def kind_of(optimizer: Any) -> str:
-    """Return the key in `RULES` of an optimizer's rule. Raises AssertionError for an unsupported type."""
+    """Return the key in `RULES` of an optimizer's rule. Raises AssertionError if its type is unsupported."""
     kinds = _torch_kinds()
     if isinstance(optimizer, Optimizer):
         kind = optimizer._kind
@@ -90,7 +90,7 @@ def kind_of(optimizer: Any) -> str:
 
 
 def label_of(optimizer: torch.optim.Optimizer, frozen: settings.Optimizer) -> str:
-    """Return the optimizer's name in messages: its kind, with a suffix for each flag that is not default."""
+    """Return the optimizer's name in messages: "SGD1", "SGD2", or its kind with suffixes of changed flags."""
     if frozen.kind == "sgd":
         return "SGD1" if getattr(optimizer, "use_combined_accum", False) else "SGD2"
     rule = RULES[frozen.kind]
@@ -98,7 +98,7 @@ def label_of(optimizer: torch.optim.Optimizer, frozen: settings.Optimizer) -> st
 
 
 def _flags(optimizer: Any, rule: Rule) -> dict[str, bool]:
-    """Return the value of each flag of the rule, by name."""
+    """Return the optimizer's value of each flag of the rule, by the flag's name."""
     values = {}
     for name, flag in rule.flags.items():
         if flag.read is not None:
@@ -122,7 +122,7 @@ def _is_set_in_groups(optimizer: Any, name: str) -> bool:
 
 
 def _clipping_bound(optimizer: torch.optim.Optimizer, name: str) -> float:
-    """Return a clipping bound of gradients, by default infinity. Raises AssertionError if it is negative."""
+    """Return the clipping bound `name`, by default infinity. Raises AssertionError if it is negative."""
     limit = number(getattr(optimizer, name, math.inf), name, "the optimizer")
     if limit < 0:
         raise AssertionError(
@@ -134,14 +134,14 @@ def _clipping_bound(optimizer: torch.optim.Optimizer, name: str) -> float:
 
 
 def _has_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a group's momentum is not zero, or may change after compilation."""
+    """Return whether the momentum of any group is not zero, or may change after compilation."""
     marks = getattr(optimizer, "variable_attrs", None)
     may_change = marks is not None and not marks.isConstant("momentum")
     return may_change or any(group["momentum"] for group in optimizer.param_groups)
 
 
 def _group_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, int]:
-    """Return the index of each parameter's group. Raises UnknownParameterError for parameters without a name."""
+    """Return the index of each parameter's group, by canonical name. Raises UnknownParameterError."""
     group_of, unknown = {}, []
     for index, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
@@ -166,11 +166,12 @@ def _group_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[s
 
 @dataclass(frozen=True)
 class _Accepted:
-    """The optimizer that was accepted before compilation; later ones are compared with it.
+    """The values of an optimizer that was accepted before compilation, to compare later optimizers with.
 
     Args:
+        label:     its name in messages
         rates:     the values of each rate in all parameter groups, and of the loss scaling
-        constants: those of the rates that may not change
+        constants: the entries of `rates` that may not change
     """
 
     label: str
@@ -180,7 +181,7 @@ class _Accepted:
 
 
 class OptimizerGuard:
-    """Comparison of each optimizer that is passed to `setOptimizer` with the one that is compiled in.
+    """The checks of optimizers that are passed to `setOptimizer`, against the optimizer that is compiled in.
 
     Args:
         relaxed: log unexpected attributes at DEBUG instead of WARN (`relaxOptimizerAttributesChecks`)
@@ -197,12 +198,15 @@ class OptimizerGuard:
     def accept(
         self, optimizer: torch.optim.Optimizer, names: dict[int, str], compiled: bool
     ) -> tuple[settings.Optimizer, settings.Hyper]:
-        """Check an optimizer and return a snapshot of it, as `freeze_optimizer` does.
+        """Return a snapshot of an optimizer, as `freeze_optimizer` does, after more checks.
+
+        Logs warnings of a user's subclass and of unexpected attributes. Keeps the values, if not compiled.
 
         Args:
-            compiled: whether the model is compiled, so that the optimizer is compared with the earlier one
+            compiled: whether the model is compiled, so that the kept values must not change
         Raises:
-            Error: an attribute that is compiled in has changed, or the optimizer has hooks of `step()`
+            Error: a value that is compiled in has changed, or the optimizer has hooks of `step()`
+            ValueError: `accum_type` became float16 after compilation
         """
         frozen, hyper = freeze_optimizer(optimizer, names)
         check_hooks(optimizer)
@@ -238,7 +242,7 @@ class OptimizerGuard:
         )
 
     def _report_unexpected(self, optimizer: torch.optim.Optimizer, label: str) -> None:
-        """Log, once each, the names that the optimizer has now and the first accepted optimizer had not."""
+        """Log each attribute and key, once, that the first accepted optimizer did not have."""
         for description, found in _attribute_names(optimizer).items():
             known = self._attributes.setdefault(description, found)
             if found - known and (unexpected := sorted(found - known - _declared_names(optimizer))):
@@ -247,14 +251,14 @@ class OptimizerGuard:
 
 
 def _declared_names(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Return names that are never reported as unexpected: the class's declared attributes, and some keys."""
+    """Return names that are never reported as unexpected: the class's annotated attributes, and four keys."""
     own = {name for base in type(optimizer).__mro__ for name in inspect.get_annotations(base)}
     # Keys of SGD and LAMB, a bound that any optimizer may have, and a key that torch's load_state_dict adds.
     return own | {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable"}
 
 
 def check_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Raise Error if the optimizer has hooks of `step()`, which executors never call. Ignore torch's own."""
+    """Raise Error if the optimizer has hooks of `step()`, which executors never call; allow torch's own."""
     hooks = {
         **optimizer._optimizer_step_pre_hooks,
         **optimizer._optimizer_step_post_hooks,
@@ -272,7 +276,7 @@ def check_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _attribute_names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
-    """Return the names of attributes, defaults and group keys, by their description in messages."""
+    """Return the names of attributes, defaults and group keys, by the description of each set in messages."""
     attributes = {name for name in vars(optimizer) if not name.startswith("_")}
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         attributes.discard("step")  # a scheduler counts its calls
@@ -283,7 +287,7 @@ def _attribute_names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
 
 
 def _rates_by_name(optimizer: torch.optim.Optimizer, hyper: settings.Hyper) -> dict[str, list[float]]:
-    """Return the values of each rate in all parameter groups, by its name there, and of the loss scaling."""
+    """Return each rate's values in all parameter groups, by its key in these, and the loss scaling."""
     rates = {"loss_scaling": [hyper.loss_scaling]}
     for group, given in zip(hyper.groups, optimizer.param_groups, strict=True):
         for name, value in group.items():
@@ -303,7 +307,8 @@ def _is_constant(
     """Return whether later optimizers must have the same values of a rate.
 
     Args:
-        torch_class: torch's optimizer with the same rule, if there is one
+        torch_class: torch's optimizer with the same rule; None if torch has none
+        values:      the rate in each parameter group
     """
     marks = getattr(optimizer, "variable_attrs", None)
     if marks is not None:
@@ -315,14 +320,15 @@ def _is_constant(
 
 @functools.cache
 def _torch_default(torch_class: type[torch.optim.Optimizer], name: str) -> Any:
-    """Return the default of an argument of a torch optimizer."""
+    """Return the default of an argument of a torch optimizer's constructor."""
     return inspect.signature(torch_class).parameters[name].default
 
 
 def _check_change(
     optimizer: torch.optim.Optimizer, old: _Accepted, new: _Accepted, compare_rates: bool
 ) -> None:
-    """Raise Error if the compiled model can't run with the new optimizer; ValueError for its accum_type."""
+    """Raise Error if values changed that are compiled in (with `compare_rates`, also constant rates); raise
+    ValueError if `accum_type` became float16."""
     before, after = old.frozen, new.frozen
     if new.label != old.label:
         raise Error(
@@ -359,7 +365,7 @@ def _check_change(
 
 
 def _compiled_values(frozen: settings.Optimizer) -> dict[str, Any]:
-    """Return the values that setOptimizer can't change, by their descriptions in messages."""
+    """Return the values that `setOptimizer` can't change, by description in messages."""
     return {
         "the type of gradient sums (accum_type)": frozen.accumulator_type,
         "the clipping (max_grad_norm)": frozen.max_grad_norm,

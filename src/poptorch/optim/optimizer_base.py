@@ -1,4 +1,4 @@
-"""The base of poptorch's optimizers: attributes that torch's lack, and the state that executors keep."""
+"""The base class of poptorch's optimizers: attributes that torch's lack, and the link to an executor."""
 
 import inspect
 import math
@@ -20,7 +20,7 @@ ACCUMULATION_TYPES = (torch.float32, torch.float16)
 
 
 class VariableAttributes:
-    """The attributes of an optimizer that may change after compilation.
+    """Marks of an optimizer's attributes: constant, or variable, which may change after compilation.
 
     An attribute is constant unless it was given to the optimizer's constructor or is marked as variable here.
 
@@ -41,7 +41,7 @@ class VariableAttributes:
         return f"VariableAttributes({', '.join(marks)})"
 
     def isConstant(self, name: str) -> bool:
-        """Return whether changing the attribute after compilation is an error."""
+        """Return whether a change of the attribute after compilation is an error."""
         return self._checked_name(name) not in self._variable
 
     def markAsConstant(self, name: str) -> None:
@@ -53,7 +53,7 @@ class VariableAttributes:
         self._variable.add(self._checked_name(name))
 
     def _checked_name(self, name: str) -> str:
-        """Return the name. Raises AssertionError if it can't be marked."""
+        """Return `name`. Raises AssertionError if no attribute of this name can be marked."""
         known = ", ".join(sorted(self._allowed))
         assert name in self._allowed, f"Unknown attribute {name}, allowed values: {known}"
         return name
@@ -63,7 +63,7 @@ class Optimizer:
     """Mixin of poptorch's optimizers: each inherits from this class and from a torch optimizer.
 
     The hyperparameters that may change (rates) are torch's `param_groups`, so learning rate schedulers work.
-    An executor reads the rates at `setOptimizer` only. It keeps the state (momenta, step counts) on its
+    An executor reads the rates at `setOptimizer` only. The state (momenta, step counts) is on the executor's
     devices.
     """
 
@@ -73,7 +73,7 @@ class Optimizer:
 
     # Reads the state back from the devices. Set by the executor that the optimizer belongs to.
     _state_reader: Callable[[], DeviceState] | None = None
-    # Raises RuntimeError for states of other shapes than the parameters. Set by the executor, too.
+    # Raises RuntimeError for states with other shapes than the parameters. Set by the executor, too.
     _state_check: Callable[[Mapping[str, Tensor]], None] | None = None
     # State that the user has loaded and the executor has not uploaded yet.
     _pending_state: DeviceState | None = None
@@ -97,7 +97,7 @@ class Optimizer:
             Optimizer._classes.append(cls)
 
     def _construct(self, arguments: dict[str, Any]) -> None:
-        """Initialise torch's class with the arguments that it accepts, and store the others as attributes.
+        """Initialise torch's class with the arguments that it accepts, and set the other declared attributes.
 
         Args:
             arguments: `locals()` of the constructor; None stands for an argument that was not given. The rates among
@@ -125,7 +125,7 @@ class Optimizer:
         self.variable_attrs = VariableAttributes((name for name in allowed if name in given), allowed)
 
     def _groups_with_lr(self, params: ParamsT) -> ParamsT:
-        """Return the parameter groups. Raises ValueError if a group has no learning rate."""
+        """Return `params` as a list. Raises ValueError unless each entry is a dictionary with "lr"."""
         groups: Any = list(params)
         for index, group in enumerate(groups):
             if not isinstance(group, dict) or "lr" not in group:
@@ -141,7 +141,8 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return torch's dictionary, with the devices' state as "ipu_state" and the rates as "ipu_param".
 
-        Both are None before compilation. Torch's "param_groups" have the rates, too.
+        Both are None without such a state: before compilation, or while a loaded state in torch's format waits.
+        Raises Error if the state was sharded over instances, and the executor has ended.
         """
         if self._has_torch_state:
             state = None
@@ -187,11 +188,11 @@ class Optimizer:
         self._has_torch_state = ipu_state is None and bool(self.state)  # type: ignore[attr-defined]
 
     def _unlink_executor(self, names: Mapping[int, str], lost: Callable[[], NoReturn] | None = None) -> None:
-        """Read the state from the devices for the last time; called before the executor ends.
+        """Keep a copy of the devices' state, and remove the link to the executor; without a link do nothing.
 
         Args:
             names: id(parameter) -> canonical name
-            lost:  raises the error of later reads; None if the state can be read
+            lost:  raises the error of later reads if the state can't be copied; else None
         """
         if self._state_reader is not None:
             self._kept_state = self._state_reader() if lost is None else None
@@ -199,7 +200,7 @@ class Optimizer:
             self._state_reader, self._state_check = lost, None
 
     def _reload_kept_state(self, names: Mapping[int, str]) -> None:
-        """Make the next executor upload the state of the previous one, unless another state was loaded since.
+        """Make the next executor upload the previous executor's state, unless another state was loaded since.
 
         Args:
             names: id(parameter) -> canonical name in the next executor
@@ -215,7 +216,7 @@ class Optimizer:
     # Copies -----------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes but the link to an executor, torch's hooks and the `step` that schedulers replace."""
+        """Return the attributes and the devices' state, without links, hooks and a scheduler's `step`."""
         attributes = {
             name: value
             for name, value in vars(self).items()

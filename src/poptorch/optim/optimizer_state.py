@@ -1,4 +1,4 @@
-"""An optimizer's state and rates outside of an executor: poptorch's format and torch's format.
+"""Conversions and checks of optimizer states and rates: poptorch's format, torch's, and the engine's.
 
 `state_dict()` of poptorch's optimizers has two dictionaries of tensors. `RULES` defines the keys' prefixes:
 
@@ -39,10 +39,10 @@ _SWITCHES = ("nesterov", "maximize", "fused")  # not in "ipu_param"
 
 
 def rates_of(kind: str, optimizer: Any) -> Hyper:
-    """Return the rates of an optimizer's parameter groups as numbers, and its loss scaling.
+    """Return the rates of an optimizer's parameter groups as floats, and its loss scaling.
 
     Raises:
-        AssertionError: a key of the optimizer's rule is missing in a group, or a value is invalid
+        AssertionError: a key of the rule `kind` is missing in a group, or a value is invalid
     """
     given = getattr(optimizer, "loss_scaling", 1.0)
     scaling = number(given, "loss_scaling", "the optimizer")
@@ -65,7 +65,7 @@ def rates_of(kind: str, optimizer: Any) -> Hyper:
 
 
 def _rates(rule: Rule, group: dict[str, Any], where: str) -> dict[str, float]:
-    """Return the rates of one parameter group; the pair "betas" as "beta1" and "beta2"."""
+    """Return the rates of one parameter group, with "betas" split. `where` names the group in errors."""
     rates = {}
     for name in (*rule.rates, "maximize"):
         value = group.get(name, False)
@@ -84,7 +84,7 @@ def _rates(rule: Rule, group: dict[str, Any], where: str) -> dict[str, float]:
 
 
 def number(value: Any, name: str, where: str) -> float:
-    """Return a number, or a tensor with one element, as a float. Raises AssertionError for other values."""
+    """Return a number, or a tensor of one element, as a float. Raises AssertionError for others and NaN."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     try:
@@ -96,16 +96,16 @@ def number(value: Any, name: str, where: str) -> float:
 
 
 def _entry_name(rate: str) -> str:
-    """Return the name of a rate in "ipu_param"; weight_decay, for example, is weightDecay there."""
+    """Return the name of a rate in "ipu_param": "weightDecay" for "weight_decay", "learningRate" for "lr"."""
     first, *others = ["learning", "rate"] if rate == "lr" else rate.split("_")
     return first + "".join(map(str.capitalize, others))
 
 
 def _group_entries(rates: Mapping[str, float], scaling: float) -> dict[str, float]:
-    """Return the rates of a group by their names in "ipu_param".
+    """Return the rates of a parameter group by their names in "ipu_param".
 
     SGD without momentum has two derived values instead: scaledLearningRate0 = lr·(1 − d) / scaling and
-    weightDecayScaleFactor0 = 1 − lr·(1 − d)·λ, with dampening d and weight decay λ.
+    weightDecayScaleFactor0 = 1 − lr·(1 − d)·λ, with dampening d, weight decay λ and loss scaling.
     """
     if "dampening" in rates and rates["momentum"] == 0:
         step = rates["lr"] * (1 - rates["dampening"])
@@ -126,8 +126,8 @@ def hyperparameter_entries(group_of: Mapping[str, int], hyper: Hyper) -> dict[st
 def load_rates(kind: str, optimizer: Any, ipu_param: Mapping[str, Tensor]) -> None:
     """Write an "ipu_param" into the parameter groups and the loss scaling of an optimizer.
 
-    Parameters are matched by their order, not by name. If the entries of a group's parameters differ, the
-    group gets those of its last parameter, and a warning is logged.
+    Parameters are matched by their order, not by name. A group gets the rates of its last parameter. A
+    warning lists rates that are not used, such as those of other parameters of the group, if they differ.
     """
     entries: dict[str, dict[str, float]] = {}  # of each parameter; those of "" belong to the optimizer
     for key, value in ipu_param.items():
@@ -154,7 +154,7 @@ def load_rates(kind: str, optimizer: Any, ipu_param: Mapping[str, Tensor]) -> No
 def _load_group_rates(
     rule: Rule, group: dict[str, Any], entries: Mapping[str, float], scaling: float
 ) -> None:
-    """Write one parameter's rates into its group. `entries` has their names in "ipu_param" as keys."""
+    """Write one parameter's rates into its group. The keys of `entries` are their names in "ipu_param"."""
     for rate in rule.rates:
         if rate == "betas":
             group[rate] = tuple(
@@ -172,7 +172,7 @@ def _load_group_rates(
 
 
 def _loaded_or_old(loaded: float | None, old: Any) -> Any:
-    """Return the loaded value, or the old value if none was loaded or both are equal in float32."""
+    """Return the loaded value; the old value, if `loaded` is None or if both are equal in float32."""
     is_equal = loaded is None or (old is not None and math.isclose(loaded, old, rel_tol=1e-6))
     return old if is_equal else loaded
 
@@ -181,7 +181,7 @@ def _loaded_or_old(loaded: float | None, old: Any) -> Any:
 
 
 def state_entries(kind: str, states: Mapping[str, State]) -> dict[str, Tensor]:
-    """Convert states, by canonical parameter name, to an "ipu_state". Tensors are not copied."""
+    """Return states, given by canonical parameter name, as an "ipu_state". Tensors are not copied."""
     prefixes = {state.name: state.file for state in RULES[kind].states}
     return {
         f"{prefixes[name]}___{parameter}": value
@@ -191,7 +191,7 @@ def state_entries(kind: str, states: Mapping[str, State]) -> dict[str, Tensor]:
 
 
 def states_of(kind: str, ipu_state: Mapping[str, Tensor]) -> dict[str, State]:
-    """Return the states in an "ipu_state", by canonical parameter name, without states of other rules."""
+    """Return the states in an "ipu_state", by canonical parameter name; skip those of other rules."""
     names = {state.file: state.name for state in RULES[kind].states}
     states: dict[str, State] = {}
     for key, value in ipu_state.items():
@@ -204,13 +204,13 @@ def states_of(kind: str, ipu_state: Mapping[str, Tensor]) -> dict[str, State]:
 def check_states(
     kind: str, states: Mapping[str, State], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 ) -> None:
-    """Check states before they are loaded.
+    """Raise RuntimeError if a state has another shape than its parameter, or a value that no update yields: a
+    number of updates that is no whole number from 0, or a negative mean of squares.
 
     Args:
-        states: the states of each parameter, by their names in the rule
-        shapes: the shapes of parameters, to compare states with
-    Raises:
-        RuntimeError: another shape, or a value that no update yields, such as a negative number of updates
+        kind:   the optimizer's kind, for the message
+        states: parameter -> name of a state in the rule -> tensor
+        shapes: parameter -> shape; states of other parameters may have any shape
     """
     for parameter, state in states.items():
         for name, value in state.items():
@@ -235,7 +235,7 @@ def check_states(
 
 
 def torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
-    """Convert one parameter's state, after `steps` updates, to that of torch's optimizer of this kind."""
+    """Return one parameter's state, after `steps` updates, in the format of torch's optimizer of this kind."""
     names = {each.name: each.torch_name for each in RULES[kind].states}
     result = {names[name]: value for name, value in state.items() if names[name]}
     if names.get("step", "step"):  # torch counts the updates of every rule but SGD
@@ -244,7 +244,7 @@ def torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
 
 
 def engine_state(optimizer: settings.Optimizer, state: Mapping[str, Any]) -> State:
-    """Convert torch's state of one parameter to the engine's, without tensors that the rule doesn't have."""
+    """Return one parameter's state in the engine's format, from torch's. Unknown entries are left out."""
     names = {each.torch_name: each.name for each in rule_of(optimizer).states if each.torch_name}
     result = {names[n]: value for n, value in state.items() if n in names and isinstance(value, Tensor)}
     if optimizer.flags.get("torch_dampening") and result:
@@ -253,10 +253,9 @@ def engine_state(optimizer: settings.Optimizer, state: Mapping[str, Any]) -> Sta
 
 
 def check_torch_state(kind: str, optimizer: Any, state_dict: Mapping[str, Any]) -> None:
-    """Check torch's part of a `state_dict()` before it is loaded into an optimizer of this kind.
+    """Raise RuntimeError if torch's part of a `state_dict()` can't be loaded into an optimizer of this kind.
 
-    Raises:
-        RuntimeError: the state is of another kind of optimizer or model, or has values that no update yields
+    The causes are states of another kind of optimizer, other shapes, and values that no update yields.
     """
     rule_states = RULES[kind].states
     names = {each.torch_name: each.name for each in rule_states if each.torch_name}

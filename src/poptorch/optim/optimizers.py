@@ -77,7 +77,7 @@ class SGD(Optimizer, torch.optim.SGD):
 
 
 class _Moments(Optimizer):
-    """Base class of optimizers with two moments whose dtypes can be chosen: float16 or float32."""
+    """Base class of optimizers with two moments, each of which is kept in float16 or float32."""
 
     first_order_momentum_accum_type: torch.dtype = torch.float32
     second_order_momentum_accum_type: torch.dtype = torch.float32
@@ -147,7 +147,7 @@ class AdamW(_Moments, torch.optim.AdamW):
         self._construct(locals())
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override]
-        """Update the host's weights by torch's `step`; without bias correction, by the rule of executors."""
+        """Update the host's weights by torch's `step`, or by executors' rule without bias correction."""
         return super().step(closure) if self.bias_correction else step_by_own_rule(self, closure)
 
 
@@ -187,13 +187,13 @@ class RMSprop(_Moments, torch.optim.RMSprop):
 
 
 class OwnRule(Optimizer, torch.optim.Optimizer):
-    """Base class of optimizers that torch doesn't have. On the host, `step()` runs the rule of executors."""
+    """Base class of optimizers that torch lacks. On the host, `step()` runs the rule of executors."""
 
     def __init__(self, params: ParamsT, **rates: Any) -> None:
         self._construct({"params": params, **rates})
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override]
-        """Update the host's weights from their `.grad`, and return the loss of `closure` or None."""
+        """Update the host's weights in place from their `.grad`, and return the loss of `closure` or None."""
         return step_by_own_rule(self, closure)
 
 
@@ -261,7 +261,7 @@ class LARS(OwnRule):
 
 @torch.no_grad()
 def step_by_own_rule(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None) -> Any:
-    """Update the host's weights by the optimizer's rule in `RULES`. Return the loss of `closure`, or None."""
+    """Update the host's weights and `optimizer.state` by the rule in `RULES`. Return the closure's result."""
     loss = None
     if closure is not None:
         with torch.enable_grad():
