@@ -40,7 +40,7 @@ _read = _environment.read
 
 
 def isPopdistEnvSet() -> bool:
-    """Return whether a launcher started this process."""
+    """Return whether poprun, or another launcher of several processes, started this process."""
     return _environment.is_set()
 
 
@@ -55,12 +55,12 @@ def getNumLocalReplicas() -> int:
 
 
 def getNumIpusPerReplica() -> int:
-    """Return the number of ipus of a replica, as declared at launch."""
+    """Return the number of ipus of a replica: that of `poprun --ipus-per-replica`, by default 1."""
     return _read().ipus_per_replica
 
 
 def checkNumIpusPerReplica(num_ipus: int) -> bool:
-    """Return whether a replica has `num_ipus` ipus, as declared at launch."""
+    """Return whether `num_ipus` is the number of ipus of a replica, as given to poprun."""
     return num_ipus == getNumIpusPerReplica()
 
 
@@ -85,9 +85,9 @@ def getReplicaIndexOffset() -> int:
 
 
 def getDeviceId(ipus_per_replica: int = 0) -> int:
-    """Return the id of this instance's first device on its host.
+    """Return the index of this instance's first ipu among all ipus of its host.
 
-    Args: ipus_per_replica: number of ipus; 0: as declared at launch
+    Args: ipus_per_replica: ipus of a replica; 0: the number that was given to poprun
     """
     launch = _read()
     return launch.local_instance * launch.local_replicas * (ipus_per_replica or launch.ipus_per_replica)
@@ -97,8 +97,8 @@ def init() -> None:
     """Connect to the other instances. Call it once, before any collective; with one instance it does nothing.
 
     Raises:
-        poptorch.Error: an instance is missing after POPDIST_INIT_TIMEOUT seconds (by default 600), or the address
-            (MASTER_ADDR and MASTER_PORT) is in use
+        poptorch.Error: an instance is missing after POPDIST_INIT_TIMEOUT seconds (default: 600); the address
+            (MASTER_ADDR and MASTER_PORT) is missing, wrong or in use; or the secrets (POPDIST_SECRET) differ
     """
     launch = _read()
     if launch.instances > 1:
@@ -108,7 +108,7 @@ def init() -> None:
 
 
 def isBackendInitialized() -> bool:
-    """Return whether `init` was called; always true with one instance."""
+    """Return whether torch.distributed is initialized, by `init` for example; True with one instance."""
     if getNumInstances() == 1:
         return True
     import torch.distributed as dist
@@ -120,7 +120,8 @@ def synchronize() -> None:
     """Wait until all instances have called this.
 
     Raises:
-        poptorch.Error: another instance has called another collective, has failed, or is gone
+        poptorch.Error: another instance has called another collective, has failed or ended, or the instances
+            are not connected
     """
     from . import collectives  # loads torch
 
@@ -128,7 +129,7 @@ def synchronize() -> None:
 
 
 def execute_on_instances(instances: Iterable[int], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `fn` on these instances and return its value; all other instances return None at once.
+    """Call `fn` and return its value in the instances with these indices; return None at once in all others.
 
     Inside `fn`, `synchronize` and `popdist.collectives` involve only these instances.
     """
@@ -142,7 +143,7 @@ def execute_on_instances(instances: Iterable[int], fn: Callable[..., Any], *args
 
 
 def __getattr__(name: str) -> Any:
-    """Import PopTorch or torch only when `popdist.poptorch`, `Checkpoint`, `resumable` or `collectives` is used."""
+    """Return `poptorch`, `collectives`, `Checkpoint` or `resumable`; import its module at the first use."""
     import importlib
 
     if name in ("poptorch", "collectives"):

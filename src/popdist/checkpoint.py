@@ -32,10 +32,10 @@ _PATIENCE_AT_EXIT = 60  # seconds that the end of a program waits for a checkpoi
 
 
 class Checkpoint:
-    """The checkpoints of a training: saves one every few calls, restores the newest undamaged one.
+    """The checkpoints of a training: `step` saves one every few calls, `restore` loads the newest valid one.
 
     Args:
-        directory: of all checkpoints, the same in all instances; with several hosts on a shared file system
+        directory: folder of all checkpoints, equal in all instances; several hosts need a shared file system
         every:     calls from one checkpoint to the next; 0: only `save()` writes checkpoints
         keep:      number of checkpoints to keep; older ones are removed
     """
@@ -55,19 +55,21 @@ class Checkpoint:
 
     @classmethod
     def every(cls, calls: int, directory: str | Path | None = None, keep: int = 2) -> Checkpoint:
-        """Return a `Checkpoint` that saves every `calls` calls, by default in poprun's --checkpoint-dir."""
+        """Return a `Checkpoint` for every `calls` calls, by default in poprun's --checkpoint-dir or checkpoints/."""
         return cls(directory or os.environ.get(CHECKPOINTS, "checkpoints"), calls, keep)
 
     def restore(self, model: Any, loader: Any = None, **others: Any) -> int:
-        """Restore the newest undamaged checkpoint, and set what `save` saves. Call it once, before training.
+        """Load the newest undamaged checkpoint into the arguments, which `save` will save. Call it once.
+
+        A damaged checkpoint is skipped with a warning.
 
         Args:
             model:  a training executor, compiled or not
             loader: a `poptorch.DataLoader`, or None
-            others: objects with `state_dict` and `load_state_dict`, such as schedulers, equal in all instances
+            others: objects with `state_dict` and `load_state_dict`, equal in all instances (schedulers)
         Returns: the number of calls before the checkpoint; 0 if no checkpoint was found
         Raises:
-            Error: the checkpoint is of another model, or several instances have not called `popdist.init()`
+            Error: the checkpoint is of another model or other arguments, or no `popdist.init()` was called
         """
         self._model, self._parts = model, {"loader": loader, **others} if loader is not None else others
         atexit.register(self.wait, _PATIENCE_AT_EXIT)
@@ -83,15 +85,15 @@ class Checkpoint:
         return 0
 
     def step(self) -> None:
-        """Count a call of the model, and save if a checkpoint is due. All instances call this after each call."""
+        """Count a call of the model, and `save` if it is due. All instances call this after each call."""
         self.calls += 1
         if self._calls_between and self.calls % self._calls_between == 0:
             self.save()
 
     def save(self) -> None:
-        """Begin to write a checkpoint from a copy of the state.
+        """Copy the state, and start a thread that writes a checkpoint; first `wait` for the previous one.
 
-        If it can't be written, this call or the next one warns. Training goes on; older checkpoints stay.
+        If writing fails, the next `wait` warns; older checkpoints stay. Raises: Error, before `restore`
         """
         if self._model is None:
             raise poptorch.Error(
@@ -107,7 +109,7 @@ class Checkpoint:
         self._saved_call = self.calls
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until the current checkpoint is complete; warn if it isn't after `seconds`, or has failed."""
+        """Wait for the thread that writes, if any; warn if it has failed or takes more than `seconds`."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -124,7 +126,7 @@ class Checkpoint:
     # ---- contents ----------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """Return the contents of this instance's file: its share of weights and optimizer state, and more."""
+        """Return the contents of this instance's file: its share of weights and optimizer, all other state."""
         training = training_state(self._model)
         has_shard = training.pop("shares_state")
         for kind in ("weights", "optimizer"):
@@ -144,11 +146,11 @@ class Checkpoint:
         return set(getattr(self._model, "per_replica_params", {}))
 
     def _load(self, folder: Path) -> None:
-        """Load a checkpoint, which any number of instances has saved, into this instance."""
+        """Load a checkpoint, saved by any number of instances. Raises: Error, as `restore` does."""
         count, saved = files.read(folder)
         each = count // len(saved)
         here = self._model._options.replication_factor
-        # For each replica of this instance the saved replica; and the file that holds the first of these.
+        # The index of the saved replica for each replica of this instance; then the file of the first one.
         replicas = [(self._launch.instance * here + i) % count for i in range(here)]
         own = saved[replicas[0] // each]
         state = dict(own)
@@ -175,7 +177,7 @@ class Checkpoint:
 def resumable(
     loader: Iterable[Any], checkpoint: Checkpoint, executor: Any, epochs: int = 1, **others: Any
 ) -> Iterator[Any]:
-    """Restore the newest checkpoint, yield the remaining batches of `epochs` epochs, and save on the way.
+    """Restore the newest checkpoint, yield the remaining batches of `epochs` epochs, and save when it is due.
 
     All instances must make one call of the executor for each batch. The state after the last call is saved,
     too, so that a program that is started again after its end yields no batch.
@@ -195,6 +197,6 @@ def resumable(
 
 
 def _gather(texts: list[str]) -> list[str]:
-    """Return the texts of all instances, in the order of the instances."""
+    """Return the texts of all instances, in the order of the instances: a collective call."""
     found = collectives.all_gather_bytes("".join(f"{text}\0" for text in texts).encode())
     return found.decode().split("\0")[:-1]

@@ -38,21 +38,21 @@ class Place:
     """The folder of a checkpoint, and the instance that writes a file of it."""
 
     directory: Path
-    calls: int
-    run: str
+    calls: int  # of the model, before the checkpoint
+    run: str  # the random id of this run
     instance: int
     instances: int
 
 
 class Writing(threading.Thread):
-    """A thread that writes one instance's file; that of instance 0 completes the checkpoint."""
+    """A thread that writes one instance's file. In instance 0 it also completes the checkpoint."""
 
     def __init__(self, place: Place, state: dict[str, Any], replicas: int, keep: int) -> None:
         super().__init__(name=f"checkpoint {place.calls}", daemon=True)
         self.place, self._state, self._replicas, self._keep = place, state, replicas, keep
         self._complete_folder = place.directory / f"call-{place.calls}"
         self._folder = place.directory / f"call-{place.calls}.{place.run}{_UNFINISHED}"
-        self.failure = ""  # Checkpoint.wait warns of it
+        self.failure = ""  # the text of an error, of which Checkpoint.wait warns
 
     def run(self) -> None:
         for step in (self._write, self._complete):
@@ -62,7 +62,7 @@ class Writing(threading.Thread):
                 self.failure = self.failure or str(error)
 
     def _write(self) -> None:
-        """Write this instance's file, and then `done`, or `failed` with the reason."""
+        """Write this instance's file, then `done`; on an error write `failed` with the reason, and raise."""
         state, self._state = self._state, {}  # freed when it is written
         folder, name = self._folder, f"instance-{self.place.instance}"
         part = folder / f"{name}.pt"
@@ -80,7 +80,7 @@ class Writing(threading.Thread):
             raise error from None
 
     def _complete(self) -> None:
-        """Rename the folder when all files are in it (remove it after an error); remove old checkpoints."""
+        """In instance 0: wait for all files, rename the folder (on an error remove it), remove old ones."""
         directory, folder = self.place.directory, self._folder
         if self.place.instance or not folder.exists():
             return
@@ -102,7 +102,7 @@ class Writing(threading.Thread):
             shutil.rmtree(path, ignore_errors=True)
 
     def _await_sums(self, folder: Path) -> dict[str, Any]:
-        """Return sizes and checksums by file. Raises: RuntimeError, if an instance did not write its file."""
+        """Wait for all files; return [bytes, checksum] by name. Raises: RuntimeError, if one is missing."""
         sums: dict[str, Any] = {}
         failures: list[str] = []
         until = time.monotonic() + _PATIENCE
@@ -122,19 +122,19 @@ class Writing(threading.Thread):
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder, newest first."""
+    """Return the paths of the complete checkpoints in a folder, newest first."""
     return sorted(
         (path for path in directory.glob("call-*") if path.name[5:].isdecimal()), key=call_of, reverse=True
     )
 
 
 def call_of(checkpoint: Path) -> int:
-    """Return the number of calls before a complete checkpoint."""
+    """Return the number of calls before a complete checkpoint, from its folder's name."""
     return int(checkpoint.name[5:])
 
 
 def faults(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
-    """Return the faults of a checkpoint's files; reader `reader` of `readers` checks only its share."""
+    """Return a text for each fault of a checkpoint; reader `reader` of `readers` checks only its share."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
         sums = sorted(manifest["files"].items())
@@ -150,14 +150,14 @@ def faults(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
 
 
 def read(folder: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Return the number of replicas of an undamaged checkpoint, and its files' contents by instance."""
+    """Return how many replicas saved a checkpoint, and the contents of each instance's file, by index."""
     manifest = json.loads((folder / _MANIFEST).read_text())
     paths = [folder / f"instance-{i}.pt" for i in range(len(manifest["files"]))]
     return manifest["replicas"], [torch.load(path, weights_only=True) for path in paths]
 
 
 class _ChecksumFile(io.BufferedWriter):
-    """A file that computes its checksum while it is written."""
+    """A file that computes its checksum (CRC-32, in `sum`) while it is written."""
 
     sum = 0
 
@@ -167,7 +167,7 @@ class _ChecksumFile(io.BufferedWriter):
 
 
 def _save(path: Path, state: Any) -> list[int]:
-    """Write a file to the disk and return its size and checksum."""
+    """Write `state` to a file by torch.save, flush it to the disk, and return [bytes, checksum]."""
     with _ChecksumFile(io.FileIO(path, "wb")) as file:
         try:
             torch.save(state, file)
@@ -179,7 +179,7 @@ def _save(path: Path, state: Any) -> list[int]:
 
 
 def _checksum(path: Path) -> list[int]:
-    """Return the size and the checksum of a file; an empty list, if it can't be read."""
+    """Return [bytes, checksum] of a file; an empty list, if it can't be read."""
     size, total = 0, 0
     with suppress(OSError), open(path, "rb") as file:
         while part := file.read(1 << 24):
@@ -197,7 +197,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file to the disk, or the names in a folder."""
+    """Flush a file's contents, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
 """Collectives of instances outside the model: all-reduce of metrics, broadcast of weights, all-gather of results.
 
-Inside `execute_on_instances` only its instances take part. All have to make the same call with the same shapes. If an
-instance does not, or is gone, all raise an error within seconds.
+Inside `execute_on_instances` only its instances take part. They make the same call with the same shapes. If one
+of them does not, or has ended, all others raise an error within seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from popengine.run.instances.process_group import ProcessGroup, group_of
 
 T = TypeVar("T")
 
-_TAG = 4  # of messages; those of models begin at process_group.FIRST_TAG
+_TAG = 4  # the tag of messages; those of models begin at process_group.FIRST_TAG
 _chosen: Sequence[int] | None = None  # instances of execute_on_instances
 
 
@@ -30,8 +30,8 @@ def all_reduce(value: Tensor | float, op: str = "sum") -> Any:
 
     Args:
         value: a tensor (not changed) or a number, of the same shape and dtype in all instances
-        op:    "sum", "mean", "min" or "max"
-    Returns: a new tensor; a float for a number
+        op:    "sum", "mean", "min" or "max"; for any other a ValueError is raised
+    Returns: a new tensor on the value's device; a float for a number
     """
     if op not in ("sum", "mean", "min", "max"):
         raise ValueError(f"all_reduce: op is {op!r}, and must be sum, mean, min or max")
@@ -53,11 +53,11 @@ def all_reduce(value: Tensor | float, op: str = "sum") -> Any:
 
 
 def broadcast(values: Any, root: int = 0) -> Any:
-    """Copy the tensors of one instance to all, in place.
+    """Overwrite the tensors of all instances by those of one instance, in place.
 
     Args:
-        values: a tensor, or a mapping such as `model.state_dict()`
-        root:   the instance that sends its values
+        values: a tensor, or a mapping such as `model.state_dict()`, of which other entries stay unchanged
+        root:   index of the instance that sends its tensors; a ValueError is raised if it does not take part
     Returns: `values`
     """
     group = _group()
@@ -84,10 +84,11 @@ def broadcast(values: Any, root: int = 0) -> Any:
 
 
 def all_gather(value: Tensor) -> Tensor:
-    """Return the rows of all instances, concatenated by instance; the numbers of rows may differ.
+    """Return the rows of all instances, in the order of the instances; the numbers of rows may differ.
 
     Args:
-        value: [rows, ...], with the same shape beyond the rows and the same dtype in all instances
+        value: [rows, ...], with the same shape beyond the rows and the same dtype in all instances; a scalar
+            raises a ValueError
     """
     if not value.dim():
         raise ValueError("all_gather: the value has no rows; fix: value.unsqueeze(0)")
@@ -103,7 +104,7 @@ def all_gather_bytes(value: bytes) -> bytes:
 
 
 def _all_gather_bytes(value: bytes, tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the bytes of all instances, which must have `tensors` of equal shapes and dtypes."""
+    """Return the bytes of all instances, joined. Raises: Error, if `tensors` differ in shape or dtype."""
     group, what = _group(), "popdist.collectives.all_gather"
     if group is None:
         return value
@@ -116,19 +117,20 @@ def _bytes_of(value: Tensor) -> Tensor:
 
 
 def barrier(what: str = "popdist.collectives.barrier()") -> None:
-    """Wait until all instances have called this."""
+    """Wait until all instances have called this. `what` names the call in error messages."""
     group = _group()
     if group is not None:
         group.barrier(what)
 
 
 def _after_barrier(group: ProcessGroup, what: str, tensors: Mapping[str, Tensor], work: Callable[[], T]) -> T:
+    """Wait for all instances, check that shapes and dtypes of `tensors` are equal, and return `work()`."""
     shapes = {name: f"{tuple(value.shape)} {value.dtype}" for name, value in tensors.items()}
     return group.after_barrier(what, {"shape": shapes}, work)
 
 
 def _group() -> ProcessGroup | None:
-    """Return the process group of the instances that take part; None, if this is the only instance."""
+    """Return the group of the instances that take part; None for one. Raises: Error, before `init`."""
     size = read().instances
     if size == 1:
         return None
@@ -140,7 +142,7 @@ def _group() -> ProcessGroup | None:
 
 @contextmanager
 def among(chosen: Sequence[int]) -> Iterator[None]:
-    """Restrict collectives inside the `with` statement to these instances."""
+    """Restrict collectives inside the `with` statement to the instances with these indices."""
     global _chosen
     before, _chosen = _chosen, chosen
     try:

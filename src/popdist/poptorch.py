@@ -13,7 +13,7 @@ __all__ = ["Options"]
 
 
 def _refusing_method(name: str) -> Callable[..., NoReturn]:
-    """Return a method that raises a RuntimeError about a call that contradicts poprun."""
+    """Return a method that always raises a RuntimeError: calls of `name` would contradict poprun."""
 
     def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
@@ -26,6 +26,8 @@ def _refusing_method(name: str) -> Callable[..., NoReturn]:
 
 
 class _FixedDistributed(Distributed):
+    """Distributed options with the process numbers of the launcher, which can't be changed."""
+
     disable = _refusing_method("Distributed.disable")
     setEnvVarNames = _refusing_method("Distributed.setEnvVarNames")
     configureProcessId = _refusing_method("Distributed.configureProcessId")
@@ -35,9 +37,9 @@ class Options(poptorch.Options):
     """The options of one instance, with the launcher's numbers of replicas and processes.
 
     Args:
-        ipus_per_replica: ipus that the model uses; by default poprun's --ipus-per-replica
+        ipus_per_replica: ipus that a replica of the model uses; by default poprun's --ipus-per-replica
     Raises:
-        RuntimeError: `ipus_per_replica` differs from poprun's
+        RuntimeError: there are several replicas, and both numbers of ipus are above 1 and differ
     """
 
     _ipus_per_replica: int

@@ -33,10 +33,10 @@ _PATIENCE_AT_EXIT = 2.0  # seconds
 
 
 def connect(launch: Launch) -> None:
-    """Connect to the other instances, unless torch.distributed is initialized already.
+    """Connect to the other instances, by torch.distributed if it is initialized; disconnect at exit.
 
     Raises:
-        Error: no address is set, it is in use, or an instance is missing after the time limit
+        Error: no address is set, it is in use, or no store or an instance is missing after the time limit
     """
     if dist.is_initialized():
         process_group.current()
@@ -51,7 +51,7 @@ def connect(launch: Launch) -> None:
 
 
 def _leave() -> None:
-    """Notify the peers that this process ends, and end its threads; if they don't end, close the store."""
+    """Notify peers that this process ends, and wait for its threads; if they don't end, close the store."""
     process_group.leave()
     if not process_group.join_threads(_PATIENCE):  # the store's server may be stopped, or at its own end
         for store in _stores:
@@ -61,7 +61,7 @@ def _leave() -> None:
 
 
 def _store_address() -> tuple[str, int]:
-    """Return the address and port of the store. Raises: Error, if the environment does not have them."""
+    """Return the host and port of the store, from environment variables. Raises: Error, if there is none."""
     if STORE in os.environ:
         address, _, port = os.environ[STORE].rpartition(":")
         return address, int(port)
@@ -81,7 +81,10 @@ def _store_address() -> tuple[str, int]:
 
 
 def _connect_instances(launch: Launch, address: str, port: int, seconds: float) -> Any:
-    """Wait until all instances use the store, initialize torch.distributed with it, and return the store."""
+    """Wait until all instances use the store, initialize torch.distributed with it, and return the store.
+
+    Sets GLOO_SOCKET_IFNAME, if it is not set. Raises: Error, if an instance is missing after `seconds`
+    """
     until = time.monotonic() + seconds
     store = _open_store(launch, address, port, seconds)
     store.set(f"here/{launch.instance}", "1")
@@ -113,7 +116,10 @@ def _connect_instances(launch: Launch, address: str, port: int, seconds: float) 
 
 
 def _open_store(launch: Launch, address: str, port: int, seconds: float) -> Any:
-    """Return a connection to the store of poprun, torchrun or instance 0, which begins to serve it here."""
+    """Connect to the store of poprun or torchrun; else to that of instance 0, which starts its server here.
+
+    Raises: Error, if the address is in use, or no store with the same secret is there after `seconds`
+    """
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     secret, limit = os.environ.get(SECRET, ""), timedelta(seconds=seconds)
     try:
@@ -143,7 +149,7 @@ def _open_store(launch: Launch, address: str, port: int, seconds: float) -> Any:
 
 
 def _network_interface(address: str) -> str | None:
-    """Return the network interface by which other instances reach this one; None: gloo chooses one."""
+    """Return the network interface on the route to `address`; None, if unknown: gloo then chooses one."""
     names = [name for _, name in socket.if_nameindex()]
     with suppress(OSError):
         own = own_address(address)

@@ -29,7 +29,7 @@ from popengine.environment import SECRET
 _NONCE = 16  # bytes
 _SIGNATURE = hashlib.sha256().digest_size
 _MAX_MESSAGE = 1 << 22  # bytes of a message that the server reads
-_OUTSIDE_ADDRESS = "192.0.2.1"  # an address that is reserved for documentation
+_OUTSIDE_ADDRESS = "192.0.2.1"  # reserved for documentation: reached by the default route
 _HANDSHAKE = 10.0  # seconds for a caller to sign its first message
 # A host that lost its power is noticed after 10 + 3 * 5 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
@@ -40,11 +40,11 @@ _WARNING = (
 
 
 class StoreError(RuntimeError):
-    """An error: the server is gone, or a key was not set in time."""
+    """An error: the server can't be reached, or a key was not set in time."""
 
 
 class SecretError(StoreError):
-    """An error: what serves there has another secret, or is no store."""
+    """An error: the server at this address has another secret, or is not a store."""
 
 
 class _Channel:
@@ -71,7 +71,7 @@ class _Channel:
         self._socket.sendall(struct.pack("!I", len(body)) + self._next_signature(0, body) + body)
 
     def receive(self, largest: int | None = None) -> Any:
-        """Return the next message. Raises: OSError, if it is forged, too large, or the other end is gone."""
+        """Return the next message. Raises: OSError, if it is forged or too large, or the peer is gone."""
         (size,) = struct.unpack("!I", self._read(4))
         if largest is not None and size > largest:
             raise OSError(f"a message of {size} bytes")
@@ -87,7 +87,7 @@ class _Channel:
         return hmac.digest(self._keys[direction], number + body, "sha256")
 
     def _read(self, size: int) -> bytes:
-        """Return the next `size` bytes. Raises: ConnectionError, if the other end is gone."""
+        """Return the next `size` bytes. Raises: ConnectionError, if the peer has closed the connection."""
         data = self._file.read(size)
         if len(data) < size:
             raise ConnectionError("the other end has closed the connection")
@@ -101,7 +101,8 @@ class Server:
         host:    the name or address to listen on
         port:    0: any free port
         secret:  the secret that callers must know; "": every caller is served
-        is_open: whether other hosts connect; then a `host` that is loopback here means `own_address`, too
+        is_open: whether other hosts connect; then, if `host` is a loopback address here, the server also
+            listens at `own_address(host)`
     Raises:
         OSError: the address is not one of this host, or in use
     """
@@ -131,13 +132,14 @@ class Server:
             each.close()
 
     def _accept(self, listening: socket.socket) -> None:
+        """Start a thread that serves each connection, until the socket is closed."""
         with suppress(OSError):  # closed
             while True:
                 connected, _ = listening.accept()
                 threading.Thread(target=self._serve, args=(connected,), daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
-        """Answer a caller's messages until its connection ends or a message is forged; then drop its keys."""
+        """Answer messages until the connection ends or a message is invalid; then delete the held keys."""
         held: set[str] = set()
         self._sockets.add(connected)
         with connected, suppress(OSError, ValueError, TypeError):
@@ -156,9 +158,9 @@ class Server:
 
 
 def _execute(values: dict[str, str], held: set[str], message: Sequence[Any]) -> Any:
-    """Carry out a message on `values`, and return the answer.
+    """Apply a message to `values` in place, and return the answer. Raises: ValueError, if it is unknown.
 
-    Args: held: the keys that end with the caller's connection; "hold" adds a key
+    Args: held: keys that are deleted when the caller's connection ends; the message "hold" adds one, in place
     """
     match message:
         case "get", keys:
@@ -193,7 +195,7 @@ class SignedStore(dist.Store):
         patience: seconds to wait for the server to listen, and for keys in `get` and `wait`
         timeout:  seconds after which a server that does not answer is gone; None: no limit
     Raises:
-        StoreError: no server listens there in this time; a SecretError, if it has another secret
+        StoreError: no server accepts within `patience`; SecretError: it has another secret or is no store
     """
 
     def __init__(
@@ -212,13 +214,13 @@ class SignedStore(dist.Store):
             ) from None
 
     def close(self) -> None:
-        """Close the connection; the server removes the keys that it holds."""
+        """Close the connection; the server then deletes the keys that `hold` has set."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def hold(self, key: str, value: str) -> bool:
-        """Set a key that is removed with this connection; return False if it was set by another one."""
+        """Set a key until this connection ends; return False if it exists and isn't held by this one."""
         return self._call("hold", key, value)
 
     def read(self, keys: Sequence[str]) -> list[str | None]:
@@ -261,6 +263,7 @@ class SignedStore(dist.Store):
             pause = min(1.5 * pause, 0.1)
 
     def _call(self, *message: Any) -> Any:
+        """Send a message and return the server's answer. Raises: StoreError, if the connection is lost."""
         try:
             with self._lock:
                 self._channel.send(message)
@@ -270,7 +273,7 @@ class SignedStore(dist.Store):
 
 
 def _text(value: str | bytes) -> str:
-    """Return a text for JSON with a character for each byte, of the same code (latin-1)."""
+    """Return bytes (of a text: in UTF-8) as a text with one latin-1 character per byte, for JSON."""
     return (value.encode() if isinstance(value, str) else value).decode("latin-1")
 
 
@@ -287,14 +290,14 @@ def _connect(host: str, port: int, patience: float) -> socket.socket:
 
 
 def _resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, str]:
-    """Return the address of a host name: an IPv4 address, if the name has one."""
+    """Return the family and IP address of a host name: an IPv4 address, if the name has one."""
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, *_, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)
     return family, str(address[0])
 
 
 def own_address(host: str = _OUTSIDE_ADDRESS) -> str:
-    """Return this host's address on the route to another host, which need not answer; by default the default route.
+    """Return this host's IP address on the route to `host`, which need not answer (default: outside).
 
     Debian's hosts file maps the host's own name to a loopback address. For that name the result is the address of the
     default route, by which other hosts reach this one.
@@ -309,5 +312,5 @@ def own_address(host: str = _OUTSIDE_ADDRESS) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether only this host reaches the address."""
+    """Return whether an IP address is a loopback address, which only this host reaches."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
