@@ -55,7 +55,7 @@ class Checkpoint:
 
     @classmethod
     def every(cls, calls: int, directory: str | Path | None = None, keep: int = 2) -> Checkpoint:
-        """Return a `Checkpoint` for every `calls` calls, by default in poprun's --checkpoint-dir or checkpoints/."""
+        """Return a `Checkpoint` for every `calls` calls, by default in poprun's --checkpoint-dir."""
         return cls(directory or os.environ.get(CHECKPOINTS, "checkpoints"), calls, keep)
 
     def restore(self, model: Any, loader: Any = None, **others: Any) -> int:
@@ -126,7 +126,7 @@ class Checkpoint:
     # ---- contents ----------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """Return the contents of this instance's file: its share of weights and optimizer, all other state."""
+        """Return the contents of this instance's file: a share of the parameters, all other state."""
         training = training_state(self._model)
         has_shard = training.pop("shares_state")
         for kind in ("weights", "optimizer"):

@@ -1,7 +1,7 @@
 """Collectives of instances outside the model: all-reduce of metrics, broadcast of weights, all-gather of results.
 
-Inside `execute_on_instances` only its instances take part. They make the same call with the same shapes. If one
-of them does not, or has ended, all others raise an error within seconds.
+Inside `execute_on_instances` only its instances take part. They make the same call with the same shapes. If
+one of them does not, or has ended, all others raise an error within seconds.
 """
 
 from __future__ import annotations

@@ -39,9 +39,9 @@ _LAST_LINES = 20
 
 
 def work(request: CommandLine, node: Node, log: Log, folder: str) -> int:
-    """Run this node's instances to their end.
+    """Run this node's instances in all rounds, and print errors.
 
-    Returns: 0, the exit code of the instance that failed first, 2 for a `Misfit`, 128 + n after signal n
+    Returns: poprun's exit code: that of `Agent.run`, 2 for a `Misfit`, or 128 + n after signal n
     """
     if request.verbosity < 2:
         logging.disable(logging.CRITICAL)  # elastic logs what poprun prints itself
@@ -61,15 +61,18 @@ def work(request: CommandLine, node: Node, log: Log, folder: str) -> int:
 
 @dataclass(frozen=True)
 class Agent:
-    """Runs this node's share of a training."""
+    """The agent of this node, which runs the node's instances."""
 
     request: CommandLine
     nodes: Nodes
     log: Log
-    folder: str  # for the output and the stacks of instances
+    folder: str  # of the files with the output and the stacks of instances
 
     def run(self) -> int:
-        """Run this node's instances in all rounds; return poprun's exit code."""
+        """Run this node's instances in all rounds.
+
+        Returns: 0, or if the training can't go on that of `_report`, if any, else 1 (`CONSEQUENCE` under `hosts`)
+        """
         code = None  # of the last round
         try:
             while code != 0 and (current := self.nodes.next_round()) is not None:
@@ -84,8 +87,8 @@ class Agent:
     def _run_round(self, current: Round) -> int | None:
         """Run this node's instances in one round.
 
-        Returns: 0, if all instances of all nodes have succeeded; the exit code, if an instance of this node has
-            failed; None, if the round has ended for another reason
+        Returns: 0, if all instances of all nodes have succeeded; the code of `_report`, if an instance of this
+            node has failed; None, if the round has ended for another reason
         """
         if self.request.is_elastic:
             places = ", ".join(f"{count} on {name}" for name, count in current.counts.items())
@@ -112,7 +115,7 @@ class Agent:
         return self._report(current, instances, failed, first_node)
 
     def _variables_of(self, current: Round, local: int) -> dict[str, str]:
-        """Return the environment variables of an instance that differ from this process's."""
+        """Return the environment variables that are added for instance number `local` of this node."""
         count = current.counts[self.nodes.name]
         instance = current.first_instance(self.nodes.name) + local
         master, _, port = current.address.rpartition(":")
@@ -169,9 +172,9 @@ class Instances:
     """The processes of this node's instances in one round. Leaving the `with` statement ends them.
 
     Args:
-        first:     number of the first instance
-        variables: of each instance, added to this process's environment
-        folder:    for the output of instances that are silenced or have prefixes
+        first:     index of this node's first instance among all instances
+        variables: for each instance of this node, environment variables added to this process's
+        folder:    of the files with the output of silenced instances
     """
 
     def __init__(
@@ -205,7 +208,7 @@ class Instances:
             os.close(descriptor)
 
     def wait(self, seconds: float) -> None:
-        """Wait until an instance ends, and record its exit code."""
+        """Wait up to `seconds` until an instance ends, and move it from `running` to `exit_codes`."""
         ended, _, _ = select.select(list(self._ends), [], [], seconds)
         for descriptor in ended:
             instance = self._ends.pop(descriptor)
@@ -215,11 +218,11 @@ class Instances:
 
     @property
     def first_failure(self) -> int | None:
-        """The instance that failed first; None, if no instance has failed."""
+        """Return the index of the instance that failed first; None, if no instance has failed."""
         return next((instance for instance, code in self.exit_codes.items() if code), None)
 
     def last_hidden_lines(self, instance: int) -> list[str]:
-        """Return the last lines of the output of an instance that is silenced."""
+        """Return the last lines of an instance's silenced streams; an empty list, if none is silenced."""
         local, lines = instance - self._first, []
         for std, paths in ((Std.OUT, self._context.stdouts), (Std.ERR, self._context.stderrs)):
             if std in self._silent[local]:

@@ -17,7 +17,7 @@ from .topology import Node, local_instances, node_of, table
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run poprun with arguments (None: this process's) and return its exit code; 2 if they are wrong."""
+    """Run poprun with arguments (None: this process's), and return its exit code: 2 if it can't start."""
     words = sys.argv[1:] if words is None else words
     request = parse(words)
     log = Log(request.verbosity)
@@ -50,12 +50,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run_agent(request: CommandLine, node: Node, log: Log, folder: str) -> int:
+    """Run the agent and return its exit code."""
     from . import agent  # loads torch, which the guard does not use
 
     return agent.work(request, node, log, folder)
 
 
 def _announce(request: CommandLine, names: Sequence[str], log: Log) -> None:
+    """Log the options that have no effect, and print the topology if it is wanted."""
     if request.recorded:
         options = ", ".join(f"--{name}" for name in request.recorded)
         log.warning(f"of no effect without IPUs: {options}")
@@ -67,7 +69,7 @@ def _announce(request: CommandLine, names: Sequence[str], log: Log) -> None:
 
 
 def _end_with_stdin() -> None:
-    """Send SIGTERM to this process when its standard input ends: the poprun that started it has ended."""
+    """Wait until standard input ends, since the poprun that started this one has; then send SIGTERM here."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), 15)

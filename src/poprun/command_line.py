@@ -52,7 +52,7 @@ class CommandLine:
 
 
 def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> CommandLine:
-    """Return the value of a command line; if it is wrong, print the error and exit with code 2."""
+    """Return the value of a command line; write the file of --export-config. A wrong one exits with code 2."""
     parser = _Parser()
     own, program = parser.split(words)
     options = parser.parse_args(own)
@@ -107,6 +107,8 @@ _SWITCHES = {"reset-partition", "update-partitions", "remove-partition", "offlin
 
 
 class _Parser(argparse.ArgumentParser):
+    """The parser of poprun's arguments. Its methods print an error and exit with code 2 if one is wrong."""
+
     def __init__(self) -> None:
         super().__init__(
             prog="poprun",
@@ -175,7 +177,7 @@ class _Parser(argparse.ArgumentParser):
         return own, rest
 
     def _action(self, name: str) -> argparse.Action:
-        """Return the option of this name, or the only option that begins with it; exit if there is none."""
+        """Return the option of this name, or the only option that begins with it; else exit."""
         known = self._option_string_actions
         if name in known:
             return known[name]
@@ -187,7 +189,7 @@ class _Parser(argparse.ArgumentParser):
         self.error(f"unknown option {name}")
 
     def import_defaults(self, path: str) -> None:
-        """Set the values in a file of `--export-config` as defaults; exit if the file is of another kind."""
+        """Set the values in a file of `--export-config` as defaults; exit if it is not such a file."""
         try:
             values = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
@@ -198,7 +200,7 @@ class _Parser(argparse.ArgumentParser):
         self.set_defaults(**values)
 
     def checked_instances(self, options: argparse.Namespace) -> tuple[int, int]:
-        """Return the smallest (0: it is fixed) and largest number of instances; exit if options are wrong."""
+        """Check all numbers; return the smallest (0: not elastic) and the largest number of instances."""
         text, replicas = str(options.num_instances), options.num_replicas
         if not re.fullmatch(r"\d+(:\d+)?", text):
             self.error(f"argument --num-instances: invalid value: {text!r}; 4 or 2:8 is meant")
@@ -245,7 +247,7 @@ def _switch(text: str) -> bool:
 
 
 def _parse_variables(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of words `NAME=VALUE`, or `NAME`, with the value in `environment` if it is set."""
+    """Return the variables of words `NAME=VALUE`, or `NAME` (from `environment`; left out, if not in it)."""
     variables = {}
     for word in words:
         name, equals, value = word.partition("=")

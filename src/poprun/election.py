@@ -36,11 +36,11 @@ class Misfit(Exception):
 
 
 class Lost(Exception):
-    """An error: the training can't go on with the nodes that are left. Empty, if the cause has been printed."""
+    """An error: the training can't go on with the nodes that are left. Empty: its cause has been printed."""
 
 
 class FirstNode:
-    """The connection to node 0, which leads a training of a fixed size. Methods: as of `Election`."""
+    """The connection to node 0, which leads a training of a fixed size. It has the methods of `Election`."""
 
     leader = "0"
 
@@ -50,7 +50,7 @@ class FirstNode:
         self.secret = os.environ.get(SECRET) or (secrets.token_hex(32) if node.count == 1 else "")
 
     def join(self) -> tuple[Server | None, SignedStore, str]:
-        """Connect to node 0, which serves the store; return as in `Election`. Raises: Lost, if that fails."""
+        """Connect to node 0, on which first start the store's server. Returns: as `Election.join`. Raises: Lost."""
         node, until = self._node, time.monotonic() + self._node.patience
         server = self._start_server(until) if node.rank == 0 else None
         port = server.port if server else node.port
@@ -68,7 +68,7 @@ class FirstNode:
             ) from None
 
     def _start_server(self, until: float) -> Server:
-        """Return the store's server on this node. Raises: Lost, if it can't listen at the node's address."""
+        """Start the store's server and return it. Raises: Lost, if it can't listen at the node's address."""
         node, server = self._node, None
         while server is None:
             try:
@@ -94,7 +94,7 @@ class FirstNode:
 
 
 class Election:
-    """This node's connection to the leader of an elastic training, which can be this node."""
+    """This node's connection to the leader of an elastic training, which can be this node itself."""
 
     def __init__(self, request: CommandLine) -> None:
         self.name = f"{_HOST}-{os.getpid()}"
@@ -115,7 +115,7 @@ class Election:
         self._number = 0  # of the newest leader
 
     def join(self) -> tuple[Server | None, SignedStore, str]:
-        """Connect to the leader, or become the leader.
+        """Connect to the leader, or start a server and become the leader, if no leader can be reached.
 
         Returns: the store's server, if this node leads; the connection to the store; the store's address
         Raises:
@@ -142,7 +142,7 @@ class Election:
             raise StoreError("another node leads")
 
     def resign(self) -> None:
-        """Remove this leader's file at the end of the training."""
+        """Remove this leader's file. Call it at the end of the training."""
         self._remove_leader_file(self._number)
 
     def _remove_leader_file(self, number: int) -> None:
@@ -150,7 +150,7 @@ class Election:
             (self._folder / f"leader-{number}").unlink()
 
     def _connect(self, leader: dict[str, str]) -> SignedStore | None:
-        """Return a connection to a leader's store; None if the leader is gone. Raises: Misfit, as `join`."""
+        """Return a connection to a leader's store; None, if there is no answer. Raises: Misfit, as `join`."""
         host, _, port = leader["address"].rpartition(":")
         is_here = leader["host"] == _HOST
         if is_loopback(host) and not is_here:
@@ -193,7 +193,7 @@ class Election:
 
 
 def _own_host() -> str:
-    """Return this host's address in the network of MASTER_ADDR; without MASTER_ADDR, the loopback address."""
+    """Return this host's address on the route to MASTER_ADDR; without MASTER_ADDR, the loopback address."""
     named = os.environ.get("MASTER_ADDR")
     try:
         return own_address(named) if named else "127.0.0.1"

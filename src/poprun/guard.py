@@ -24,7 +24,7 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 def run(work: Callable[[], int]) -> int:
     """Call `work` in a child process, to which signals are forwarded; kill all descendants after a failure.
 
-    Returns: the exit code of `work`, or 128 + n after signal n
+    Returns: the exit code of `work`, or 128 + n if signal n was received or has ended the child
     """
     _prctl(_SET_CHILD_SUBREAPER, 1)
     sys.stdout.flush()
@@ -81,7 +81,7 @@ def _run_child(work: Callable[[], int], guard: int) -> int:
 
 
 def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Install the handler of forwarded signals that this process does not ignore, and unblock these signals."""
+    """Install a handler for each forwarded signal that this process does not ignore; unblock all of them."""
     for number in _FORWARDED:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's, for example
             signal.signal(number, handler)
@@ -94,7 +94,7 @@ def _exit_at_signal(number: int, _: FrameType | None) -> None:
 
 
 def _kill_descendants() -> None:
-    """Kill all child and adopted processes, and then the processes that are adopted because of this."""
+    """Kill all child and adopted processes, and those adopted because of this, until none is left."""
     while adopted := children(os.getpid()):
         for pid in adopted:
             with suppress(ProcessLookupError):
@@ -113,5 +113,5 @@ def children(pid: int) -> list[int]:
 
 
 def _prctl(what: int, value: int) -> None:
-    """Call Linux's prctl."""
+    """Call Linux's prctl, without a check of its result."""
     ctypes.CDLL(None).prctl(what, value, 0, 0, 0)

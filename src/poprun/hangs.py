@@ -47,8 +47,8 @@ class Hangs:
     """A check for hanging instances of this node during one round.
 
     Args:
-        store:  where instances write for which peer they wait
-        folder: of their stack files
+        store:  instances write into it for which peer they wait
+        folder: of the instances' stack files
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class Hangs:
         self._next = 0.0
 
     def kill(self, running: Mapping[int, int]) -> None:
-        """Kill the instances that have made no progress for the time limit; check once per second at most.
+        """Kill each instance that has made no progress for the time limit, and print where it hangs.
 
+        Checks at most once per second, and without `ends_idle` only instances for which a peer waits.
         Args: running: process ids of this node's instances, by instance
         """
         now, limit = time.monotonic(), self._request.hang_timeout
@@ -98,7 +99,7 @@ class Hangs:
                         os.kill(each, signal.SIGKILL)
 
     def _recent_waits(self, now: float) -> dict[int, dict[str, Any]]:
-        """Return the wait records that changed within the last `_STALE` seconds, by instance."""
+        """Return, by instance, the wait records ("for": peer, "what") that changed in the last `_STALE` s."""
         prefix = f"attempt/{self._round.number}/pando/waits/"
         for key, text in self._store.find(prefix).items():
             instance = int(key.removeprefix(prefix))

@@ -27,7 +27,10 @@ WATCH = "POPRUN_ENDS_WITH_STDIN"  # variable: this poprun ends as soon as its st
 
 
 def work(request: CommandLine, words: Sequence[str], log: Log) -> int:
-    """Run poprun with the same arguments on every host; return 0, or the first failed host's exit code."""
+    """Run poprun with `words` on every host; return 0, or the first failed host's exit code.
+
+    After a failure the other hosts are ended; in an elastic training they go on.
+    """
     local_instances(request, len(request.hosts))
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
     running: dict[int, subprocess.Popen[bytes]] = {}
@@ -62,7 +65,7 @@ def work(request: CommandLine, words: Sequence[str], log: Log) -> int:
 
 
 def _close_stdin(running: dict[int, subprocess.Popen[bytes]]) -> None:
-    """Close the standard input of each process, which ends its poprun: ssh forwards no signals."""
+    """Close the standard input of each process, so that its poprun ends: ssh forwards no signals."""
     for process in running.values():
         assert process.stdin is not None
         with suppress(BrokenPipeError):
@@ -70,7 +73,7 @@ def _close_stdin(running: dict[int, subprocess.Popen[bytes]]) -> None:
 
 
 def _host_variables(request: CommandLine, rank: int, secret: str) -> dict[str, str]:
-    """Return the environment variables of a host's poprun."""
+    """Return the environment variables of the poprun of host number `rank`."""
     address = os.environ.get("MASTER_ADDR") or request.hosts[0]
     if address == "localhost" and any(name not in _HERE for name in request.hosts):
         address = socket.gethostname()  # the name by which the other hosts know this one
@@ -88,7 +91,10 @@ def _host_variables(request: CommandLine, rank: int, secret: str) -> dict[str, s
 def _start(
     host: str, words: Sequence[str], variables: Mapping[str, str], log: Log
 ) -> subprocess.Popen[bytes]:
-    """Start the poprun of a host. It reads variables from standard input: a command line is public."""
+    """Start the poprun of a host, and return its process or ssh's.
+
+    Variables go through its standard input, since a command line is public.
+    """
     settings = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
     poprun = shlex.join([sys.executable, "-m", "poprun", *words])
     count = settings.count("\n")

@@ -48,7 +48,7 @@ class Round:
 
     number: int = -1
     state: str = "stopped"
-    address: str = ""  # HOST:PORT on the first node, for programs that call torch.distributed
+    address: str = ""  # HOST:PORT on the first node: MASTER_ADDR and MASTER_PORT of the instances
     counts: dict[str, int] = field(default_factory=dict)  # instances by node, in the order of the instances
     ids: dict[str, str] = field(default_factory=dict)  # the random id of each node's poprun
 
@@ -57,12 +57,12 @@ class Round:
         return sum(self.counts.values())
 
     def first_instance(self, node: str) -> int:
-        """Return the number of a node's first instance."""
+        """Return the index of a node's first instance."""
         names = list(self.counts)
         return sum(self.counts[name] for name in names[: names.index(node)])
 
     def missing(self, records: Mapping[str, Record]) -> str:
-        """Return the names of nodes that are gone, or have another poprun now, joined by commas; "": none."""
+        """Return the names of nodes that are lost, or have another poprun now, joined by commas; "": none."""
         return ", ".join(name for name, id in self.ids.items() if records.get(name, {}).get("id") != id)
 
 
@@ -70,7 +70,7 @@ class Nodes:
     """The connection of this node to the other nodes. Its methods raise `Lost`, if the training can't go on."""
 
     def __init__(self, request: CommandLine, node: Node, log: Log) -> None:
-        self.round = Round()  # the newest of this node
+        self.round = Round()  # the newest in which this node has instances
         self.address = ""  # of the store
         self._request, self._node, self._log = request, node, log
         self._election = Election(request) if request.is_elastic else FirstNode(node, log)
@@ -88,7 +88,7 @@ class Nodes:
         return self._store
 
     def next_round(self) -> Round | None:
-        """Wait for the next round in which this node has instances; None, if the training has ended well."""
+        """Wait for the next round with instances on this node and return it; None, if the training succeeded."""
         while True:
             try:
                 if self._store is None:
@@ -106,27 +106,27 @@ class Nodes:
                 self._report_lost_leader()
 
     def must_stop(self) -> bool:
-        """Return whether this node's instances have to stop, because the round ends."""
+        """Return whether this node's instances have to stop: the round or the connection has ended."""
         with suppress(StoreError):
             newest = self._read_and_lead()
             return newest.number > self.round.number or newest.state not in ("runs", "finished")
         return True
 
     def record_success(self) -> bool:
-        """Record that this node's instances have succeeded; return whether those of all nodes have."""
+        """Record that this node's instances succeeded; return whether all nodes' did. False, if disconnected."""
         with suppress(StoreError):
             self._write_record("done")
             return self._read_and_lead().state == "finished"
         return False
 
     def record_failure(self) -> str:
-        """Record a failure on this node, and return the node that recorded this round's first failure."""
+        """Record a failure on this node; return the node that failed first. This one, if disconnected."""
         with suppress(StoreError):
             return self.store.compare_set(f"failure/{self.round.number}", "", self.name).decode()
         return self.name
 
     def leave(self) -> None:
-        """Disconnect this node; the leader waits a moment for the other nodes."""
+        """Disconnect this node; the leader first waits `_LEAVE_PATIENCE` for the other nodes, and resigns."""
         with suppress(StoreError):
             until = time.monotonic() + _LEAVE_PATIENCE
             while self._leader is not None and time.monotonic() < until and len(_records_of(self.store)) > 1:
@@ -138,7 +138,7 @@ class Nodes:
     # ---- the store ---------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        """Connect to the store; the leader begins to serve it."""
+        """Connect to the store; if this node leads, start the store's server and become the `Leader`."""
         survivors = set(self.round.counts) - {self._election.leader}
         self._server, self._store, self.address = self._election.join()
         if self._server is not None:
@@ -147,13 +147,14 @@ class Nodes:
             self._log.info(f"{self.name} leads the training at {self.address}")
 
     def _disconnect(self) -> None:
+        """Close the connection to the store, and the server if this node leads."""
         for connection in (self._store, self._server):
             if connection is not None:
                 connection.close()
         self._store = self._server = self._leader = None
 
     def _report_lost_leader(self) -> None:
-        """Print that the leader is lost. Raises: Lost, if there can be no other leader."""
+        """Log that the leader is lost. Raises: Lost, if the training is not elastic and node 0 can't return."""
         if self._request.is_elastic:
             self._log.warning("the leader is lost: another node takes its place")
         elif self._node.rank == 0 or self.round.number >= self._request.max_restarts:
@@ -162,7 +163,10 @@ class Nodes:
             self._log.warning(f"{_lost_message('0')}; {_wait_message(self._node.patience)}")
 
     def _write_record(self, state: str) -> None:
-        """Write this node's record: "stopped" after a round, "running" in it, "done" if its instances ended well."""
+        """Write this node's record. Raises: Lost, if another node has its name.
+
+        Args: state: "stopped" between rounds, "running" in a round, "done" after success
+        """
         with socket.socket() as free:
             free.bind(("", 0))
             address = f"{self._election.host}:{free.getsockname()[1]}"
@@ -183,7 +187,7 @@ class Nodes:
             time.sleep(_POLL)
 
     def _read_and_lead(self) -> Round:
-        """Return the newest round, and do the next step of the leader if this node leads."""
+        """Return the newest round; the leader makes a `step` first. Raises: Lost, if a node has given up."""
         failed, text = self.store.read(["failed", "round"])
         if failed is not None:
             is_own = failed == self.name
@@ -196,11 +200,11 @@ class Nodes:
 
 
 class Leader:
-    """Begins and ends the rounds, on the leading node: each call of `step` makes one decision.
+    """The leader, which begins and ends rounds: each call of `step` makes one decision.
 
     Args:
         name:     of this node
-        expected: number of nodes for which the first round of an elastic training waits a while
+        expected: number of nodes for which the first round waits up to `_FIRST_ROUND_PATIENCE` seconds
     """
 
     def __init__(
@@ -216,7 +220,7 @@ class Leader:
     def step(self, current: Round) -> Round:
         """End the current round if there is a reason; when all nodes have stopped, begin the next one.
 
-        Returns: the round after this, which other nodes read in the store
+        Returns: the current round after the decision; a changed one is also written into the store
         """
         records = _records_of(self._store)
         if current.state == "runs":
@@ -239,18 +243,18 @@ class Leader:
         return current
 
     def _write_round(self, current: Round) -> Round:
-        """Write a round for the other nodes, and return it."""
+        """Write a round into the store, for the other nodes, and return it."""
         self._store.set("round", json.dumps(vars(current)))
         return current
 
     def _give_up(self, node: str, why: str = "") -> None:
-        """End the training on all nodes; the others name the node that says why."""
+        """End the training on all nodes, which name `node` as the cause; log `why`, if it is given."""
         if why:
             self._log.error(why)
         self._store.set("failed", node)
 
     def _decide_state(self, current: Round, records: Mapping[str, Record]) -> str:
-        """Return the new state of a round that runs: "runs", "lost", "failed", "grown" or "finished"."""
+        """Return the new state of a round that runs; log lost nodes; `_give_up` if no restart is left."""
         states = {
             name: record["state"] for name, record in records.items() if record["round"] == current.number
         }
@@ -271,7 +275,7 @@ class Leader:
         return "lost" if missing else "failed"
 
     def _count_failure(self) -> None:
-        """Count a failure of an elastic training; give up after too many since its newest checkpoint."""
+        """Count a failure of an elastic training; `_give_up` after too many since its newest checkpoint."""
         newest = self._newest_checkpoint()
         self._failures = self._failures + 1 if newest == self._newest_call else 1
         self._newest_call = newest
@@ -284,7 +288,7 @@ class Leader:
         return max(map(call_of, complete_checkpoints(Path(self._request.checkpoint_dir))), default=-1)
 
     def _can_grow(self, current: Round, records: Mapping[str, Record]) -> bool:
-        """Return whether new nodes can run instances, and a checkpoint is complete since their arrival."""
+        """Return whether new nodes change the counts and a checkpoint was saved since; log their arrival."""
         if not self._request.is_elastic or not records.keys() - current.counts.keys():
             return False
         if sorted(self._counts_by_node(records).values()) == sorted(current.counts.values()):
@@ -296,14 +300,17 @@ class Leader:
         return newest > self._grow_after
 
     def _counts_by_node(self, records: Mapping[str, Record]) -> dict[str, int]:
-        """Return the number of instances by node, without nodes that get none; empty if slots are too few."""
+        """Return the number of instances by node, without zeros; empty, if there are too few slots."""
         most = self._request.instances
         fewest = self._request.fewest_instances or most
         counts = deal(self._request.replicas, fewest, most, [record["slots"] for record in records.values()])
         return {name: count for name, count in zip(records, counts, strict=True) if count}
 
     def _decide_next_counts(self, records: Mapping[str, Record]) -> dict[str, int]:
-        """Return the number of instances by node in the next round; empty while more nodes are expected."""
+        """Return the number of instances by node for the next round; empty, if it can't begin yet.
+
+        While slots are too few, log a warning each minute, and `_give_up` after the node's patience.
+        """
         now, counts = time.monotonic(), self._counts_by_node(records)
         if counts:
             is_complete = len(records) >= self._expected or now > self._leads_since + _FIRST_ROUND_PATIENCE
@@ -324,18 +331,18 @@ class Leader:
 
 
 def _lost_message(names: str) -> str:
-    """Return a sentence that says which nodes are lost."""
+    """Return a message about lost nodes, whose names are joined by commas."""
     several = "s" if "," in names else ""
     return f"node{several} {names} lost: poprun has ended there, or the host does not answer"
 
 
 def _wait_message(seconds: float) -> str:
-    """Return a sentence that says how long this node waits for other nodes, and how they come."""
+    """Return a message that this node waits for other nodes, with a fix."""
     text = f"this one waits for {seconds:.0f} s (POPRUN_NODE_TIMEOUT)"
     return f"{text}\n  fix: start the same command there again"
 
 
 def _records_of(store: SignedStore) -> dict[str, Record]:
-    """Return the records of all nodes by name, in the order in which the nodes get instances."""
+    """Return the records of all nodes by name, in the order of their ranks, in which they get instances."""
     records = {key[5:]: json.loads(text) for key, text in store.find("node/").items()}
     return dict(sorted(records.items(), key=lambda item: item[1]["rank"]))

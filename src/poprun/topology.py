@@ -27,7 +27,7 @@ class Node:
 
 
 def node_of(variables: Mapping[str, str]) -> Node:
-    """Return the node that environment variables describe; without a number of nodes, the only node.
+    """Return this node from environment variables; without POPRUN_NUM_NODES, the only node.
 
     Raises:
         ValueError: a variable is missing, no number or out of range
@@ -67,7 +67,7 @@ def local_instances(request: CommandLine, nodes: int) -> int:
 
 
 def deal(replicas: int, fewest: int, most: int, slots: Sequence[int]) -> list[int]:
-    """Return the number of instances of each node: the most that divide the replicas, spread evenly.
+    """Return the number of instances of each node, spread evenly; the largest total that divides `replicas`.
 
     Args:
         fewest, most: the range of the total
@@ -97,7 +97,7 @@ def launch_of(request: CommandLine, instance: int, instances: int, local_instanc
 
 
 def cores_of(local_instance: int, instances: int) -> list[int]:
-    """Return the cores of an instance's NUMA node; none if the host has one NUMA node.
+    """Return the cores of an instance's NUMA node; an empty list, if the host has only one NUMA node.
 
     Neighbouring instances have the same NUMA node.
     """
@@ -118,7 +118,7 @@ def _listed(text: str) -> list[int]:
 
 
 def table(request: CommandLine, hosts: Sequence[str]) -> str:
-    """Return the topology as poprun prints it.
+    """Return the table of hosts, instances and replicas that poprun prints.
 
     ```
      =============================

@@ -24,13 +24,13 @@ def init(*args: Any, **kwargs: Any) -> None:
 
 
 def shutdown() -> None:
-    """Do nothing: popdist disconnects at the end of the process."""
+    """Do nothing, since popdist disconnects at the end of the process."""
 
 
 def allreduce(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: str | None = None
 ) -> Tensor:
-    """Return the mean of a tensor over all instances; the sum if `average` is False, or reduced by `op`."""
+    """Return a tensor, reduced over all instances by `op`; default: the mean, the sum if `average` is False."""
     if op is None:
         op = Sum if average is False else Average
     return collectives.all_reduce(tensor, op)
@@ -72,7 +72,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Any]], 
 
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
-    """Return the object of instance `root_rank` in all instances. It is pickled, as in Horovod."""
+    """Return the object of instance `root_rank`, which is sent by pickle, in all instances."""
     pickled = pickle.dumps(obj) if rank() == root_rank else b""
     return pickle.loads(collectives.all_gather_bytes(pickled))
 
