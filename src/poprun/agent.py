@@ -39,7 +39,7 @@ _LAST_LINES = 20
 
 
 def work(request: CommandLine, node: Node, log: Log, folder: str) -> int:
-    """Run this node's instances in all rounds, and print errors.
+    """Connect this node to the others, and run its instances in all rounds.
 
     Returns: poprun's exit code: that of `Agent.run`, 2 for a `Misfit`, or 128 + n after signal n
     """
@@ -69,9 +69,10 @@ class Agent:
     folder: str  # of the files with the output and the stacks of instances
 
     def run(self) -> int:
-        """Run this node's instances in all rounds.
+        """Run this node's instances in all rounds, and return poprun's exit code.
 
-        Returns: 0, or if the training can't go on that of `_report`, if any, else 1 (`CONSEQUENCE` under `hosts`)
+        Returns: 0 after success; if the training can't go on, the last round's exit code, else 1, or
+            `CONSEQUENCE` for a poprun that another one has started
         """
         code = None  # of the last round
         try:
@@ -87,8 +88,8 @@ class Agent:
     def _run_round(self, current: Round) -> int | None:
         """Run this node's instances in one round.
 
-        Returns: 0, if all instances of all nodes have succeeded; the code of `_report`, if an instance of this
-            node has failed; None, if the round has ended for another reason
+        Returns: 0, if all instances of all nodes have succeeded; poprun's exit code, if an instance of
+            this node has failed; None, if the round has ended for another reason
         """
         if self.request.is_elastic:
             places = ", ".join(f"{count} on {name}" for name, count in current.counts.items())

@@ -52,7 +52,7 @@ class CommandLine:
 
 
 def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> CommandLine:
-    """Return the value of a command line; write the file of --export-config. A wrong one exits with code 2."""
+    """Return the value of a command line, and write its --export-config; on an error exit with code 2."""
     parser = _Parser()
     own, program = parser.split(words)
     options = parser.parse_args(own)

@@ -36,7 +36,7 @@ class Misfit(Exception):
 
 
 class Lost(Exception):
-    """An error: the training can't go on with the nodes that are left. Empty: its cause has been printed."""
+    """An error: the nodes that are left can't go on. Its text is empty if the cause has been printed."""
 
 
 class FirstNode:
@@ -50,7 +50,7 @@ class FirstNode:
         self.secret = os.environ.get(SECRET) or (secrets.token_hex(32) if node.count == 1 else "")
 
     def join(self) -> tuple[Server | None, SignedStore, str]:
-        """Connect to node 0, on which first start the store's server. Returns: as `Election.join`. Raises: Lost."""
+        """Connect to the store; node 0 starts its server. Return as `Election.join`. Raises: Lost, on failure."""
         node, until = self._node, time.monotonic() + self._node.patience
         server = self._start_server(until) if node.rank == 0 else None
         port = server.port if server else node.port

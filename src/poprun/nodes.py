@@ -88,7 +88,7 @@ class Nodes:
         return self._store
 
     def next_round(self) -> Round | None:
-        """Wait for the next round with instances on this node and return it; None, if the training succeeded."""
+        """Wait for the next round with instances on this node, and return it; None, after a successful end."""
         while True:
             try:
                 if self._store is None:
@@ -113,14 +113,14 @@ class Nodes:
         return True
 
     def record_success(self) -> bool:
-        """Record that this node's instances succeeded; return whether all nodes' did. False, if disconnected."""
+        """Record that this node's instances succeeded; return whether all have. If disconnected, return False."""
         with suppress(StoreError):
             self._write_record("done")
             return self._read_and_lead().state == "finished"
         return False
 
     def record_failure(self) -> str:
-        """Record a failure on this node; return the node that failed first. This one, if disconnected."""
+        """Record a failure on this node; return the node that failed first, or this one if disconnected."""
         with suppress(StoreError):
             return self.store.compare_set(f"failure/{self.round.number}", "", self.name).decode()
         return self.name
@@ -154,7 +154,7 @@ class Nodes:
         self._store = self._server = self._leader = None
 
     def _report_lost_leader(self) -> None:
-        """Log that the leader is lost. Raises: Lost, if the training is not elastic and node 0 can't return."""
+        """Log that the leader is lost, or raise `Lost` if the training can't have another round."""
         if self._request.is_elastic:
             self._log.warning("the leader is lost: another node takes its place")
         elif self._node.rank == 0 or self.round.number >= self._request.max_restarts:
@@ -337,7 +337,7 @@ def _lost_message(names: str) -> str:
 
 
 def _wait_message(seconds: float) -> str:
-    """Return a message that this node waits for other nodes, with a fix."""
+    """Return a message that this node waits up to `seconds` for other nodes, with a fix."""
     text = f"this one waits for {seconds:.0f} s (POPRUN_NODE_TIMEOUT)"
     return f"{text}\n  fix: start the same command there again"
 
