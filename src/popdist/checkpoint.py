@@ -35,7 +35,7 @@ class Checkpoint:
     """The checkpoints of a training: `step` saves one every few calls, `restore` loads the newest valid one.
 
     Args:
-        directory: folder of all checkpoints, equal in all instances; several hosts need a shared file system
+        directory: folder of all checkpoints, equal in all instances; several hosts share it
         every:     calls from one checkpoint to the next; 0: only `save()` writes checkpoints
         keep:      number of checkpoints to keep; older ones are removed
     """

@@ -50,7 +50,7 @@ class FirstNode:
         self.secret = os.environ.get(SECRET) or (secrets.token_hex(32) if node.count == 1 else "")
 
     def join(self) -> tuple[Server | None, SignedStore, str]:
-        """Connect to the store; node 0 starts its server. Return as `Election.join`. Raises: Lost, on failure."""
+        """Connect to the store; node 0 starts its server. Return as in `Election`. Raises: Lost."""
         node, until = self._node, time.monotonic() + self._node.patience
         server = self._start_server(until) if node.rank == 0 else None
         port = server.port if server else node.port

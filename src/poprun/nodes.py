@@ -88,7 +88,7 @@ class Nodes:
         return self._store
 
     def next_round(self) -> Round | None:
-        """Wait for the next round with instances on this node, and return it; None, after a successful end."""
+        """Wait for the next round with instances on this node, and return it; None after success."""
         while True:
             try:
                 if self._store is None:
@@ -113,7 +113,7 @@ class Nodes:
         return True
 
     def record_success(self) -> bool:
-        """Record that this node's instances succeeded; return whether all have. If disconnected, return False."""
+        """Record that this node's instances succeeded; return whether all have (False: disconnected)."""
         with suppress(StoreError):
             self._write_record("done")
             return self._read_and_lead().state == "finished"

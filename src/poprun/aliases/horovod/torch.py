@@ -30,7 +30,7 @@ def shutdown() -> None:
 def allreduce(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: str | None = None
 ) -> Tensor:
-    """Return a tensor reduced over all instances by `op`, by default to the mean (`average=False`: the sum)."""
+    """Return a tensor reduced over all instances by `op`: by default the mean (`average=False`: sum)."""
     if op is None:
         op = Sum if average is False else Average
     return collectives.all_reduce(tensor, op)
