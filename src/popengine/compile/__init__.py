@@ -14,10 +14,10 @@ from .tasks import make_plan
 
 
 def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] = lambda name: None) -> Plan:
-    """Return the plan of a captured graph: place it on ipus, cut it into pieces, write the table of a step.
+    """Return the plan of a captured graph: its pieces, their ipus, and the table of a step.
 
     Args:
-        done: called with the name of each finished pass
+        done: called with "partition" and with "tasks", when these passes have ended
     Raises:
         PartitionError: see `partition`
         Error: the replicas can't form the groups that a layer needs

@@ -107,10 +107,11 @@ def capture(
 
 @contextlib.contextmanager
 def _tracked_calls(module: nn.Module, capture: Capture) -> Iterator[None]:
-    """Follow the calls of a forward in the body: of modules, of autograd Functions, and of torch functions.
+    """Replace `nn.Module.__call__` and `Function.apply`, and follow torch functions, while the body runs.
 
-    The running module's name is `capture.module`. Hooks would not do: some modules take another path if they
-    have hooks, and while torch is compiling, it skips the hooks of a module that raises.
+    Module calls set `capture.module` to the module's name. Autograd and torch functions are given stand-ins.
+    Hooks of modules would not do: some modules take another path if they have hooks, and while torch is
+    compiling, it skips the hooks of a module that raises.
     """
     names = {child: name for name, child in module.named_modules()}
     call_module, apply = nn.Module.__call__, Function.__dict__["apply"]
@@ -157,7 +158,7 @@ class _TorchFunctions(TorchFunctionMode):
 
 
 def _write_data(target: Tensor, value: Tensor) -> None:
-    """Carry out `target.data = value` as a copy. Raises: CaptureError, if shape or dtype differ."""
+    """Copy `value` into `target`, for `target.data = value`. Raises CaptureError if shape or dtype differ."""
     if target.shape != value.shape or target.dtype != value.dtype:
         raise CaptureError(
             f"`.data` of a {target.dtype} tensor of shape {tuple(target.shape)} is set to a {value.dtype} tensor of"
@@ -256,7 +257,7 @@ def final_loss(capture: Capture) -> Tensor:
 
 
 def final_losses(capture: Capture) -> dict[fx.Node, tuple[Tensor, str]]:
-    """Return the marked losses that no other one is computed from, with their lines, by their nodes."""
+    """Return, by node, (loss, user's line) of each marked loss that no other one is computed from."""
     nodes = [capture.recorder.node(value) for value, _ in capture.losses]
     reached = sources_of([operand for node in nodes for operand in node.all_input_nodes])
     return {node: loss for node, loss in zip(nodes, capture.losses, strict=True) if node not in reached}

@@ -39,6 +39,7 @@ class _HeldBytes:
         self.is_known = True  # False after a value whose size only a kernel knows
 
     def add(self, names: Iterable[str], micro_batch: int = 0, by: int = 1) -> None:
+        """Add `by` users to the memory of each name, and update `bytes`, where used memories count once."""
         for name in names:
             memory, size = self._memories.get(name, (None, 0))
             self.is_known = self.is_known and size is not None
@@ -51,10 +52,10 @@ class _HeldBytes:
 
 
 def _memories(graph: Graph) -> dict[str, tuple[Any, int | None]]:
-    """Return for each value its memory (equal for values that share it), and the bytes of that memory.
+    """Return, by name, the memory of each value (equal for values that share it), and its size in bytes.
 
-    A view of an input counts by its own size, since its storage is that of the whole batch. Weights, buffers
-    and views of them are left out. None: only a kernel knows the size (oneDNN's workspace of an LSTM layer).
+    A view of an input counts by its own size, since its storage is that of the whole batch. Weights, buffers,
+    constants and views of them are left out. Size None: only a kernel knows it (oneDNN's LSTM workspace).
     """
     values = _tensors(graph.code.nodes)
     role_of = {values[slot.name].untyped_storage()._cdata: slot.role for slot in graph.slots}
@@ -194,7 +195,7 @@ class _Tables:
     # ---- instructions and blocks ---------------------------------------------------------------------------
 
     def parts(self) -> dict[tuple[int, int], Part]:
-        """Return the instructions of all rows, by row and position."""
+        """Return the instructions of all rows, by (row, index in the row)."""
         return {
             (row, number): self._part(task, instruction)
             for row, task in enumerate(self.plan.tasks)
@@ -226,7 +227,7 @@ class _Tables:
 
 
 def _schedule(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:
-    """Return the first `MOST_TICKS` actions in the order of their ticks, and the number of ticks."""
+    """Return the first `MOST_TICKS` actions of a step by ascending tick, and the number of ticks."""
     order, _ = ORDERS[plan.order]
     micro_batches = min(plan.micro_batches, 1 + MOST_TICKS // max(1, len(found)))
     tasks, times = timeline(found, micro_batches, order)
@@ -240,7 +241,7 @@ def _schedule(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:
 
 
 def _flops(node: fx.Node, parts: dict[Any, fx.Node]) -> int:
-    """Return the FLOPs of a matrix product, convolution or attention, by torch's rules; 0 for others."""
+    """Return the FLOPs of an operation by torch's rules; 0 if torch has no rule for it, or the rule fails."""
     rules: Mapping[Any, Any] = flop_registry
     count = rules.get(getattr(node.target, "overloadpacket", None))
     if count is None:

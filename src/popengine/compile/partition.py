@@ -94,8 +94,8 @@ def _operands_outside(nodes: list[fx.Node]) -> dict[str, None]:
 
 
 def _pass_through_stages(graph: Graph, home: dict[str, int], read: dict[Where, set[str]]) -> dict[str, int]:
-    """Return, by name, the forward stage that writes each value that no node computes: the previous value of
-    a changed buffer, and inputs and weights that are results."""
+    """Return, by name, the forward stage that writes each value that no operation computes: the previous
+    value of a changed buffer; an input or weight that is a result of the graph."""
     found = {}
     for name in sorted(graph.changed):
         readers = [stage for (phase, stage), names in read.items() if phase == "F" and name in names]
@@ -112,7 +112,10 @@ def _operation_nodes(graph: Graph) -> Iterable[fx.Node]:
 
 
 def _views_and_casts(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Return two sets of nodes: views of weights, constants or unchanged buffers; and casts of these."""
+    """Return two sets of nodes: views of weights, constants or unchanged buffers; and casts of such values.
+
+    A view of a cast is in the first set. Results of the graph are in neither set.
+    """
     fixed = graph.fixed
     held = {n for n in graph.code.nodes if n.name in fixed and n.meta["role"] != "loss_scale"}
     results = {result.name for result in graph.results}
@@ -134,7 +137,7 @@ def _views_and_casts(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
 
 
 def _with_needed(nodes: list[fx.Node], again: set[fx.Node], graph: Graph) -> list[fx.Node]:
-    """Return `nodes` and the nodes of `again` that they depend on, in the graph's order."""
+    """Return `nodes`, and the nodes of `again` on which they depend, directly or not, in graph order."""
     needed, stack = set(nodes), list(nodes)
     while stack:
         for operand in stack.pop().all_input_nodes:
@@ -147,7 +150,7 @@ def _with_needed(nodes: list[fx.Node], again: set[fx.Node], graph: Graph) -> lis
 
 
 def _node_stages(graph: Graph, placement: Placement, of_state: set[fx.Node]) -> dict[fx.Node, Where]:
-    """Return the phase and stage of each node that is not a view or cast of weights."""
+    """Return the phase and stage of each operation, except the views and casts in `of_state`."""
     where: dict[fx.Node, Where] = {}
     calls = [node for node in _operation_nodes(graph) if node not in of_state]
     last = len(placement.ipus) - 1
@@ -231,7 +234,10 @@ def emit(
 
 
 def _operation_name(target: Any) -> str:
-    """Return the name of an operation, such as "aten.add.Tensor" for torch.ops.aten.add.Tensor."""
+    """Return the name of an operation, such as "aten.add.Tensor" for torch.ops.aten.add.Tensor.
+
+    Raises: CaptureError, if `target` is neither an operation of torch nor `operator.getitem`.
+    """
     if target is operator.getitem:
         return GETITEM
     if isinstance(target, torch._ops.OpOverload):

@@ -24,7 +24,7 @@ _CLOSE = 4  # lines: one cut serves buffers that are read within this distance
 
 
 def cut(partition: Partition, settings: Settings) -> Partition:
-    """Return the partition with its pieces cut into parts."""
+    """Return the partition with its pieces cut at gathers, at first reads of buffers and after buckets."""
     changed = partition.signature.changed
     several = settings.training and settings.counts.accumulation > 1
     chained = changed if several and settings.is_eager and not settings.finite_checks else frozenset()
@@ -51,8 +51,9 @@ def _cut_indices(piece: Piece, chained: frozenset[str], sizes: Mapping[str, int]
     """Return the indices of the lines before which a piece is cut.
 
     Args:
-        chained: buffers that each micro-batch changes: the piece is cut before it first reads one
-        sizes:   the bytes of gradients: the piece is cut after a bucket of them
+        chained: names of buffers that each micro-batch changes: cut before the first read of each (reads
+            within `_CLOSE` lines share a cut)
+        sizes:   bytes of each gradient, by name: cut after each bucket of `BUCKET` bytes
     """
     places: set[int] = set()
     seen: set[str] = set()
@@ -73,9 +74,9 @@ def _cut_indices(piece: Piece, chained: frozenset[str], sizes: Mapping[str, int]
 
 
 def _parts(piece: Piece, places: Sequence[int], changed: frozenset[str]) -> Iterator[Piece]:
-    """Yield the parts of a piece that is cut before the lines `places`.
+    """Yield the parts of a piece that is cut before the lines with the indices `places`.
 
-    A value that the piece passes on unchanged is passed on by the first part that reads it.
+    A value that the piece both reads and writes is written by the first part that reads it.
     """
     if not places:
         yield piece

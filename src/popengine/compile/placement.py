@@ -20,7 +20,7 @@ logger = logging.getLogger("poptorch::python")
 
 
 class BlockError(PartitionError, AssertionError):
-    """A block that the strategy can't place. Also an AssertionError, by the API's contract."""
+    """The error of a block that the strategy can't place. Also an AssertionError, by the API's contract."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Placement:
 
 
 def place(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placement:
-    """Assign a stage to each visit, numbered from 0 without gaps.
+    """Return the stage of each visit, numbered from 0 without gaps, and the ipu and blocks of each stage.
 
     Args:
         visits: the entries into blocks in the order of the forward; the first stands for operations before any block
@@ -66,7 +66,7 @@ def place(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placem
 
 
 def _stage_numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> list[int]:
-    """Return the stage of each visit, as the user's strategy numbers the stages."""
+    """Return the strategy's stage number of each visit. Raises BlockError if it has none for a block."""
     stage_of: dict[str | None, int]
     if strategy.auto is None:
         stages = reversed(tuple(enumerate(strategy.stages)))  # of several stages the first has the block
@@ -95,7 +95,10 @@ def _stage_numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) 
 
 
 def _stage_ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy) -> dict[int, int]:
-    """Return the ipu of each stage: Stage(...).ipu(n), else a block's ipu_id, else the stage's own number."""
+    """Return the ipu of each stage: Stage(...).ipu(n), else a block's ipu_id, else the stage's own number.
+
+    Raises: BlockError, if blocks of one stage name different ipus, except in phased mode.
+    """
     found: dict[int, tuple[int, str]] = {}
     for visit, number in zip(visits, numbers, strict=True):
         stage = strategy.stages[number] if number < len(strategy.stages) else None
@@ -113,7 +116,7 @@ def _stage_ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy)
 
 
 def with_filled_pipeline(visits: Sequence[Visit], used: set[int], settings: Settings) -> Settings:
-    """Return the settings, made sharded if micro-batches can't fill the pipeline and `or_sharded` is set.
+    """Return the settings; with `or_sharded` in sharded mode, and a log entry, if the pipeline can't be full.
 
     Of n forward stages, a pipeline needs 2n - 1 micro-batches in training, n device iterations in inference.
     n is 1 plus the number of times that the active ipu changes in the forward, which starts on ipu 0.
@@ -176,7 +179,7 @@ def balance(costs: Sequence[Cost], ipus: int, capacity: float = float("inf")) ->
 
     @cache
     def best(end: int, ipus: int) -> tuple[float, float, tuple[int, ...]] | None:
-        """Return (slowest ipu, sum of squares, cuts) of the first `end` blocks on `ipus` ipus; None: don't fit."""
+        """Return (largest load, sum of squares, cuts) of the first `end` blocks on `ipus` ipus; None: too large."""
         if not ipus:
             return None if end else (0.0, 0.0, ())
         found = []

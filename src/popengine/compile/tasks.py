@@ -120,6 +120,7 @@ class _TableWriter:
         self.adds_outputs = "sum" in modes
 
     def write(self) -> tuple[Task, ...]:
+        """Return all rows of a step."""
         for source, target, names in self.flow.copies():
             channel = f"weights of {source}"
             send = Instruction("send", names, channel=channel, peer=target)
@@ -134,6 +135,7 @@ class _TableWriter:
         return tuple(self.rows)
 
     def _append(self, task: Task, uses: Iterable[str] = ()) -> int:
+        """Append a row, and return its index. `uses`: the micro-batch's values that it makes or reads."""
         for name in uses:
             self.users.setdefault(name, set()).add(len(self.rows))
         self.rows.append(task)
@@ -142,6 +144,7 @@ class _TableWriter:
     # ---- pieces --------------------------------------------------------------------------------------------
 
     def _add_piece(self, number: int) -> None:
+        """Append the row of a piece, and a row for its sums of gradients or outputs, if it has any."""
         flow, piece = self.flow, self.flow.pieces[number]
         flowing = [name for name in piece.reads if flow.is_of_micro_batch(name, number)]
         makers = [flow.maker[name] for name in flowing if name in flow.maker]
@@ -174,7 +177,7 @@ class _TableWriter:
     def _instructions(
         self, number: int, stores: list[Instruction]
     ) -> tuple[list[Instruction], list[Instruction]]:
-        """Return the instructions of a piece, and the `free` (or none) that comes after its sums."""
+        """Return the instructions of a piece, and a list with the `free` after its sums, or an empty one."""
         flow, ipu, piece = self.flow, self.flow.ipu_of(number), self.flow.pieces[number]
         readers = {name: flow.readers.get((name, ipu), [-1]) for name in (*piece.reads, *piece.writes)}
         fresh = [(n, flow.inputs[n]) for n in piece.reads if n in flow.inputs and readers[n][0] == number]
@@ -231,6 +234,7 @@ class _TableWriter:
     # ---- the end of a step ---------------------------------------------------------------------------------
 
     def _add_updates(self) -> None:
+        """Append the rows that follow the sums of all micro-batches, from `exchange` to `end`."""
         settings, flow = self.settings, self.flow
         optimizer, counts = settings.optimizer, settings.counts
         assert optimizer is not None
@@ -278,16 +282,16 @@ class _TableWriter:
 
 
 def _written_by(pairs: Sequence[tuple[str, str]], piece: Piece) -> list[tuple[str, str]]:
-    """Return the (name, key) pairs of the values that a piece writes."""
+    """Return those (name, key) pairs whose names the piece writes."""
     return [pair for pair in pairs if pair[0] in piece.writes]
 
 
 def _instruction_if_any(kind: InstructionKind, pairs: Sequence[tuple[str, str]]) -> list[Instruction]:
-    """Return a list of the instruction with these (name, key) pairs; an empty list without pairs."""
+    """Return a list with one instruction for these (name, key) pairs; without pairs, an empty list."""
     names, keys = tuple(name for name, _ in pairs), tuple(key for _, key in pairs)
     return [Instruction(kind, names, keys)] if pairs else []
 
 
 def has_side_effects(piece: Piece) -> bool:
-    """Return whether the piece prints or calls the host, so that the order of its runs can be observed."""
+    """Return whether a piece calls operations other than torch's, so that their order may be observed."""
     return not all(call.startswith(("aten.", "prims.")) for call in piece.calls)

@@ -30,11 +30,11 @@ _ANY_LAYOUT: dict[Any, Any] = {aten.view.default: Tensor.reshape, aten._unsafe_v
 
 
 def with_layout(graph: Graph, wanted: str) -> tuple[Graph, str]:
-    """Return the graph in the wanted layout, and the name of its layout: "preserve" or "channels_last".
+    """Return the graph in a layout, and the layout: "preserve" or "channels_last".
 
     Args:
-        wanted: "preserve", "channels_last", or "auto": channels_last if images of 8 or more channels are
-            pooled or resized. This depends on the model alone, so all processes compute the same bits
+        wanted: "preserve"; "channels_last" (only done if there are convolutions); or "auto": channels_last if
+            images of 8 or more channels are pooled or resized, too. So all processes compute the same bits
     """
     if wanted == "preserve" or not has_convolutions(graph) or (wanted == "auto" and not _has_pooling(graph)):
         return graph, "preserve"
@@ -57,7 +57,7 @@ def has_convolutions(graph: Graph) -> bool:
 
 
 def in_channels_last(graph: Graph) -> Graph:
-    """Return the graph with the operands of its convolutions converted to channels_last."""
+    """Return the graph with its convolutions' operands in channels_last (contiguous, where `_is_broken`)."""
     converted: dict[Any, Tensor] = {}
 
     def run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
@@ -72,7 +72,7 @@ def in_channels_last(graph: Graph) -> Graph:
 
 
 def _is_broken(target: Any, args: Any) -> bool:
-    """Return whether a convolution's backward must not be in channels_last, by a bug of oneDNN.
+    """Return whether a convolution's backward must not be in channels_last, because of a bug of oneDNN.
 
     In torch 2.13, on processors with AVX2 but not AVX-512, `brgconv_strided:avx2` writes outside its memory
     for kernels of one pixel with a stride above 1 and fewer than 8 input channels. The rule is the same on
@@ -85,7 +85,10 @@ def _is_broken(target: Any, args: Any) -> bool:
 
 
 def _converted(value: Tensor, layout: torch.memory_format | None, converted: dict[Any, Tensor]) -> Tensor:
-    """Return the value in a layout (None: channels_last). `converted` caches conversions for all users."""
+    """Return the value in a layout, by default channels_last if it has 4 or 5 dimensions, else unchanged.
+
+    Conversions are cached in `converted`, for other convolutions that read the value.
+    """
     layout = layout or _FORMATS.get(value.dim())
     if layout is None:
         return value

@@ -37,7 +37,10 @@ _STATISTICS = (functional.batch_norm, functional.instance_norm)
 
 
 def with_matching_types(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a torch function's result; weights of layers are cast to the float type of the layer's input."""
+    """Call a torch function, and return its result.
+
+    For a layer or matrix product, all float tensors are first cast to the dtype of the layer's input.
+    """
     if func in _STATISTICS:
         return _with_statistics(func, args, kwargs)
     position = _LAYERS.get(func)
@@ -56,7 +59,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _with_statistics(func: Any, args: Any, kwargs: Any) -> Any:
-    """Compute a norm of mixed dtypes in float32; the result has the input's dtype, statistics keep theirs."""
+    """Return a norm of mixed dtypes, computed in float32, and update its running statistics in place.
+
+    The result has the input's dtype, and the statistics keep their dtypes.
+    """
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     if len({value.dtype for value in tensors.values()}) <= 1:

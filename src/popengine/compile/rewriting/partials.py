@@ -1,7 +1,7 @@
 """Products of half precision in float32: what PopTorch calls a partials type of float.
 
-A matrix product, convolution or attention computes with float32 copies of its half operands, which are exact,
-sums in float32, and rounds its result once. On CPUs without units for a half type this is many times faster
+A matrix product, convolution or attention reads exact float32 copies of its half operands, sums in float32,
+and rounds its result once. On CPUs without units for a half type this is many times faster
 than the half kernels.
 """
 
@@ -38,8 +38,8 @@ Choice = Callable[[Any, torch.dtype], bool]
 def is_faster_in_float32(operation: Any, dtype: torch.dtype) -> bool:
     """Return whether this processor computes a product of a half type faster through float32.
 
-    The processor's features decide, never a measurement. Of types without units: all products. Of others:
-    attention only, since its half kernels are no faster, and in backward 2 to 7 times slower.
+    The processor's features decide, never a measurement. True for all products of a type for which it has no
+    units. Else only for attention, whose half kernels are no faster, and in backward 2 to 7 times slower.
     """
     return operation in _ATTENTION or not torch.cpu.get_capabilities().get(_UNITS[dtype], False)
 
@@ -58,9 +58,9 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
     copies: dict[Any, Tensor] = {}
 
     def copy_of(node: fx.Node, user: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor:
-        """Return a float32 copy of a half value: one per weight, else one per phase and block of its users.
+        """Return a float32 copy of a half value (cached per weight, else per phase and block of its users).
 
-        For a view of a whole value it is a view of that value's copy.
+        The copy of a view of a whole value is a view of that value's copy. Other types stay as they are.
         """
         if node.meta["val"].dtype not in HALF:
             return values[node]
