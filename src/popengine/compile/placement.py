@@ -179,7 +179,7 @@ def balance(costs: Sequence[Cost], ipus: int, capacity: float = float("inf")) ->
 
     @cache
     def best(end: int, ipus: int) -> tuple[float, float, tuple[int, ...]] | None:
-        """Return (largest load, sum of squares, cuts) of the first `end` blocks on `ipus` ipus; None: too large."""
+        """Return (largest load, sum of squares, cuts) of `end` blocks on `ipus` ipus; None: they don't fit."""
         if not ipus:
             return None if end else (0.0, 0.0, ())
         found = []

@@ -1,7 +1,7 @@
 """Sub-graphs: the bodies of branches and loops, traced while the surrounding forward is traced.
 
-A body is recorded into a graph of its own. Tensors of the surrounding forward that it uses become inputs,
-too. Its in-place changes have no effect outside.
+A body is recorded into a graph of its own. Tensors of the surrounding forward that the body uses become
+inputs, too. In-place operations of the body do not change them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BODY = -1  # in place of a stage: a failing line is looked up in the piece that
 
 
 class _BodyRecorder(Recorder):
-    """The recorder of a body: a tensor that the body has not made becomes an input from the forward."""
+    """The recorder of a body: a tensor that the body has not made becomes an input of the body."""
 
     def node(self, value: Tensor) -> fx.Node:
         known = self._node_of.get(id(value))
@@ -34,7 +34,7 @@ def trace(
     body: Callable[[list[Tensor]], Sequence[Tensor]],
     inputs: Sequence[Tensor],
 ) -> tuple[Body, list[Tensor]]:
-    """Trace a body on tensors like `inputs`.
+    """Run `body` once, on new tensors of the shapes and dtypes of `inputs`, and record its operations.
 
     Returns: the body, and the tensors of the surrounding forward that it takes after its inputs
     """

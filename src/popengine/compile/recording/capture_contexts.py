@@ -30,7 +30,7 @@ logger = logging.getLogger("poptorch::python")
 
 @contextlib.contextmanager
 def interrupts_delayed() -> Iterator[None]:
-    """Delay SIGINT while the body runs, and call its handler afterwards; in the main thread only."""
+    """Delay SIGINT while the body runs, and call its handler afterwards. Other threads: no effect."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield  # handlers run in the main thread
@@ -64,10 +64,10 @@ _CAPTURING = threading.RLock()
 
 
 def _is_called_by_torch_layer(reported: set[str]) -> bool:
-    """Return whether a torch layer calls `is_compiling` in a thread that captures; log each layer once.
+    """Return whether a torch layer calls `is_compiling` in a thread that captures; log it once.
 
-    Torch's layers must not branch on data. The model's own code gets False, and so takes the branches of
-    plain PyTorch.
+    Torch's layers must not branch on data. For the model's own code the result is False, so that it takes the
+    branches of plain PyTorch. The layer is added to `reported`.
     """
     code = sys._getframe(2).f_code
     if active.get() is None or not code.co_filename.startswith(TORCH):
@@ -80,7 +80,7 @@ def _is_called_by_torch_layer(reported: set[str]) -> bool:
 
 
 def without_torch_compile(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which torch.compile's code runs uncompiled; warn if the model has such modules."""
+    """Return a context in which torch.compile's functions run uncompiled; warn if the model has any."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # unless it is loaded nothing is compiled by it
     if dynamo is None:
         return contextlib.nullcontext()

@@ -41,7 +41,7 @@ def paused() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def hidden() -> Iterator[Any]:
-    """Run the body as `paused` does, with `current()` None: for user code that is not part of the graph."""
+    """Run the body unrecorded, as `paused`, and with `current()` None: for user code outside of the graph."""
     token = active.set(None)
     try:
         with paused() as fake, torch._C.DisableTorchFunction():
@@ -105,11 +105,15 @@ class Capture:
         self.is_marked = self.is_marked or is_explicit
 
     def choose_loss(self, value: Tensor, where: str) -> None:
-        """Set the loss to train, in place of the marked losses; `where` describes its origin in errors."""
+        """Set the loss to train, in place of the marked ones. `where` is its origin, as errors name it."""
         self.chosen = value, where
 
     def node_meta(self, func: Any) -> dict[str, Any]:
-        """Return the node meta of an operation that is about to run; a draw advances torch's generator."""
+        """Return the meta of the node for an operation that is about to run.
+
+        A random operation seeds torch's generator anew. Raises CaptureError for a forward operation
+        between the end of a block and the next block.
+        """
         meta = self._forward_meta(func) if self.phase == "F" else self._backward_meta()
         if torch.Tag.nondeterministic_seeded in func.tags:
             # Nothing is drawn while tracing, but torch's generator advances: so a checkpoint that restores

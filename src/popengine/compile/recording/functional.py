@@ -23,9 +23,9 @@ _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
 def replace_simple_writes(graph: fx.Graph) -> None:
-    """Make a graph's in-place operations out-of-place, if no other value shares the memory that they write.
+    """Replace a graph's in-place operations by out-of-place ones, if no other value needs their memory.
 
-    Dropout has such operations. A graph with no others needs no replay, which takes as long as the capture.
+    Dropout has such operations. The others stay for a replay, which takes as long as the capture.
     """
     nodes = list(graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
@@ -111,7 +111,7 @@ def functionalized(graph: fx.Graph, constants: dict[str, Tensor]) -> Recorder:
 
 
 def with_replayed(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any]) -> Graph:
-    """Return a functional graph in which the operations that `run` calls replace each node's operation."""
+    """Return a functional graph of the operations that `run`, called for each node, carries out."""
     code = replayed(graph.code, graph.constants, run).graph
     drop_aliases_and_dead_code(code)
     nodes: Any = code.output_node().args[0]
@@ -120,7 +120,7 @@ def with_replayed(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]], 
 
 
 def drop_aliases_and_dead_code(graph: fx.Graph) -> None:
-    """Remove aliases and dead code from a graph in place, and number its draws of random numbers."""
+    """Remove aliases, double transposes and dead code from a graph, and number its random operations."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _ALIASES:
             node.replace_all_uses_with(node.args[0])
@@ -156,7 +156,7 @@ def as_graph(
     visits: tuple[Visit, ...],
     trained: set[str],
 ) -> Graph:
-    """Return the recorded graph as a functional `Graph`, the value that the passes read.
+    """Return the recorded graph as a functional `Graph`, and change the recorder's graph in place.
 
     Args:
         results: (kind, key, node) of the outputs and gradients; new values of buffers and inputs are added
@@ -200,7 +200,7 @@ def as_graph(
 def _result_kind(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None:
     """Return the result kind of a placeholder that forward writes into: "buffer", "input" or None (constant).
 
-    A frozen parameter becomes a buffer. Raises: CaptureError, if a trained parameter is written.
+    The role of a frozen parameter is set to "buffer". Raises CaptureError for a trained parameter.
     """
     role, key = node.meta["role"], node.meta["key"]
     if role == "parameter" and key in trained:
@@ -216,7 +216,7 @@ def _result_kind(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None
 
 
 def _check_lost_writes(written: dict[fx.Node, fx.Node]) -> None:
-    """Raise CaptureError if forward writes into a constant that it also reads: the value would be lost."""
+    """Raise CaptureError if forward reads a constant and writes into it: the new value would be lost."""
     for node, value in written.items():
         read = [user for user in node.users if not (user.target in _OVERWRITES and user.args[0] is node)]
         if node.meta["role"] == "constant" and read:

@@ -92,7 +92,7 @@ def check_dense(value: Tensor, what: str) -> None:
 
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments that an operation writes into."""
+    """Return the arguments that an operation writes into; None for one that is not given."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     return [given.get(argument.name) for argument in func._schema.arguments if argument.is_write]
 
@@ -112,7 +112,7 @@ def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
 def memory_of(node: fx.Node) -> int | None:
     """Return the identity of a value's storage, equal for values that share memory; None if unknown.
 
-    For an operation with several results: that of the first.
+    For an operation with several results: the storage of one that is used.
     """
     value = node.meta.get("val")
     if value is None and node.users:
@@ -139,7 +139,10 @@ def _like_grouped_mm(
 
 
 class Recorder(TorchDispatchMode):
-    """A dispatch mode that appends a node to `graph` for each operation; `node_meta` returns its meta."""
+    """A dispatch mode that appends a node to `graph` for each operation.
+
+    Args: node_meta: called with an operation before it runs; returns the meta of its node
+    """
 
     def __init__(self, node_meta: Callable[[Any], dict[str, Any]]) -> None:
         super().__init__()
@@ -184,7 +187,7 @@ class Recorder(TorchDispatchMode):
         return known if known is not None else self.add_outer_tensor(value, "constant")
 
     def add_outer_tensor(self, value: Tensor, role: str) -> fx.Node:
-        """Add a placeholder for a tensor that no recorded operation has made, and return it."""
+        """Add a tensor that no operation has made to `constants`, and return a new placeholder for it."""
         name = f"{role}_{len(self.constants)}"
         self.constants[name] = value
         first = next(iter(self.graph.nodes), None)
@@ -192,7 +195,7 @@ class Recorder(TorchDispatchMode):
             return self.add_placeholder(name, value, role=role, key=name)
 
     def add_constant(self, real: Tensor) -> Tensor:
-        """Add a constant to the graph: a real tensor that forward has made. Return its fake tensor."""
+        """Add a real tensor that forward has made to the graph, as a constant, and return its fake tensor."""
         node = self.add_outer_tensor(real, "constant")
         self.fresh.add(node.meta["key"])
         return self.bind(node, like(real))

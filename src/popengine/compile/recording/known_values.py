@@ -42,9 +42,13 @@ READS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class CaptureRecorder(Recorder):
-    """The recorder of a forward: reading a tensor's value returns it, if it is known.
+    """The recorder of a forward. Reading a value (`.item()`, a mask) works if constants alone determine it.
 
-    Args: stand_in_of: returns the stand-in of a real tensor, or the tensor itself (see `standins.py`)
+    Otherwise torch's error is raised.
+
+    Args:
+        node_meta:   see `Recorder`
+        stand_in_of: returns the stand-in of a real tensor, or the tensor itself (see `standins.py`)
     """
 
     def __init__(self, node_meta: Callable[[Any], dict[str, Any]], stand_in_of: Callable[[Any], Any]) -> None:
@@ -56,7 +60,7 @@ class CaptureRecorder(Recorder):
         self._calls_run = 0
 
     def saved_before_writes(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return a context in which autograd's saved values are kept for backward, even if overwritten."""
+        """Return a context in which tensors that autograd saves keep their values if they are overwritten."""
 
         def pack(value: Tensor) -> list[Tensor]:
             saved = [value]
@@ -67,7 +71,7 @@ class CaptureRecorder(Recorder):
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved[0])
 
     def _copy_saved(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Copy the tensors that autograd saved from memory that an operation is about to overwrite."""
+        """Replace the tensors that autograd saved by copies, if an operation is about to overwrite them."""
         for value in tensors_in(written_arguments(func, args, kwargs)):
             if isinstance(value, FakeTensor):
                 for saved in self._saved.pop(value.untyped_storage()._cdata, ()):
@@ -103,7 +107,10 @@ class CaptureRecorder(Recorder):
                 return self._run_on_constants(func, args, kwargs, error)
 
     def _as_fake(self, value: Any) -> Any:
-        """Return the fake tensor for a real one: a stand-in, a view of one, or a constant; else `value`."""
+        """Return the fake tensor for a real one: a stand-in, a view of one, or a new constant's.
+
+        Fake tensors, tensors without dimensions and stand-in, and other objects are returned unchanged.
+        """
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         found = self.stand_in_of(value)
@@ -114,6 +121,7 @@ class CaptureRecorder(Recorder):
         return self.bind(node, like(value)) if node.meta["val"] is value else node.meta["val"]
 
     def _run_on_constants(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+        """Return the result of an operation that reads values. Raises `error` if a value is unknown."""
         if func is aten.index.Tensor:
             value, indices = args
             return aten.index.Tensor(value, self._without_masks(indices, error))
@@ -137,13 +145,14 @@ class CaptureRecorder(Recorder):
         return tree_map(as_constant, result)
 
     def _known_value(self, value: Any, error: Exception) -> Any:
+        """Return a tensor's value; another argument unchanged. Raises `error` if the value is unknown."""
         known = self.value_of(value) if isinstance(value, Tensor) else value
         if known is None and value is not None:
             raise error
         return known
 
     def _without_masks(self, indices: Any, error: Exception) -> list[Any]:
-        """Return the indices, with each boolean mask replaced by index tensors of its True elements."""
+        """Return the indices, with index tensors in place of masks. Raises `error` if a mask is unknown."""
         found: list[Any] = []
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
@@ -165,7 +174,7 @@ class CaptureRecorder(Recorder):
             return None if known is None else known.clone()
 
     def _compute_value(self, node: fx.Node) -> None:
-        """Set a node's value in `_values`. A write of an unknown value makes all that share its memory unknown."""
+        """Set a node's value in `_values`. A write of an unknown value makes all in that memory unknown."""
         operands = [self._value_if_known(operand) for operand in node.all_input_nodes]
         is_known = all(value is not None for value in operands)
         if is_known and _is_deterministic(node.target):
@@ -178,6 +187,7 @@ class CaptureRecorder(Recorder):
             self._values.update(dict.fromkeys([n for n in self._values if memory_of(n) in memory]))
 
     def _value_if_known(self, node: fx.Node) -> Any:
+        """Return a node's value, or None if it depends on more than constants."""
         if node not in self._values:  # a placeholder; a copy, since operations in place are run, too
             is_constant = node.meta["role"] == "constant"
             self._values[node] = copied(self.constants[node.meta["key"]]) if is_constant else None

@@ -28,7 +28,7 @@ _MOST = 300_000  # objects that a search visits at most
 
 
 class Leftover(NamedTuple):
-    """A stored fake tensor: its path (as "model.losses[0]"), and a function that replaces it there."""
+    """A stored value: its path (such as "model.losses[0]"), the value, and a function that replaces it."""
 
     path: str
     value: Any
@@ -37,7 +37,8 @@ class Leftover(NamedTuple):
 
 def fake_tensors_in(value: Any, path: str = "model") -> list[Leftover]:
     """Return the fake tensors that are reachable from a value, such as a module: through attributes,
-    containers, objects, generators, and the outer variables of functions; not parameters and buffers."""
+    containers, objects, generators, and the outer variables of functions; not parameters and buffers.
+    The search ends after `_MOST` objects."""
     found: list[Leftover] = []
     seen: set[int] = set()
     stack = [Leftover(path, value, _nowhere)]
@@ -56,8 +57,8 @@ def _nowhere(value: Any) -> None:
 
 
 def _held_items(path: str, value: Any, put: Callable[[Any], None]) -> Iterator[Leftover]:
-    """Yield the place of each item that a value holds. An item that can't be replaced alone is replaced
-    together with the value."""
+    """Yield each item that a value holds, tensor or not. Where an item can't be replaced
+    alone, its `put` replaces the whole value."""
     if isinstance(value, (dict, list, deque)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield Leftover(f"{path}[{key!r}]", item, partial(value.__setitem__, key))
@@ -81,7 +82,7 @@ def _held_items(path: str, value: Any, put: Callable[[Any], None]) -> Iterator[L
 
 
 def _outer_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of a function's outer variables: of enclosing functions, and plain globals."""
+    """Yield (name, value) of variables of enclosing functions, and of globals that are not callable."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not bound yet
             yield name, cell.cell_contents
@@ -106,10 +107,10 @@ class Attributes:
         self._before = [(child, dict(vars(child))) for child in module.modules()]
 
     def put_back(self, was_read: Callable[[Tensor], bool]) -> None:
-        """Undo the forward's assignments of fake tensors: delete new attributes, and restore replaced ones.
+        """Undo the forward's assignments of fake tensors: delete new attributes, and restore replaced values.
 
-        Restored are tensors, if `was_read` is False for them (as in weight normalization), and, with a warning,
-        None and containers.
+        A real tensor is restored if `was_read(tensor)` is False (as in weight normalization); None or a
+        container is restored with a warning. Other attributes keep their fake tensors.
         """
         undone = []
         for child, before in self._before:

@@ -29,7 +29,7 @@ class _Member(NamedTuple):
 
 
 class StandIns:
-    """The fake tensors of one capture, by canonical name."""
+    """The fake tensors that replace a module's parameters and buffers during one capture."""
 
     def __init__(self, module: nn.Module, training: bool, needs_values: bool = True) -> None:
         _check_members(module, training, needs_values)
@@ -74,7 +74,10 @@ class StandIns:
         return {name: value for name, value in self.parameters.items() if value.requires_grad}
 
     def of(self, value: Any) -> Any:
-        """Return the stand-in of a tensor of the module, or of a view of one; any other value unchanged."""
+        """Return the stand-in of a parameter, a buffer or a view of one (cached); any other value unchanged.
+
+        Raises: CaptureError, see `_view_of_member`.
+        """
         if id(value) in self._by_id:
             return self._by_id[id(value)].fake
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
@@ -87,7 +90,7 @@ class StandIns:
     def of_operand(self, value: Any) -> Any:
         """Return the stand-in of an operand below autograd, as `of` does.
 
-        Also note tensors that require a gradient but are no parameters: autograd has already seen them.
+        A real tensor that requires a gradient is added to `orphans`: autograd has recorded its use.
         """
         real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
         if real and value.requires_grad and not any(known is value for known, _ in self.orphans):
@@ -95,13 +98,13 @@ class StandIns:
         return self.of(value)
 
     def was_used(self, value: Tensor) -> bool:
-        """Return whether the forward has used a tensor that is no parameter or buffer itself."""
+        """Return whether the forward has used a tensor; always False for a parameter or buffer."""
         return any(known is value for known, _ in self._views.values())
 
     def _view_of_member(self, value: Tensor) -> Tensor:
-        """Return a stand-in's view for a view of a member; `value` itself if it shares no member's memory.
+        """Return the view of a stand-in for a view of its member; `value` itself if it overlaps no member.
 
-        Raises: CaptureError, if it shares memory with several members, or is not a view of one.
+        Raises: CaptureError, if `value` overlaps several members in memory, or one that it is no view of.
         """
         sharing = self._by_memory.get(_storage_id(value), [])
         touched = [member for member in sharing if _has_overlap(member.real, value)]
@@ -163,6 +166,7 @@ class StandIns:
             _refresh_flat_weights(self._module)
 
     def _check_rebound(self, title: str, name: str, real: Tensor | None, shelf: dict[str, Any]) -> None:
+        """Raise CaptureError if the forward has removed or rebound a name; copy BatchNorm's counter."""
         if name not in shelf:
             raise CaptureError(
                 f"{title} is removed from the model by its forward\n"
@@ -232,14 +236,14 @@ def _check_members(module: nn.Module, training: bool, needs_values: bool) -> Non
 
 
 def _refresh_flat_weights(module: nn.Module) -> None:
-    """Update the list from which each recurrent layer reads its weights."""
+    """Set the list from which each recurrent layer reads its weights to its present weights."""
     for child in module.modules():
         if isinstance(child, nn.RNNBase):
             child._flat_weights = [getattr(child, name, None) for name in child._flat_weights_names]
 
 
 def _storage_id(value: Tensor) -> int:
-    """Return a number for a tensor's storage, equal for tensors that share it, and below 0 if there is none."""
+    """Return a number that tensors of one storage share; a negative one for a tensor that has no memory."""
     with torch._C.DisableTorchFunction(), contextlib.suppress(NotImplementedError, RuntimeError):
         # A tensor subclass may have no memory of its own.
         if value.layout is torch.strided and not value.is_meta and value.numel():
@@ -248,7 +252,7 @@ def _storage_id(value: Tensor) -> int:
 
 
 def _extent(value: Tensor) -> tuple[int, int]:
-    """Return the byte range [begin, end) of its storage that a tensor may touch."""
+    """Return the byte range [begin, end), within its storage, from a tensor's first element to its last."""
     with torch._C.DisableTorchFunction():
         last = sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True))
         first, size = value.storage_offset(), value.element_size()

@@ -65,7 +65,7 @@ _ANY = _Hint(
 def explained(given: str) -> Iterator[None]:
     """Raise CaptureError, with an explanation, in place of errors that torch raises in the body.
 
-    Errors that the user's own code or Pando raises pass unchanged.
+    Other errors, such as those of the user's own code, pass unchanged. Torch's log of fake tensors is off.
 
     Args:
         given: a description of forward's arguments, for the message
@@ -101,7 +101,7 @@ def explained(given: str) -> Iterator[None]:
 
 
 def _is_raised_by_torch(error: BaseException) -> bool:
-    """Return whether the innermost frame of an error is torch's or that of a mode of the capture."""
+    """Return whether the innermost frame of an error is in torch or in `popengine/compile`."""
     *_, last = traceback.extract_tb(error.__traceback__)
     return last.filename.startswith((TORCH, _MODES))
 
