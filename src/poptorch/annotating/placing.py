@@ -41,8 +41,8 @@ def annotate(
                         name wins over a range, and a range over `*` and classes; of these the first key wins.
         layers_per_ipu: instead of marks: the number of repeated layers on ipu 0, on ipu 1, ...
     Raises:
-        Error: neither or both arguments are given; a key (or a number of its range) places no module; two names,
-            or two ranges, place one module; a module begins a block already; the numbers of layers fit no stack
+        Error: neither or both arguments are given; a key, or a number of its range, places no module; two
+            names, or two ranges, place one module; a module begins a block already; no stack has this size
     """
     if bool(marks) == bool(layers_per_ipu):
         raise Error(

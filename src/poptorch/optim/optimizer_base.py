@@ -141,7 +141,7 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return torch's dictionary, with the devices' state as "ipu_state" and the rates as "ipu_param".
 
-        Both are None without such a state: before compilation, or while a loaded state in torch's format waits.
+        Both are None before compilation, and after a state in torch's format was loaded until its upload.
         Raises Error if the state was sharded over instances, and the executor has ended.
         """
         if self._has_torch_state:

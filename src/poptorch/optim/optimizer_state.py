@@ -235,7 +235,7 @@ def check_states(
 
 
 def torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
-    """Return one parameter's state, after `steps` updates, in the format of torch's optimizer of this kind."""
+    """Return one parameter's state, after `steps` updates, in the format of torch's optimizer."""
     names = {each.name: each.torch_name for each in RULES[kind].states}
     result = {names[name]: value for name, value in state.items() if names[name]}
     if names.get("step", "step"):  # torch counts the updates of every rule but SGD

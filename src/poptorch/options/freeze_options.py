@@ -61,8 +61,8 @@ def freeze(
     Args:
         groups: the groups of replicas of each per-replica parameter, by canonical name
     Raises:
-        Error: the period of OutputMode.EveryN does not divide the device iterations, the backend or the kind
-            of device is unknown, or there is no such device
+        Error: the period of OutputMode.EveryN does not divide the device iterations, the backend is unknown,
+            or `device_of` raises it
     """
     popart, update, counts = options._Popart.options, options.Training, options._counts()
     mode, period = OutputMode(options.output_mode), options.output_return_period
@@ -104,7 +104,8 @@ def device_of(options: Options, training: bool) -> DeviceKind:
     """Return the kind of device that the options choose, else POPTORCH_DEVICE, else "cpu".
 
     Raises:
-        Error: the kind is unknown, there is no such device, or several processes train on an accelerator
+        Error: the kind is unknown; also, unless the connection type is Never, if there is no such device or
+            several processes train on an accelerator
     """
     kind: Any = _setting(options, "device_kind", "POPTORCH_DEVICE", DEVICES, "kind of device")
     if options.connection_type != ConnectionType.Never:

@@ -25,7 +25,7 @@ _FROM_1 = ("device_iterations", "gradient_accumulation", "replication_factor")
 
 
 def expect(setter: str, value: T, kind: type | tuple[str, ...], error: type[Exception] = AssertionError) -> T:
-    """Return a setter's argument. Raises `error` if it is not an instance of `kind`, or not one of these words."""
+    """Return `value`, a setter's argument. Raises `error` unless it has the type, or is in the words, `kind`."""
     if isinstance(kind, tuple):
         if value in kind:
             return value
@@ -96,7 +96,7 @@ class Freezable:
 
 
 class OptionsDict(Freezable):
-    """Named values: the base class of `Options` and its parts."""
+    """A set of named values; the base class of `Options` and its parts."""
 
     _popart: Any  # the `Popart` object, for setters that write to it
     _renamed: ClassVar[dict[str, str]] = {}  # old name of PopTorch -> new name
@@ -123,7 +123,7 @@ class OptionsDict(Freezable):
     def set(self, **values: Any) -> Self:
         """Change existing values, given by name, and return the object.
 
-        Raises: AssertionError for an unknown name, or a value of another type than the current value.
+        Raises: AssertionError for an unknown name, and errors as `createOrSet` does.
         """
         for name in values:
             self._check_known(name)
@@ -132,7 +132,8 @@ class OptionsDict(Freezable):
     def createOrSet(self, **values: Any) -> Self:
         """Change or create values, given by name, and return the object.
 
-        Raises: AssertionError for a value of another type than the current value.
+        Raises: AttributeError if the object is frozen; AssertionError for a value of another type than the
+            current value, or a factor of the batch below 1.
         """
         self.checkIsFrozen()
         vars(self).update({name: self._checked(name, value) for name, value in values.items()})
@@ -143,7 +144,7 @@ class OptionsDict(Freezable):
         return name in self._values
 
     def deleteIfExists(self, name: str) -> Self:
-        """Delete a value, if it exists. As in PopTorch, this is allowed for frozen options."""
+        """Delete a value, if it exists, and return the object. As in PopTorch, frozen options allow this."""
         if self.exists(name):
             del vars(self)[name]
         return self
@@ -196,7 +197,7 @@ class OptionsDict(Freezable):
         )
 
     def _checked(self, name: str, value: Any) -> Any:
-        """Return the value to be stored. Raises AssertionError if it has not the type of the current value."""
+        """Return the value to store: an int for an IntEnum, if an int is stored. Raises AssertionError."""
         expected = type(vars(self).get(name, value))
         assert isinstance(value, expected), (
             f"Unexpected type {type(value).__name__} for option {name}: {value!r}. Expected {expected.__name__}"
@@ -219,5 +220,5 @@ def plain(value: Any) -> Any:
 
 
 def printed(value: Any) -> str:
-    """Return the `repr`, with dictionaries sorted by key, so that equal values print equally."""
+    """Return the `repr` of a value, with dictionaries sorted by key, so that equal values print equally."""
     return pprint.pformat(value, width=sys.maxsize)

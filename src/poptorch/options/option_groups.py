@@ -25,7 +25,7 @@ class ExecutionOptions(OptionsDict):
 
     _execution_strategy: ExecutionStrategy
 
-    anchored_tensors: dict[str, list[Any]] = {}  # [long name, use default, mode, period]
+    anchored_tensors: dict[str, list[Any]] = {}  # short name -> [long name, use default, mode, period]
     backend: str
     broadcast_buffers: bool = True
     device_iterations: int = 1
@@ -41,7 +41,7 @@ class ExecutionOptions(OptionsDict):
     replication_factor: int = 1
 
     def deviceIterations(self, device_iterations: int) -> Self:
-        """Set the weight updates per call; in inference, the micro-batches per call and replica."""
+        """Set the number of weight updates per call; in inference, of micro-batches per call and replica."""
         return self.set(device_iterations=device_iterations)
 
     def replicationFactor(self, replication_factor: int) -> Self:
@@ -77,7 +77,7 @@ class ExecutionOptions(OptionsDict):
         return self.set(broadcast_buffers=broadcast_buffers)
 
     def setExecutionStrategy(self, strategy: ExecutionStrategy) -> Self:
-        """Set the order of stages: a Pipelined-, Sharded-, SerialPhased- or ParallelPhasedExecution."""
+        """Set the strategy: which blocks form a stage, and in which order the stages run."""
         assert isinstance(strategy, ExecutionStrategy), (
             "setExecutionStrategy takes a strategy, such as poptorch.PipelinedExecution(...); an AutoStage "
             f"goes into one: poptorch.ShardedExecution(poptorch.AutoStage.SameAsIpu). Found {strategy!r}"
@@ -86,7 +86,7 @@ class ExecutionOptions(OptionsDict):
         return self
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
-        """Choose which outputs a call returns. The return period (device iterations) is for EveryN only."""
+        """Choose the outputs that a call returns. Only EveryN uses the return period (device iterations)."""
         period = _checked_period(expect("outputMode", output_mode, OutputMode), output_return_period)
         return self.set(output_mode=output_mode, output_return_period=period)
 
@@ -101,7 +101,7 @@ class ExecutionOptions(OptionsDict):
         output_mode: OutputMode | None = None,
         output_return_period: int | None = 1,
     ) -> None:
-        """Store a tensor at each call, for `getAnchoredTensor(short_name)`.
+        """Make each call keep the values of a tensor, which `getAnchoredTensor(short_name)` returns.
 
         Without a mode, the model's output mode applies. As in PopTorch, this is allowed for frozen options.
 
@@ -115,14 +115,14 @@ class ExecutionOptions(OptionsDict):
         self.anchored_tensors[short_name] = [long_name, use_default, mode.value, period]
 
     def randomSeed(self, random_seed: int) -> Self:
-        """Set the seed of the model's random numbers, and call `torch.manual_seed` with it."""
+        """Set the seed of the model's random numbers, and call `torch.manual_seed` with this seed at once."""
         self.createOrSet(random_seed=expect("randomSeed", random_seed, int))
         torch.manual_seed(random_seed)
         return self
 
     def enableSyntheticData(self, enabled: bool | int) -> Self:
-        """Replace the inputs of all calls by values that are generated once; outputs have no meaning then.
-        Also takes a `popart.SyntheticDataMode`."""
+        """Choose whether calls replace their inputs by values that are generated once. Outputs are then
+        meaningless. Also takes a `popart.SyntheticDataMode`."""
         assert isinstance(enabled, int) and 0 <= enabled <= 3, (
             f"enableSyntheticData takes a bool or a popart.SyntheticDataMode; found {enabled!r}"
         )
@@ -130,7 +130,7 @@ class ExecutionOptions(OptionsDict):
         return self._set_popart("syntheticDataMode", mode)
 
     def compiler(self, backend: str) -> Self:
-        """*Pando*: run the model's operations one by one ("eager") or compiled to fused kernels ("inductor").
+        """*Pando*: choose how operations run: one by one ("eager", default) or in fused kernels ("inductor").
 
         Takes precedence over the environment variable POPTORCH_BACKEND.
         """
@@ -147,7 +147,7 @@ class ExecutionOptions(OptionsDict):
         return self.createOrSet(memory_format=expect("memoryFormat", memory_format, MEMORY_FORMATS))
 
     def allowNewShapes(self, plans: int = 8) -> Self:
-        """*Pando*: let calls have other sizes, leave out arguments, or end in the middle of a combined batch.
+        """*Pando*: allow calls with other shapes, with fewer arguments, or with an incomplete combined batch.
 
         Each new combination of shapes compiles another plan for the same weights, optimizer state and random state. The
         `plans` most recently used plans are kept. The log (INFO) has the time of each compilation. See
@@ -234,7 +234,7 @@ class DeviceOptions(OptionsDict):
         return self.createOrSet(ipu_id=ipu_id)
 
     def useOfflineIpuTarget(self, ipu_version: int = 2) -> Self:
-        """Compile only: no device is attached, and calling the model raises AssertionError."""
+        """Set the connection type Never: no device is attached, and calling a model raises AssertionError."""
         self.createOrSet(ipu_version=expect("useOfflineIpuTarget", ipu_version, int))
         return self.connectionType(ConnectionType.Never)
 
@@ -273,7 +273,7 @@ class ReportingOptions(OptionsDict):
     def enableExecutableCaching(self, path: str | os.PathLike[str] | None) -> Self:
         """Write each compiled model to a file in this folder, for `loadExecutable`. None: write no files.
 
-        Compilation does not read the files.
+        Compilation never reads these files.
         """
         self._popart.set("enableEngineCaching", path is not None)
         return self._set_popart("cachePath", "" if path is None else os.fspath(path))
@@ -287,7 +287,7 @@ class ReportingOptions(OptionsDict):
         return self.createOrSet(model_name=expect("modelName", name, str))
 
     def maxRepeatLogs(self, max_lines: int | None = None) -> Self:
-        """Write the same log line at most `max_lines` times in succession. None: no limit."""
+        """Set how many times the same log line is written in succession. None: no limit."""
         return self.set(max_repeat_logs=_NO_LIMIT if max_lines is None else max_lines)
 
     def logCycleCount(self, log_cycle_count: bool) -> Self:
@@ -334,11 +334,11 @@ class ReportingOptions(OptionsDict):
         return self
 
     def appendToLocationExcludes(self, *excludes: str) -> Self:
-        """Recorded: adds fragments to those of `sourceLocationExcludes`, and has no more effect."""
+        """Recorded: adds fragments to those of `sourceLocationExcludes`, and has no other effect."""
         return self.sourceLocationExcludes([*self._source_location_excludes, *excludes])
 
     def showCompilationProgressBar(self, show: bool = True) -> Self:
-        """Set whether compilation shows a progress bar. Without one, `compilationTime()` raises Error."""
+        """Set whether compilation shows a progress bar. Without the bar `compilationTime()` raises Error."""
         self._show_progress_bar = expect("showCompilationProgressBar", show, bool)
         return self
 

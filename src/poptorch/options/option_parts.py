@@ -53,8 +53,8 @@ class Training(OptionsDict):
         return self.set(mean_accumulation_and_replication_reduction_strategy=strategy)
 
     def setAutomaticLossScaling(self, enabled: bool) -> Self:
-        """Set whether the loss scale is adapted: it is halved if too many gradients are large, else doubled.
-        An update with an infinite or NaN gradient is left out."""
+        """Set whether each update adapts the loss scale: it is halved if gradients are large, infinite or
+        NaN, else doubled. An update with an infinite or NaN gradient is left out."""
         expect("setAutomaticLossScaling", enabled, bool)
         return self._set_popart("automaticLossScalingSettings.enabled", enabled)
 
@@ -77,7 +77,7 @@ class Precision(OptionsDict):
     running_statistics_always_float: bool
 
     def autocastEnabled(self, autocast_enabled: bool) -> Self:
-        """Set whether `poptorch.autocast` casts in this model."""
+        """Set whether `poptorch.autocast` has an effect in this model (default: True)."""
         return self.set(autocast_enabled=expect("autocastEnabled", autocast_enabled, bool, ValueError))
 
     def autocastPolicy(self, autocast_policy: autocasting.Policy) -> Self:
@@ -86,7 +86,7 @@ class Precision(OptionsDict):
         return self.set(autocast_policy=autocast_policy)
 
     def enableStochasticRounding(self, enabled: bool) -> Self:
-        """Set whether updates in half precision use stochastic rounding: the expected error is zero."""
+        """Set whether half-precision weights are updated with stochastic rounding (no error on average)."""
         expect("enableStochasticRounding", enabled, int)
         return self._set_popart("enableStochasticRounding", bool(enabled))
 
@@ -229,7 +229,7 @@ class TensorLocations(OptionsDict):
 
 
 class Distributed(OptionsDict):
-    """The number of processes and the id of this one, by default from the launcher's environment.
+    """The number of processes and the id of this process, by default from the launcher's environment.
 
     MPI's variables come first, as in PopTorch. Those of other launchers (torchrun, srun) are read too:
     processes that ignored them would each train alone, without a warning.
@@ -255,7 +255,7 @@ class Distributed(OptionsDict):
         return self.num_distributed_processes
 
     def disable(self) -> Self:
-        """Ignore the environment's variables: make this process 0 of 1."""
+        """Make this process 0 of 1. The environment's variables are ignored."""
         return self._set_process(0, 1)
 
     def configureProcessId(self, process_id: int, num_processes: int) -> Self:
@@ -305,9 +305,8 @@ _PREFIXES = (
 
 class Popart(Freezable):
     """`options._Popart`: settings of PopTorch's compiler, stored by name in `options`.
-    Only `autoRecomputation`, `autoReport.*` and settings that the setters above write have an effect; all
-    others are only stored. At compilation a name that looks mistyped raises Error, and an unknown name logs a
-    warning."""
+    Only `autoRecomputation`, `autoReport.*` and settings that other setters write have an effect. At
+    compilation a name that looks mistyped raises Error, and an unknown name logs a warning."""
 
     options: dict[str, Any]
     patterns: dict[str, bool]
@@ -318,7 +317,7 @@ class Popart(Freezable):
         self._declare(options={}, patterns={}, patterns_level=2)
 
     def set(self, name: str, value: Any) -> Self:
-        """Store a setting by name. Dots address a nested setting: "automaticLossScalingSettings.enabled"."""
+        """Store a setting by name. A name may have dots: "automaticLossScalingSettings.enabled"."""
         self.checkIsFrozen()
         name = expect("_Popart.set", name, str)
         self.options[name] = int(value) if isinstance(value, enum.IntEnum) else value
@@ -341,7 +340,7 @@ class Popart(Freezable):
         return self
 
     def check_names(self) -> None:
-        """*Pando*: check names and values, at compilation. Log a warning for each unknown name.
+        """*Pando*: raise Error if a name or value is bad, and log a warning for each unknown name.
 
         Raises: Error for a name that looks mistyped, or a value that is no bool, number, string or container.
         """

@@ -79,7 +79,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
     def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:
         """Apply a file with one setting per line, written as after `options.`, such as `deviceIterations(4)`.
 
-        Blank lines and lines that begin with # are skipped.
+        Blank lines and lines that begin with # are skipped. Lines before a faulty line remain applied.
         Raises: ConfigFileError for a line that is not a setting; the setter's error for a bad value.
         """
         path = Path(filepath)
@@ -101,7 +101,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
     def from_json(self, string: str) -> Self:
         """Apply a JSON object: `{"Training.gradientAccumulation": 4, "outputMode": "OutputMode.All"}`.
 
-        A list is several positional arguments; a string that names an enum's member becomes that member.
+        A list holds several positional arguments; a single string that names an enum's member becomes it.
         Raises: ValueError for other JSON; AttributeError for an unknown setting; the setter's own errors.
         """
         settings = json.loads(string)
@@ -131,7 +131,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         return functools.reduce(merged, values)
 
     def _counts(self) -> Counts:
-        """Return the factors of a combined batch."""
+        """Return the factors of a combined batch, and the number and id of the processes."""
         return Counts(
             iterations=self.device_iterations,
             accumulation=self.Training.gradient_accumulation,
