@@ -150,6 +150,7 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
 
 
 def check(arguments: argparse.Namespace) -> int:
+    """Print a line for each valid job of the files, and return 0. Raises: Faults, with those of all files."""
     faults: list[str] = []
     for file in arguments.files:
         try:
@@ -175,6 +176,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def render(arguments: argparse.Namespace) -> int:
+    """Print the objects of a file's jobs as YAML, warnings on standard error, and return 0."""
     drops = set(filter(None, arguments.drop.split(",")))
     if unknown := drops - {"resources", "security"}:
         names = ",".join(sorted(unknown))
@@ -199,6 +201,7 @@ def render(arguments: argparse.Namespace) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run a file's jobs here, one after another; return 0, or the exit code of the first job that fails."""
     if not arguments.local:
         fix = "--local; or ipujob submit, which runs it in a cluster"
         raise Faults([f"ipujob: run is for this machine\n  fix: {fix}"])
@@ -237,6 +240,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def manifest(arguments: argparse.Namespace) -> int:
+    """Print the CustomResourceDefinition and the operator's objects as YAML, and return 0."""
     text = resources.files("ipujob").joinpath("operator.yaml").read_text()
     words = {"NAMESPACE": arguments.namespace, "IMAGE": arguments.image, "DEVICE": arguments.device}
     print(_dump([crd(), *yaml.safe_load_all(Template(text).safe_substitute(words))]), end="")
@@ -244,7 +248,7 @@ def manifest(arguments: argparse.Namespace) -> int:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that writes a text of several lines as a block (`|`), and no aliases."""
+    """A YAML dumper that writes a text of several lines as a block (`|`), and writes no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

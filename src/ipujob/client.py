@@ -1,4 +1,4 @@
-"""The client of an API server: six calls, with objects as plain dictionaries. lightkube configures and authenticates.
+"""The client of an API server, with objects as plain dictionaries. lightkube configures and authenticates it.
 
 Typed clients refuse some valid files (`cpu: 32`, a number), so paths and bodies are built here. No other file
 imports lightkube.
@@ -37,10 +37,8 @@ class Unreachable(Exception):
 class Cluster:
     """A client of the cluster of this process's pod, else of $KUBECONFIG, else of ~/.kube/config.
 
-    Methods raise `Refused` or `Unreachable` if a request fails.
-
-    Raises:
-        Unreachable: no cluster is configured, or lightkube isn't installed
+    Methods raise `Refused` or `Unreachable` if a request fails, the constructor `Unreachable` if no cluster is
+    configured or lightkube isn't installed.
     """
 
     def __init__(self, transport: Any = None) -> None:
@@ -87,7 +85,7 @@ class Cluster:
         return self._call("POST", _kind_path(made["kind"], made["metadata"]["namespace"]), json=made)
 
     def delete(self, known: Object, orphan: bool = False) -> None:
-        """Delete an object. Raises: Refused (409), if a newer object has its name, with another uid.
+        """Delete an object. Raises: Refused: 404, if it is gone; 409, if a newer object has its name.
 
         Args: orphan: keep the objects that the deleted object owns
         """
@@ -103,7 +101,7 @@ class Cluster:
         self._call("PATCH", f"{_object_path(known)}/status", json=body, headers=headers)
 
     def logs(self, pod: Object, follow: bool = False, previous: bool = False) -> Iterator[str]:
-        """Yield the lines of a pod's log (of its first container, the worker).
+        """Yield the lines of the log of a pod's first container, which is the worker.
 
         Args:
             follow:   wait for more lines until the worker ends
@@ -116,14 +114,14 @@ class Cluster:
             yield from answer.iter_lines()
 
     def _call(self, method: str, path: str, **request: Any) -> Any:
-        """Send a request, and return the object in the answer."""
+        """Send a request, and return the JSON value of the answer."""
         with self._stream(method, path, **request) as answer:
             answer.read()
             return answer.json()
 
     @contextmanager
     def _stream(self, method: str, path: str, **request: Any) -> Iterator[Any]:
-        """Send a request, and yield the API server's answer, whose body has not been read."""
+        """Send a request, and yield the answer before its body is read. Raises: Refused or Unreachable."""
         try:
             with self._http.stream(method, path, **request) as answer:
                 if answer.is_error:
@@ -136,6 +134,7 @@ class Cluster:
 
 
 def _refused_error(status: int, text: str) -> Refused:
+    """Return the error for an HTTP status and body, with a fix if IPUJobs are unknown or not allowed."""
     try:
         message = json.loads(text)["message"]
     except (ValueError, KeyError, TypeError):
@@ -152,6 +151,7 @@ def _refused_error(status: int, text: str) -> Refused:
 
 
 def _kind_path(kind: str, namespace: str | None) -> str:
+    """Return the URL path of all objects of a kind, in one namespace or in all (None)."""
     group, plural = _API_PATHS[kind]
     return f"{group}/namespaces/{namespace}/{plural}" if namespace else f"{group}/{plural}"
 

@@ -28,7 +28,7 @@ class Faults(Exception):
 
 @dataclass(frozen=True)
 class Document:
-    """One YAML document of a file, with the line number of each of its nodes."""
+    """One YAML document of a file; `lines` has the line number of each of its nodes, by path."""
 
     file: str
     value: Any
@@ -40,7 +40,7 @@ class Document:
         return str(self.value.get("kind")) if isinstance(self.value, dict) else type(self.value).__name__
 
     def locate(self, place: Place, message: str, fix: str = "") -> str:
-        """Return a message with the file and the line of `place`, or of its nearest parent in the file."""
+        """Return a message with its fix, the file, and the line of the path `place` or its nearest parent."""
         while place not in self.lines:
             place = place[:-1]
         text = f"{self.file}:{self.lines[place]}: {message}"
@@ -48,7 +48,7 @@ class Document:
 
 
 def read(file: str) -> list[Document]:
-    """Return the documents of a YAML file, without empty ones; "-" is standard input.
+    """Return the documents of a YAML file that are not empty; "-" is standard input.
 
     Raises:
         Faults: the file can't be read, is no YAML, or has no document
@@ -95,7 +95,7 @@ def _record_lines(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Ite
 
 
 def load_job(document: Document, device: str = "cpu", images: Images | None = ()) -> Job:
-    """Return the job of a document; print warnings about unusual fields to standard error.
+    """Return the job of a document; print warnings about fields of no effect to standard error.
 
     Args:
         device, images: as in `parse`
@@ -128,7 +128,7 @@ def with_changes(document: Document, name: str | None = None, command: str | Non
     """Return a document with changes from the command line; a malformed document is returned unchanged.
 
     Args:
-        name:    the job's name, in place of the file's
+        name:    the job's name; None: as in `with_name`
         command: a script for bash, in place of the worker's and the launcher's command
     """
     try:

@@ -1,4 +1,4 @@
-"""Run a job on this machine: processes take the place of pods, and `observe` decides as in a cluster."""
+"""Run a job on this machine: a process in place of each pod. `observe` decides, as in a cluster."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _IGNORED_FIELDS = ("nodeSelector", "affinity", "tolerations", "securityContext",
 
 
 class LocalJob:
-    """A job on this machine.
+    """A job on this machine, whose workers are processes.
 
     Args:
         value:     the IPUJob object from which `job` was made
-        folder:    of the workers' home folders and logs; `folder/bin` comes first on their PATH
-        overrides: environment variables of the command line, which precede the job's
+        folder:    parent of the workers' home folders and logs; `folder/bin` comes first on their PATH
+        overrides: environment variables of the command line, which replace the job's
     """
 
     def __init__(self, value: Object, job: Job, folder: Path, overrides: Mapping[str, str]) -> None:
@@ -80,7 +80,7 @@ class LocalJob:
         return code or 0
 
     def _run_round(self) -> int | None:
-        """Run the next actions of the job, and return its exit code if it has ended, else None."""
+        """Run the next actions of the job; return its exit code if it has ended, else None. Print failures."""
         for worker in self.workers.values():
             is_late = time.monotonic() > worker.deadline and worker.process.poll() is None
             if is_late:
@@ -108,7 +108,7 @@ class LocalJob:
         return None
 
     def _end_workers(self, workers: Sequence[Worker]) -> None:
-        """End workers by SIGTERM; kill them after their pods' longest grace period, or at a second signal."""
+        """Send SIGTERM to workers; kill them after the longest grace period, or at a second signal."""
         for worker in workers:
             worker.signal(signal.SIGTERM)
         grace = [worker.pod["spec"]["terminationGracePeriodSeconds"] for worker in workers]
@@ -155,7 +155,10 @@ class Worker:
         self._reader.start()
 
     def update(self, is_late: bool) -> None:
-        """Write the process's end into the pod's status; `is_late`: it was ended by `activeDeadlineSeconds`."""
+        """If the process has ended, kill its group and write its end into the pod's status.
+
+        Args: is_late: whether it was ended because of `activeDeadlineSeconds`
+        """
         code = self.process.poll()
         if code is None or pods.phase(self.pod) != "Running":
             return
@@ -166,6 +169,7 @@ class Worker:
             self.pod["status"]["reason"] = "DeadlineExceeded"
 
     def kill(self) -> None:
+        """Kill the process group, and wait for the process and (2 s at most) for its output."""
         self.signal(signal.SIGKILL)
         self.process.wait()
         self._reader.join(2)
@@ -175,11 +179,12 @@ class Worker:
             os.killpg(self.process.pid, number)
 
     def _set_status(self, phase: str, state: Object) -> None:
+        """Write a phase and a container state into the pod's status."""
         name = self.pod["spec"]["containers"][0]["name"]
         self.pod["status"] = {"phase": phase, "containerStatuses": [{"name": name, "state": state}]}
 
     def _copy_output(self, file: Path, prefix: bytes) -> None:
-        """Copy the worker's output to its log and to the terminal; with a prefix, line by line."""
+        """Copy the worker's output to its log, and with a prefix for each line to the terminal."""
         pipe, terminal = self.process.stdout, sys.stdout.buffer
         assert pipe is not None
         terminal_is_open = True
@@ -201,8 +206,8 @@ def _worker_variables(
     """Return a worker's environment variables: values with $(NAME) expanded, or read from fields of the pod.
 
     Args:
-        here:      by (name, value) of a variable, its value on this machine
-        overrides: variables that precede the pod's
+        here:      by (name, value) of a variable of the pod, the value on this machine
+        overrides: variables that replace the pod's
     """
     environment = dict(overrides)
     metadata = pod["metadata"]
@@ -225,10 +230,7 @@ def _expand(text: str, known: Mapping[str, str]) -> str:
 
 
 def unsupported(job: Job, overrides: Mapping[str, str]) -> Iterator[Fault]:
-    """Yield a fault for each field of a job that has no equivalent on this machine.
-
-    Args: overrides: environment variables of the command line
-    """
+    """Yield a fault for each field of a job that has no equivalent here and no variable in `overrides`."""
     place, container = (*_TEMPLATE, "containers", 0), job.worker
     if container.get("envFrom") and not overrides:
         message = "variables of a ConfigMap or Secret can't be had here"
@@ -249,7 +251,7 @@ def unsupported(job: Job, overrides: Mapping[str, str]) -> Iterator[Fault]:
 
 
 def ignored_fields(job: Job) -> list[str]:
-    """Return the template's fields that have no effect on this machine."""
+    """Return the names of the template's fields that have no effect on this machine."""
     container, spec = job.worker, job.template["spec"]
     fields = ["image", *(name for name in ("resources", "securityContext") if name in container)]
     fields += [name for name in _IGNORED_FIELDS if name in spec and name not in fields]

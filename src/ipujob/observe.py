@@ -54,12 +54,12 @@ def observe(
     device: str = "cpu",
     images: Images = (),
 ) -> Decision:
-    """Return the next actions for a job; none, if it is being deleted.
+    """Return the next actions for a job; none, if the job is being deleted.
 
     Args:
         value:   the IPUJob object, as read from the API server
         owned:   the pods and the Service of the job
-        trouble: the API server's message, if it refused the last creation of a pod
+        trouble: the API server's message, if it refused to create an object of the job
         device, images: as in `parse`
     """
     old = value.get("status") or {}
@@ -118,7 +118,7 @@ def observe(
 def _decide_after_end(
     value: Object, job: Job | None, own_pods: Sequence[Object], services: Sequence[Object], now: datetime
 ) -> Decision:
-    """Return the actions for an ended job: delete Service and pods (see cleanPodPolicy), later the job."""
+    """Return the actions for an ended job: delete Service and pods, and at its time to live the job."""
     old = value["status"]
     new, had = value["spec"].get("jobInstances", 0), old.get("desiredReplicas", 0)
     message = f"the job has ended with {had} instances: create a new one for {new}" if new > had else ""
@@ -163,7 +163,7 @@ def _summary(total: int, states: Counter[str], restarts: int, remaining: Sequenc
 
 
 def _conditions(old: Object, messages: Mapping[str, str], now: datetime) -> list[Object]:
-    """Return the job's conditions with new messages (by type); an empty message makes a condition "False"."""
+    """Return the job's conditions, updated by `messages` by type: "True" with a message, "False" for ""."""
     conditions = {condition["type"]: condition for condition in old.get("conditions") or []}
     for kind, message in messages.items():
         before = conditions.get(kind, {})
@@ -181,7 +181,7 @@ def _conditions(old: Object, messages: Mapping[str, str], now: datetime) -> list
 
 
 def _patch(old: Object, new: Object, now: datetime) -> Object:
-    """Return the merge patch that writes the fields `new` into the status `old`; empty, if `old` has them."""
+    """Return the merge patch that writes the fields `new` into the status `old`; {}, if nothing changes."""
     change = {key: item for key, item in new.items() if old.get(key) != item}
     if "instances" in change:
         change["instances"] = {**dict.fromkeys(old.get("instances", ())), **new["instances"]}  # None removes
@@ -199,6 +199,7 @@ def next_states(
     Args:
         record:   `status.instances`: {"state", "restarts"} by the instance's number as a text
         own_pods: all pods of the job
+    Returns: the records by number as text; pods that are being deleted already are left out
     """
     instances, create = {}, []
     delete = [pod for pod in own_pods if int_label(pod, INSTANCE) >= job.shape.instances]
@@ -241,14 +242,14 @@ def _next_state(
 
 
 def _should_restart(job: Job, culprit: Object | None) -> bool:
-    """Return whether the policy restarts an instance of which `culprit` failed first; None: all succeeded."""
+    """Return whether the policy restarts an instance whose pod `culprit` failed; None: all succeeded."""
     if job.restart_policy == "ExitCode":
         return culprit is not None and pods.exit_code(culprit) in job.exit_codes
     return job.restart_policy == "Always" or (job.restart_policy == "OnFailure" and culprit is not None)
 
 
 def _pods_to_delete(state: str, own_pods: Sequence[Object]) -> list[Object]:
-    """Return the pods to delete at an instance's end. Ended pods stay; after a failure only failed ones."""
+    """Return the pods to delete at an instance's end: those not ended; after a failure, those not failed."""
     kept = ENDED if state == "Succeeded" else ("Failed",)
     return [pod for pod in own_pods if phase(pod) not in kept]
 
@@ -260,5 +261,6 @@ def _should_delete(job: Job, pod: Object) -> bool:
 
 
 def _was_ended_by_ttl(job: Job, pod: Object) -> bool:
+    """Return whether the time limit of an interactive job has ended a pod."""
     is_late = phase(pod) == "Failed" and pod["status"].get("reason") == "DeadlineExceeded"
     return job.ttl is not None and is_late

@@ -1,4 +1,4 @@
-"""The operator: a loop that lists all IPUJobs of a cluster and applies `observe` to each. It keeps no state.
+"""The operator: a loop that lists all IPUJobs of a cluster and applies `observe` to each.
 
 A watch only wakes the loop, so a lost watch does no harm: each round lists all objects again. A status is
 written on condition that the job has not changed since it was read (optimistic locking): of two operators,
@@ -48,10 +48,10 @@ class Operator:
 
     Args:
         device: cpu or cuda, for jobs without a device in their annotations
-        images: a file of image replacements, which is read again for each job; None: no replacements
-        log:    called with a line for each action
+        images: path of a file of image replacements, which is read again for each job; None: no replacements
+        log:    is called with a line for each action
         clock:  returns seconds, for the delay after a refused creation
-        beat:   called before each job and after each round; touches the file of a liveness probe
+        beat:   is called before each job; touches the file of a liveness probe
     """
 
     def __init__(
@@ -69,11 +69,9 @@ class Operator:
         self.trouble: dict[str, Trouble] = {}  # by the job's uid, to delay the next try
 
     def round(self) -> None:
-        """List all objects, and run the next actions of each job. An error of one job is only logged.
+        """List all objects, and run the next actions of each job. An error of one job does not end the round.
 
-        Raises:
-            Refused:     the objects could not be listed
-            Unreachable: the cluster doesn't answer
+        Raises: Refused, if the objects can't be listed; Unreachable, if the cluster doesn't answer
         """
         jobs = self.cluster.list("IPUJob", self.namespace)
         owned: dict[str, list[Object]] = defaultdict(list)
@@ -96,6 +94,10 @@ class Operator:
                 self._log(job, f"a fault of the operator: {type(error).__name__}: {error}")
 
     def _step(self, job: Object, owned: Sequence[Object]) -> None:
+        """Run the next actions of a job: write its status, delete and create objects.
+
+        A refused creation is logged, kept in `trouble`, and delays the next creations for this job.
+        """
         uid, now = job["metadata"]["uid"], datetime.now(UTC)
         trouble = self.trouble.get(uid)
         said = trouble.message if trouble else None
@@ -163,7 +165,7 @@ class Operator:
 
 
 def images_in(file: str | None) -> Images:
-    """Return (OLD, NEW) for each line OLD=NEW of a file; nothing, if there is no file or it can't be read."""
+    """Return (OLD, NEW) for each line OLD=NEW of a file; empty, if `file` is None or can't be read."""
     try:
         lines = Path(file).read_text().splitlines() if file else []
     except OSError:
@@ -173,7 +175,7 @@ def images_in(file: str | None) -> Images:
 
 
 def operator(arguments: argparse.Namespace) -> int:
-    """Run rounds for ever: at each change, when a retry is due, and every 10 seconds. A signal ends the process."""
+    """Run rounds at each change, when a retry is due, and every 10 s. SIGTERM or Ctrl-C ends the process."""
     cluster, wake = Cluster(), threading.Event()
     namespace = None if arguments.all_namespaces else arguments.namespace or cluster.namespace
 

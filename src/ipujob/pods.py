@@ -78,7 +78,7 @@ def template(
 
 
 def _command_fields(job: Job) -> dict[str, list[str]]:
-    """Return the fields `command` and `args` of a worker, where they differ from the template's."""
+    """Return the fields `command` and `args` of a worker's container that replace the template's."""
     if job.mode == "launched":
         return {"command": list(job.launcher_command), "args": []}
     if job.ttl is not None and not job.worker.get("command"):
@@ -94,7 +94,7 @@ def _command_fields(job: Job) -> dict[str, list[str]]:
 def _environment(
     job: Job, instance: int, rank: str | Object, address: str, restarts: str | Object | None
 ) -> list[Object]:
-    """Return a worker's variables: Pando's, then the file's, which can refer to these or override them."""
+    """Return a worker's environment: Pando's variables and the file's, which can refer to or replace them."""
     partition = f"p-{job.name}-{job.namespace}-{instance}"
     added: dict[str, Any] = {"IPUOF_VIPU_API_PARTITION_ID": partition}
     if job.mode != "single":  # the workers connect to each other
@@ -114,7 +114,7 @@ def _environment(
 
 
 def _resources(job: Job, given: Object) -> Object:
-    """Return a worker's resources; requests for cores or GPUs, by its number of ipus, if there are none."""
+    """Return a container's resources: `given`, with cores or GPUs by the number of ipus if it has none."""
     ipus = job.shape.ipus_per_worker
     kind, name, amount = "requests", "cpu", min(ipus, _MAX_CORES)
     requested = {*given.get("limits", {}), *given.get("requests", {})}
@@ -138,7 +138,7 @@ def service(job: Job) -> Object:
 
 
 def with_owner(made: Object, owner: Object) -> Object:
-    """Return an object with its IPUJob's namespace, an owner reference to it, and the spec's hashes."""
+    """Return a copy of an object with the namespace of an IPUJob, a reference to it, and its spec's hashes."""
     reference = {
         "apiVersion": owner["apiVersion"],
         "kind": owner["kind"],
@@ -182,7 +182,7 @@ def int_label(pod: Object, name: str) -> int:
 
 
 def exit_code(pod: Object) -> int | None:
-    """Return the exit code of the pod's worker; None, if the worker has not ended."""
+    """Return the exit code of a pod's worker; None, if the worker has not ended."""
     return _terminated_state(pod).get("exitCode")
 
 
@@ -218,7 +218,7 @@ def first_failed(pods: Sequence[Object]) -> Object | None:
 
 
 def was_disrupted(pod: Object) -> bool:
-    """Return whether the cluster ended a pod (by eviction, for example), and not the program in it."""
+    """Return whether the cluster, and not the program, ended a pod (by eviction, for example)."""
     reason = pod["status"].get("reason") or ""
     # OutOfcpu, OutOfmemory, ...: the node was full when the pod arrived.
     by_reason = reason in _DISRUPTIONS or reason.startswith("OutOf")
@@ -234,6 +234,6 @@ def _terminated_state(pod: Object) -> Object:
 
 
 def _condition(pod: Object, kind: str) -> Object:
-    """Return a condition of a pod; one of status "", if the cluster has not set it."""
+    """Return the condition of type `kind` of a pod; {"status": ""}, if the cluster has not set it."""
     conditions = pod.get("status", {}).get("conditions") or []
     return next((each for each in conditions if each["type"] == kind), {"status": ""})

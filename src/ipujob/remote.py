@@ -19,6 +19,7 @@ _PATIENCE = 60  # seconds that a wait goes on while the cluster can't be reached
 
 
 def submit(arguments: argparse.Namespace) -> int:
+    """Check a file, create its jobs and print their names; return 1 if a job fails that is waited for."""
     documents = read(arguments.file)
     if arguments.name:
         documents = [with_changes(document, arguments.name) for document in documents]
@@ -39,7 +40,7 @@ def submit(arguments: argparse.Namespace) -> int:
 def _wait_for_end(cluster: Cluster, job: Object, follow: bool) -> int:
     """Wait until a job ends, and return 0 if it is Completed, 1 if it is Failed.
 
-    Args: follow: print the log of worker 0 meanwhile
+    Prints the job's last message, and with `follow` the log of worker 0 before.
     Raises: Refused, if the job was deleted; Unreachable, if the cluster can't be reached for a minute
     """
     name, place, uid = (job["metadata"][key] for key in ("name", "namespace", "uid"))
@@ -68,6 +69,7 @@ def _wait_for_end(cluster: Cluster, job: Object, follow: bool) -> int:
 
 
 def status(arguments: argparse.Namespace) -> int:
+    """Print a table of all jobs, or all about one job, with --watch at each change for ever; return 0."""
     cluster, last = Cluster(), None
     place = arguments.namespace or cluster.namespace
     while True:
@@ -103,7 +105,7 @@ def _columns(names: Sequence[str], values: Sequence[Sequence[Any]]) -> str:
 
 
 def _age(created: str) -> str:
-    """Return the age of an object as kubectl prints it: 59s, 10m, 3h, 5d."""
+    """Return the age of an object in one unit, much like kubectl: 119s, 10m, 47h, 5d."""
     seconds = max(int((datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()), 0)
     for unit, size, most in (("s", 1, 120), ("m", 60, 120), ("h", 3600, 48)):
         if seconds < most * size:
@@ -138,6 +140,7 @@ def _details(cluster: Cluster, job: Object) -> str:
 
 
 def logs(arguments: argparse.Namespace) -> int:
+    """Print the logs of a job's pods, and return 0. Raises: Refused, if there is no such pod."""
     cluster = Cluster()
     job = _find_job(cluster, arguments.name, arguments.namespace or cluster.namespace)
     pods = [pod for pod in _pods_of(cluster, job) if arguments.all or _pod_number(pod) == arguments.worker]
@@ -171,7 +174,7 @@ def logs(arguments: argparse.Namespace) -> int:
 def _copy_log(
     cluster: Cluster, pod: Object, follow: bool, previous: bool = False, prefix: str = "", skip: int = 0
 ) -> int:
-    """Print a pod's log without its first `skip` lines; return the number of lines, skipped ones included."""
+    """Print a pod's log without its first `skip` lines; return the number of all lines, at least `skip`."""
     lines = 0
     for lines, line in enumerate(cluster.logs(pod, follow, previous), 1):
         if lines > skip:
@@ -180,6 +183,7 @@ def _copy_log(
 
 
 def delete(arguments: argparse.Namespace) -> int:
+    """Delete jobs; print the name of each, or the error; return 1 if a deletion was refused, else 0."""
     cluster, code = Cluster(), 0
     place = arguments.namespace or cluster.namespace
     for name in arguments.names:
@@ -201,7 +205,7 @@ def _find_job(cluster: Cluster, name: str, namespace: str) -> Object:
 
 
 def _pods_of(cluster: Cluster, job: Object) -> list[Object]:
-    """Return the pods that a job owns, ordered by their numbers."""
+    """Return the pods that a job owns, ordered by the numbers in their names."""
     metadata = job["metadata"]
     listed = cluster.list("Pod", metadata["namespace"], labels=f"{JOB}={metadata['name']}")
     owners = [[owner["uid"] for owner in pod["metadata"].get("ownerReferences") or []] for pod in listed]

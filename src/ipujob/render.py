@@ -17,8 +17,7 @@ def render(job: Job, way: str = "job") -> tuple[list[Object], list[str]]:
 
     Args:
         way: "job" (Indexed Jobs), "pod" (bare pods) or "jobset"
-    Raises:
-        ValueError: objects of this kind can't run the job; the message has a fix
+    Raises: ValueError, if objects of this kind can't run the job
     """
     if way == "pod":
         made = [pods.pod(job, number) for number in range(job.shape.instances * job.shape.workers)]
@@ -32,6 +31,7 @@ def render(job: Job, way: str = "job") -> tuple[list[Object], list[str]]:
 
 
 def _check_renderable(job: Job, way: str) -> None:
+    """Raise a ValueError if a Job can't restart the workers, or a host name would be too long."""
     if way == "job" and job.shape.workers > 1 and job.restart_policy != "Never":
         raise ValueError(
             f"a Job can't restart {job.shape.workers} workers as one, and restartPolicy is {job.restart_policy}\n"
@@ -63,7 +63,7 @@ def _instance_name(job: Job, instance: int) -> str:
 
 
 def _object(job: Job, instance: int, api: str, kind: str, name: str, spec: Object) -> Object:
-    """Return an object (of apiVersion `api`) for an instance, with the job's time to live, if any."""
+    """Return an object (of apiVersion `api`) for an instance; add the job's time to live, if any, to `spec`."""
     metadata = {"name": name, "labels": {JOB: job.name, INSTANCE: str(instance)}}
     if job.seconds_kept is not None:
         spec["ttlSecondsAfterFinished"] = job.seconds_kept
@@ -116,6 +116,6 @@ def _job_set(job: Job, instance: int) -> Object:
 
 
 def with_namespace(made: Object, value: Object) -> Object:
-    """Return an object with the file's namespace; without one if the file has none: `kubectl -n` decides."""
+    """Return a copy of an object with the namespace of the IPUJob `value`, if it has one."""
     namespace = value["metadata"].get("namespace")
     return {**made, "metadata": made["metadata"] | ({"namespace": namespace} if namespace else {})}

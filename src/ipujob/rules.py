@@ -86,12 +86,12 @@ class Job:
         return self.mode != "single"
 
     def host(self, instance: int) -> str:
-        """Return the host name of an instance's first worker, at which its workers meet."""
+        """Return the host name of an instance's first worker, to which its workers connect."""
         return f"{self.name}-worker-{instance * self.shape.workers}.{self.name}"
 
 
 def count(number: int, word: str) -> str:
-    """Return a number with its noun, such as "2 workers"."""
+    """Return a number with its noun, such as "1 worker" or "2 workers"."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
@@ -109,11 +109,11 @@ class Fault(NamedTuple):
 def parse(
     value: Mapping[str, Any], device: str = "cpu", images: Images | None = ()
 ) -> tuple[Job | None, list[Fault]]:
-    """Return (job, []) for a valid IPUJob object, else (None, all its faults).
+    """Return (job, []) for a valid IPUJob object, else (None, list of all faults).
 
     Args:
         device: cpu or cuda, if no annotation names a device
-        images: replacements of the template's image; None, if no image is used
+        images: replacements of the template's image; None: no image is used
     """
     if value.get("kind") != "IPUJob":
         fix = "kind: IPUJob; ipujob render passes other kinds through"
@@ -271,9 +271,9 @@ def _schema() -> dict[str, Any]:
 
 
 def _check(value: Any, schema: dict[str, Any], place: Place, faults: list[Fault]) -> Any:
-    """Return the parts of a value that an API server keeps, without empty fields; None, if it refuses the value.
+    """Return the parts of a value that an API server keeps, without null fields; None, if it is invalid.
 
-    Args: faults: gets a fault for each part that the API server would refuse or drop
+    Args: faults: a fault is added, in place, for each part that the API server would refuse or drop
     """
     before, kind = len(faults), schema.get("type")
     if wrong := _violation(value, schema):
@@ -305,7 +305,7 @@ def _check(value: Any, schema: dict[str, Any], place: Place, faults: list[Fault]
 
 
 def _violation(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
-    """Return what is wrong with a value, its parts aside, and a fix ("": none is known); None for a valid one."""
+    """Return a message and a fix ("": unknown) if a value, its parts aside, breaks its schema; else None."""
     kind, pattern, shown = schema.get("type", ""), schema.get("pattern", ""), reprlib.repr(value)
     least, most = schema.get("minimum", 0), schema.get("maximum", 2**31 - 1)
     if schema.get("x-kubernetes-int-or-string"):

@@ -21,7 +21,7 @@ _CLONES = "clones.json"
 
 
 def install(folder: Path, clones: Mapping[str, str], real: Iterable[str] = ()) -> None:
-    """Write the stand-ins into a new folder.
+    """Write the stand-ins, as shell scripts, into a new folder.
 
     Args:
         clones: by URL, the folder that `git clone` copies
@@ -41,9 +41,9 @@ def install(folder: Path, clones: Mapping[str, str], real: Iterable[str] = ()) -
 
 
 def git(folder: str, words: list[str]) -> int:
-    """Copy a folder for `git clone URL [FOLDER]`; become the real git for other commands.
+    """Copy a folder for `git clone URL [FOLDER]`; replace this process by the real git for other commands.
 
-    Args: folder: of the stand-ins
+    Args: folder: of the stand-ins; words: git's arguments
     Returns: the exit code: 0, or 128 if no folder is known for the URL
     """
     if "clone" not in words[:1]:
