@@ -167,7 +167,7 @@ def write_stack_at_signal() -> None:
 
 
 def path_with_aliases(path: str) -> str:
-    """Return `path`, extended by the folder of aliases unless Horovod is installed (see `ALIASES`)."""
+    """Return a PYTHONPATH, extended by the folder `ALIASES` unless Horovod is installed."""
     folders = [folder for folder in sys.path if folder != ALIASES]
     is_installed = PathFinder.find_spec("horovod", folders) is not None
     return path if is_installed else os.pathsep.join(filter(None, [path, ALIASES]))

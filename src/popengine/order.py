@@ -50,9 +50,9 @@ class Order:
     """The rule by which devices choose among ready tasks.
 
     Args:
-        key:   of (action's index, action, micro-batch): the ready task with the smallest key runs first
-        bound: of (action's index, all actions, number of devices that share them): the edge by which the
-            action waits for an earlier micro-batch, or None
+        key:   maps (action's index, action, micro-batch) to a key: the ready task of the smallest runs first
+        bound: maps (action's index, all actions, number of devices that share them) to the edge by which the
+            action waits for an earlier micro-batch, or to None
     """
 
     name: str
@@ -200,7 +200,7 @@ def timeline(
         replicas: the number of replicas that run the same actions
         updates:  by ipu, the time of its update, which follows all of its actions
         keeps_order: each ipu runs its actions in the order of a step in which all cost 1, as its program does
-    Returns: (action's index, micro-batch) of each task, by rising key; and their timeline, updates last
+    Returns: (action's index, micro-batch) of each task, by ascending key; and their timeline, updates last
     """
     after = bounded(actions, order, cores or 1)
     tasks = [

@@ -132,9 +132,9 @@ class Memory(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor of a micro-batch of replica 0, held after the instructions [born, died) of the detailed step.
+    """A tensor of a micro-batch of replica 0, alive after the instructions born ... died - 1.
 
-    died -1: held to the end of the step.
+    The instructions are those of the detailed step. died -1: alive to the end of the step.
     """
 
     ipu: int
@@ -249,7 +249,7 @@ class Profile:
         return json.dumps(data, separators=(",", ":"))
 
     def save(self, path: Path) -> None:
-        """Write the file (and its folder) atomically: a reader never sees a partial file."""
+        """Write the profile to `path`, and make its folder. A reader never sees a partial file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(path.name + ".part")
         draft.write_text(self.to_json())

@@ -59,8 +59,8 @@ def capture(
         needs_values: raise CaptureError for weights on the meta device
 
     Raises:
-        CaptureError: torch fails in the forward; the forward reads a value out of a tensor, makes a shape that
-            depends on data, rebinds or removes a buffer, or in training does not have exactly one final loss
+        CaptureError: for example, torch fails in the forward; the forward reads a value out of a tensor, makes
+            a shape that depends on data, or rebinds a buffer; in training there is not exactly one final loss
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -172,7 +172,8 @@ def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
     """Record the backward of the model's one loss, and return the gradient of each parameter that gets one.
 
     Raises:
-        CaptureError: no parameter gets a gradient, or a tensor that is no parameter does
+        CaptureError: no parameter gets a gradient, a tensor that is no parameter gets one, or one is sparse;
+            see also `final_loss`
     """
     recorder, stand_ins = state.recorder, state.stand_ins
     wanted = stand_ins.trained()

@@ -27,7 +27,7 @@ MOST_TICKS = 20_000  # actions of the schedule that a profile holds at most
 
 
 class _HeldBytes:
-    """The bytes that values hold while a program adds and removes their names.
+    """A counter of the bytes of live values. Memory that several values share counts once.
 
     Args: memories: see `_memories`; names that are not in it count nothing
     """
@@ -72,7 +72,7 @@ def _memories(graph: Graph) -> dict[str, tuple[Any, int | None]]:
 
 
 def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
-    """Return a profile of a plan that has not run: the tables and facts that follow from the plan and its graph."""
+    """Return a profile of a plan that has not run, with what follows from the plan and its graph."""
     tables, partition, counts = _Tables(plan, graph), plan.partition, settings.counts
     operations, pieces = tables.operations(_memories(graph) if graph else {})
     part_of = tables.parts()
@@ -121,7 +121,7 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
 
 
 def parts_of(plan: Plan, graph: Graph | None) -> list[Part]:
-    """Return the instructions of a plan's tasks, each once. Without the graph, moved bytes are those of slots."""
+    """Return the instructions of a plan's tasks, each once. Only the graph has sizes of computed values."""
     return list(dict.fromkeys(_Tables(plan, graph).parts().values()))
 
 
@@ -278,7 +278,7 @@ def held_bytes(graph: Graph, partition: Partition) -> tuple[int, ...]:
 
 
 def peak_bytes(graph: Graph, plan: Plan, inside: Mapping[int, int]) -> list[int | None]:
-    """Return for each ipu the peak of the bytes that it holds for its micro-batches while it runs its program.
+    """Return for each ipu the peak of the bytes that it holds for micro-batches while it runs its program.
 
     Args:
         inside: by piece, the peak of the bytes that it allocates beyond those held before it runs

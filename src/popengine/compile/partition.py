@@ -29,7 +29,7 @@ CHECKPOINT = "poptorch.recomputation_checkpoint.default"  # recomputation keeps 
 
 
 def used_visits(graph: Graph) -> set[int]:
-    """Return the indices of the block entries (visits) that have operations; {0} if none has."""
+    """Return the indices of the block entries (visits) that have forward operations; {0} if none has."""
     used = {node.meta["block"] for node in _operation_nodes(graph) if node.meta["phase"] == "F"}
     return used or {0}
 
@@ -206,8 +206,8 @@ def emit(
 ) -> Piece:
     """Return the piece that computes `nodes`, in their order, from the values `reads`, and returns `writes`.
 
-    Forward values that a backward recomputes are named `..._again`: the parts of a cut backward pass them on
-    beside the forward's own values. Raises: CaptureError, if an argument or operation can't be in a piece.
+    Forward values that a backward recomputes are named `..._again`, since the parts of a cut backward pass
+    them on beside the forward's own values. Raises: CaptureError, if an argument or operation can't be in a piece.
     """
     again = {node for node in nodes if phase == "B" and node.meta["phase"] == "F"}
 

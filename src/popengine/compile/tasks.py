@@ -177,7 +177,7 @@ class _TableWriter:
     def _instructions(
         self, number: int, stores: list[Instruction]
     ) -> tuple[list[Instruction], list[Instruction]]:
-        """Return the instructions of a piece, and a list with the `free` after its sums, or an empty one."""
+        """Return two lists: a piece's instructions, and the `free` that follows its sums (may be empty)."""
         flow, ipu, piece = self.flow, self.flow.ipu_of(number), self.flow.pieces[number]
         readers = {name: flow.readers.get((name, ipu), [-1]) for name in (*piece.reads, *piece.writes)}
         fresh = [(n, flow.inputs[n]) for n in piece.reads if n in flow.inputs and readers[n][0] == number]
@@ -293,5 +293,5 @@ def _instruction_if_any(kind: InstructionKind, pairs: Sequence[tuple[str, str]])
 
 
 def has_side_effects(piece: Piece) -> bool:
-    """Return whether a piece calls operations other than torch's, so that their order may be observed."""
+    """Return whether a piece calls operations that are not torch's, such as prints: their order shows."""
     return not all(call.startswith(("aten.", "prims.")) for call in piece.calls)

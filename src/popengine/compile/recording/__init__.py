@@ -1,1 +1,1 @@
-"""The recording of a forward: operations, stand-ins of weights, losses, values that are known meanwhile."""
+"""The recording of a forward: operations, stand-ins of weights, losses, constant folding."""

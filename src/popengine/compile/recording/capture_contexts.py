@@ -30,7 +30,7 @@ logger = logging.getLogger("poptorch::python")
 
 @contextlib.contextmanager
 def interrupts_delayed() -> Iterator[None]:
-    """Delay SIGINT while the body runs, and call its handler afterwards. Other threads: no effect."""
+    """Delay SIGINT while the body runs, and then call its handler. In other threads, only run the body."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield  # handlers run in the main thread
@@ -64,7 +64,7 @@ _CAPTURING = threading.RLock()
 
 
 def _is_called_by_torch_layer(reported: set[str]) -> bool:
-    """Return whether a torch layer calls `is_compiling` in a thread that captures; log it once.
+    """Return whether a torch layer calls `is_compiling` in a thread that captures; log the layer once.
 
     Torch's layers must not branch on data. For the model's own code the result is False, so that it takes the
     branches of plain PyTorch. The layer is added to `reported`.
@@ -92,8 +92,10 @@ def without_torch_compile(module: nn.Module) -> contextlib.AbstractContextManage
 
 @contextlib.contextmanager
 def traced(training: bool, device: str) -> Iterator[None]:
-    """Set torch's global state for a capture: layers don't branch on data, autograd has one thread, no GC.
+    """Set torch's global state while the body runs. Only one thread at a time can be in this context.
 
+    Layers don't branch on data, gradients are enabled in training only, autograd has one thread, and anomaly
+    detection and garbage collection are off.
     For an accelerator, oneDNN is off and attention is recorded as products and a softmax: otherwise a
     recurrent layer and attention would be one operation each that only CPUs have.
     """

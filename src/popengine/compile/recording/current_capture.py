@@ -57,7 +57,7 @@ def is_traced(value: Tensor) -> bool:
 
 @dataclass
 class Group:
-    """The properties that the user has set for a group of convolutions (`MultiConv`), and their number."""
+    """The properties that the user has set for a group of convolutions (`MultiConv`), and its size."""
 
     properties: dict[str, Any]
     convolutions: int = 0

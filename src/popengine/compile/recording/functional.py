@@ -25,7 +25,7 @@ _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def replace_simple_writes(graph: fx.Graph) -> None:
     """Replace a graph's in-place operations by out-of-place ones, if no other value needs their memory.
 
-    Dropout has such operations. The others stay for a replay, which takes as long as the capture.
+    Dropout has such operations. Without others no replay is needed, which would take as long as the capture.
     """
     nodes = list(graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
@@ -76,8 +76,9 @@ def replayed(
     """Run a graph on new fake tensors, and return a recorder of the operations that run.
 
     Args:
-        run:    computes a node's result from its operands' values; by default it runs the node's operation
-        around: transforms the function from the graph's inputs to its outputs before it is called
+        constants: the graph's constants, by key
+        run:       computes a node's result from its operands' values; by default it runs the node's operation
+        around:    transforms the function from the graph's inputs to its outputs before it is called
     """
     meta: dict[str, Any] = {}
     recorder = Recorder(lambda func: {**meta, "replay": True})
@@ -111,7 +112,7 @@ def functionalized(graph: fx.Graph, constants: dict[str, Tensor]) -> Recorder:
 
 
 def with_replayed(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any]) -> Graph:
-    """Return a functional graph of the operations that `run`, called for each node, carries out."""
+    """Return the functional graph of what `run` computes in place of each node (see `replayed`)."""
     code = replayed(graph.code, graph.constants, run).graph
     drop_aliases_and_dead_code(code)
     nodes: Any = code.output_node().args[0]

@@ -76,7 +76,7 @@ def like(value: Tensor) -> Tensor:
 
 
 def copied(constant: Tensor) -> Tensor:
-    """Return a copy of a real tensor, without lazy conjugation or sign."""
+    """Return a copy of a real tensor, with lazy conjugation and negation carried out."""
     return constant.detach().clone().resolve_conj().resolve_neg()
 
 

@@ -107,7 +107,7 @@ class CaptureRecorder(Recorder):
                 return self._run_on_constants(func, args, kwargs, error)
 
     def _as_fake(self, value: Any) -> Any:
-        """Return the fake tensor for a real one: a stand-in, a view of one, or a new constant's.
+        """Return the fake tensor for a real one: a stand-in, a view of one, or a constant's.
 
         Fake tensors, tensors without dimensions and stand-in, and other objects are returned unchanged.
         """

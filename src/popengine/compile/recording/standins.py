@@ -29,7 +29,10 @@ class _Member(NamedTuple):
 
 
 class StandIns:
-    """The fake tensors that replace a module's parameters and buffers during one capture."""
+    """The fake tensors that replace a module's parameters and buffers during one capture.
+
+    Args: needs_values: raise CaptureError for weights on the meta device (more errors: `_check_members`)
+    """
 
     def __init__(self, module: nn.Module, training: bool, needs_values: bool = True) -> None:
         _check_members(module, training, needs_values)

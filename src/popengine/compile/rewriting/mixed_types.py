@@ -59,9 +59,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _with_statistics(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a norm of mixed dtypes, computed in float32, and update its running statistics in place.
+    """Return a batch or instance norm, and update its running statistics in place.
 
-    The result has the input's dtype, and the statistics keep their dtypes.
+    Mixed dtypes are computed in float32: the result has the input's dtype, the statistics keep theirs.
     """
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
