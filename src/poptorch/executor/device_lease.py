@@ -1,4 +1,4 @@
-"""The plans of a model, the engine that runs one of them, and the state that remains when devices are released."""
+"""The plans of a model, their engines, and the state that an executor keeps when devices are released."""
 
 import os
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ from ..reporting.reporter import Reporter
 
 @dataclass(frozen=True)
 class KeptState:
-    """The state that the next engine starts from. None: the initial value in a new executor."""
+    """The state that an executor keeps without an engine, for its next engine. None: the initial state."""
 
-    random: tuple[int, int] | None = None
-    optimizer: Mapping[str, dict[str, Tensor]] | None = None
+    random: tuple[int, int] | None = None  # seed, number of steps run
+    optimizer: Mapping[str, dict[str, Tensor]] | None = None  # {parameter: {name of a state: tensor}}
     loss_factor: float = 1.0  # of automatic loss scaling
     buffers: list[dict[str, Tensor]] | None = None  # of each replica; None: the host's in all replicas
 
@@ -39,7 +39,7 @@ class LoadedPlan:
 
 
 class DeviceLease:
-    """The plans of a model by `Run.key`, and their engines; that of `current` has the newest weights."""
+    """The plans of a model by `Run.key`, and their engines. That of `current` has the newest weights."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -82,21 +82,22 @@ class DeviceLease:
 
     @property
     def is_forked(self) -> bool:
-        """Return whether this process is a fork of the one that attached the model to its devices."""
+        """Return whether this process is a fork of that which made the engine. False without an engine."""
         return self.engine is not None and self._process != os.getpid()
 
     # ---- plans ---------------------------------------------------------------------------------------------
 
     def add(self, key: Any, plan: LoadedPlan) -> None:
-        """Add a plan. The first one becomes the current plan."""
+        """Add a plan under `key`. Without a current plan it becomes `current` and `first`."""
         self.plans[key] = plan
         if self.current is None:
             self.current, self.first = plan, plan.executable
 
     def switch_to(self, plan: LoadedPlan, weights: Mapping[str, Tensor]) -> None:
-        """Make `plan` the current one. If the previous plan has an engine, take over its tensors.
+        """Make `plan` the current plan. If the previous one has an engine, `plan` gets one with its tensors.
 
-        Args: weights: the host's, by canonical name; read only where the previous engine lacks a weight
+        Args: weights: the host's, by canonical name; only weights that the previous engine lacks are read
+        Raises: Error, in a fork of the process that attached the model
         """
         before = self.current
         if before is plan:
@@ -113,12 +114,12 @@ class DeviceLease:
         self.current = plan
 
     def remove(self, key: Any) -> None:
-        """Remove a plan, which must not be the current one, and close its engine."""
+        """Remove a plan other than the current one; if it has an engine, save its profile and close it."""
         plan = self.plans.pop(key)
         self._release(plan)
 
     def drop_oldest(self, keys: list[Any], most: int) -> None:
-        """Mark the plans of `keys` as used; remove the least recently used beyond `most`, never `current`."""
+        """Remove and log all plans but the current one and the `most` used last. `keys`: used just now."""
         latest = {key: self.plans[key] for key in keys}
         plans = {key: plan for key, plan in self.plans.items() if key not in latest} | latest
         dropped = [key for key in list(plans)[:-most] if plans[key] is not self.current]
@@ -128,14 +129,14 @@ class DeviceLease:
             logger.info("allowNewShapes(plans=%d): the plan used longest ago is dropped", most)
 
     def clear_plans(self) -> None:
-        """Remove all plans, which must not have engines."""
+        """Remove all plans, whose engines must be closed already."""
         self.plans.clear()
         self.current = self.first = None
 
     # ---- devices -------------------------------------------------------------------------------------------
 
     def attach(self, weights: Mapping[str, Tensor]) -> None:
-        """Start an engine for the current plan, and upload the weights and the kept state."""
+        """Start an engine for the current plan, and upload the host's `weights` and the state in `kept`."""
         plan, kept = self.current, self.kept
         assert plan is not None
         engine = self._new_engine(plan, weights)
@@ -152,6 +153,7 @@ class DeviceLease:
     def _new_engine(
         self, plan: LoadedPlan, weights: Mapping[str, Tensor], previous: Engine | None = None
     ) -> Engine:
+        """Return a new engine for a plan, with the tensors of `previous`; pass it to the plan's reporter."""
         executable = plan.executable
         # An executable from a file runs on the device that this program's options name.
         settings = replace(executable.settings, device=device_of(self._options, executable.settings.training))
@@ -162,7 +164,7 @@ class DeviceLease:
         return engine
 
     def detach(self) -> None:
-        """Close all engines, after saving their state, without weights, in `kept`. A fork saves nothing."""
+        """Store the engine's state, without weights, in `kept`; close all engines. A fork only drops them."""
         if not self.is_forked:
             self.need_engine()
             self.kept = self.state_to_keep()
@@ -170,6 +172,7 @@ class DeviceLease:
             self._release(plan)
 
     def _release(self, plan: LoadedPlan) -> None:
+        """Save the profile of a plan and close its engine, if it has one; in a fork only drop the engine."""
         engine, plan.engine = plan.engine, None  # before its threads end
         if engine is None or self._process != os.getpid():  # its threads are the other process's
             return
@@ -178,9 +181,9 @@ class DeviceLease:
         engine.close()
 
     def state_to_keep(self, whole: bool = False) -> KeptState:
-        """Return the state that a later engine starts from: random state, optimizer state and loss factor.
+        """Return a copy of `kept` with the present random state, loss factor and, in training, optimizer state.
 
-        Args: whole: also the optimizer state that other instances keep
+        Args: whole: gather an optimizer state that is sharded over instances; False: only the shard here
         """
         kept = replace(self.kept, random=self.random_state, loss_factor=self.loss_factor)
         if self.engine is not None and self.engine.settings.training:
@@ -192,7 +195,7 @@ class DeviceLease:
 
     @property
     def random_state(self) -> tuple[int, int]:
-        """Return (seed, number of steps run) of the engine or, without one, those that the next one gets."""
+        """Return (seed, number of steps run) of the engine or, without an engine, of the next one."""
         if self.engine is not None:
             return self.engine.state.random_state
         return self.kept.random or (self._seed(), 0)
@@ -208,7 +211,7 @@ class DeviceLease:
 
     @property
     def is_optimizer_sharded(self) -> bool:
-        """Return whether the optimizer state is sharded over instances, so that this one has a part of it."""
+        """Return whether each instance has only a shard of the optimizer state. False before compilation."""
         if self.executable is None:
             return False
         settings = self.executable.settings
@@ -217,11 +220,10 @@ class DeviceLease:
     def optimizer_states(self, whole: bool = True) -> Mapping[str, dict[str, Tensor]] | None:
         """Return the optimizer state of each parameter: {canonical name: {name of the state: tensor}}.
 
-        If attached, a copy of the engine's state; else the state kept for the next engine, or None.
+        With an engine, copies of its state; else the state kept for the next engine, None without one.
 
-        Args: whole: gather a sharded state from all instances; False: only the shard of this instance
-        Raises:
-            Error: the state is sharded over instances, and is not on devices; or another instance is gone
+        Args: whole: gather a sharded state, which waits for all instances; False: only this instance's shard
+        Raises: Error, if a sharded state is to be gathered without an engine, or an instance is gone
         """
         if self.engine is not None:
             return self.engine.read_whole_optimizer() if whole else self.engine.state.read_optimizer()

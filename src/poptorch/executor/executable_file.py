@@ -1,4 +1,4 @@
-"""What is saved of an executor: a file of the compiled model, or the state of the training as a value.
+"""Saved executors: a file of the compiled model, or the state of the training as a dictionary.
 
 A file is one pickle with what was compiled, the options, and the state. Reading a pickle can run code, so read only
 files that you trust. Only the version that wrote a file can read it. Weights are saved as a part of the pickled model;
@@ -40,8 +40,8 @@ class SavedExecutor:
     """The contents of a file of a compiled model.
 
     Args:
-        executables: one for each plan; the first becomes the current plan
-        model:       None, as is the optimizer, if saved with export_model=False
+        executables: of each plan; the first becomes the current plan
+        model, optimizer: the user's; both None if saved with export_model=False
     """
 
     executables: tuple[Executable, ...]
@@ -54,11 +54,12 @@ class SavedExecutor:
 
 
 def write(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
-    """Write a file atomically, and make missing folders. If `filename` is a folder: `model.poptorch` in it.
+    """Write a file atomically, and make missing folders; in a folder write `model.poptorch`, and warn.
 
     Raises:
         AssertionError: the parent path is a file
         Error: something in the model can't be pickled
+        OSError: the file can't be written
     """
     path = Path(filename)
     if path.is_dir():
@@ -93,7 +94,7 @@ def write_to_cache_folder(
     """Write a compiled model into the folder of `enableExecutableCaching`, under a hash of its plan.
 
     `loadExecutable` reads such files; compilation doesn't. Nothing is written without the option, if the file
-    exists, in instances but 0, or (with a warning) if the model calls Python on the host or the write fails.
+    exists, in instances but 0, or if the model calls Python on the host (a warning, as is a failed write).
     """
     popart, settings = options._Popart.options, executable.settings
     if not popart.get("enableEngineCaching") or settings.counts.instance != 0:
@@ -127,10 +128,11 @@ def write_to_cache_folder(
 
 
 def read(filename: str | os.PathLike[str]) -> SavedExecutor:
-    """Return the contents of a file that `write` has written. An offline connection type becomes `Always`.
+    """Return the contents of a file from `write`, with `ConnectionType.Always` in place of `Never`.
 
+    Args: filename: a file, or a folder with `model.poptorch`
     Raises:
-        AssertionError: there is no such file, or another program or version wrote it
+        AssertionError: there is no such file, it is damaged, or another program or version wrote it
     """
     path = Path(filename)
     path = path / DEFAULT_NAME if path.is_dir() else path
@@ -152,7 +154,7 @@ def read(filename: str | os.PathLike[str]) -> SavedExecutor:
 
 
 def check_fits(filename: str, saved: SavedExecutor, model: WrappedModel) -> None:
-    """Raise Error if a file is for the other kind (training, inference) or for other weights than `model`."""
+    """Raise Error if mode (training, inference), names or shapes of weights differ from those of `model`."""
     kinds = {True: "poptorch.trainingModel", False: "poptorch.inferenceModel"}
     if saved.training != model.training:
         raise Error(
@@ -177,10 +179,11 @@ def _listed(versions: Any) -> str:
 
 
 def training_state(executor: Any) -> TrainingState:
-    """Return copies of weights, each replica's buffers, optimizer state and rates, loss scale and random state.
+    """Return a training's state by key: the fields of `KeptState`, the parameters ("weights"), rates.
 
-    "weights" and "optimizer" are equal in all instances, except those of per-replica parameters. If the
-    optimizer state is sharded ("shares_state"), "optimizer" is the shard of this instance.
+    "buffers" are copies of each replica's; without an engine, of the host's. "weights" and "optimizer" are
+    equal in all instances, except those of per-replica parameters. If the optimizer state is sharded
+    ("shares_state"), "optimizer" is the shard of this instance.
     """
     lease, optimizer, kept = executor._lease, executor._optimizer, executor._lease.state_to_keep()
     names = dict(executor._wrapped.traced.named_buffers())
@@ -208,9 +211,11 @@ def training_state(executor: Any) -> TrainingState:
 
 
 def set_training_state(executor: Any, state: TrainingState) -> None:
-    """Continue from the `training_state` of the same model, uploaded now or when the executor is attached.
+    """Replace weights, optimizer state, rates and random state by a `training_state` of the same model.
 
-    Raises: Error, if the state is of another model
+    An attached executor is detached and attached again; another one uploads the state when it is attached.
+
+    Raises: Error, if names or shapes of weights, or the number of parameter groups, differ
     """
     _check_state(executor, state)
     attached = executor.isAttachedToDevice()
@@ -231,7 +236,7 @@ def set_training_state(executor: Any, state: TrainingState) -> None:
 
 
 def _check_state(executor: Any, state: TrainingState) -> None:
-    """Raise Error if the state has other weights or shapes, or another number of parameter groups."""
+    """Raise Error if names or shapes of weights or the number of parameter groups are not the executor's."""
     saved = {**state["buffers"][0], **state["weights"]}
     with torch._C.DisableTorchFunctionSubclass():
         here, there = (

@@ -93,7 +93,8 @@ class PoplarExecutor(PublicNames):
         The first call compiles the model; with `Options.allowNewShapes` so does a call with new shapes.
 
         Raises:
-            AssertionError: the connection type is Never, or the arguments don't fit forward's signature
+            AssertionError: the connection type is Never, or the arguments don't fit forward's signature, or
+                the options don't fit their first dimension
             Error: the model can't be compiled, the batch is not what was compiled for, or the run failed;
                 the weights are then those of the last finished update (see `finished_updates`), and the model
                 can be called again
@@ -131,7 +132,11 @@ class PoplarExecutor(PublicNames):
         return runs_of(call, run.counts, like, training=self._wrapped.training, every_n=every_n)
 
     def _run(self, run: Run) -> LatestCall:
-        """Run the plan for the inputs of `run`, compiled first if there is none, and return its results."""
+        """Run the plan of `run`, and return its results. First compile the plan and attach, if not done.
+
+        Uploads what the user has loaded; copies what forward writes into its inputs to the caller's tensors.
+        A new plan that fails before the first update of the call is removed.
+        """
         lease, before = self._lease, self._lease.current
         plan = lease.plans.get(run.key)
         is_new = plan is None
@@ -168,6 +173,7 @@ class PoplarExecutor(PublicNames):
         return latest_call(plan.executable, results, None if plan.synthetic is None else len(plan.synthetic))
 
     def _engine_inputs(self, call: arguments.BoundCall, plan: LoadedPlan) -> list[Tensor]:
+        """Return the call's tensors as the engine takes them, or the plan's synthetic inputs."""
         mode = self.options._Popart.options.get("syntheticDataMode", 0)
         if mode and plan.synthetic is not None:
             return plan.synthetic
@@ -180,9 +186,9 @@ class PoplarExecutor(PublicNames):
     # ---- compiling ---------------------------------------------------------------------------------------
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the model for these arguments and, unless its target is offline, load the weights.
+        """Compile the model for these arguments; attach it to devices, unless the connection type is Never.
 
-        Nothing runs. Without `allowNewShapes`, a model that is compiled already only logs a warning.
+        Nothing runs. If the model is compiled already, without `allowNewShapes`, this only logs a warning.
         """
         if self.isCompiled() and not self._most_plans:
             logger.warning("Call to compile() ignored: the model is compiled already")
@@ -197,7 +203,8 @@ class PoplarExecutor(PublicNames):
                 self._lease.switch_to(whole, {})
 
     def _compile(self, run: Run) -> LoadedPlan:
-        """Compile the plan of a run and make it the current one; attach the first one, unless offline."""
+        """Compile a run's plan and make it the current one; attach the first one, unless offline. If that
+        fails, remove the plan. Under `popvision plan`: write profiles, and exit the program."""
         if self._wrapped.training:
             marked_model.mark(self._user_model, self)  # destroy() unmarks the model
         options, model, lease = self.options, self._wrapped.traced, self._lease
@@ -232,14 +239,14 @@ class PoplarExecutor(PublicNames):
         return plan
 
     def _reporter_of(self, number: int) -> Reporter | None:
-        """Return the reporter of the plan with this number, from 1; None if no profile is requested."""
+        """Return a reporter for the plan with this number (from 1); None if no profile is requested."""
         reporter, self._next_reporter = self._next_reporter, None
         return reporter or start_reporter(self, self.options, self._wrapped.training, number)
 
     def _checked_settings(self, run: Run, options: Options) -> Settings:
-        """Check the arguments of a run, and return the settings of a complete combined batch.
+        """Return the settings of a complete combined batch, after checking a run's arguments (may warn).
 
-        Raises: Error or AssertionError, if the arguments do not fit the options
+        Raises: Error or AssertionError, if the arguments or the model's buffers do not fit the options
         """
         model, training, call = self._wrapped.traced, self._wrapped.training, run.call
         groups = groups_of(model, self.per_replica_params, options.replication_factor)
@@ -259,7 +266,7 @@ class PoplarExecutor(PublicNames):
     def _compile_arguments(
         self, options: Options | None, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[nn.Module, Run, Options, Settings]:
-        """Return what `compile_model` takes for these arguments; `options` None: those of the executor."""
+        """Return (model, run, options, settings) for `compile_model`. `options` None: the executor's."""
         options = (
             self.options if options is None else resolved(options, self._wrapped.training, self._user_model)
         )
@@ -271,7 +278,7 @@ class PoplarExecutor(PublicNames):
     def attachToDevice(self) -> None:
         """Start the devices' threads, and upload weights, optimizer state and random state.
 
-        Raises: Error, if the model is not compiled, or attached already
+        Raises: Error, if the model is not compiled, or is attached; AssertionError for ConnectionType.Never
         """
         self._lease.need_executable()
         if self.isAttachedToDevice():
@@ -284,14 +291,14 @@ class PoplarExecutor(PublicNames):
         self._lease.attach(weights)
 
     def detachFromDevice(self) -> None:
-        """Release the devices; the state stays on the host. Raises: Error, if the model is not attached"""
+        """Copy the state to the host, and release the devices. Raises: Error, if the model is not attached"""
         self._lease.need_executable()
         if self._lease.engine is None:
             raise Error("Device is not attached")
         self._detach()
 
     def _detach(self) -> None:
-        """Copy the weights of a trained model to the host, and release the devices, if it is attached."""
+        """If attached, copy a trained model's weights to the host (not in a fork) and release the devices."""
         if self._lease.engine is None:
             return
         if self._wrapped.training and not self._lease.is_forked:
@@ -299,12 +306,12 @@ class PoplarExecutor(PublicNames):
         self._lease.detach()
 
     def destroy(self) -> None:
-        """Free devices and compiled plans. A trained model gets the newest weights, and its class back."""
+        """If compiled, free devices and plans; a trained model gets the newest weights and its own class."""
         if self.isCompiled():
             self._release()
 
     def _release(self) -> None:
-        """Free devices and plans, and remove the links to the optimizer and the model."""
+        """Free devices and plans, copy the newest state to the model and the optimizer, and unlink both."""
         self._detach()
         self._optimizer_link.release()  # before the plans are gone: it needs them to read the state
         self._clear_plans()
@@ -315,7 +322,7 @@ class PoplarExecutor(PublicNames):
         self._latest = LatestCall()
 
     def _remove_plan(self, key: Any, before: LoadedPlan | None) -> None:
-        """Remove a plan that has not run, and return to the plan `before`; None: remove all plans."""
+        """Remove the plan of `key`, and make `before` current; None: detach, and remove all plans."""
         if before is None:
             self._detach()
             self._clear_plans()
@@ -369,8 +376,9 @@ class PoplarExecutor(PublicNames):
     def loadExecutable(self, filename: str) -> None:
         """Load the compiled plans, optimizer state and random state that `save` wrote for the same model.
 
-        Raises:
-            Error: no such file, one of another version, or one of another model
+        Frees the plans of this executor first; attaches to devices if the connection type is Always.
+
+        Raises: Error, for a missing file, one of another version, or one of another model
         """
         try:
             saved = executable_file.read(filename)
@@ -381,6 +389,7 @@ class PoplarExecutor(PublicNames):
         self._restore(saved)
 
     def _restore(self, saved: executable_file.SavedExecutor) -> None:
+        """Add saved plans and state to an executor without plans; attach it for ConnectionType.Always."""
         if self._wrapped.training:
             marked_model.mark(self._user_model, self)
         self._weights.note_compilation()

@@ -32,10 +32,10 @@ class LatestCall:
     outputs: Sequence[Tensor] = ()  # in the forward's order
 
     def latency(self, start: str, first: Callable[..., float], end: str) -> Latency:
-        """Return (min, max, mean) seconds between two keys of `counters`; zeros if nothing was measured.
+        """Return (min, max, mean) seconds from times of the key `start` of `counters` to those of `end`.
 
-        A span starts at the `first` (min or max) of the tensors' times of `start`, and ends at the last of
-        `end`. If there are k times as many starts as ends, k consecutive starts belong to one end.
+        A span begins at the `first` (min or max) of the tensors' times, and ends at their latest time. If
+        there are k begins for each end, the earliest of k counts. Zeros if nothing was measured.
         """
         begun = [first(row) for row in zip(*self.counters[start], strict=True)]
         ended = [max(row) for row in zip(*self.counters[end], strict=True)]
@@ -49,9 +49,9 @@ class LatestCall:
 
 
 def latest_call(executable: Executable, results: Results, synthetic_inputs: int | None) -> LatestCall:
-    """Return the results of one run of a plan.
+    """Return outputs, anchors, notes and times of one run of a plan, from the engine's results.
 
-    Args: synthetic_inputs: the number of synthetic inputs, which have no times; None: inputs are the user's
+    Args: synthetic_inputs: their number; then inputs and outputs have no times. None: inputs are the user's
     """
     arrivals = results.copy_times()[: executable.outputs]
     started, finished = ([list(times[which]) for times in arrivals] for which in (0, 1))
@@ -69,11 +69,10 @@ def latest_call(executable: Executable, results: Results, synthetic_inputs: int 
 
 
 def joined(calls: Sequence[LatestCall], runs: Sequence[Run], executable: Executable) -> LatestCall:
-    """Return the results of a call from those of its runs.
+    """Return the results of a call, joined from `calls`, the results of its runs.
 
-    Args: executable: of any of the runs
-    Raises:
-        Error: the output mode is Sum, and micro-batches differ in size
+    Args: executable: that of any run
+    Raises: Error, if the output mode is Sum, and micro-batches differ in size
     """
     if len(calls) == 1:
         return calls[0]
@@ -104,7 +103,7 @@ def joined(calls: Sequence[LatestCall], runs: Sequence[Run], executable: Executa
 
 
 def _joined(values: Sequence[Tensor], mode: Outputs, replicas: Sequence[int]) -> Tensor:
-    """Return one tensor from the values of several runs: concatenated, or by `mode` their last or their sum.
+    """Return one tensor from the values of several runs: the last ("final"), the sum ("sum") or concatenated.
 
     Args: replicas: the number of replicas of each run
     Raises: Error, if values of different shapes would be added

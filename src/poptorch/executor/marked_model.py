@@ -32,7 +32,7 @@ def _refresh_host(owner: weakref.ref[Any] | None) -> Any:
 
 
 class _Marked:
-    """The base class of parameters and buffers of a marked model."""
+    """The base class of a marked model's parameters and buffers. Using one first copies newer values."""
 
     _owner: weakref.ref[Any] | None
 
@@ -48,7 +48,7 @@ class _Marked:
             return func(*args, **(kwargs or {}))
 
     def _unmarked(self) -> Any:
-        """Return an unmarked parameter or tensor that shares the memory, after copying the newest values."""
+        """Return an unmarked parameter or tensor with the same memory, after copying newer values to it."""
         _refresh_host(self.__dict__.get("_owner"))
         with torch._C.DisableTorchFunctionSubclass():
             plain = self.detach()  # type: ignore[attr-defined]
@@ -101,7 +101,7 @@ def _with_refresh(name: str) -> Callable[..., Any]:
 
 
 class _MarkedModel:
-    """The mixin of a marked model's class."""
+    """The mixin that `mark` adds to a model's class: reading a weight first copies newer values to it."""
 
     _pando_owner: weakref.ref[Any]
 
@@ -115,7 +115,7 @@ class _MarkedModel:
         return owner is not None and owner.copyWeightsToHostIfNeeded()
 
     def destroy(self) -> None:
-        """Destroy the executor of this model: free its devices and remove the marks. The weights stay."""
+        """Destroy the executor that trains this model: see its `destroy`. Do nothing if it is gone."""
         owner = self._pando_owner()
         if owner is not None:
             owner.destroy()
@@ -142,7 +142,7 @@ class _MarkedModel:
 
 
 class HostForward:
-    """Descriptor of an executor's `forward`: on an instance the host model's forward; on the class an
+    """A descriptor for an executor's `forward`: the host model's forward. On the class it raises
     AttributeError, for trainers that inspect it."""
 
     def __get__(self, executor: Any, kind: type) -> Any:
@@ -155,7 +155,7 @@ class HostForward:
 
 
 def announce_host_method(model: nn.Module, name: str, value: Any) -> None:
-    """Warn that `value` runs on the host, if it is a method of the user's class, such as `generate`."""
+    """Warn that `value` (model.name) runs on the host, if it is a public method of the user's class."""
     of_torch = name.startswith("_") or hasattr(nn.Module, name)
     if inspect.ismethod(value) and value.__self__ is model and not of_torch:
         logger.warning(
@@ -190,7 +190,7 @@ def check_not_wrapped(model: Any) -> None:
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Raise Error if a buffer is of a subclass of Tensor."""
+    """Raise Error if a buffer is of a subclass of Tensor other than PoptorchBuffer."""
     for name, buffer in model.named_buffers():
         if type(buffer) not in (Tensor, PoptorchBuffer):
             raise Error(
@@ -201,9 +201,9 @@ def check_buffers(model: nn.Module) -> None:
 
 
 def mark(model: nn.Module, owner: Any) -> None:
-    """Mark a model, its parameters and its buffers, with weak references to the executor `owner`.
+    """Replace the classes of a model, its parameters and buffers; add weak references to executor `owner`.
 
-    Raises: RuntimeError, if another executor trains the model
+    Warns if another executor trains some parameters. Raises: RuntimeError, if one trains the model
     """
     link = weakref.ref(owner)
     if owner_of(model) is not owner:
@@ -217,7 +217,7 @@ def mark(model: nn.Module, owner: Any) -> None:
 
 
 def mark_tensors(value: nn.Module | Tensor, link: weakref.ref[Any]) -> None:
-    """Mark a tensor, or the parameters and buffers of a module, as those of an executor's model."""
+    """Mark a tensor, or the parameters and buffers of a module, in place. `link`: refers to the executor."""
     tensors: list[Any] = [value]
     if isinstance(value, nn.Module):
         tensors = [
@@ -243,14 +243,14 @@ def unmark(model: nn.Module) -> None:
 
 
 def shallow_copy(model: Any) -> Any:
-    """Return a copy of the top-level module, of the user's class; parameters, buffers and submodules are shared."""
+    """Return a copy of the top-level module, of the user's class, with shared weights and submodules."""
     plain = object.__new__(plain_class(model))
     plain.__dict__.update(copy.copy(model).__dict__)
     return plain
 
 
 def _warn_of_sharing(model: nn.Module) -> None:
-    """Warn if another executor trains some of the parameters, too."""
+    """Warn if another executor trains some of the model's parameters."""
     shared = [
         name
         for name, parameter in model.named_parameters()
@@ -285,7 +285,7 @@ class WrappedModel:
     per_replica: dict[str, Grouping] = field(default_factory=dict)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the host's parameters and buffers by canonical name, without copying newer ones."""
+        """Return the host's parameters and buffers by canonical name; the devices may have newer values."""
         return weights_of(self.traced)
 
     def shapes(self, groups: Container[str]) -> dict[str, tuple[int, ...]]:

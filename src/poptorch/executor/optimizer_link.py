@@ -41,7 +41,7 @@ _PICKLED = "__getstate__"  # set on a torch optimizer itself: copies and pickles
 
 
 class OptimizerLink:
-    """The optimizer of an executor (None in inference), and the rates that the next call uses (`hyper`).
+    """The optimizer of an executor, and the rates that the next call uses (`hyper`): both None in inference.
 
     `frozen` has the optimizer's properties that are compiled in.
     """
@@ -61,6 +61,9 @@ class OptimizerLink:
 
     def setOptimizer(self, optimizer: Any) -> None:
         """Use this optimizer, with its present rates, from the next call on.
+
+        Its state is used, too, if the model is not compiled yet. The optimizer before gets its state back.
+        Warns of parameters in no group.
 
         Raises:
             Error: a property that is compiled in has changed, or the model is for inference
@@ -95,8 +98,8 @@ class OptimizerLink:
         self._use_rates(hyper)
 
     def _set_reduction_strategy(self, optimizer: Any) -> None:
-        """Set MeanReductionStrategy.Running if gradient sums are float16, which could overflow; not if
-        the optimizer sets `use_combined_accum`."""
+        """Set MeanReductionStrategy.Running in the options if gradient sums are float16, which could
+        overflow, unless the optimizer sets `use_combined_accum`."""
         narrow = self.frozen.accumulator_type == torch.float16
         if narrow and not getattr(optimizer, "use_combined_accum", False):
             options = self._model.options
@@ -106,6 +109,8 @@ class OptimizerLink:
 
     def connect(self, take: bool = True) -> None:
         """Make the optimizer's `state_dict()` read from the devices, and `load_state_dict()` upload to them.
+
+        Empties the state of a torch optimizer. Does nothing to one that is connected, or in inference.
 
         Args: take: whether the optimizer's present state is uploaded before the next call
         """
@@ -123,8 +128,8 @@ class OptimizerLink:
             self.optimizer.state.clear()
 
     def release(self) -> None:
-        """Copy the state from the devices into the optimizer, and undo `connect`. A state that is sharded over
-        instances is not copied: a later read of it raises Error."""
+        """Undo `connect`, after copying the state from the devices into the optimizer. A state that is
+        sharded over instances is not copied: a later read of it raises Error."""
         lost, optimizer = self._lease.is_optimizer_sharded, self.optimizer
         if isinstance(optimizer, PoptorchOptimizer):
             optimizer._unlink_executor(self._model.parameter_names(), _raise_lost if lost else None)
@@ -142,7 +147,8 @@ class OptimizerLink:
     # ---- a torch optimizer ---------------------------------------------------------------------------------
 
     def _add_hooks(self) -> None:
-        """Set the hooks of a torch optimizer. They do nothing after the executor is gone."""
+        """Set hooks and `__getstate__` of a torch optimizer, which read the devices' state for state_dict(),
+        copies and pickles. After the executor is gone they use the optimizer's own state."""
         optimizer: torch.optim.Optimizer = self.optimizer
         link = weakref.ref(self)
 
@@ -175,7 +181,7 @@ class OptimizerLink:
         ]
 
     def _load_torch_state(self) -> None:
-        """Have the next call upload the states in `optimizer.state`, which are in torch's format."""
+        """Check the states in `optimizer.state` (torch's format), and move them to `_loaded` for upload."""
         names = self._model.parameter_names()
         loaded = {
             names[id(parameter)]: engine_state(self.frozen, state)
@@ -187,7 +193,7 @@ class OptimizerLink:
         self.optimizer.state.clear()
 
     def _write_torch_state(self) -> None:
-        """Write the devices' state into `optimizer.state`. Before the first update these are loaded states only."""
+        """Write loaded states and, after the first update, the devices' other states to `optimizer.state`."""
         _, steps = self._lease.random_state
         on_devices, names = self._lease.optimizer_states() or {}, self._model.parameter_names()
         states = {name: dict(state) for name, state in on_devices.items()} if steps else {}
@@ -201,7 +207,7 @@ class OptimizerLink:
     # ---- state -------------------------------------------------------------------------------------------
 
     def discard_loaded(self) -> None:
-        """Discard the optimizer's state on the host, uploaded or not: the executor has a newer one."""
+        """Discard the optimizer's states on the host, uploaded or not: the executor's state is newer."""
         self._loaded = {}
         self.optimizer.state.clear()
         if isinstance(self.optimizer, PoptorchOptimizer):
@@ -211,6 +217,7 @@ class OptimizerLink:
             self.connect(take=False)
 
     def _read_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+        """Return a poptorch optimizer's states and hyperparameters for state_dict(); None without states."""
         assert self.hyper is not None
         states, executable = self._lease.optimizer_states(), self._lease.executable
         if states is None:
@@ -221,7 +228,8 @@ class OptimizerLink:
         return entries, hyperparameter_entries(self.frozen.group_of, self.hyper)
 
     def upload(self) -> None:
-        """Upload the states and rates that the user has loaded into the optimizer."""
+        """Check and upload states that were loaded into the optimizer, and use its loaded rates. Warn of
+        states that are missing in what was loaded."""
         optimizer, state = self.optimizer, self._lease.need_engine().state
         is_ours = isinstance(optimizer, PoptorchOptimizer)
         if is_ours and optimizer._has_torch_state:
@@ -262,7 +270,7 @@ class OptimizerLink:
             self.optimizer._has_loaded_rates = False
 
     def check_changes(self) -> None:
-        """Warn once if rates were changed without `setOptimizer`. Raises: Error, for hooks of `step()`"""
+        """Warn once if rates were changed without `setOptimizer`. Raises: Error, if `step()` has hooks"""
         used = self.hyper
         if self.optimizer is None or used is None:
             return

@@ -1,4 +1,4 @@
-"""The executor's public names, except those for calls, compilation, devices and files (`executor.py`)."""
+"""The executor's public methods, except those for calls, compilation, devices and files (`executor.py`)."""
 
 import copy
 import functools
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a wrapper of `function` that leaves inference mode, and restores gradient mode after Ctrl-C."""
+    """Return a wrapper that calls `function` outside inference mode; Ctrl-C restores the gradient mode."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -51,7 +51,7 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def methods_outside_inference_mode(kind: type[T]) -> type[T]:
-    """Wrap `__call__` and all public methods of a class with `outside_inference_mode`; return the class."""
+    """Wrap `__call__` and public methods of `kind`, in place, by `outside_inference_mode`; return it."""
     for name, member in list(vars(kind).items()):
         if isinstance(member, FunctionType) and (name == "__call__" or not name.startswith("_")):
             setattr(kind, name, outside_inference_mode(member))
@@ -70,7 +70,7 @@ def _delegated(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[
 
 @methods_outside_inference_mode
 class PublicNames:
-    """The base class of the executor: public names except those of calls, compilation, devices and files."""
+    """The base class of the executor: public methods for other than calls, compilation, devices and files."""
 
     _wrapped: WrappedModel
     _lease: DeviceLease
@@ -112,7 +112,7 @@ class PublicNames:
         return self._wrapped.user.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
-        """Load `state_dict` into the user's model and any devices; return missing and unexpected keys."""
+        """Load `state_dict` into the model and attached devices; return missing and unexpected keys."""
         self.copyWeightsToHostIfNeeded()  # what the dictionary lacks keeps its newest value
         keys = self._wrapped.user.load_state_dict(state_dict, strict)
         if self.isAttachedToDevice():
@@ -121,7 +121,7 @@ class PublicNames:
 
     @property
     def rng_state(self) -> list[int]:
-        """Return [seed, steps run]. A model that is set to the same state draws the same random numbers."""
+        """Return [seed, steps run], from which random numbers are drawn. Raises: Error, before compilation"""
         self._lease.need_executable()
         return list(self._lease.random_state)
 
@@ -147,7 +147,7 @@ class PublicNames:
         """Set the mode of the model and its submodules, and return the executor.
 
         In training the top-level module is compiled in the mode that it had when it was wrapped. Compilation
-        fixes all modes: until `destroy`, this then logs a warning and does not change what calls compute.
+        fixes all modes: after it, this method warns, and calls compute as before, until `destroy`.
         """
         if self.isCompiled():
             logger.warning("train() and eval() come too late: the model is compiled, and its mode with it")
@@ -238,7 +238,7 @@ class PublicNames:
         return self._latest.latency("output", min, "output_complete")
 
     def getAnchoredTensor(self, short_name: str) -> Tensor:
-        """Return the latest call's value of the tensor that `Options.anchorTensor` has named `short_name`."""
+        """Return the latest call's value of the tensor that `Options.anchorTensor` calls `short_name`."""
         known = self._latest.anchored
         assert short_name in known, (
             f"No tensor with name {short_name} found. Known now: {', '.join(known) or 'none'}\n"

@@ -20,14 +20,15 @@ from ..reporting.reporter import recording_event
 from .device_lease import DeviceLease
 from .marked_model import WrappedModel, mark_tensors, owner_of
 
-# Of a weight on the host: its version counter, its address, whether it requires a gradient.
+# A weight on the host: its version counter, its address, whether it requires a gradient.
 Fingerprint = tuple[int, int, bool]
 
 
 class WeightSync:
     """The transfer of weights between a model and the devices of its executor.
 
-    `version` counts the copies to the host; `mode` is that of the user's model at its compilation.
+    `version` counts the copies to the host. `mode` is the user's model's `training` at its compilation, or
+    after a later `train()` of the executor.
     """
 
     def __init__(self, model: WrappedModel, lease: DeviceLease, executor: weakref.ref[Any]) -> None:
@@ -42,13 +43,13 @@ class WeightSync:
         self.note_compilation()
 
     def note_compilation(self) -> None:
-        """Store the model's layers, modes and `requires_grad`, which the compilation fixes."""
+        """Store the model's layers, their modes and `requires_grad`, to notice later changes to them."""
         self._layers, self._flags = dict(self._model.traced.named_modules()), _flags(self._model.traced)
         self.mode = self._model.user.training
 
     @contextlib.contextmanager
     def flags_of_compilation(self) -> Iterator[None]:
-        """Set modes and `requires_grad` to those of the compilation for the body, and restore them after it."""
+        """In the body set modes and `requires_grad` to those of the compilation; restore them after it."""
         now = _flags(self._model.traced)
         _set_flags(self._flags)
         try:
@@ -105,7 +106,7 @@ class WeightSync:
         engine.state.host_is_stale = False
 
     def put_on_host(self, values: Mapping[str, Tensor]) -> None:
-        """Copy values, by canonical name, into the user's model."""
+        """Copy values, by canonical name, into the user's model. In training notify its other executors."""
         host = self.on_host()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for name, value in values.items():
@@ -121,12 +122,12 @@ class WeightSync:
     # ---- to the devices ----------------------------------------------------------------------------------
 
     def copyWeightsToDevice(self) -> None:
-        """Upload the user's weights; training done since they were last copied to the host is discarded."""
+        """Upload the user's weights. Updates on the devices since the last copy to the host are lost."""
         self.upload()
         self._notify_peers()
 
     def upload(self) -> None:
-        """Upload the user's weights to this executor's devices only."""
+        """Upload the user's weights to this executor's devices, and leave its peers as they are."""
         engine = self._lease.need_engine()
         weights = self.on_host()
         with (
@@ -155,17 +156,16 @@ class WeightSync:
     # ---- what is changed on the host ---------------------------------------------------------------------
 
     def hostWeightsChanged(self) -> bool:
-        """*Pando*: return whether weights were written on the host since the last upload or download. Writes
-        into `weight.data` are not detected."""
+        """*Pando*: return whether weights were written on the host since the last upload or download. False
+        while the devices have newer weights. Writes into `weight.data` are not detected."""
         return not self.host_is_stale and bool(self._synced) and bool(self._written_names(self.on_host()))
 
     def check_host(self) -> None:
-        """Warn, once per kind of change, if the model was changed after its compilation, which calls ignore.
+        """Warn, once per kind, of changes to the model since its compilation, which calls ignore.
 
-        These are written or replaced weights, replaced layers and, in training, a changed mode or `requires_grad`.
+        Kinds: weights written or replaced; layers replaced; in training, another mode or `requires_grad`.
 
-        Raises:
-            Error: a weight was removed, or its dtype or shape has changed
+        Raises: Error, if a weight was removed, or its dtype or shape has changed
         """
         if self._model.training and self._model.user.training != self.mode:
             modes = ("eval", "train") if self.mode else ("train", "eval")
@@ -194,7 +194,7 @@ class WeightSync:
         self._is_replaced = False
 
     def _check_flags(self, host: Mapping[str, Tensor]) -> None:
-        """In training, warn if parameters were frozen or made trainable since the compilation."""
+        """In training, warn once of parameters that were frozen or made trainable since the compilation."""
         if not self._model.training:
             return
         results = self._lease.need_executable().plan.partition.signature.results
@@ -219,7 +219,7 @@ class WeightSync:
             logger.warning("%s, and the compiled program %s\n  fix: %s", change, effect, fix)
 
     def _written_names(self, host: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of weights that were replaced or written since the last upload or download."""
+        """Return the names of weights replaced or written on the host since the last upload or download."""
         now = _fingerprints_of(host)
         return [
             n
@@ -228,13 +228,13 @@ class WeightSync:
         ]
 
     def _note_synced(self, host: dict[str, Tensor]) -> None:
-        """Record that the host's weights are now equal to those of the devices."""
+        """Record that the host's weights, by name, are now equal to those of the devices."""
         self._synced, self._fingerprints, self._is_behind = host, _fingerprints_of(host), False
 
     # ---- other executors of the model ----------------------------------------------------------------------
 
     def newest(self) -> dict[str, Tensor]:
-        """Return the weights for a new engine: the newest of all executors of the model."""
+        """Return the host's weights for a new engine. Copy newer weights of peers to it, and register."""
         _watch_registrations()
         self._register_with(self._model.user)
         self._copy_from_trainers()
@@ -244,7 +244,7 @@ class WeightSync:
         return host
 
     def _register_with(self, layer: nn.Module) -> None:
-        """Register this executor with a layer and its parts, and with the other executors of these."""
+        """Register this executor with a module and its submodules; their other executors become its peers."""
         for module in layer.modules():
             users = _syncs_of_module.setdefault(module, weakref.WeakSet())
             for peer in set(users) - {self}:
@@ -266,7 +266,7 @@ class WeightSync:
                 executor.copyWeightsToHostIfNeeded()
 
     def _notify_peers(self) -> None:
-        """Record in the executors that share a layer with this one that the host has new weights.
+        """Record in the executors that share a layer with this executor that the host has new weights.
 
         Inference executors upload them before their next run. Training executors keep their own weights,
         without a warning: there was one when the model was wrapped.
@@ -285,9 +285,10 @@ _syncs_of_module: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[WeightSyn
 
 
 def _on_registration(module: nn.Module, name: str, value: Any) -> None:
-    """Prepare the executors of a module for a new value of one of its layers, parameters or buffers.
+    """Handle torch's hook: the layer, parameter or buffer `name` of a module is about to become `value`.
 
-    Of a trained model the host gets the newest weights before, and the new parameters and buffers are marked.
+    The module's executors check for changes at their next call. In a trained model the newest weights are
+    copied to the host first, and the new parameters and buffers are marked.
     """
     old = (module._modules, module._parameters, module._buffers)
     if any(names.get(name) is value for names in old):
@@ -313,7 +314,7 @@ def _watch_registrations() -> None:
 
 
 def _fingerprints_of(weights: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
-    """Return the `Fingerprint` of each weight. Tensors made in inference mode have no version counter: 0."""
+    """Return the `Fingerprint` of each weight. The version of tensors made in inference mode is 0."""
     with torch._C.DisableTorchFunctionSubclass():
         return {
             name: (0 if weight.is_inference() else weight._version, weight.data_ptr(), weight.requires_grad)

@@ -1,4 +1,4 @@
-"""How to get an executor: `trainingModel`, `inferenceModel`, `load`. `describe` and `plan` run nothing."""
+"""Functions that make executors (`trainingModel`, `inferenceModel`, `load`), and `describe` and `plan`."""
 
 import contextlib
 import sys
@@ -35,8 +35,7 @@ def trainingModel(
     Args:
         optimizer: poptorch.optim's or torch.optim's; by default poptorch.optim.SGD with lr 0.01
         loss:      *Pando*: key, attribute or index of the loss in what forward returns, as for `Options.loss`
-    Raises:
-        RuntimeError: the model is wrapped for training already
+    Raises: RuntimeError, if the model is wrapped for training already
     """
     model = _module_of(model)
     marked_model.check_not_wrapped(model)
@@ -56,7 +55,7 @@ def inferenceModel(
 
 
 def _module_of(model: Any) -> Any:
-    """Return the module of an executor or of torch.compile; else `model`. Raises: Error, for torch.jit"""
+    """Return the model in an executor or in torch.compile's module; else `model`. Raises Error for torch.jit."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
         logger.warning(
@@ -104,17 +103,16 @@ def describe(
     *,
     training: bool = True,
 ) -> Overview:
-    """*Pando*: return an overview of what would run. Compiles as the first call would, but loads nothing.
+    """*Pando*: return an overview of what would run. Compiles as the first call does, but uses no devices.
 
     >>> print(poptorch.describe(model, options, (images, labels)))
 
     Args:
         model:    a module, or an executor
         options:  by default those of the executor, if the model is wrapped already
-        batch:    a combined batch, as for a call: one tensor, a tuple or list of arguments, or a dictionary of them
+        batch:    a combined batch, as for a call: a tensor, a tuple or list, or a dictionary of arguments
         training: for a module: compile as `trainingModel` does; False: as `inferenceModel` does
-    Raises:
-        Error: the model can't be compiled for such a batch
+    Raises: Error, if the model can't be compiled for such a batch
     """
     with _executor_of(model, options, training) as (executor, own):
         program = executor._compile_arguments(own, *arguments_of(batch))
@@ -170,7 +168,7 @@ def _executor_of(
 ) -> Iterator[tuple[PoplarExecutor, Options | None]]:
     """Yield an executor for a model, and the options that replace the executor's (None: its own are used).
 
-    The executor is the given one, or the one that trains the model, else a temporary one, released at the end.
+    The executor is `model`, or the executor that trains it, or a temporary one, which is released at the end.
     """
     if not isinstance(model, PoplarExecutor):
         model = _module_of(model)
