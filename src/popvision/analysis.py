@@ -179,7 +179,8 @@ def grouped_rows(profile: Profile, by: str) -> list[dict[str, Any]]:
 @dataclass(frozen=True)
 class Row:
     """One figure of both runs. `spread`: the share by which the figure differs between equal runs. `better`:
-    the better run; "" if the difference is below `spread` or 1 %."""
+    the better run; "" if a figure is missing, or
+    the difference is at most `spread` or 1 %."""
 
     name: str
     first: float | None

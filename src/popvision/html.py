@@ -1,6 +1,6 @@
 """The page: the viewer's files and the profiles' data in one HTML file, which needs no other file.
 
-The viewer draws; every figure it shows is computed here, by `analysis` and `memory`.
+The viewer draws; every figure that it shows is computed in Python, by `analysis` and `memory`.
 """
 
 from __future__ import annotations

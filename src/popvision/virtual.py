@@ -127,7 +127,8 @@ def speedup_here(step: StepModel, other: StepModel, cores: int) -> float | None:
 
 
 def _ns_on_cores(step: StepModel, cores: int, end: int) -> float | None:
-    """Return the ns of a step on cores with their lowest (`end`: 0) or highest (1) speed, if measured; else None."""
+    """Return the ns of a step on cores with their lowest (`end`: 0) or highest (1) speed, if measured; else
+    None."""
     if cores == 1:
         return (step.work_ns + step.task_count * step.between) * step.replicas + step.fixed
     if cores not in step.sharing:
@@ -243,7 +244,8 @@ def _more_micro_batches(step: StepModel, change: Callable[..., Change]) -> list[
 
 
 def _pipeline(profile: Profile, step: StepModel, change: Callable[..., Change]) -> list[Change]:
-    """Return the change from sharded stages to a pipeline; nothing if they are not sharded, or can't be one."""
+    """Return the change from sharded stages to a pipeline; nothing if they are not sharded, or can't be
+    one."""
     stages = len(step.ipus)
     enough = 2 * stages - 1 if step.backward else stages
     is_in_order = list(step.ipus) == sorted(step.ipus)
