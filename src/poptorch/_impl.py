@@ -18,7 +18,7 @@ def unwrapModelIfNecessary(model: Any) -> None:
 
 
 def rewrapModelIfNecessary(model: Any) -> None:
-    """Wrap again a model that `unwrapModelIfNecessary` unwrapped, if its executor is alive; ignore others."""
+    """Wrap again a model that `unwrapModelIfNecessary` unwrapped, if its executor is alive."""
     link = _owners.pop(model, None)
     owner = link() if link is not None else None
     if owner is not None:

@@ -120,8 +120,7 @@ def setLogLevel(level: int | str) -> None:
 
 
 def configure(level: str, destination: str) -> None:
-    """Set the level, and stderr, stdout or a file as the only destination. An unknown level becomes WARN,
-    with a warning."""
+    """Set the log's level (if unknown: WARN, with a warning) and its destination: stderr, stdout or a file."""
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()

@@ -40,7 +40,7 @@ class Comparison:
 
     Args:
         title:      what was compared
-        conclusion: the likely cause of the differences
+        conclusion: "all equal", or which gradients differ, and the likely cause
         loss:       "equal", or a description of the difference
         rows:       each parameter's name, and "equal", "none" or a description for its gradient and new value
     """
@@ -223,7 +223,7 @@ def _factor_text(factor: float) -> str:
 
 
 def _conclusion(loss: str, rows: Sequence[tuple[str, str, str]], counts: Counts) -> str:
-    """Return "all equal", or which gradients differ, and the cause if a common factor shows it."""
+    """Return "all equal", "all gradients are equal", or the differing gradients and a likely cause."""
     rows = [row for row in rows if row[1] != "none"]
     differing = [(name, gradient) for name, gradient, _ in rows if gradient != "equal"]
     if not differing:

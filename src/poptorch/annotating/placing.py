@@ -42,7 +42,7 @@ def annotate(
         layers_per_ipu: instead of marks: the number of repeated layers on ipu 0, on ipu 1, ...
     Raises:
         Error: neither or both arguments are given; a key, or a number of its range, places no module; two
-            names, or two ranges, place one module; a module begins a block already; no stack has this size
+            names, or two ranges, place one module; a module begins a block already; the counts fit no stack
     """
     if bool(marks) == bool(layers_per_ipu):
         raise Error(

@@ -169,7 +169,7 @@ class _Accepted:
     """The values of an optimizer that was accepted before compilation, to compare later optimizers with.
 
     Args:
-        label:     its name in messages
+        label:     the optimizer's name in messages
         rates:     the values of each rate in all parameter groups, and of the loss scaling
         constants: the entries of `rates` that may not change
     """
@@ -200,7 +200,7 @@ class OptimizerGuard:
     ) -> tuple[settings.Optimizer, settings.Hyper]:
         """Return a snapshot of an optimizer, as `freeze_optimizer` does, after more checks.
 
-        Logs warnings of a user's subclass and of unexpected attributes. Keeps the values, if not compiled.
+        Logs warnings of a user's subclass and of unexpected attributes. Keeps the values before compilation.
 
         Args:
             compiled: whether the model is compiled, so that the kept values must not change

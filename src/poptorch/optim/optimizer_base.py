@@ -141,8 +141,8 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return torch's dictionary, with the devices' state as "ipu_state" and the rates as "ipu_param".
 
-        Both are None before compilation, and after a state in torch's format was loaded until its upload.
-        Raises Error if the state was sharded over instances, and the executor has ended.
+        Both are None before compilation, unless they were loaded, and while a loaded state in torch's format
+        waits for its upload. Raises Error if the state was sharded over instances and the executor has ended.
         """
         if self._has_torch_state:
             state = None
@@ -158,8 +158,8 @@ class Optimizer:
         optimizer with the same rule.
 
         Raises:
-            RuntimeError: the dictionary is empty, lacks "ipu_state" or "ipu_param", has the state of another
-                rule, or values that no update yields; nothing is loaded then
+            RuntimeError: the dictionary is empty, lacks "ipu_state" or "ipu_param", or has states of another
+                rule, of other shapes, or with values that no update yields; nothing is loaded then
         """
         if not state_dict:
             raise RuntimeError(

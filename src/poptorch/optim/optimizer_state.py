@@ -84,7 +84,7 @@ def _rates(rule: Rule, group: dict[str, Any], where: str) -> dict[str, float]:
 
 
 def number(value: Any, name: str, where: str) -> float:
-    """Return a number, or a tensor of one element, as a float. Raises AssertionError for others and NaN."""
+    """Return a number, or a tensor of one element, as a float. Raises AssertionError for NaN and others."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     try:
@@ -204,8 +204,9 @@ def states_of(kind: str, ipu_state: Mapping[str, Tensor]) -> dict[str, State]:
 def check_states(
     kind: str, states: Mapping[str, State], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 ) -> None:
-    """Raise RuntimeError if a state has another shape than its parameter, or a value that no update yields: a
-    number of updates that is no whole number from 0, or a negative mean of squares.
+    """Raise RuntimeError if a state has another shape than its parameter, or a value that no update yields.
+
+    Such values are a negative mean of squares, and a "step" that is no whole number from 0 (of any shape).
 
     Args:
         kind:   the optimizer's kind, for the message
@@ -244,7 +245,10 @@ def torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
 
 
 def engine_state(optimizer: settings.Optimizer, state: Mapping[str, Any]) -> State:
-    """Return one parameter's state in the engine's format, from torch's. Unknown entries are left out."""
+    """Return one parameter's state in the engine's format, from torch's, without unknown entries.
+
+    With torch's dampening a "step" of 1 is added, since only the first update is not dampened.
+    """
     names = {each.torch_name: each.name for each in rule_of(optimizer).states if each.torch_name}
     result = {names[n]: value for n, value in state.items() if n in names and isinstance(value, Tensor)}
     if optimizer.flags.get("torch_dampening") and result:

@@ -147,12 +147,12 @@ class AdamW(_Moments, torch.optim.AdamW):
         self._construct(locals())
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override]
-        """Update the host's weights by torch's `step`, or by executors' rule without bias correction."""
+        """Update the host's weights by torch's `step`; if `bias_correction` is off, by the executors' rule."""
         return super().step(closure) if self.bias_correction else step_by_own_rule(self, closure)
 
 
 class RMSprop(_Moments, torch.optim.RMSprop):
-    """RMSprop, centered or not. `SGD` describes other arguments; gradients aren't clipped.
+    """RMSprop, centered or not. `SGD` describes other arguments; none is for clipping.
 
     Args: use_tf_variant: use TensorFlow's rule: the square average starts at 1, eps is inside the root, and
               the learning rate inside the momentum buffer

@@ -25,7 +25,7 @@ _FROM_1 = ("device_iterations", "gradient_accumulation", "replication_factor")
 
 
 def expect(setter: str, value: T, kind: type | tuple[str, ...], error: type[Exception] = AssertionError) -> T:
-    """Return `value`, a setter's argument. Raises `error` unless it has the type, or is in the words, `kind`."""
+    """Return `value`. Raises `error` unless it is an instance of the type `kind`, or in the tuple `kind`."""
     if isinstance(kind, tuple):
         if value in kind:
             return value
@@ -197,7 +197,7 @@ class OptionsDict(Freezable):
         )
 
     def _checked(self, name: str, value: Any) -> Any:
-        """Return the value to store: an int for an IntEnum, if an int is stored. Raises AssertionError."""
+        """Return the value to store: an IntEnum as an int if the old value is an int. Raises AssertionError."""
         expected = type(vars(self).get(name, value))
         assert isinstance(value, expected), (
             f"Unexpected type {type(value).__name__} for option {name}: {value!r}. Expected {expected.__name__}"

@@ -342,7 +342,7 @@ class Popart(Freezable):
     def check_names(self) -> None:
         """*Pando*: raise Error if a name or value is bad, and log a warning for each unknown name.
 
-        Raises: Error for a name that looks mistyped, or a value that is no bool, number, string or container.
+        Bad: names that look mistyped, and values other than bools, numbers, strings, and containers of these.
         """
         known = _NAMES.split()
         for name, value in self.options.items():

@@ -213,6 +213,6 @@ def _run_line(options: Any, source: str) -> None:
 
 
 def _check_attribute(name: str) -> None:
-    """Raise AttributeError for a private name, through which a text could reach the rest of Python."""
+    """Raise AttributeError for a private name but `_Popart`: it could give access to the rest of Python."""
     if name.startswith("_") and name not in _PRIVATE_BUT_USED:
         raise AttributeError(f"Invalid attribute {name!r}: private names can't be used in option texts")
