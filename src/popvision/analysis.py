@@ -55,8 +55,7 @@ class Figures:
 
 
 def figures(profile: Profile) -> Figures:
-    """Return all figures. Without the events that a figure needs, it is None, empty or 0 (`unevenness`:
-    1)."""
+    """Return all figures. A figure whose events are missing is None, empty or 0 (`unevenness`: 1)."""
     facts, events = profile.facts, times.steady_events(profile)
     usages = [] if times.is_cut_off(profile) else times.usages(events)
     stages, spread = times.stage_times(profile, events), times.spread(events)
@@ -179,8 +178,7 @@ def grouped_rows(profile: Profile, by: str) -> list[dict[str, Any]]:
 @dataclass(frozen=True)
 class Row:
     """One figure of both runs. `spread`: the share by which the figure differs between equal runs. `better`:
-    the better run; "" if a figure is missing, or
-    the difference is at most `spread` or 1 %."""
+    the better run; "" if a figure is missing or the difference is at most `spread` or 1 %."""
 
     name: str
     first: float | None

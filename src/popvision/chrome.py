@@ -17,8 +17,7 @@ from . import memory
 
 
 def chrome_trace(profiles: list[Profile]) -> str:
-    """Return a trace as JSON: each profile's host and each of its replicas is a process, each ipu a
-    thread."""
+    """Return a trace as JSON: hosts and replicas of each profile are processes, ipus are threads."""
     events: list[dict[str, Any]] = []
     process = 0
     for profile in profiles:

@@ -75,8 +75,7 @@ def held_bytes(tensors: list[Tensor], instructions: int) -> list[int]:
 def curve(profile: Profile, track: Track) -> list[tuple[int, int]]:
     """Return points (ns since the profile's origin, bytes held for micro-batches): one after each instruction
     of a step and, in a detailed step that is not too long, after each operation, at the times of its piece's
-    average run. Of more than `MOST_POINTS`, the highest point of each group of neighbours remains: no peak is
-    lost."""
+    average run. Of more than `MOST_POINTS`, the highest of each group remains: no peak is lost."""
     program = profile.programs[track.ipu]
     # All steps hold the same tensors at the same instruction.
     after = held_bytes([row for row in profile.tensors if row.ipu == track.ipu], len(track.durations))

@@ -251,8 +251,7 @@ def _problems_apart(
 
 def _seconds_here(profile: Profile, replicas: int, micro_batches: int) -> tuple[float, float, Spent]:
     """Return a step's seconds on this host, the idle share of its cores, and a core's rough seconds by
-    category. Measured steps are extrapolated (idle share: 0); else a step is simulated from measured
-    pieces."""
+    category. Measured steps are extrapolated (idle share: 0); else a step is simulated."""
     measured, cores, spent = profile.facts["measured"], profile.facts.get("threads", 1), Spent(float)
     for operation in profile.operations:  # to see which of both takes more of a core's time
         spent["compute"] += operation.flops / CORE_FLOPS

@@ -127,8 +127,8 @@ def speedup_here(step: StepModel, other: StepModel, cores: int) -> float | None:
 
 
 def _ns_on_cores(step: StepModel, cores: int, end: int) -> float | None:
-    """Return the ns of a step on cores with their lowest (`end`: 0) or highest (1) speed, if measured; else
-    None."""
+    """Return the ns of a step on cores with their lowest (`end`: 0) or highest (1) speed; None if
+    unmeasured."""
     if cores == 1:
         return (step.work_ns + step.task_count * step.between) * step.replicas + step.fixed
     if cores not in step.sharing:
@@ -244,8 +244,7 @@ def _more_micro_batches(step: StepModel, change: Callable[..., Change]) -> list[
 
 
 def _pipeline(profile: Profile, step: StepModel, change: Callable[..., Change]) -> list[Change]:
-    """Return the change from sharded stages to a pipeline; nothing if they are not sharded, or can't be
-    one."""
+    """Return the change from sharded stages to a pipeline; nothing if that is impossible."""
     stages = len(step.ipus)
     enough = 2 * stages - 1 if step.backward else stages
     is_in_order = list(step.ipus) == sorted(step.ipus)
@@ -257,8 +256,8 @@ def _pipeline(profile: Profile, step: StepModel, change: Callable[..., Change]) 
 
 
 def _replicas(profile: Profile, step: StepModel, cores: int, change: Callable[..., Change]) -> list[Change]:
-    """Return the change to more replicas, for idle cores; nothing if cores or memory are too few, or if there
-    are several instances."""
+    """Return the change to more replicas, for idle cores; nothing if cores or memory are too few, or in
+    a run of several instances."""
     factor, held_by = cores // step.replicas, profile.facts.get("capacity") or {}
     limit, wanted = memory.capacity(profile, memory.needs(profile))
     is_too_large = limit and held_by.get("shared") and factor * wanted > limit
