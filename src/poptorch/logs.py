@@ -120,7 +120,7 @@ def setLogLevel(level: int | str) -> None:
 
 
 def configure(level: str, destination: str) -> None:
-    """Set the log's level (if unknown: WARN, with a warning) and its destination: stderr, stdout or a file."""
+    """Set the log's level (if unknown: WARN, and a warning) and its destination: stderr, stdout or a file."""
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()

@@ -210,5 +210,5 @@ def _is_same(one: Any, other: Any) -> bool:
         return _is_same(vars(one), vars(other))
     try:
         return bool(one == other)
-    except (ValueError, RuntimeError):  # arrays, or objects that hold some: the truth of `==` is ambiguous
+    except (ValueError, RuntimeError):  # arrays, or objects that hold arrays: the truth of `==` is ambiguous
         return _is_same(vars(one), vars(other)) if hasattr(one, "__dict__") else numpy.array_equal(one, other)

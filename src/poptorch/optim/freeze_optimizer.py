@@ -279,7 +279,7 @@ def _attribute_names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
     """Return the names of attributes, defaults and group keys, by the description of each set in messages."""
     attributes = {name for name in vars(optimizer) if not name.startswith("_")}
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        attributes.discard("step")  # a scheduler counts its calls
+        attributes.discard("step")  # a scheduler has replaced the method, to count its calls
     names = {"optimizer attribute": attributes, "default group variable": set(map(str, optimizer.defaults))}
     for index, group in enumerate(optimizer.param_groups):
         names[f"group {index} attribute"] = set(map(str, group))

@@ -30,7 +30,7 @@ State = dict[str, Tensor]
 logger = logging.getLogger("poptorch::python")
 
 _SQUARES = ("exp_avg_sq", "square_avg")  # states of which an update takes the root
-MAX_WEIGHT_NORM = 65500.0  # of LAMB
+MAX_WEIGHT_NORM = 65500.0  # the default of LAMB
 _SPECIFIC = "___specific___"  # between the name of a rate and its parameter's
 _SWITCHES = ("nesterov", "maximize", "fused")  # not in "ipu_param"
 
@@ -245,22 +245,18 @@ def torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
 
 
 def engine_state(optimizer: settings.Optimizer, state: Mapping[str, Any]) -> State:
-    """Return one parameter's state in the engine's format, from torch's, without unknown entries.
-
-    With torch's dampening a "step" of 1 is added, since only the first update is not dampened.
-    """
+    """Return one parameter's state in the engine's format, from torch's, without unknown entries. For torch's
+    dampening a "step" of 1 is added, since only the first update is not dampened."""
     names = {each.torch_name: each.name for each in rule_of(optimizer).states if each.torch_name}
     result = {names[n]: value for n, value in state.items() if n in names and isinstance(value, Tensor)}
     if optimizer.flags.get("torch_dampening") and result:
-        result["step"] = torch.ones(())  # there was a first update
+        result["step"] = torch.ones(())  # the first update has run
     return result
 
 
 def check_torch_state(kind: str, optimizer: Any, state_dict: Mapping[str, Any]) -> None:
-    """Raise RuntimeError if torch's part of a `state_dict()` can't be loaded into an optimizer of this kind.
-
-    The causes are states of another kind of optimizer, other shapes, and values that no update yields.
-    """
+    """Raise RuntimeError if torch's part of a `state_dict()` can't be loaded into an optimizer of this kind:
+    for states of another kind of optimizer, other shapes, and values that no update yields."""
     rule_states = RULES[kind].states
     names = {each.torch_name: each.name for each in rule_states if each.torch_name}
     always = {each.torch_name for each in rule_states if each.dtype and not each.when}

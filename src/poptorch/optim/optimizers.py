@@ -147,7 +147,7 @@ class AdamW(_Moments, torch.optim.AdamW):
         self._construct(locals())
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override]
-        """Update the host's weights by torch's `step`; if `bias_correction` is off, by the executors' rule."""
+        """Update the host's weights by torch's `step`, or (`bias_correction` off) by the executors' rule."""
         return super().step(closure) if self.bias_correction else step_by_own_rule(self, closure)
 
 

@@ -104,8 +104,7 @@ def device_of(options: Options, training: bool) -> DeviceKind:
     """Return the kind of device that the options choose, else POPTORCH_DEVICE, else "cpu".
 
     Raises:
-        Error: the kind is unknown; also, unless the connection type is Never, if there is no such device or
-            several processes train on an accelerator
+        Error: the kind is unknown, or `devices.check` raises it (not called for ConnectionType.Never)
     """
     kind: Any = _setting(options, "device_kind", "POPTORCH_DEVICE", DEVICES, "kind of device")
     if options.connection_type != ConnectionType.Never:

@@ -132,8 +132,7 @@ class OptionsDict(Freezable):
     def createOrSet(self, **values: Any) -> Self:
         """Change or create values, given by name, and return the object.
 
-        Raises: AttributeError if the object is frozen; AssertionError for a value of another type than the
-            current value, or a factor of the batch below 1.
+        Raises: AttributeError if frozen; AssertionError for a value of another type, or a batch factor below 1.
         """
         self.checkIsFrozen()
         vars(self).update({name: self._checked(name, value) for name, value in values.items()})
@@ -197,7 +196,7 @@ class OptionsDict(Freezable):
         )
 
     def _checked(self, name: str, value: Any) -> Any:
-        """Return the value to store: an IntEnum as an int if the old value is an int. Raises AssertionError."""
+        """Return the value to store: an IntEnum as an int if the old value is one. Raises AssertionError."""
         expected = type(vars(self).get(name, value))
         assert isinstance(value, expected), (
             f"Unexpected type {type(value).__name__} for option {name}: {value!r}. Expected {expected.__name__}"

@@ -271,10 +271,7 @@ class ReportingOptions(OptionsDict):
     model_name: str
 
     def enableExecutableCaching(self, path: str | os.PathLike[str] | None) -> Self:
-        """Write each compiled model to a file in this folder, for `loadExecutable`. None: write no files.
-
-        Compilation never reads these files.
-        """
+        """Write each compiled model to a file in this folder, for `loadExecutable` alone. None: write no files."""
         self._popart.set("enableEngineCaching", path is not None)
         return self._set_popart("cachePath", "" if path is None else os.fspath(path))
 
