@@ -50,8 +50,7 @@ class Document:
 def read(file: str) -> list[Document]:
     """Return the documents of a YAML file that are not empty; "-" is standard input.
 
-    Raises:
-        Faults: the file can't be read, is no YAML, or has no document
+    Raises: Faults, if the file can't be read, is no YAML, or has no document
     """
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
@@ -95,12 +94,10 @@ def _record_lines(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Ite
 
 
 def load_job(document: Document, device: str = "cpu", images: Images | None = ()) -> Job:
-    """Return the job of a document; print warnings about fields of no effect to standard error.
+    """Return the job of a document; print `warnings_of` it to standard error.
 
-    Args:
-        device, images: as in `parse`
-    Raises:
-        Faults: everything that is wrong with the document
+    Args: device, images: as in `parse`
+    Raises: Faults, with everything that is wrong with the document
     """
     if not isinstance(document.value, dict):
         raise Faults([document.locate((), f"this is a {document.kind}, not an IPUJob", "kind: IPUJob")])
@@ -114,7 +111,10 @@ def load_job(document: Document, device: str = "cpu", images: Images | None = ()
 
 
 def with_name(value: Object, name: str | None = None) -> Object:
-    """Return an IPUJob with a name: `name`, else its own, else its `generateName` and five random letters."""
+    """Return an IPUJob with a name: `name`, else its own, else its `generateName` and five random letters.
+
+    An IPUJob with none of these is returned unchanged.
+    """
     metadata = {**value["metadata"]}
     start = metadata.pop("generateName", None)
     if not (name or metadata.get("name") or start):

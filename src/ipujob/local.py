@@ -80,7 +80,7 @@ class LocalJob:
         return code or 0
 
     def _run_round(self) -> int | None:
-        """Run the next actions of the job; return its exit code if it has ended, else None. Print failures."""
+        """Run the next actions of the job; return its exit code at its end, else None; print a failure."""
         for worker in self.workers.values():
             is_late = time.monotonic() > worker.deadline and worker.process.poll() is None
             if is_late:

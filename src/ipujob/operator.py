@@ -94,10 +94,7 @@ class Operator:
                 self._log(job, f"a fault of the operator: {type(error).__name__}: {error}")
 
     def _step(self, job: Object, owned: Sequence[Object]) -> None:
-        """Run the next actions of a job: write its status, delete and create objects.
-
-        A refused creation is logged, kept in `trouble`, and delays the next creations for this job.
-        """
+        """Write a job's status, delete and create objects; log a refused creation, which delays the next."""
         uid, now = job["metadata"]["uid"], datetime.now(UTC)
         trouble = self.trouble.get(uid)
         said = trouble.message if trouble else None

@@ -19,7 +19,7 @@ _PATIENCE = 60  # seconds that a wait goes on while the cluster can't be reached
 
 
 def submit(arguments: argparse.Namespace) -> int:
-    """Check a file, create its jobs and print their names; return 1 if a job fails that is waited for."""
+    """Check a file, create its jobs and print their names; if asked, wait: return 1 if one fails, else 0."""
     documents = read(arguments.file)
     if arguments.name:
         documents = [with_changes(document, arguments.name) for document in documents]

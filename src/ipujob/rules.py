@@ -66,7 +66,7 @@ class Job:
     device: str = "cpu"  # or cuda
     ipus_per_gpu: int = 1
     dropped: tuple[str, ...] = ()  # of "resources", "security": fields of the template that pods don't get
-    mode: str = "single"  # or joined, launched
+    mode: str = "single"  # or joined (poprun runs the command), launched (the launcher's command runs)
     launcher_command: tuple[str, ...] = ()
     launcher_env: tuple[dict[str, Any], ...] = ()
     restart_policy: str = "Never"  # or OnFailure, Always, ExitCode: when an instance restarts
@@ -305,7 +305,7 @@ def _check(value: Any, schema: dict[str, Any], place: Place, faults: list[Fault]
 
 
 def _violation(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
-    """Return a message and a fix ("": unknown) if a value, its parts aside, breaks its schema; else None."""
+    """Return a message and a fix ("": unknown) if a value, without its parts, breaks a schema; else None."""
     kind, pattern, shown = schema.get("type", ""), schema.get("pattern", ""), reprlib.repr(value)
     least, most = schema.get("minimum", 0), schema.get("maximum", 2**31 - 1)
     if schema.get("x-kubernetes-int-or-string"):

@@ -119,9 +119,7 @@ def isBackendInitialized() -> bool:
 def synchronize() -> None:
     """Wait until all instances have called this.
 
-    Raises:
-        poptorch.Error: another instance has called another collective, has failed or ended, or the instances
-            are not connected
+    Raises: poptorch.Error, if an instance calls another collective, has failed or ended, or isn't connected
     """
     from . import collectives  # loads torch
 

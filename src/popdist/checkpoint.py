@@ -35,7 +35,7 @@ class Checkpoint:
     """The checkpoints of a training: `step` saves one every few calls, `restore` loads the newest valid one.
 
     Args:
-        directory: folder of all checkpoints, equal in all instances; several hosts share it
+        directory: folder of all checkpoints, the same in all instances (on several hosts: a shared one)
         every:     calls from one checkpoint to the next; 0: only `save()` writes checkpoints
         keep:      number of checkpoints to keep; older ones are removed
     """
@@ -61,15 +61,12 @@ class Checkpoint:
     def restore(self, model: Any, loader: Any = None, **others: Any) -> int:
         """Load the newest undamaged checkpoint into the arguments, which `save` will save. Call it once.
 
-        A damaged checkpoint is skipped with a warning.
-
         Args:
             model:  a training executor, compiled or not
             loader: a `poptorch.DataLoader`, or None
             others: objects with `state_dict` and `load_state_dict`, equal in all instances (schedulers)
-        Returns: the number of calls before the checkpoint; 0 if no checkpoint was found
-        Raises:
-            Error: the checkpoint is of another model or other arguments, or no `popdist.init()` was called
+        Returns: the number of calls before the checkpoint; 0 if none is found. Warns of damaged checkpoints
+        Raises: Error, if the checkpoint is of another model or other arguments, or before `popdist.init()`
         """
         self._model, self._parts = model, {"loader": loader, **others} if loader is not None else others
         atexit.register(self.wait, _PATIENCE_AT_EXIT)
@@ -85,7 +82,7 @@ class Checkpoint:
         return 0
 
     def step(self) -> None:
-        """Count a call of the model, and `save` if it is due. All instances call this after each call."""
+        """Count a call of the model, and `save` if that is due. All instances call this after each call."""
         self.calls += 1
         if self._calls_between and self.calls % self._calls_between == 0:
             self.save()
@@ -109,7 +106,7 @@ class Checkpoint:
         self._saved_call = self.calls
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait for the thread that writes, if any; warn if it has failed or takes more than `seconds`."""
+        """Wait for the thread that writes, if any; warn if it failed or isn't done after `seconds`."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -126,7 +123,7 @@ class Checkpoint:
     # ---- contents ----------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """Return the contents of this instance's file: a share of the parameters, all other state."""
+        """Return the contents of this instance's file: its share of the parameters' state, and all else."""
         training = training_state(self._model)
         has_shard = training.pop("shares_state")
         for kind in ("weights", "optimizer"):
@@ -146,7 +143,7 @@ class Checkpoint:
         return set(getattr(self._model, "per_replica_params", {}))
 
     def _load(self, folder: Path) -> None:
-        """Load a checkpoint, saved by any number of instances. Raises: Error, as `restore` does."""
+        """Load a checkpoint of any number of instances into the arguments of `restore`. Raises: Error."""
         count, saved = files.read(folder)
         each = count // len(saved)
         here = self._model._options.replication_factor
@@ -177,13 +174,12 @@ class Checkpoint:
 def resumable(
     loader: Iterable[Any], checkpoint: Checkpoint, executor: Any, epochs: int = 1, **others: Any
 ) -> Iterator[Any]:
-    """Restore the newest checkpoint, yield the remaining batches of `epochs` epochs, and save when it is due.
+    """Restore the newest checkpoint, yield the remaining batches of `epochs` epochs, and save when due.
 
     All instances must make one call of the executor for each batch. The state after the last call is saved,
     too, so that a program that is started again after its end yields no batch.
 
-    Args:
-        loader, executor, others: as in `Checkpoint.restore`
+    Args: loader, executor, others: as in `Checkpoint.restore`
     """
     checkpoint.restore(executor, loader, **others)
     state_of: Callable[[], dict[str, Any]] = loader.state_dict  # pyright: ignore[reportAttributeAccessIssue]

@@ -80,7 +80,7 @@ class Writing(threading.Thread):
             raise error from None
 
     def _complete(self) -> None:
-        """In instance 0: wait for all files, rename the folder (on an error remove it), remove old ones."""
+        """In instance 0: wait for all files, rename (or remove) the folder, and remove old checkpoints."""
         directory, folder = self.place.directory, self._folder
         if self.place.instance or not folder.exists():
             return

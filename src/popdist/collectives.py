@@ -86,9 +86,8 @@ def broadcast(values: Any, root: int = 0) -> Any:
 def all_gather(value: Tensor) -> Tensor:
     """Return the rows of all instances, in the order of the instances; the numbers of rows may differ.
 
-    Args:
-        value: [rows, ...], with the same shape beyond the rows and the same dtype in all instances; a scalar
-            raises a ValueError
+    Args: value: [rows, ...], with the same dtype and shape beyond the rows in all instances
+    Raises: ValueError, for a scalar tensor
     """
     if not value.dim():
         raise ValueError("all_gather: the value has no rows; fix: value.unsqueeze(0)")
@@ -130,7 +129,7 @@ def _after_barrier(group: ProcessGroup, what: str, tensors: Mapping[str, Tensor]
 
 
 def _group() -> ProcessGroup | None:
-    """Return the group of the instances that take part; None for one. Raises: Error, before `init`."""
+    """Return the process group that takes part; None for one instance. Raises: Error, before `init`."""
     size = read().instances
     if size == 1:
         return None

@@ -25,9 +25,7 @@ def _refusing_method(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-class _FixedDistributed(Distributed):
-    """Distributed options with the process numbers of the launcher, which can't be changed."""
-
+class _FixedDistributed(Distributed):  # the process numbers are the launcher's
     disable = _refusing_method("Distributed.disable")
     setEnvVarNames = _refusing_method("Distributed.setEnvVarNames")
     configureProcessId = _refusing_method("Distributed.configureProcessId")
@@ -36,10 +34,8 @@ class _FixedDistributed(Distributed):
 class Options(poptorch.Options):
     """The options of one instance, with the launcher's numbers of replicas and processes.
 
-    Args:
-        ipus_per_replica: ipus that a replica of the model uses; by default poprun's --ipus-per-replica
-    Raises:
-        RuntimeError: there are several replicas, and both numbers of ipus are above 1 and differ
+    Args: ipus_per_replica: ipus that a replica of the model uses; by default poprun's --ipus-per-replica
+    Raises: RuntimeError, if there are several replicas, and both numbers of ipus are above 1 and differ
     """
 
     _ipus_per_replica: int

@@ -35,8 +35,7 @@ _PATIENCE_AT_EXIT = 2.0  # seconds
 def connect(launch: Launch) -> None:
     """Connect to the other instances, by torch.distributed if it is initialized; disconnect at exit.
 
-    Raises:
-        Error: no address is set, it is in use, or no store or an instance is missing after the time limit
+    Raises: Error, if the address is missing or in use, or the store or an instance is missing after a limit
     """
     if dist.is_initialized():
         process_group.current()

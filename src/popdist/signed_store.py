@@ -101,10 +101,8 @@ class Server:
         host:    the name or address to listen on
         port:    0: any free port
         secret:  the secret that callers must know; "": every caller is served
-        is_open: whether other hosts connect; then, if `host` is a loopback address here, the server also
-            listens at `own_address(host)`
-    Raises:
-        OSError: the address is not one of this host, or in use
+        is_open: whether other hosts connect; then a loopback `host` means `own_address(host)`, too
+    Raises: OSError, if the address is not one of this host, or is in use
     """
 
     def __init__(self, host: str, port: int, secret: str, is_open: bool = False) -> None:
@@ -194,8 +192,7 @@ class SignedStore(dist.Store):
     Args:
         patience: seconds to wait for the server to listen, and for keys in `get` and `wait`
         timeout:  seconds after which a server that does not answer is gone; None: no limit
-    Raises:
-        StoreError: no server accepts within `patience`; SecretError: it has another secret or is no store
+    Raises: StoreError, if no server accepts in time; SecretError, if it has another secret or is no store
     """
 
     def __init__(
@@ -220,7 +217,7 @@ class SignedStore(dist.Store):
         self._socket.close()
 
     def hold(self, key: str, value: str) -> bool:
-        """Set a key until this connection ends; return False if it exists and isn't held by this one."""
+        """Set a key until this connection ends; return False if the key exists, unless this one holds it."""
         return self._call("hold", key, value)
 
     def read(self, keys: Sequence[str]) -> list[str | None]:
@@ -297,10 +294,10 @@ def _resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, str]:
 
 
 def own_address(host: str = _OUTSIDE_ADDRESS) -> str:
-    """Return this host's IP address on the route to `host`, which need not answer (default: outside).
+    """Return this host's IP address on the route to `host` (by default, the default route).
 
-    Debian's hosts file maps the host's own name to a loopback address. For that name the result is the address of the
-    default route, by which other hosts reach this one.
+    `host` need not answer. Debian's hosts file maps the host's own name to a loopback address: for this name
+    the result is the address of the default route, by which other hosts reach this one.
     """
     family, address = _resolve(host)
     if is_loopback(address) and host not in ("localhost", address):

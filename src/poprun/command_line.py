@@ -39,7 +39,7 @@ class CommandLine:
     variables: tuple[tuple[str, str], ...] = ()  # of `-x` and `--executable-cache-path`
     tags_output: bool = False
     only_output: int | None = None  # the instance whose output is shown
-    only_stdout: int | None = None
+    only_stdout: int | None = None  # the instance whose standard output is shown
     numa_aware: bool = False
     prints_topology: bool = False
     verbosity: int = 0

@@ -50,7 +50,7 @@ class FirstNode:
         self.secret = os.environ.get(SECRET) or (secrets.token_hex(32) if node.count == 1 else "")
 
     def join(self) -> tuple[Server | None, SignedStore, str]:
-        """Connect to the store; node 0 starts its server. Return as in `Election`. Raises: Lost."""
+        """Connect to the store, which node 0 starts first. Return as `Election.join`, or raise `Lost`."""
         node, until = self._node, time.monotonic() + self._node.patience
         server = self._start_server(until) if node.rank == 0 else None
         port = server.port if server else node.port
@@ -118,8 +118,7 @@ class Election:
         """Connect to the leader, or start a server and become the leader, if no leader can be reached.
 
         Returns: the store's server, if this node leads; the connection to the store; the store's address
-        Raises:
-            Misfit: the leader runs another command, has another secret, or listens for its own host only
+        Raises: Misfit, if the leader runs another command, has another secret, or serves its own host only
         """
         while True:
             number, newest = self._newest_leader()

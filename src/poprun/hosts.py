@@ -29,7 +29,7 @@ WATCH = "POPRUN_ENDS_WITH_STDIN"  # variable: this poprun ends as soon as its st
 def work(request: CommandLine, words: Sequence[str], log: Log) -> int:
     """Run poprun with `words` on every host; return 0, or the first failed host's exit code.
 
-    After a failure the other hosts are ended; in an elastic training they go on.
+    After a failure the other hosts are ended, but not in an elastic training.
     """
     local_instances(request, len(request.hosts))
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
@@ -91,10 +91,7 @@ def _host_variables(request: CommandLine, rank: int, secret: str) -> dict[str, s
 def _start(
     host: str, words: Sequence[str], variables: Mapping[str, str], log: Log
 ) -> subprocess.Popen[bytes]:
-    """Start the poprun of a host, and return its process or ssh's.
-
-    Variables go through its standard input, since a command line is public.
-    """
+    """Start the poprun of a host; return its process. Variables go to its stdin: command lines are public."""
     settings = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
     poprun = shlex.join([sys.executable, "-m", "poprun", *words])
     count = settings.count("\n")

@@ -113,7 +113,7 @@ class Nodes:
         return True
 
     def record_success(self) -> bool:
-        """Record that this node's instances succeeded; return whether all have (False: disconnected)."""
+        """Record that this node's instances succeeded; return whether all did; if disconnected, False."""
         with suppress(StoreError):
             self._write_record("done")
             return self._read_and_lead().state == "finished"
@@ -126,7 +126,7 @@ class Nodes:
         return self.name
 
     def leave(self) -> None:
-        """Disconnect this node; the leader first waits `_LEAVE_PATIENCE` for the other nodes, and resigns."""
+        """Disconnect this node; the leader first waits a few seconds for the other nodes, and resigns."""
         with suppress(StoreError):
             until = time.monotonic() + _LEAVE_PATIENCE
             while self._leader is not None and time.monotonic() < until and len(_records_of(self.store)) > 1:
@@ -202,9 +202,7 @@ class Nodes:
 class Leader:
     """The leader, which begins and ends rounds: each call of `step` makes one decision.
 
-    Args:
-        name:     of this node
-        expected: number of nodes for which the first round waits up to `_FIRST_ROUND_PATIENCE` seconds
+    Args: expected: number of nodes for which the first round waits up to `_FIRST_ROUND_PATIENCE` seconds
     """
 
     def __init__(
@@ -288,7 +286,7 @@ class Leader:
         return max(map(call_of, complete_checkpoints(Path(self._request.checkpoint_dir))), default=-1)
 
     def _can_grow(self, current: Round, records: Mapping[str, Record]) -> bool:
-        """Return whether new nodes change the counts and a checkpoint was saved since; log their arrival."""
+        """Return whether new nodes change the counts and a newer checkpoint exists; log their arrival."""
         if not self._request.is_elastic or not records.keys() - current.counts.keys():
             return False
         if sorted(self._counts_by_node(records).values()) == sorted(current.counts.values()):

@@ -29,8 +29,7 @@ class Node:
 def node_of(variables: Mapping[str, str]) -> Node:
     """Return this node from environment variables; without POPRUN_NUM_NODES, the only node.
 
-    Raises:
-        ValueError: a variable is missing, no number or out of range
+    Raises: ValueError, if a variable is missing, no number or out of range
     """
 
     def number(name: str, default: int | None = None) -> int:
@@ -56,8 +55,7 @@ def node_of(variables: Mapping[str, str]) -> Node:
 def local_instances(request: CommandLine, nodes: int) -> int:
     """Return the number of instances per node; of an elastic training, the largest number.
 
-    Raises:
-        ValueError: the number of instances is fixed, and not a multiple of the number of nodes
+    Raises: ValueError, if the number of instances is fixed, and not a multiple of the number of nodes
     """
     if request.is_elastic:
         return request.instances_per_node or -(-request.instances // nodes)
@@ -67,7 +65,7 @@ def local_instances(request: CommandLine, nodes: int) -> int:
 
 
 def deal(replicas: int, fewest: int, most: int, slots: Sequence[int]) -> list[int]:
-    """Return the number of instances of each node, spread evenly; the largest total that divides `replicas`.
+    """Return instance counts by node, spread evenly; their sum is the largest that divides `replicas`.
 
     Args:
         fewest, most: the range of the total
@@ -99,7 +97,7 @@ def launch_of(request: CommandLine, instance: int, instances: int, local_instanc
 def cores_of(local_instance: int, instances: int) -> list[int]:
     """Return the cores of an instance's NUMA node; an empty list, if the host has only one NUMA node.
 
-    Neighbouring instances have the same NUMA node.
+    Neighbours among the `instances` of this host have the same NUMA node.
     """
     folders = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     allowed = os.sched_getaffinity(0)
