@@ -91,7 +91,7 @@ def _devices() -> list[str]:
 class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
     """Context manager and decorator: products and convolutions inside run in float16, or by the policy.
 
-    Outside of a capture it has no effect. `enabled=False` disables torch.autocast, not an outer policy.
+    It has no effect in plain PyTorch. `enabled=False` disables torch.autocast, but not an outer policy.
 
     with poptorch.autocast():
         x = self.layer(x)

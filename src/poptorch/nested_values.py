@@ -108,7 +108,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def paths_of(value: Any, name: str) -> list[str]:
-    """Return the path of each of `tensors_of(value)`, as code: `name[0]`, `name["key"]`, `name.field`."""
+    """Return the path of each tensor in `value`, as code: `name[0]`, `name["key"]`, `name.field`."""
     return [path for leaf, path, _ in _leaves(value, name) if isinstance(leaf, torch.Tensor)]
 
 
