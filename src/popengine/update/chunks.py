@@ -1,7 +1,7 @@
 """Chunks: elements of parameters that an update works on at once, few enough to stay in the shared cache.
 
-A parameter is cut at multiples of CHUNK elements from its first element. So the order of additions in a norm,
-and with it the norm's bits, depends on this parameter alone. Small neighbouring parameters share a chunk.
+On the CPU a parameter is cut at multiples of CHUNK elements from its first element. So the order of additions
+in a norm, and with it the norm's bits, depends on this parameter alone. Small neighbours share a chunk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Part:
         seed:   seed of the random numbers of stochastic rounding; None: no stochastic rounding
         start:  offset of the range's first element in the parameter
         is_fused: whether torch's fused kernel updates the parameter
-        step:   for rules with a trust ratio: a buffer for the step; the gradient itself if its dtype fits
+        step:   for rules with a trust ratio: a buffer for the step; the gradient itself if it is wide enough
         norms:  for rules with a trust ratio: (norm of the weight, norm of the step) of each chunk, by the
             chunk's `start`; None: the parameter has no ratio
     """
@@ -45,7 +45,7 @@ class Part:
 
     @property
     def has_one_layout(self) -> bool:
-        """Whether all tensors have one dense layout: a range of memory holds the same elements in each."""
+        """Whether a range of memory holds the same elements in each tensor (one dense layout)."""
         states = (value for name, value in self.state.items() if name not in SCALARS)
         tensors = [self.parameter, self.gradient, *self.others, *states]
         return all(tensor.is_contiguous() for tensor in tensors) or all(
@@ -56,7 +56,7 @@ class Part:
         )
 
     def elements(self, start: int, stop: int) -> Part:
-        """Return a part with 1-d views of the elements from `start` to `stop`, in memory order."""
+        """Return a part with 1-d views of elements `start` to `stop`, in memory order; 0-d states unchanged."""
         return replace(
             self,
             parameter=_flat_view(self.parameter, start, stop),
@@ -83,7 +83,7 @@ Chunk = list[Span]
 
 
 def chunks(parts: Sequence[Part]) -> list[Chunk]:
-    """Return the chunks of all parts. They may be computed in any order, or at the same time.
+    """Return the chunks of all parts. Chunks may be computed in any order, or at the same time.
 
     On an accelerator all parts are one chunk, because one kernel updates many parameters.
     """

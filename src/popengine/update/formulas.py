@@ -1,9 +1,9 @@
-"""The formulas of the update rules: in-place arithmetic on lists of float32 tensors; torch's fused kernels.
+"""The formulas of the update rules: in-place arithmetic on lists of float32 (float64) tensors; fused kernels.
 
 The arguments of a formula are parameters of one group (or ranges of their elements), their gradients
-(reduced, unscaled and clipped; formulas may overwrite them) and their states, in which "step" counts this
-update already. On CPU tensors a formula runs torch.optim's own sequence of operations, so its results are
-torch's to the last bit. `optimizer_rules.py` lists the rates and states of each.
+(reduced, without loss scale, and clipped; formulas may overwrite them) and their states, which formulas
+update; "step" counts this update already. On CPU tensors a formula of a torch optimizer runs torch.optim's
+own operations, so its results are torch's to the last bit. `optimizer_rules.py` lists the rates and states.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _states_named(states: list[State], name: str) -> list[Tensor]:
 
 
 def signed(step: Step) -> None:
-    """Negate the gradients in place if the group's `maximize` is on; otherwise leave them."""
+    """Negate the gradients in place if the group's `maximize` is on; otherwise leave them unchanged."""
     if step.group.get("maximize"):
         torch._foreach_neg_(step.gradients)
 
@@ -51,7 +51,7 @@ def _decay_gradients(step: Step) -> None:
 
 
 def _update_counts(states: list[State]) -> list[float]:
-    """Return the update count of each parameter, this update included. The read waits for no device."""
+    """Return the number of updates of each parameter, this update included. (Counts are held on the CPU.)"""
     return [step.item() for step in _states_named(states, "step")]
 
 
@@ -59,7 +59,7 @@ def sgd(step: Step) -> None:
     """Update the weights by SGD: v ← μ·v + (1 − d)·(g + λ·w);  w ← w − lr·v.
 
     Nesterov: w ← w − lr·(g + λ·w + μ·v). g: gradient, v: velocity, μ: momentum, d: dampening, λ: weight
-    decay. With the flag `torch_dampening`, as in torch, the first step is not dampened.
+    decay. With the flag `torch_dampening` the first step is not dampened, as in torch.optim.SGD.
     """
     optimizer, group, parameters, gradients, states = step
     lr, momentum, dampening = group["lr"], group["momentum"], group.get("dampening", 0.0)
@@ -84,7 +84,7 @@ def sgd(step: Step) -> None:
 
 
 def adam(step: Step) -> None:
-    """Update the weights by Adam: w ← w − lr·m̂ / (√v̂ + eps). The weight decay is added to the gradient."""
+    """Update the weights by Adam: w ← w − lr·m̂ / (√v̂ + eps), with bias-corrected moments of g + λ·w."""
     signed(step)
     _decay_gradients(step)
     _step_by_moments(step)
@@ -99,6 +99,7 @@ def adamw(step: Step) -> None:
 
 
 def _step_by_moments(step: Step) -> None:
+    """Update the moments, then the weights: w ← w − lr·m̂ / (√v̂ + eps). The gradients are overwritten."""
     _, group, parameters, gradients, states = step
     corrections1, corrections2 = _moments(step)
     roots = gradients  # no longer needed; an allocation would cost more than the computation
@@ -115,7 +116,7 @@ def _step_by_moments(step: Step) -> None:
 
 
 def _moments(step: Step) -> tuple[list[float], list[float]]:
-    """Update both moments in place, and return the divisors of their bias correction; all 1 without it."""
+    """Update both moments in place, and return the divisors of their bias correction (1.0 without the flag)."""
     optimizer, group, _, gradients, states = step
     beta1, beta2 = group["beta1"], group["beta2"]
     torch._foreach_lerp_(_states_named(states, "exp_avg"), gradients, 1 - beta1)
@@ -161,7 +162,7 @@ def rmsprop(step: Step) -> None:
 
 
 def lamb_steps(step: Step) -> None:
-    """Overwrite the gradients with LAMB's unscaled step u = m̂ / (√v̂ + eps) + λ·w."""
+    """Update the moments; overwrite the gradients with the step before trust, u = m̂ / (√v̂ + eps) + λ·w."""
     _, group, _, gradients, states = step
     signed(step)
     corrections1, corrections2 = _moments(step)
@@ -177,7 +178,7 @@ def lamb_steps(step: Step) -> None:
 def lamb_trust(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
     """Return the LAMB trust ratio of each parameter, min(‖w‖, max_weight_norm) / ‖u‖; 1 where a norm is 0.
 
-    Args: sizes, lengths: norms ‖w‖ of the weights and ‖u‖ of the unscaled steps
+    Args: sizes, lengths: norms ‖w‖ of the weights and ‖u‖ of the steps of `lamb_steps`
     """
     sizes = sizes.clamp(max=group["max_weight_norm"])
     return _one_where_norm_is_zero(sizes / lengths, sizes, lengths)
@@ -206,7 +207,7 @@ def _one_where_norm_is_zero(ratios: Tensor, sizes: Tensor, lengths: Tensor) -> T
 def lars(step: Step) -> None:
     """Update the weights by LARS: v ← μ·v + lr·trust·(g + β·w);  w ← w − v.
 
-    Parameters without trust ratio: v ← μ·v + lr·g.
+    For parameters without trust ratio: v ← μ·v + lr·g.
     """
     _, group, parameters, gradients, states = step
     layers = [place for place, state in enumerate(states) if "trust" in state]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def norm(gradient: Tensor) -> Tensor:
-    """Return the norm of a gradient, a float32 scalar (float64 gradients: float64) on the gradient's device."""
+    """Return the norm of a gradient, a float32 scalar (of float64 gradients float64) on the same device."""
     # In float32 also for half precision, where the norm may be too large for the gradient's own dtype.
     return torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
 
@@ -46,7 +46,7 @@ SHARE = 1e-7
 
 
 def count(gradient: Tensor, scale: float) -> Tensor:
-    """Return three counts of a gradient, int64 [3]: elements, elements above `LARGE`, infinities and NaN.
+    """Return three counts of elements, int64 [3]: all, absolute values above `LARGE`, infinities and NaN.
 
     Args: scale: the loss scale; the gradient was divided by it, and `LARGE` applies to the values before that
     """
@@ -62,7 +62,8 @@ def all_finite(gradients: Sequence[Tensor]) -> bool:
 
 
 def next_factor(factor: float, elements: int, large: int, not_finite: int) -> float:
-    """Return the factor on the user's loss scale for the next update: the current factor times 2 or 0.5.
+    """Return the factor on the user's loss scale for the next update: twice the current factor, or half of it
+    if an element is not finite or more than SHARE of the elements are large.
 
     Args: elements, large, not_finite: the counts of `count`, summed over all gradients
     """

@@ -32,7 +32,7 @@ def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
 
 
 def has_kernel(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Return whether torch's fused kernel can update a parameter: all in float32, all flags at default."""
+    """Return whether the rule has a fused kernel that fits: all tensors float32, all flags at default."""
     rule = rule_of(optimizer)
     types = {parameter.dtype, optimizer.accumulator_type, *optimizer.state_types.values()}
     return rule.fused is not None and types == {torch.float32} and not rule.changed_flags(optimizer)
@@ -68,6 +68,7 @@ class UpdateStep:
 
     Call `begin`; then, if the rule has `layers` (norms), `measure` for each chunk and `trust`; then `apply`
     for each chunk. The caller reduces and clips the gradients in a chunk's `views` before their first use.
+    The constructor adds missing states of momentum to the parts, as zeros.
     """
 
     def __init__(self, optimizer: Optimizer, rates: Rates, parts: Sequence[Part]) -> None:
@@ -97,13 +98,14 @@ class UpdateStep:
         ]
 
     def begin(self) -> None:
-        """Add 1 to the step counts. All large tensors were allocated before, by the constructor."""
+        """Add 1 to the step counts, in place. The constructor has allocated all large tensors already."""
         steps = [part.state["step"] for part in self.parts if "step" in part.state]
         if steps:
             torch._foreach_add_(steps, 1)
 
     def measure(self, views: Sequence[Part]) -> None:
-        """Compute the unscaled steps of a chunk, and store the norms of its weights and steps in `norms`."""
+        """Update a chunk's states, write its steps before the trust ratio into `step` (or over the
+        gradients), and store the norms of weights and steps in `norms` (unless it is None)."""
         assert self.layers is not None
         steps = [view.step for view in views if view.step is not None]
         for view, step in zip(views, steps, strict=True):
@@ -122,7 +124,7 @@ class UpdateStep:
                 views[i].norms[views[i].start] = size, length  # pyright: ignore[reportOptionalSubscript]
 
     def trust(self) -> None:
-        """Set the state "trust" of each parameter to its ratio, from the norms of all its chunks."""
+        """Set the state "trust" of each parameter that has `norms` to the trust ratio."""
         assert self.layers is not None
         measured = [part for part in self.parts if part.norms]
         if measured:
@@ -134,7 +136,7 @@ class UpdateStep:
                 part.state["trust"] = ratio
 
     def apply(self, views: Sequence[Part]) -> None:
-        """Update the weights and states of a chunk, in place."""
+        """Update the weights and states of a chunk, in place. Gradients may be overwritten."""
         fused = [view for view in views if view.is_fused]
         if fused:
             assert self.rule.fused is not None
@@ -144,7 +146,7 @@ class UpdateStep:
             self._apply_formula([view for view in views if not view.is_fused])
 
     def _apply_formula(self, parts: Sequence[Part]) -> None:
-        """Run the formula in float32 (float64 for float64 parameters), and write converted tensors back."""
+        """Run the formula in float32 (float64 parameters: float64); round results to the tensors' dtypes."""
         types = [torch.promote_types(part.parameter.dtype, torch.float32) for part in parts]
         # .to returns the tensor itself if it has the dtype already: then nothing is to be written back.
         floats = [part.parameter.to(dtype) for part, dtype in zip(parts, types, strict=True)]
@@ -168,6 +170,7 @@ def _zeros(optimizer: Optimizer, name: str, parameter: Tensor) -> Tensor:
 
 
 def _converted(state: State, dtype: torch.dtype) -> State:
+    """Return the states in a dtype; scalars, and states that have it already, are not copied."""
     return {name: value if name in SCALARS else value.to(dtype) for name, value in state.items()}
 
 
@@ -178,7 +181,7 @@ def _write_back(state: State, results: State) -> None:
 
 
 def _with_step_buffer(part: Part, has_ratio: bool) -> Part:
-    """Return the part with a buffer for its step, a dict for its norms, and a copy of its state dict."""
+    """Return the part with a step buffer, a copy of its state dict and, if `has_ratio`, an empty `norms`."""
     dtype, gradient = torch.promote_types(part.parameter.dtype, torch.float32), part.gradient
     step = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     return replace(part, step=step, norms={} if has_ratio else None, state=dict(part.state))
@@ -191,7 +194,7 @@ def _norm_of_chunks(part: Part, which: int) -> Tensor:
 
 
 def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator) -> Tensor:
-    """Round float32 `source` stochastically (without bias) into half precision `target`, and return `target`.
+    """Round `source` stochastically (without bias) into a float16 or bfloat16 `target`, and return `target`.
 
     Adds noise, then floors. Infinities and NaN are copied. A target of another dtype receives a plain copy.
     """

@@ -27,7 +27,7 @@ class RuleState:
         file:  prefix of the tensor's name in the `state_dict()` of a poptorch optimizer
         dtype: attribute of the optimizer that holds the tensor's dtype; "" for float32
         torch: name in the state of `torch_class`, if different; "" if torch has no such tensor
-        when:  flag that must be on for the tensor to exist; "momentum" if it exists once the momentum is not zero
+        when:  flag that must be on for the tensor to exist; "momentum": it exists once the momentum is not 0
         ones_when: flag for which the tensor starts with ones; otherwise it starts with zeros
     """
 
@@ -102,9 +102,9 @@ class Rule:
         return (*self.rates, *(name for name, flag in self.flags.items() if flag.of_group))
 
     def kept(self, optimizer: Optimizer) -> Iterator[RuleState]:
-        """Yield the descriptions of the state tensors that exist for each parameter before its first update.
+        """Yield the descriptions of the state tensors that a parameter has before its first update.
 
-        A velocity is left out while there is no momentum, and so is the tensor of a flag that is off.
+        States of momentum are left out if the momentum is 0, and the states of flags that are off.
         """
         for state in self.states:
             if state.when == "momentum":
@@ -114,12 +114,13 @@ class Rule:
                 yield state
 
     def changed_flags(self, optimizer: Optimizer) -> list[str]:
-        """Return the names of the flags whose values are not the defaults."""
+        """Return the names of the flags whose values for an optimizer are not the defaults."""
         return [n for n, flag in self.flags.items() if optimizer.flags.get(n, flag.default) != flag.default]
 
 
 def _has_torch_dampening(optimizer: Any) -> bool:
-    """Return whether the first step is not dampened, as in torch.optim.SGD, not poptorch.optim.SGD."""
+    """Return whether an optimizer has a dampening that begins with the second step, as torch.optim.SGD's does
+    (poptorch.optim.SGD's begins with the first)."""
     dampened = any(group["dampening"] for group in optimizer.param_groups)
     return dampened and not getattr(optimizer, "dampens_first_step", False)
 
