@@ -94,7 +94,7 @@ def _plan_flags_first(given: list[str]) -> list[str]:
             taken = [word] if value else [word, *islice(words, 1)]
             is_plans = not behind or name == "--on" or (name != "--output" and "," in taken[-1])
             (own if is_plans else behind).extend(taken)
-        elif word == "--json" or (word.startswith("--") and not behind):
+        elif word == "--json" or (word.startswith("-") and not behind):
             own.append(word)
         else:
             behind.append(word)

@@ -79,7 +79,7 @@ def test_export_writes_a_trace_with_a_track_an_ipu_and_counters(report, tmp_path
 @pytest.mark.parametrize("command", ["open", "summary", "compare", "export", "plan"])
 def test_the_help_of_a_command_names_that_command_alone(command, capsys):
     with pytest.raises(SystemExit) as end:
-        main([command, "--help"])
+        main([command, "-h"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: popvision {command} [-h]")
 
