@@ -132,7 +132,7 @@ class OptionsDict(Freezable):
     def createOrSet(self, **values: Any) -> Self:
         """Change or create values, given by name, and return the object.
 
-        Raises: AttributeError if frozen; AssertionError for another type than the old value's, or a count below 1.
+        Raises: AttributeError if frozen; AssertionError for another type than the old value's, or counts < 1.
         """
         self.checkIsFrozen()
         vars(self).update({name: self._checked(name, value) for name, value in values.items()})

@@ -187,7 +187,7 @@ class ExecutionOptions(OptionsDict):
 
 
 def _checked_period(mode: OutputMode, period: int | None) -> int:
-    """Return the period for EveryN, which must be an int from 1; for other modes 1, and log a given period."""
+    """Return the period for EveryN, an int from 1; for other modes 1, and log if it is given."""
     if mode == OutputMode.EveryN:
         assert isinstance(period, int) and period > 0, (
             f"OutputMode.EveryN needs output_return_period, a number of device iterations from 1; "
@@ -272,7 +272,7 @@ class ReportingOptions(OptionsDict):
     model_name: str
 
     def enableExecutableCaching(self, path: str | os.PathLike[str] | None) -> Self:
-        """Write each compiled model to a file in this folder, for `loadExecutable` only. None: write no file."""
+        """Write each compiled model to a file in this folder, for `loadExecutable` only. None: write none."""
         self._popart.set("enableEngineCaching", path is not None)
         return self._set_popart("cachePath", "" if path is None else os.fspath(path))
 
