@@ -1,4 +1,4 @@
-"""Data: batches as large as one call of an executor consumes, loaded ahead of it in a worker process."""
+"""Loaders of combined batches, the rows of one call of an executor; a worker process can load them ahead."""
 
 from poptorch.data.accessor import AsynchronousDataAccessor
 from poptorch.data.loader import DataLoader

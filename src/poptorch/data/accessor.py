@@ -3,7 +3,7 @@
 How the dataset gets to the worker is the sharing strategy:
 
 Fork           the worker is a copy of this process: nothing is pickled, so any dataset will do
-ForkServer     the dataset is pickled to a fork of a clean process, which imports torch only once
+ForkServer     the dataset is pickled for a fork of a server process, which has imported torch once
 SharedMemory   a new interpreter; the dataset is pickled, its tensors move to shared memory
 FileSystem     a new interpreter; the dataset is pickled
 """
@@ -39,22 +39,23 @@ from poptorch.enums import DataLoaderMode, SharingStrategy, by_name
 
 
 class FetcherError(DataError, AssertionError):
-    """The error of a worker that failed or was terminated; an AssertionError too, as in PopTorch."""
+    """The error of an accessor whose worker failed or was terminated. An AssertionError, as in PopTorch."""
 
 
 class AsynchronousDataAccessor:
-    """An iterable over a dataset that a worker process loads, up to `buffer_size` batches ahead.
+    """An iterable over a dataset's batches, which a worker process loads ahead into slots of shared memory.
 
-    A batch is a view of shared memory and valid until the next batch has been taken: clone the tensors to keep them.
-    Tuples arrive as lists. Of a larger batch than the first one some tensors are pickled, which is slower.
+    The constructor waits for the first batch. A batch's tensors are views of a slot, valid until the next
+    batch is taken: clone tensors to keep them. Tuples arrive as lists. A slot is as large as the first batch;
+    tensors of later batches that don't fit are pickled, which is slower.
 
     Args:
-        buffer_size: number of batches in shared memory; 1 counts as 2, as the latest one is still in use
+        buffer_size: number of slots; 1 counts as 2, since the latest batch is still in use
         miss_sleep_time_in_ms: checked, without effect: a waiting process sleeps until a message arrives
-        load_indefinitely: load the beginning of the next epoch as soon as one has ended
-        early_preload: load `buffer_size` batches before the first `iter()`
+        load_indefinitely: load the next epoch's first batches as soon as an epoch has ended
+        early_preload: fill all slots before the first batch is taken, instead of one slot
         sharing_strategy: how the dataset gets to the worker process
-        rebatched_size: cut the rows of the dataset's batches into batches of this size
+        rebatched_size: regroup the rows into batches of this size; an incomplete last batch is left out
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class AsynchronousDataAccessor:
         # Before multiprocessing's own exit handler (priority 0), which would wait for the worker for ever.
         self._stop = Finalize(self, _stop, args=(self._process, self._connection), exitpriority=10)
         self._restart_count = 0
-        # Slots to send to the worker when the next batch is taken: that of the latest batch, at first those kept back.
+        # Slots to return to the worker with the next batch: the latest batch's; at first all that aren't prefilled.
         self._slots_to_release = list(range(prefilled_slots, slots))
         self._is_epoch_ended = False  # whether next() raises StopIteration until iter()
         # Whether iter() restarts the worker: in the middle of an epoch, or if the worker waits.
@@ -125,7 +126,7 @@ class AsynchronousDataAccessor:
                 raise StopIteration
 
     def _loader_state(self) -> LoaderState:
-        """Return the loader's state after the latest batch from `next()`. Raises: DataError, if not known"""
+        """Return the loader's state after the latest batch; raise DataError between a break and a batch."""
         if self._state is None:
             raise DataError(
                 "after a break the order of the new epoch is known with its first batch\n"
@@ -135,7 +136,7 @@ class AsynchronousDataAccessor:
         return {**pickle.loads(self._state), **begun}
 
     def _resume(self, state: LoaderState) -> None:
-        """Restart the worker process at the position of a loader's `state_dict`."""
+        """Make the worker continue from a loader's `state_dict()`; batches loaded ahead are discarded."""
         self._check_alive()
         self._state, self._begun, self._is_epoch_ended = pickled(state), None, False
         self._restart(state=self._state)
@@ -146,11 +147,12 @@ class AsynchronousDataAccessor:
         self._send(Restart(self._restart_count, epoch, state))
 
     def terminate(self) -> None:
-        """End the worker process. Iterating afterwards is an error; the latest batch stays valid."""
+        """End the worker process. Iterating afterwards raises FetcherError; the latest batch stays valid."""
         self._stop()
 
     def _receive(self, complaint: str) -> Any:
-        """Return the worker's next message. Raises an error that begins with `complaint` if the worker failed."""
+        """Wait for the worker's next message, and return it. If the worker has failed, end its process and
+        raise a FetcherError that begins with `complaint`."""
         wait([self._connection, self._process.sentinel])
         message = None
         # The last messages of a dead worker are read first; then poll() is False or recv() raises EOFError.
@@ -229,7 +231,7 @@ def _generator_from_state(device: str, state: bytes) -> torch.Generator:
     return torch.Generator(device).set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
-# torch sends a generator's state through shared memory that may be freed before the worker opens it.
+# torch sends a generator's state in shared memory, which may be freed before the worker opens it.
 ForkingPickler.register(
     torch.Generator, lambda g: (_generator_from_state, (str(g.device), g.get_state().numpy().tobytes()))
 )
@@ -237,13 +239,14 @@ _GUARD = (
     'put the main part of the script under `if __name__ == "__main__":`, as the worker imports the script; or let the '
     'worker be a copy of this process: async_options={"sharing_strategy": "Fork"}'
 )
-_GRACE = 3.0  # seconds a worker gets to end its own workers
+_GRACE = 3.0  # seconds that a worker has to end its own workers
 
 
 def _start_worker(strategy: SharingStrategy, settings: WorkerSettings) -> tuple[BaseProcess, Connection]:
-    """Start a worker process. Returns it, and this process's end of the connection.
+    """Start a worker process; return the process, and this process's end of the connection to it.
 
-    Raises: DataError, if the dataset can't be pickled, or the worker imports a script that makes a loader
+    Raises: DataError, if the dataset can't be pickled, if the worker ends before it has read the dataset, or if
+        this process is a worker that imports the script
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # a worker that imports the script
         raise DataError(
@@ -279,7 +282,7 @@ def _start_worker(strategy: SharingStrategy, settings: WorkerSettings) -> tuple[
 
 
 def _stop(process: BaseProcess, connection: Connection) -> None:
-    """End the worker and all processes that it started."""
+    """End the worker, within 3 s, and then all processes that it started; close the connection."""
     process.terminate()
     connection.close()
     process.join(_GRACE)
@@ -289,7 +292,7 @@ def _stop(process: BaseProcess, connection: Connection) -> None:
 
 
 def _cause_of_death(process: BaseProcess) -> str:
-    """Return the reason why a worker process has ended, and a fix."""
+    """Return, as text, why a worker process has ended, and a fix. Waits up to 3 s for its exit code."""
     process.join(_GRACE)
     code = process.exitcode
     if code is None or code >= 0:

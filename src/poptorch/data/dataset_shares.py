@@ -1,6 +1,6 @@
 """The division of a dataset's rows among processes.
 
-By replica (`Options.Distributed.rowsByReplica`): each global batch is divided among the replicas of all processes.
+By replica (`Options.Distributed.rowsByReplica`): the replicas of all processes divide each global batch.
 Otherwise as in PopTorch: each process has a contiguous share of the order.
 """
 
@@ -27,15 +27,18 @@ def partition_of(
     given: str | None,
     generator: torch.Generator | None = None,
 ) -> Sampler[int] | None:
-    """Return a sampler of the rows of this process; None if torch's sampler is to read all rows.
+    """Return a sampler of this process's rows; log a warning if processes have different numbers of batches.
+
+    For a single process None: torch's sampler, unless rows belong to replicas and the options' seed shuffles.
 
     Args:
-        given:     the name of the loader's argument with a sampler of the user's, if there is one
-        generator: the user's generator for the order
+        micro_batch: rows of a micro-batch; None if the dataset itself yields batches
+        given:     the name of the argument by which the user gave a sampler, if any
+        generator: the user's generator; it replaces the options' seed in a single process
 
-    Raises:
-        DataError: a sampler is given, or there isn't a batch for each process
-        AssertionError: the dataset can't be partitioned
+    Raises (with several processes):
+        DataError: the user gave a sampler; or, with drop_last, there isn't a batch for each process
+        AssertionError: an IterableDataset, no `micro_batch`, or `shuffle` without a seed in the options
     """
     distributed, counts = options.Distributed, options._counts()
     processes, by_replica = distributed.numProcesses, distributed.rows_by_replica
@@ -90,12 +93,12 @@ def partition_of(
 
 
 class ProcessSampler(Sampler[int]):
-    """A sampler of the rows of one process. The order of all rows is the same in all processes; if seeded, it
-    is shuffled anew in each epoch.
+    """A sampler of the rows of one process, from an order of all rows that is the same in all processes.
 
     Args:
+        seed: of the order of all `rows`, which is shuffled anew in each epoch; None: the dataset's order
         get_indices: returns the process's indices into the order, which are taken modulo `rows`
-        leftovers: the number of rows that no process reads. If seeded, it is added to the indices in each odd
+        leftovers: number of rows that no process reads. With a seed, it is added to the indices in each odd
             epoch (the first, the third, ...), so that two epochs reach every index
     """
 
@@ -119,11 +122,12 @@ class ProcessSampler(Sampler[int]):
 def _indices_of_process(index_count: int, width: int | None, processes: int, process: int) -> torch.Tensor:
     """Return the indices, into the order of the rows, that a process reads.
 
-    Without `width` this is a contiguous share. With it, the order is split into groups of `width` rows; the
-    replicas of one process read a group at once. Groups are assigned to processes in turn: a replica's rows in an
-    update are the same for any number of processes.
+    Without `width`: a contiguous share. With it, groups of `width` rows are assigned to the processes in
+    turn, so that a replica's rows in an update are the same for any number of processes.
 
-    Args: index_count: the number of indices to divide among the processes
+    Args:
+        index_count: number of indices to divide among the processes
+        width:       rows that the replicas of one process read together: a micro-batch of each input group
     """
     indices = torch.arange(index_count)
     if width is None:

@@ -1,7 +1,7 @@
 """`DataLoader`: torch's loader, whose batch is what one call of an executor consumes.
 
-The rows of a combined batch are in the order in which an executor reads them, so the loader only multiplies the size of
-the micro-batch. `dataset_shares.py` chooses the rows of a process, `accessor.py` loads ahead.
+The rows of a combined batch are in the order in which an executor reads them, so the loader only multiplies
+the size of the micro-batch. `dataset_shares.py` chooses the rows of a process, `accessor.py` loads ahead.
 """
 
 import os
@@ -25,36 +25,37 @@ from poptorch.logs import logger
 from poptorch.nested_values import tensors_of
 from poptorch.options import Options
 
-# Recorders of profiles. `note(kind, start)`: something began at `start` (`time.perf_counter_ns`) and has ended now. A
-# loader has no reference to its model, so all are called.
+# Recorders of profiles. After each wait for a batch, `note("loader", start)` of all recorders is called, since a loader
+# has no reference to its executor. `start`: when the wait began (`time.perf_counter_ns`).
 listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
-# The counts and the micro-batch size that a combined batch was loaded for, by its first tensor.
+# The batch factors and rows of a micro-batch for which a combined batch was loaded, by the batch's first tensor.
 _loaded = WeakTensorKeyDictionary()
 
 
 def loaded_for(tensor: torch.Tensor) -> tuple[Counts | None, int | None]:
-    """Return the batch factors and micro-batch rows for which a loader made a tensor; None if unknown."""
+    """Return the batch factors, and the rows of a micro-batch (None: not known), for which a DataLoader made
+    the batch with this first tensor; (None, None) for other tensors."""
     return _loaded.get(tensor) or (None, None)
 
 
 class DataLoader(torch.utils.data.DataLoader):
-    """A loader of combined batches: `batch_size` rows per micro-batch of a call, in the order they are read.
+    """A loader of combined batches, each with the rows of all micro-batches of one call of an executor.
 
     The combined size C is batch_size × device iterations × gradient accumulation × input groups (replicas,
     unless they are grouped). With `batch_size=None` the dataset itself yields complete combined batches.
 
     Args:
-        options: frozen by the loader, and kept as `options`.
-        batch_size: rows of a micro-batch, what `forward` sees.
+        options: frozen by the loader: they can't be changed afterwards.
+        batch_size: rows of a micro-batch, which `forward` is called with.
         drop_last: leave out an incomplete combined batch (torch's default is the opposite).
-        persistent_workers: None means True where there are workers.
+        persistent_workers: None: True if there are workers.
         auto_distributed_partitioning: with several processes, each reads its own share of the dataset.
-        mode: Async loads in a worker process; AsyncRebatched also regroups there what each of
-            `num_workers` has loaded, so that their incomplete tails are not lost.
+        mode: Async loads ahead in a worker process; AsyncRebatched also regroups there the rows that the
+            `num_workers` processes load, so that incomplete batches of these are not lost.
         async_options: keywords of `AsynchronousDataAccessor`, for the asynchronous modes.
-        rebatched_worker_size: rows that each worker loads at once, for AsyncRebatched (default C).
-        batch_sampler: yields the indices of a micro-batch; a combined batch takes as many as a call needs.
+        rebatched_worker_size: rows that each worker loads at once, where rows are regrouped (default C).
+        batch_sampler: yields the row indices of each micro-batch; excludes batch_size and shuffle.
     """
 
     options: Options
@@ -137,7 +138,7 @@ class DataLoader(torch.utils.data.DataLoader):
 
     @property
     def combinedBatchSize(self) -> int | None:
-        """Return the rows of a combined batch; None if not known."""
+        """Return the number of rows of a combined batch; None if not known."""
         return self._combined_batch_size
 
     @property
@@ -145,13 +146,13 @@ class DataLoader(torch.utils.data.DataLoader):
         return self._accessor is not None
 
     def terminate(self) -> None:
-        """End the worker process of the asynchronous modes; iterating afterwards is an error."""
+        """End the worker process of an asynchronous mode: iterating then raises FetcherError."""
         if self._accessor is not None:
             self._accessor.terminate()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loader. A loader of the same dataset and arguments that loads it yields the
-        same rows from there on, also in later epochs.
+        """Return the loader's state, from which a loader of the same dataset and arguments yields the same
+        next rows, also in later epochs.
 
         `"epoch"` counts the epochs that have ended, `"position"` the batches yielded in the current epoch.
         Random numbers that a dataset draws in processes of `num_workers` are not part of the state.
@@ -162,11 +163,11 @@ class DataLoader(torch.utils.data.DataLoader):
         return self._progress.state(self) if self._accessor is None else self._accessor._loader_state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a `state_dict()`: the next `iter()` goes on from it.
+        """Load a `state_dict()`: the next `iter()` continues from it.
 
-        In mode Sync this also sets the global random generators of torch, numpy and Python. The number of processes
-        and the size of calls may differ from the saved ones if rows belong to replicas
-        (`Options.Distributed.rowsByReplica`) or one process reads all.
+        In mode Sync that iteration also sets the global random generators of torch, numpy and Python. A state
+        from between two epochs fits any number of processes and size of calls. Inside an epoch these may
+        differ only if rows belong to replicas (`Options.Distributed.rowsByReplica`) or one process reads all.
 
         Raises:
             DataError: the value is not a loader's state, or this loader can't go on from it
@@ -191,7 +192,7 @@ class DataLoader(torch.utils.data.DataLoader):
         return _record_batches(batches, self.options._counts(), self._micro_batch)
 
     def _begin_epoch(self, head: int = 0) -> Iterator[Any]:
-        """Begin an epoch, and return its batches. Where rows are regrouped, `head` rows are left out first."""
+        """Begin an epoch, and return its batches as an iterator; if rows are regrouped, skip `head` rows."""
         batches = super().__iter__()
         if self._worker_size is not None:
             return rebatched(batches, self._combined_batch_size or 1, not self.drops_last, head)
@@ -202,7 +203,7 @@ class DataLoader(torch.utils.data.DataLoader):
         )
 
     def _elements_before(self, position: int) -> tuple[int, int]:
-        """Return what precedes batch `position` of an epoch: elements of the sampler, and rows of the next one."""
+        """Return how many sampler elements, and rows of the next element, precede a batch of an epoch."""
         if self._worker_size is None:
             return position * self._elements_per_batch, 0
         return divmod(position * (self._combined_batch_size or 1), self._worker_size)
@@ -212,13 +213,14 @@ class DataLoader(torch.utils.data.DataLoader):
         return Resumable(super()._index_sampler, self._progress)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of a copy or pickle, which has no worker process."""
+        """Return the attributes for a copy or pickle of the loader, without its worker processes."""
         return {**self.__dict__, "_accessor": None, "_iterator": None}
 
     def _save_arguments(self, arguments: dict[str, Any]) -> None:
         """Save the constructor's arguments under the names by which Lightning reads them to rebuild a loader.
 
-        Lightning would save the arguments of torch's constructor, with the combined batch size.
+        Lightning itself would save those of torch's constructor, with the combined batch size. No effect in a
+        subclass, or if arguments are saved already.
         """
         if type(self) is DataLoader and "__pl_saved_args" not in self.__dict__:
             for name in ("self", "kwargs", "__class__"):  # locals of the constructor that are not arguments
@@ -228,7 +230,7 @@ class DataLoader(torch.utils.data.DataLoader):
             self.__dict__["__dataset"] = arguments["dataset"]
 
     def _rows_of_a_call(self) -> int | None:
-        """Return the rows of a call in all processes (in this one, if each has a share); None: not known."""
+        """Return the rows of a call of all processes (with shares, of this process); None if not known."""
         if self._combined_batch_size is None:
             return None
         return self._combined_batch_size * (
@@ -236,11 +238,12 @@ class DataLoader(torch.utils.data.DataLoader):
         )
 
     def _row_count(self) -> int | None:
-        """Return the rows that this process reads in an epoch; None if not known."""
+        """Return the number of rows that this process reads in an epoch; None if not known."""
         return length_of(self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler)
 
     def _rows_to_regroup(self, worker_size: int | None, batch_sampler: Any) -> int | None:
-        """Return the rows that torch's loader loads at once if its batches are to be regrouped, else None."""
+        """Return the batch size of torch's loader if its batches are to be regrouped, else None. Raises
+        AssertionError if `worker_size` exceeds the combined batch size."""
         combined = self._combined_batch_size
         assert worker_size is None or combined is None or worker_size <= combined, (
             f"rebatched_worker_size={worker_size} must not be larger than the combined batch size {combined}"
@@ -264,7 +267,7 @@ class DataLoader(torch.utils.data.DataLoader):
 
 
 def _rows_of_a_micro_batch(batch_size: int | None, shuffle: bool | None, batch_sampler: Any) -> int | None:
-    """Return the rows of a micro-batch; None if not known. Raises DataError for arguments that exclude each other."""
+    """Return the rows of a micro-batch; None: not known. Raises DataError if arguments exclude each other."""
     if batch_sampler is None:
         return batch_size
     if batch_size != 1 or shuffle:
@@ -276,7 +279,8 @@ def _rows_of_a_micro_batch(batch_size: int | None, shuffle: bool | None, batch_s
 
 
 def _record_batches(batches: Iterator[Any], counts: Counts, micro_batch: int | None) -> Iterator[Any]:
-    """Yield the batches; record for `loaded_for` what each is made for, and in profiles the wait for it."""
+    """Yield the batches; report the wait for each to `listeners`, and store `counts` and `micro_batch` for
+    `loaded_for`."""
     while True:
         start = time.perf_counter_ns()
         try:
@@ -292,7 +296,8 @@ def _record_batches(batches: Iterator[Any], counts: Counts, micro_batch: int | N
 
 
 def _worker_count(num_workers: int, dataset: Any, worker_init_fn: Any) -> int:
-    """Return the number of workers, at most one per core; for an iterable dataset `num_workers` itself."""
+    """Return `num_workers`, at most one per core; for an IterableDataset unchanged. Log a warning if the
+    number is reduced, or if the workers of an IterableDataset all read the same rows."""
     if isinstance(dataset, IterableDataset):
         if num_workers > 1 and worker_init_fn is None:
             logger.warning(
@@ -309,7 +314,8 @@ def _worker_count(num_workers: int, dataset: Any, worker_init_fn: Any) -> int:
 
 
 def _warn_of_incomplete_batch(parts: int | None, whole: int, unit: str) -> None:
-    """Warn if the last batch is, or may be, incomplete; `parts`: size of an epoch, `whole`: of a batch."""
+    """Log a warning if the last batch is, or may be, incomplete. `parts`: number of `unit` (rows or
+    micro-batches) in an epoch, None if not known; `whole`: in a complete batch."""
     if parts is None or parts % whole:
         size = "may be incomplete" if parts is None else f"has {parts % whole} of {whole} {unit}"
         logger.warning(

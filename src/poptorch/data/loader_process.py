@@ -5,10 +5,10 @@
     Loaded(slot, ...)          ───────────────►   reads the slot ...
                                ◄───────────────   int: ... and returns it
     EpochEnd(is_continuing)    ───────────────►
-                               ◄───────────────   Restart: begin an epoch; what is in flight is stale
-    str: why it failed         ───────────────►   and the process ends
+                               ◄───────────────   Restart: begin an epoch; batches in flight are stale
+    str: why it failed         ───────────────►   and the worker ends
 
-A slot belongs to the side that received its number last, so no lock is needed. The `restart_count` of a message is
+A slot belongs to the side that received its number last, so no lock is needed. A message's `restart_count` is
 the number of restarts before it was sent: the consumer discards messages from before its last restart.
 """
 
@@ -38,15 +38,15 @@ from poptorch.nested_values import ICustomArgParser, registerCustomArgParser, re
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What a worker process loads, and the state of the consumer's process that it starts with.
+    """The dataset and settings of a worker process, and the global state that it copies from the consumer.
 
     Args:
-        dataset:          an iterable
+        dataset:          an iterable over batches
         slots:            number of slots
         prefilled_slots:  number of slots that are filled before the consumer takes the first batch
-        load_indefinitely: load the beginning of the next epoch as soon as one has ended
-        rebatched_size:   rows of a batch, if the dataset's batches are to be regrouped
-        start_method:     of the processes of the dataset's own loader
+        load_indefinitely: load the next epoch's first batches as soon as an epoch has ended
+        rebatched_size:   rows of a batch, if the dataset's batches are to be regrouped; else None
+        start_method:     multiprocessing's, for processes that the dataset starts
     """
 
     dataset: Any
@@ -61,11 +61,11 @@ class WorkerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A batch in a slot.
+    """The message that a slot has been filled with a batch.
 
     Args:
-        content: the batch, as `unpacked` reads it
-        state:   pickled state of the dataset after this batch, without "begun", if it is a poptorch.DataLoader
+        content: the pickled batch, with references to the tensors in the slot, for `unpacked`
+        state:   pickled state of the dataset (if a poptorch.DataLoader) after this batch, without "begun"
         begun:   the pickled value of "begun" in the state, with the first batch of an epoch
     """
 
@@ -78,7 +78,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class EpochEnd:
-    """The end of an epoch; `state` as in Loaded."""
+    """The message that an epoch has ended; `state` as in Loaded."""
 
     restart_count: int
     is_continuing: bool  # False if the worker waits for a Restart
@@ -87,7 +87,7 @@ class EpochEnd:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The request to begin an epoch; no argument: the next one."""
+    """The request to begin an epoch: `epoch`, or that of `state`; with neither, the next epoch."""
 
     restart_count: int
     epoch: int | None = None  # the epoch to begin, if the dataset is a poptorch.DataLoader
@@ -98,7 +98,7 @@ class Restart:
 
 
 class _SlotPickler(pickle.Pickler):
-    """A pickler that copies tensors into a slot, and pickles those for which the slot has no room."""
+    """A pickler that copies tensors into a slot, and pickles the tensors that don't fit there any more."""
 
     def __init__(self, file: io.BytesIO, slot: Tensor) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -119,7 +119,7 @@ class _SlotPickler(pickle.Pickler):
 
 
 class _SlotUnpickler(pickle.Unpickler):
-    """An unpickler of what a _SlotPickler has pickled: tensors are views of the slot."""
+    """The unpickler for _SlotPickler: tensors that were copied into the slot are views of it."""
 
     def __init__(self, content: bytes, slot: Tensor) -> None:
         super().__init__(io.BytesIO(content))
@@ -135,25 +135,25 @@ def _view(slot: Tensor, start: int, size: int, dtype: torch.dtype, shape: torch.
 
 
 def _padded(tensor: Tensor) -> int:
-    """Return the bytes that a tensor takes in a slot: a multiple of 64, a cache line."""
+    """Return the number of bytes of a tensor in a slot, rounded up to a multiple of 64, a cache line."""
     return -(-tensor.nbytes // 64) * 64
 
 
 def _pack_into_slot(batch: Any, slot: Tensor) -> bytes:
-    """Copy a batch's tensors into a slot (uint8 [bytes]), and return the rest of the batch, pickled."""
+    """Copy a batch's tensors into a slot (uint8 [bytes]), if they fit; return the rest, pickled."""
     file = io.BytesIO()
     _SlotPickler(file, slot).dump(batch)
     return file.getvalue()
 
 
 def unpacked(content: bytes, slot: Tensor) -> Any:
-    """Return the batch that a worker packed; its tensors are views of the slot."""
+    """Return the batch that a worker packed; the tensors that fitted into the slot are views of it."""
     return _SlotUnpickler(content, slot).load()
 
 
 def pickled(state: Any) -> bytes:
-    """Return the pickle of a loader's state. Each batch comes with a state: tensors are pickled as arrays,
-    since torch's way takes too long."""
+    """Return a loader's state, or a part of it, pickled. Tensors are pickled as numpy arrays, since a state
+    is sent with every batch and torch's pickling is slow."""
     file = io.BytesIO()
     pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = {Tensor: lambda tensor: (torch.from_numpy, (tensor.numpy(),))}
@@ -162,7 +162,7 @@ def pickled(state: Any) -> bytes:
 
 
 def _with_lists(value: Any) -> Any:
-    """Return the value with lists in place of plain tuples, as torch's loader returns them."""
+    """Return a batch with plain tuples, also nested ones, replaced by lists, as torch's loader does."""
     if type(value) in (tuple, list):
         return [_with_lists(part) for part in value]
     if type(value) is dict:
@@ -174,11 +174,11 @@ def _with_lists(value: Any) -> Any:
 
 
 def serve(connection: Connection, consumer_end: Connection | None, settings: WorkerSettings | bytes) -> None:
-    """Run the worker process, until the consumer is gone.
+    """Run the worker process until the consumer ends, or an error, which is sent to the consumer as text.
 
     Args:
-        consumer_end: the consumer's connection, if this process has inherited it by a fork
-        settings:     as bytes if they are to be unpickled here, where an error is reported to the consumer
+        consumer_end: the consumer's connection, if this process has inherited it by a fork; it is closed here
+        settings:     WorkerSettings, or pickled: then an error of unpickling is sent to the consumer, too
     """
     if consumer_end is not None:
         consumer_end.close()
@@ -224,11 +224,11 @@ class _Feeder:
         self.watched = [connection, consumer.sentinel]
 
     def run(self) -> None:
-        """Load until the consumer is gone.
+        """Load batches and handle messages, until an error ends the loop.
 
         Raises:
-            DataError: the dataset is empty
-            EOFError, OSError: the consumer is gone
+            DataError: the first epoch has no batch
+            EOFError, OSError: the consumer has ended
         """
         end = object()
         while True:
@@ -255,7 +255,7 @@ class _Feeder:
         return self.dataset.state_dict() if hasattr(self.dataset, "_progress") else None
 
     def send_batch(self, batch: Any) -> None:
-        """Copy a batch into a free slot, and send the slot's number."""
+        """Copy a batch into a free slot, and send a Loaded; before the first one, make and send the slots."""
         is_first = self.memory is None
         if self.memory is None:
             size = max(sum(map(_padded, tensors_of(batch))), 1)
@@ -276,7 +276,8 @@ class _Feeder:
         self.connection.send(Loaded(self.restart_count, slot, content, sent, begun))
 
     def handle_message(self, message: int | Restart) -> None:
-        """Take back a slot, or begin an epoch, which may have been loaded ahead already."""
+        """Add a returned slot to the free slots; or, at a Restart, drop the current epoch and set the state
+        from which `run` begins the requested epoch."""
         if isinstance(message, int):
             self.free_slots.append(message)
             return

@@ -44,23 +44,24 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 class Progress:
-    """The number of epochs that a loader has ended, and of batches that its current epoch has yielded."""
+    """The position of a loader: the number of ended epochs, and of batches yielded in the current epoch."""
 
     def __init__(self) -> None:
         self.epoch, self.position = 0, 0
         self.begun: LoaderState | None = None  # generators when this epoch began; None between two epochs
         self.loaded_state: LoaderState | None = None  # from which the next epoch continues
-        self.iterate: Callable[[Iterable[Any]], Iterator[Any]] = iter  # for the next use of `Resumable`
+        self.iterate: Callable[[Iterable[Any]], Iterator[Any]] = iter  # of `Resumable`, at its next `iter()`
 
     def state(self, loader: Any) -> LoaderState:
-        """Return the state of a loader. It is the loaded state until the next epoch begins."""
+        """Return the state of a loader; if a state was loaded, that state until the next epoch begins."""
         if self.loaded_state is not None:
             return self.loaded_state
         position = {"epoch": self.epoch, "position": self.position}
         return {**position, **_layout(loader), "begun": self.begun, "now": _generator_states(loader)}
 
     def begin_epoch(self, loader: Any) -> Iterator[Any]:
-        """Return an iterator over the batches of the next epoch, or the rest of the epoch in `loaded_state`."""
+        """Begin the loader's next epoch, and return an iterator over its batches. If a state was loaded,
+        clear it, restore its random generators, and continue its epoch after the batches already yielded."""
         loaded_state, self.loaded_state = self.loaded_state, None
         if loaded_state is None:
             self.epoch += self.begun is not None  # a `break` has ended the one before
@@ -91,7 +92,7 @@ class Progress:
 
 
 class Resumable:
-    """A sampler that skips the elements yielded before the state that was loaded into `progress`."""
+    """A wrapper of a sampler; the first iteration after a state was loaded skips elements already yielded."""
 
     def __init__(self, sampler: Any, progress: Progress) -> None:
         self.sampler, self.progress = sampler, progress
@@ -100,7 +101,7 @@ class Resumable:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator: torch calls this twice in the first epoch of workers, and the first must draw nothing.
+        # A generator: torch calls this twice in the first epoch of workers, and the first call must draw nothing.
         iterate, self.progress.iterate = self.progress.iterate, iter
         yield from iterate(self.sampler)
 
@@ -112,11 +113,11 @@ def _after_skip(
     ahead: int,
     begin: Callable[[], None] | None = None,
 ) -> Iterator[Any]:
-    """Yield the elements after the first `count`. (A generator: new workers of torch draw a seed before it starts.)
+    """Yield the elements after the first `count`. (A generator: new workers of torch draw a seed before.)
 
     Args:
-        random: state of the generators, to be set after the skipped elements and `ahead` more; None: not set
-        begin:  sets the generators to their state at the beginning of the epoch; None: they still have it
+        random: state for the global generators, set after the skipped elements and `ahead` more; or None
+        begin:  called first, sets the generators to their state at the beginning of the epoch; or None
     """
     if begin is not None:
         begin()
@@ -131,10 +132,11 @@ def _after_skip(
 
 
 def checked(state: Mapping[str, Any], loader: Any) -> LoaderState:
-    """Check a loaded state, and return it with the position counted in batches of this loader.
+    """Return a checked copy of a loader's state, with the position counted in batches of this loader.
 
     Raises:
-        DataError: the value is not a loader's state, or rows would be lost or read twice
+        DataError: the value is not a loader's state, it has other random generators than this loader, or rows
+            would be lost or read twice
     """
     here = _layout(loader)
     if not isinstance(state, Mapping) or set(state) != {"epoch", "position", "begun", "now", *here}:
@@ -163,7 +165,7 @@ def checked(state: Mapping[str, Any], loader: Any) -> LoaderState:
 
 
 def _layout(loader: Any) -> dict[str, Any]:
-    """Return the number of processes that count batches separately, and the rows of one call of all processes."""
+    """Return the number of processes with shares of their own (1: no shares), and the rows of a call."""
     return {"shares": loader._share_count, "rows": loader._rows_of_a_call()}
 
 

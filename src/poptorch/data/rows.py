@@ -11,7 +11,7 @@ from poptorch.nested_values import describe, tensors_of, with_tensors
 
 
 def concatenated(batches: Sequence[Any]) -> Any:
-    """Return one batch with the rows of all batches. Raises: DataError, if more than their tensors differs"""
+    """Return one batch with the rows of all batches. Raises DataError if more than their tensors differs."""
     if len(batches) == 1:
         return batches[0]
     if any(describe(batch) != describe(batches[0]) for batch in batches[1:]):
@@ -25,7 +25,7 @@ def concatenated(batches: Sequence[Any]) -> Any:
 
 
 def grouped(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterator[Any]:
-    """Yield every `size` consecutive batches as one; fewer at the end only with `keep_tail`."""
+    """Yield each `size` consecutive batches as one batch; with `keep_tail` also the last, fewer ones."""
     source = iter(batches)
     while group := list(islice(source, size)):
         if len(group) == size or keep_tail:
@@ -33,7 +33,8 @@ def grouped(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterator[Any]
 
 
 def rebatched(batches: Iterable[Any], size: int, keep_tail: bool, head: int = 0) -> Iterator[Any]:
-    """Yield the rows after the first `head` in batches of `size`; `keep_tail`: the last may be smaller."""
+    """Yield the rows, without the first `head` rows of the first batch, in batches of `size`; with
+    `keep_tail` also an incomplete last batch."""
     parts: list[Any] = []
     missing = size
     for batch in batches:
@@ -52,7 +53,7 @@ def rebatched(batches: Iterable[Any], size: int, keep_tail: bool, head: int = 0)
 
 
 def rows_of(batch: Any) -> int:
-    """Return the size of dimension 0 of the tensors in `batch`. Raises DataError if they differ."""
+    """Return the size of dimension 0 of all tensors in `batch`. Raises DataError if there is not one size."""
     counts = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(batch)}
     if len(counts) != 1 or None in counts:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_of(batch)) or "no tensors"
