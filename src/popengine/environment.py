@@ -123,10 +123,7 @@ def read(environment: Mapping[str, str] = os.environ) -> Launch:
 
 
 def is_one_host(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher's variables say that all processes run on this host.
-
-    False, if they don't say it, as in a process without a launcher. Raises ValueError, see `read`.
-    """
+    """Return whether the launcher's variables say that all processes are on this host; False without any."""
     instances = str(read(environment).instances)
     local = environment.get("LOCAL_WORLD_SIZE") or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     return instances == local or environment.get("SLURM_STEP_NUM_NODES") == "1"
@@ -134,9 +131,7 @@ def is_one_host(environment: Mapping[str, str] = os.environ) -> bool:
 
 def _other_launcher_names(environment: Mapping[str, str]) -> tuple[str, str, str] | None:
     """Return the names of the variables (world size, rank, local rank) of a launcher other than poprun.
-
-    None, if there is no such launcher, or if it started only one process.
-    """
+    None, if there is no such launcher, or if it started only one process."""
     return next((names for names in OTHER_LAUNCHERS if environment.get(names[0], "1") != "1"), None)
 
 
@@ -156,9 +151,7 @@ def number(environment: Mapping[str, str], name: str, default: int | None = None
 
 def write_stack_at_signal() -> None:
     """Register a handler of poprun's signal: it writes all threads' stacks to the file that `STACK` names.
-
-    Writes this process's id into the file, and removes the variable. Does nothing without the variable.
-    """
+    Write this process's id into the file, and remove the variable. Do nothing without the variable."""
     path = os.environ.pop(STACK, None)  # child processes have none
     if path and STACK_SIGNAL is not None:
         file = open(path, "w")  # noqa: SIM115  for the rest of the process

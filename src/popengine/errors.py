@@ -42,10 +42,7 @@ class Error(Exception):
         super().__init__(str(self))
 
     def mark_as_engine_error(self, location: str) -> None:
-        """Set `type`, `location`, and the line of the engine that raised this error; keep `message`.
-
-        Args: location: the engine's passes that were running, as text
-        """
+        """Set `type`, `location` (the engine's passes), and the line that raised the error."""
         *_, (frame, line) = traceback.walk_tb(self.__traceback__)
         self._place = f"In {os.path.basename(frame.f_code.co_filename)}:{line}: "
         self.type, self.location = "poptorch_cpp_error", location

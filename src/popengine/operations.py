@@ -62,7 +62,6 @@ _LOOP = "(int count, str body, Tensor[] state, Tensor[] others) -> Tensor[]"
 
 
 def _like(body: str, device: torch.device) -> list[Tensor]:
-    """Return empty tensors with the shapes and dtypes of a body's outputs."""
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in Body.unpacked(body).outputs]
 
 

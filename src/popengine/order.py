@@ -65,10 +65,7 @@ def _stage_count(actions: Sequence[Action]) -> int:
 
 
 def _bound_in_flight(row: int, actions: Sequence[Action], in_flight: int) -> After | None:
-    """Return the edge by which an action that begins a micro-batch waits; None for other actions.
-
-    The action waits for the last action of the micro-batch that is `in_flight` micro-batches before its own.
-    """
+    """Return the edge from a micro-batch's first action to the end of that `in_flight` before; else None."""
     is_first = all(after.behind != 0 for after in actions[row].after)
     return After(len(actions) - 1, in_flight) if is_first else None
 

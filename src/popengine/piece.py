@@ -126,7 +126,6 @@ class Piece:
         return self.lines[index].where if 0 <= index < len(self.lines) else "?"
 
     def _head_lines(self) -> list[str]:
-        """Return the lines of the source before the first operation."""
         taken = [*self.reads, "key"] if self.draws else self.reads
         used = {*self.writes, *(name for line in self.lines for name in line.operands())}
         unread = [name for name in self.reads if name not in used]

@@ -43,10 +43,7 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The factors of a combined batch, and the numbers of replicas and instances.
-
-    Only `product` multiplies the factors.
-    """
+    """The factors of a combined batch (only `product` multiplies them), and the replicas and instances."""
 
     iterations: int = 1  # device iterations: weight updates per call in training
     accumulation: int = 1  # micro-batches per weight update and replica

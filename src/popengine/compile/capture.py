@@ -109,9 +109,8 @@ def capture(
 def _tracked_calls(module: nn.Module, capture: Capture) -> Iterator[None]:
     """Replace `nn.Module.__call__` and `Function.apply`, and follow torch functions, while the body runs.
 
-    Module calls set `capture.module` to the module's name. Autograd and torch functions are given stand-ins.
-    Hooks of modules would not do: some modules take another path if they have hooks, and while torch is
-    compiling, it skips the hooks of a module that raises.
+    Modules set `capture.module` to their names; torch functions and Functions get stand-ins. Hooks would not
+    do: some modules take another path if they have hooks, and torch skips those of a module that raises.
     """
     names = {child: name for name, child in module.named_modules()}
     call_module, apply = nn.Module.__call__, Function.__dict__["apply"]
@@ -172,8 +171,7 @@ def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
     """Record the backward of the model's one loss, and return the gradient of each parameter that gets one.
 
     Raises:
-        CaptureError: no parameter gets a gradient, a tensor that is no parameter gets one, or one is sparse;
-            see also `final_loss`
+        CaptureError: no parameter gets a gradient, a tensor that is no parameter gets one, or one is sparse
     """
     recorder, stand_ins = state.recorder, state.stand_ins
     wanted = stand_ins.trained()

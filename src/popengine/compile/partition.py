@@ -112,10 +112,8 @@ def _operation_nodes(graph: Graph) -> Iterable[fx.Node]:
 
 
 def _views_and_casts(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Return two sets of nodes: views of weights, constants or unchanged buffers; and casts of such values.
-
-    A view of a cast is in the first set. Results of the graph are in neither set.
-    """
+    """Return two sets of nodes: views of weights, constants or unchanged buffers; and casts of these.
+    A view of a cast is in the first set. Results of the graph are in neither set."""
     fixed = graph.fixed
     held = {n for n in graph.code.nodes if n.name in fixed and n.meta["role"] != "loss_scale"}
     results = {result.name for result in graph.results}
@@ -206,8 +204,8 @@ def emit(
 ) -> Piece:
     """Return the piece that computes `nodes`, in their order, from the values `reads`, and returns `writes`.
 
-    Forward values that a backward recomputes are named `..._again`, since the parts of a cut backward pass
-    them on beside the forward's own values. Raises: CaptureError, if an argument or operation can't be in a piece.
+    Forward values that a backward recomputes are named `..._again`: the parts of a cut backward pass them on
+    beside the forward's own values. Raises CaptureError if an argument or operation can't be in a piece.
     """
     again = {node for node in nodes if phase == "B" and node.meta["phase"] == "F"}
 
@@ -234,10 +232,7 @@ def emit(
 
 
 def _operation_name(target: Any) -> str:
-    """Return the name of an operation, such as "aten.add.Tensor" for torch.ops.aten.add.Tensor.
-
-    Raises: CaptureError, if `target` is neither an operation of torch nor `operator.getitem`.
-    """
+    """Return the name of an operation, such as "aten.add.Tensor". Raises CaptureError for other functions."""
     if target is operator.getitem:
         return GETITEM
     if isinstance(target, torch._ops.OpOverload):

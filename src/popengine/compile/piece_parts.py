@@ -25,9 +25,7 @@ _CLOSE = 4  # lines: one cut serves buffers that are read within this distance
 
 def cut(partition: Partition, settings: Settings) -> Partition:
     """Return the partition with its pieces cut at gathers, before reads of changed buffers, after buckets.
-
-    The cuts at buffers and buckets are made for the eager backend only.
-    """
+    Only the eager backend has cuts at buffers and buckets."""
     changed = partition.signature.changed
     several = settings.training and settings.counts.accumulation > 1
     chained = changed if several and settings.is_eager and not settings.finite_checks else frozenset()
@@ -54,8 +52,7 @@ def _cut_indices(piece: Piece, chained: frozenset[str], sizes: Mapping[str, int]
     """Return the indices of the lines before which a piece is cut.
 
     Args:
-        chained: names of buffers that each micro-batch changes: cut before the first read of each (reads
-            within `_CLOSE` lines share a cut)
+        chained: names of buffers that each micro-batch changes: cut before the first read of each
         sizes:   bytes of each gradient, by name: cut after each bucket of `BUCKET` bytes
     """
     places: set[int] = set()

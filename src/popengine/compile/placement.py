@@ -96,9 +96,7 @@ def _stage_numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) 
 
 def _stage_ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy) -> dict[int, int]:
     """Return the ipu of each stage: Stage(...).ipu(n), else a block's ipu_id, else the stage's own number.
-
-    Raises: BlockError, if blocks of one stage name different ipus, except in phased mode.
-    """
+    Raises BlockError if blocks of one stage name different ipus, except in phased mode."""
     found: dict[int, tuple[int, str]] = {}
     for visit, number in zip(visits, numbers, strict=True):
         stage = strategy.stages[number] if number < len(strategy.stages) else None

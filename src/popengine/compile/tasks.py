@@ -120,7 +120,6 @@ class _TableWriter:
         self.adds_outputs = "sum" in modes
 
     def write(self) -> tuple[Task, ...]:
-        """Return all rows of a step."""
         for source, target, names in self.flow.copies():
             channel = f"weights of {source}"
             send = Instruction("send", names, channel=channel, peer=target)

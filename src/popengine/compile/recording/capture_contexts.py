@@ -94,10 +94,9 @@ def without_torch_compile(module: nn.Module) -> contextlib.AbstractContextManage
 def traced(training: bool, device: str) -> Iterator[None]:
     """Set torch's global state while the body runs. Only one thread at a time can be in this context.
 
-    Layers don't branch on data, gradients are enabled in training only, autograd has one thread, and anomaly
-    detection and garbage collection are off.
-    For an accelerator, oneDNN is off and attention is recorded as products and a softmax: otherwise a
-    recurrent layer and attention would be one operation each that only CPUs have.
+    Layers don't branch on data, gradients are on in training only, autograd has one thread, and anomaly
+    detection and garbage collection are off. For an accelerator, oneDNN is off and attention is recorded as
+    products and a softmax: otherwise recurrent layers and attention would be operations that only CPUs have.
     """
     with _CAPTURING, contextlib.ExitStack() as contexts:
         is_compiling, reported = torch.compiler.is_compiling, set[str]()

@@ -76,9 +76,8 @@ def replayed(
     """Run a graph on new fake tensors, and return a recorder of the operations that run.
 
     Args:
-        constants: the graph's constants, by key
-        run:       computes a node's result from its operands' values; by default it runs the node's operation
-        around:    transforms the function from the graph's inputs to its outputs before it is called
+        run:    computes a node's result from its operands' values; by default it runs the node's operation
+        around: transforms the function from the graph's inputs to its outputs before it is called
     """
     meta: dict[str, Any] = {}
     recorder = Recorder(lambda func: {**meta, "replay": True})

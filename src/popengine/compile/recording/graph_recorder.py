@@ -139,10 +139,7 @@ def _like_grouped_mm(
 
 
 class Recorder(TorchDispatchMode):
-    """A dispatch mode that appends a node to `graph` for each operation.
-
-    Args: node_meta: called with an operation before it runs; returns the meta of its node
-    """
+    """A dispatch mode that appends a node to `graph` for each operation; `node_meta` returns its meta."""
 
     def __init__(self, node_meta: Callable[[Any], dict[str, Any]]) -> None:
         super().__init__()

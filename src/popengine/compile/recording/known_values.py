@@ -42,13 +42,9 @@ READS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class CaptureRecorder(Recorder):
-    """The recorder of a forward. Reading a value (`.item()`, a mask) works if constants alone determine it.
+    """The recorder of a forward. Reading a value (`.item()`, a mask) is an error unless constants give it.
 
-    Otherwise torch's error is raised.
-
-    Args:
-        node_meta:   see `Recorder`
-        stand_in_of: returns the stand-in of a real tensor, or the tensor itself (see `standins.py`)
+    Args: stand_in_of: returns the stand-in of a real tensor, or the tensor itself (see `standins.py`)
     """
 
     def __init__(self, node_meta: Callable[[Any], dict[str, Any]], stand_in_of: Callable[[Any], Any]) -> None:
@@ -107,10 +103,7 @@ class CaptureRecorder(Recorder):
                 return self._run_on_constants(func, args, kwargs, error)
 
     def _as_fake(self, value: Any) -> Any:
-        """Return the fake tensor for a real one: a stand-in, a view of one, or a constant's.
-
-        Fake tensors, tensors without dimensions and stand-in, and other objects are returned unchanged.
-        """
+        """Return the fake tensor of a real tensor; fake tensors and numbers without stand-in unchanged."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         found = self.stand_in_of(value)
@@ -187,7 +180,6 @@ class CaptureRecorder(Recorder):
             self._values.update(dict.fromkeys([n for n in self._values if memory_of(n) in memory]))
 
     def _value_if_known(self, node: fx.Node) -> Any:
-        """Return a node's value, or None if it depends on more than constants."""
         if node not in self._values:  # a placeholder; a copy, since operations in place are run, too
             is_constant = node.meta["role"] == "constant"
             self._values[node] = copied(self.constants[node.meta["key"]]) if is_constant else None

@@ -37,8 +37,7 @@ class Leftover(NamedTuple):
 
 def fake_tensors_in(value: Any, path: str = "model") -> list[Leftover]:
     """Return the fake tensors that are reachable from a value, such as a module: through attributes,
-    containers, objects, generators, and the outer variables of functions; not parameters and buffers.
-    The search ends after `_MOST` objects."""
+    containers, objects, generators, and the outer variables of functions; not parameters and buffers."""
     found: list[Leftover] = []
     seen: set[int] = set()
     stack = [Leftover(path, value, _nowhere)]

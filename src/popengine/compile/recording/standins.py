@@ -29,10 +29,7 @@ class _Member(NamedTuple):
 
 
 class StandIns:
-    """The fake tensors that replace a module's parameters and buffers during one capture.
-
-    Args: needs_values: raise CaptureError for weights on the meta device (more errors: `_check_members`)
-    """
+    """The fake tensors that replace a module's parameters and buffers during one capture."""
 
     def __init__(self, module: nn.Module, training: bool, needs_values: bool = True) -> None:
         _check_members(module, training, needs_values)
@@ -77,10 +74,7 @@ class StandIns:
         return {name: value for name, value in self.parameters.items() if value.requires_grad}
 
     def of(self, value: Any) -> Any:
-        """Return the stand-in of a parameter, a buffer or a view of one (cached); any other value unchanged.
-
-        Raises: CaptureError, see `_view_of_member`.
-        """
+        """Return the stand-in of a parameter, a buffer or a view of one; any other value unchanged."""
         if id(value) in self._by_id:
             return self._by_id[id(value)].fake
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):

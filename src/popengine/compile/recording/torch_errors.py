@@ -65,8 +65,7 @@ _ANY = _Hint(
 def explained(given: str) -> Iterator[None]:
     """Raise CaptureError, with an explanation, in place of errors that torch raises in the body.
 
-    Other errors, such as those of the user's own code, pass unchanged. Torch's log of fake tensors is off
-    while the body runs.
+    Other errors, such as those of the user's own code, pass unchanged.
 
     Args:
         given: a description of forward's arguments, for the message

@@ -85,10 +85,7 @@ def _is_broken(target: Any, args: Any) -> bool:
 
 
 def _converted(value: Tensor, layout: torch.memory_format | None, converted: dict[Any, Tensor]) -> Tensor:
-    """Return the value in a layout, by default channels_last if it has 4 or 5 dimensions, else unchanged.
-
-    Conversions are cached in `converted`, for other convolutions that read the value.
-    """
+    """Return the value in a layout (None: channels_last, if it is 4- or 5-D); cached in `converted`."""
     layout = layout or _FORMATS.get(value.dim())
     if layout is None:
         return value

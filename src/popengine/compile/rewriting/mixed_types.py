@@ -37,10 +37,7 @@ _STATISTICS = (functional.batch_norm, functional.instance_norm)
 
 
 def with_matching_types(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a torch function, and return its result.
-
-    For a layer or matrix product, all float tensors are first cast to the dtype of the layer's input.
-    """
+    """Call a torch function. For layers and products, first cast all float tensors to the input's dtype."""
     if func in _STATISTICS:
         return _with_statistics(func, args, kwargs)
     position = _LAYERS.get(func)
@@ -59,10 +56,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _with_statistics(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a batch or instance norm, and update its running statistics in place.
-
-    Mixed dtypes are computed in float32: the result has the input's dtype, the statistics keep theirs.
-    """
+    """Return a norm in the input's dtype, computed in float32 if dtypes differ; update running statistics."""
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     if len({value.dtype for value in tensors.values()}) <= 1:
