@@ -90,7 +90,7 @@ def pando_version() -> str:
 
 
 def is_set(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the environment is that of poprun, or of another launcher of several processes."""
+    """Return whether the variables are those of poprun, or of another launcher of several processes."""
     return TOTAL in environment or _other_launcher_names(environment) is not None
 
 

@@ -65,7 +65,7 @@ def _stage_count(actions: Sequence[Action]) -> int:
 
 
 def _bound_in_flight(row: int, actions: Sequence[Action], in_flight: int) -> After | None:
-    """Return the edge from a micro-batch's first action to the end of that `in_flight` before; else None."""
+    """Return the edge to the last action, `in_flight` micro-batches before, for a first action; else None."""
     is_first = all(after.behind != 0 for after in actions[row].after)
     return After(len(actions) - 1, in_flight) if is_first else None
 

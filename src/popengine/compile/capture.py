@@ -109,7 +109,7 @@ def capture(
 def _tracked_calls(module: nn.Module, capture: Capture) -> Iterator[None]:
     """Replace `nn.Module.__call__` and `Function.apply`, and follow torch functions, while the body runs.
 
-    Modules set `capture.module` to their names; torch functions and Functions get stand-ins. Hooks would not
+    Modules set `capture.module` to their names; torch and autograd functions get stand-ins. Hooks would not
     do: some modules take another path if they have hooks, and torch skips those of a module that raises.
     """
     names = {child: name for name, child in module.named_modules()}

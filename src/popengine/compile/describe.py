@@ -39,7 +39,7 @@ class _HeldBytes:
         self.is_known = True  # False after a value whose size only a kernel knows
 
     def add(self, names: Iterable[str], micro_batch: int = 0, by: int = 1) -> None:
-        """Add `by` users to the memory of each name, and update `bytes`, where used memories count once."""
+        """Add `by` to the number of users of each name's memory. `bytes` counts memories that have users."""
         for name in names:
             memory, size = self._memories.get(name, (None, 0))
             self.is_known = self.is_known and size is not None

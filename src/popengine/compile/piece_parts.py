@@ -25,7 +25,7 @@ _CLOSE = 4  # lines: one cut serves buffers that are read within this distance
 
 def cut(partition: Partition, settings: Settings) -> Partition:
     """Return the partition with its pieces cut at gathers, before reads of changed buffers, after buckets.
-    Only the eager backend has cuts at buffers and buckets."""
+    Cuts at buffers and buckets are made for the eager backend only."""
     changed = partition.signature.changed
     several = settings.training and settings.counts.accumulation > 1
     chained = changed if several and settings.is_eager and not settings.finite_checks else frozenset()

@@ -292,5 +292,5 @@ def _instruction_if_any(kind: InstructionKind, pairs: Sequence[tuple[str, str]])
 
 
 def has_side_effects(piece: Piece) -> bool:
-    """Return whether a piece calls operations that are not torch's, such as prints: their order shows."""
+    """Return whether a piece calls operations that aren't torch's, as prints: their order can be observed."""
     return not all(call.startswith(("aten.", "prims.")) for call in piece.calls)

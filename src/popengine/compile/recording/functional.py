@@ -25,7 +25,7 @@ _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def replace_simple_writes(graph: fx.Graph) -> None:
     """Replace a graph's in-place operations by out-of-place ones, if no other value needs their memory.
 
-    Dropout has such operations. Without others no replay is needed, which would take as long as the capture.
+    Dropout has such operations. Other in-place operations need a replay, which takes as long as the capture.
     """
     nodes = list(graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}

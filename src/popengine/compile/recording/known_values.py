@@ -42,7 +42,7 @@ READS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class CaptureRecorder(Recorder):
-    """The recorder of a forward. Reading a value (`.item()`, a mask) is an error unless constants give it.
+    """The recorder of a forward. Reading a value (`.item()`, a mask) fails unless it follows from constants.
 
     Args: stand_in_of: returns the stand-in of a real tensor, or the tensor itself (see `standins.py`)
     """
@@ -103,7 +103,7 @@ class CaptureRecorder(Recorder):
                 return self._run_on_constants(func, args, kwargs, error)
 
     def _as_fake(self, value: Any) -> Any:
-        """Return the fake tensor of a real tensor; fake tensors and numbers without stand-in unchanged."""
+        """Return the fake tensor of a real tensor; fake tensors, and 0-d ones without stand-in, unchanged."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         found = self.stand_in_of(value)

@@ -163,7 +163,7 @@ class StandIns:
             _refresh_flat_weights(self._module)
 
     def _check_rebound(self, title: str, name: str, real: Tensor | None, shelf: dict[str, Any]) -> None:
-        """Raise CaptureError if the forward has removed or rebound a name; copy BatchNorm's counter."""
+        """Raise CaptureError if the forward has removed or rebound a name. Copy a new BatchNorm counter."""
         if name not in shelf:
             raise CaptureError(
                 f"{title} is removed from the model by its forward\n"

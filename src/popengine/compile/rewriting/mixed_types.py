@@ -37,7 +37,7 @@ _STATISTICS = (functional.batch_norm, functional.instance_norm)
 
 
 def with_matching_types(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a torch function. For layers and products, first cast all float tensors to the input's dtype."""
+    """Return `func(...)`. For layers and products, first cast all float tensors to the input's dtype."""
     if func in _STATISTICS:
         return _with_statistics(func, args, kwargs)
     position = _LAYERS.get(func)
