@@ -1,4 +1,4 @@
-"""The program `ipujob`: its command line, and the commands that need no cluster: check, render, run, manifest."""
+"""The program `ipujob`: its arguments, and the commands without a cluster: check, render, run, manifest."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _API_PATHS = {
     "Service": ("api/v1", "services"),
     "Event": ("api/v1", "events"),
 }
-_TIMEOUT = 30  # seconds, of a call that isn't a watch
+_TIMEOUT = 30  # seconds for an answer, except in watches and logs
 
 
 class Refused(Exception):

@@ -94,7 +94,7 @@ def _record_lines(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Ite
 
 
 def load_job(document: Document, device: str = "cpu", images: Images | None = ()) -> Job:
-    """Return the job of a document; print `warnings_of` it to standard error.
+    """Return the job of a document; print the texts of `warnings_of` to standard error.
 
     Args: device, images: as in `parse`
     Raises: Faults, with everything that is wrong with the document
@@ -111,10 +111,7 @@ def load_job(document: Document, device: str = "cpu", images: Images | None = ()
 
 
 def with_name(value: Object, name: str | None = None) -> Object:
-    """Return an IPUJob with a name: `name`, else its own, else its `generateName` and five random letters.
-
-    An IPUJob with none of these is returned unchanged.
-    """
+    """Return an IPUJob with a name: `name`, else its own, else `generateName` and five letters, if any."""
     metadata = {**value["metadata"]}
     start = metadata.pop("generateName", None)
     if not (name or metadata.get("name") or start):

@@ -80,7 +80,7 @@ class LocalJob:
         return code or 0
 
     def _run_round(self) -> int | None:
-        """Run the next actions of the job; return its exit code at its end, else None; print a failure."""
+        """Run the next actions of the job; return the job's exit code at its end, else None; print failures."""
         for worker in self.workers.values():
             is_late = time.monotonic() > worker.deadline and worker.process.poll() is None
             if is_late:
@@ -122,7 +122,7 @@ class LocalJob:
 
 
 class Worker:
-    """A worker on this machine: the first container of a pod, as a process group. The constructor starts it."""
+    """A worker on this machine: a process group in place of a pod's container. The constructor starts it."""
 
     def __init__(self, run: LocalJob, pod: Object) -> None:
         self.pod, container = pod, pod["spec"]["containers"][0]
@@ -162,7 +162,7 @@ class Worker:
         code = self.process.poll()
         if code is None or pods.phase(self.pod) != "Running":
             return
-        self.kill()  # a container ends with its first process, and so do the other processes in it
+        self.kill()  # as a container, in which all processes end with the first
         ended = {"exitCode": 128 - code if code < 0 else code, "finishedAt": datetime.now(UTC).isoformat()}
         self._set_status("Failed" if code or is_late else "Succeeded", {"terminated": ended})
         if is_late:
@@ -230,7 +230,7 @@ def _expand(text: str, known: Mapping[str, str]) -> str:
 
 
 def unsupported(job: Job, overrides: Mapping[str, str]) -> Iterator[Fault]:
-    """Yield a fault for each field of a job that has no equivalent here and no variable in `overrides`."""
+    """Yield a fault for each field of a job without an equivalent here; variables in `overrides` need none."""
     place, container = (*_TEMPLATE, "containers", 0), job.worker
     if container.get("envFrom") and not overrides:
         message = "variables of a ConfigMap or Secret can't be had here"

@@ -71,7 +71,7 @@ def observe(
     if old.get("completionTime"):
         return _decide_after_end(value, job, own_pods, services, now)
     invalid = "; ".join(fault.message for fault in faults) or _spec_change_error(value, own_pods)
-    if job is None or invalid:  # its pods are neither created nor deleted
+    if job is None or invalid:  # the job's pods are neither created nor deleted
         conditions = _conditions(old, {"Running": "", "Invalid": invalid}, now)
         status = {"launcherStatus": "Failed", "lastMessage": invalid, "conditions": conditions}
         return Decision(_patch(old, status, now))
@@ -118,7 +118,7 @@ def observe(
 def _decide_after_end(
     value: Object, job: Job | None, own_pods: Sequence[Object], services: Sequence[Object], now: datetime
 ) -> Decision:
-    """Return the actions for an ended job: delete Service and pods, and at its time to live the job."""
+    """Return the actions for an ended job: delete Service and pods (by cleanPodPolicy), later the job."""
     old = value["status"]
     new, had = value["spec"].get("jobInstances", 0), old.get("desiredReplicas", 0)
     message = f"the job has ended with {had} instances: create a new one for {new}" if new > had else ""
@@ -242,7 +242,7 @@ def _next_state(
 
 
 def _should_restart(job: Job, culprit: Object | None) -> bool:
-    """Return whether the policy restarts an instance whose pod `culprit` failed; None: all succeeded."""
+    """Return whether the policy restarts an instance whose pod `culprit` failed (None: no pod failed)."""
     if job.restart_policy == "ExitCode":
         return culprit is not None and pods.exit_code(culprit) in job.exit_codes
     return job.restart_policy == "Always" or (job.restart_policy == "OnFailure" and culprit is not None)

@@ -39,8 +39,8 @@ class Trouble(NamedTuple):
     """A creation that the API server refused: its message, and when to try again."""
 
     message: str
-    delay: float  # seconds
-    until: float  # by the monotonic clock
+    delay: float  # seconds from the refusal to the next try
+    until: float  # the time of the next try, by the monotonic clock
 
 
 class Operator:

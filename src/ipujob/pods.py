@@ -1,4 +1,4 @@
-"""The objects of a job in a cluster: its worker pods and their Service; and functions that read a pod's status."""
+"""The objects of a job in a cluster, worker pods and their Service, and functions of a pod's status."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PORT = 29500  # every pod has its own address, so all instances can use the same
 JOB, INSTANCE, WORKER, ATTEMPT = "graphcore.ai/ipujob", "pando/instance", "pando/worker", "pando/attempt"
 SPEC = "pando/spec"  # annotation of a pod: hashes of the fields that the pod was made from
 _MAX_CORES = 16  # the most cores requested for a worker, if the template requests none
-_GRACE = 30  # seconds
+_GRACE = 30  # seconds from SIGTERM to SIGKILL, if the template sets none
 _SHM = "/dev/shm"
 ENDED = ("Succeeded", "Failed")
 _DISRUPTIONS = {"Evicted", "Preempting", "NodeLost", "Shutdown", "NodeShutdown", "Terminated", "NodeAffinity"}
@@ -138,7 +138,7 @@ def service(job: Job) -> Object:
 
 
 def with_owner(made: Object, owner: Object) -> Object:
-    """Return a copy of an object with the namespace of an IPUJob, a reference to it, and its spec's hashes."""
+    """Return a copy of an object with its IPUJob's namespace, owner reference and hashes of the spec."""
     reference = {
         "apiVersion": owner["apiVersion"],
         "kind": owner["kind"],

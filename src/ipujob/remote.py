@@ -14,8 +14,8 @@ from .client import Cluster, Refused, Unreachable
 from .files import load_job, read, with_changes
 from .pods import ATTEMPT, ENDED, JOB, Object, exit_code, phase
 
-_POLL = 0.5  # seconds
-_PATIENCE = 60  # seconds that a wait goes on while the cluster can't be reached
+_POLL = 0.5  # seconds between two requests for the state of a job
+_PATIENCE = 60  # seconds to wait while the cluster can't be reached
 
 
 def submit(arguments: argparse.Namespace) -> int:
@@ -69,7 +69,7 @@ def _wait_for_end(cluster: Cluster, job: Object, follow: bool) -> int:
 
 
 def status(arguments: argparse.Namespace) -> int:
-    """Print a table of all jobs, or all about one job, with --watch at each change for ever; return 0."""
+    """Print a table of all jobs, or the details of one; with --watch, again at each change. Return 0."""
     cluster, last = Cluster(), None
     place = arguments.namespace or cluster.namespace
     while True:

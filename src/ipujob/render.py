@@ -63,7 +63,7 @@ def _instance_name(job: Job, instance: int) -> str:
 
 
 def _object(job: Job, instance: int, api: str, kind: str, name: str, spec: Object) -> Object:
-    """Return an object (of apiVersion `api`) for an instance; add the job's time to live, if any, to `spec`."""
+    """Return an object (of apiVersion `api`) for an instance; add the job's time to live to `spec`."""
     metadata = {"name": name, "labels": {JOB: job.name, INSTANCE: str(instance)}}
     if job.seconds_kept is not None:
         spec["ttlSecondsAfterFinished"] = job.seconds_kept
@@ -81,7 +81,7 @@ def _indexed_job(job: Job, instance: int) -> Object:
 
 
 def _job_spec(job: Job, instance: int, address: str, restarts: str | Object | None) -> Object:
-    """Return the spec of an Indexed Job without restarts; `address` and `restarts` are those of `pods.template`."""
+    """Return the spec of an Indexed Job without restarts; `address`, `restarts`: as in `pods.template`."""
     workers, rank = job.shape.workers, {"fieldRef": {"fieldPath": _INDEX}}
     spec: Object = {
         "completionMode": "Indexed",

@@ -38,12 +38,12 @@ Images = Sequence[tuple[str, str]]  # (pattern, image): the first match replaces
 
 @dataclass(frozen=True)
 class Shape:
-    """The numbers of instances, workers, replicas and ipus. Pod k is worker k % workers of instance k // workers."""
+    """The size of a job. Pod number k is worker k % workers of instance k // workers."""
 
     instances: int
-    workers: int  # of an instance
-    replicas: int  # of a worker
-    ipus: int  # of an instance
+    workers: int  # per instance
+    replicas: int  # per worker
+    ipus: int  # per instance
 
     @property
     def ipus_per_worker(self) -> int:
@@ -72,9 +72,9 @@ class Job:
     restart_policy: str = "Never"  # or OnFailure, Always, ExitCode: when an instance restarts
     restart_limit: int = 0  # the most restarts of an instance
     exit_codes: frozenset[int] = frozenset()  # with which an instance restarts, if the policy is ExitCode
-    clean_policy: str = "None"  # or Workers, All
-    ttl: int | None = None  # seconds, of an interactive job
-    seconds_kept: int | None = None  # after its end; then the IPUJob is deleted
+    clean_policy: str = "None"  # or Workers, All: the pods that are deleted after the end
+    ttl: int | None = None  # time limit of an interactive job in seconds
+    seconds_kept: int | None = None  # from its end until the IPUJob is deleted; None: it stays
 
     @property
     def worker(self) -> dict[str, Any]:

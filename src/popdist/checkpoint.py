@@ -28,7 +28,7 @@ from poptorch.logs import logger
 from . import checkpoint_files as files
 from . import collectives
 
-_PATIENCE_AT_EXIT = 60  # seconds that the end of a program waits for a checkpoint under way
+_PATIENCE_AT_EXIT = 60  # seconds that the end of a program waits for an unfinished checkpoint
 
 
 class Checkpoint:
@@ -70,7 +70,7 @@ class Checkpoint:
         """
         self._model, self._parts = model, {"loader": loader, **others} if loader is not None else others
         atexit.register(self.wait, _PATIENCE_AT_EXIT)
-        # Instance 0 chooses, in case the others see other files.
+        # Instance 0 chooses the checkpoint, since other instances may see other files.
         names = [path.name for path in files.complete_checkpoints(self._directory)]
         self._run, *names = _gather([secrets.token_hex(4), *names] if self._launch.instance == 0 else [])
         for folder in (self._directory / name for name in names):
@@ -123,7 +123,11 @@ class Checkpoint:
     # ---- contents ----------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """Return the contents of this instance's file: its share of the parameters' state, and all else."""
+        """Return the contents of this instance's file: its share of weights and optimizer state, and the rest.
+
+        The share is every n-th name of n instances, or the shard of a sharded optimizer state. The rest is
+        buffers, rates, random state and the states of the loader and others.
+        """
         training = training_state(self._model)
         has_shard = training.pop("shares_state")
         for kind in ("weights", "optimizer"):

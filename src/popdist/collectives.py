@@ -1,4 +1,4 @@
-"""Collectives of instances outside the model: all-reduce of metrics, broadcast of weights, all-gather of results.
+"""Collectives of instances outside the model: to reduce metrics, broadcast weights, gather results.
 
 Inside `execute_on_instances` only its instances take part. They make the same call with the same shapes. If
 one of them does not, or has ended, all others raise an error within seconds.

@@ -29,7 +29,7 @@ TIMEOUT = "POPDIST_INIT_TIMEOUT"
 _SIOCGIFADDR = 0x8915
 _stores: list[Any] = []  # torch keeps no reference to a store written in Python
 _PATIENCE = 0.2  # seconds for threads to end before their connections are closed
-_PATIENCE_AT_EXIT = 2.0  # seconds
+_PATIENCE_AT_EXIT = 2.0  # seconds for threads to end after that
 
 
 def connect(launch: Launch) -> None:
@@ -52,7 +52,7 @@ def connect(launch: Launch) -> None:
 def _leave() -> None:
     """Notify peers that this process ends, and wait for its threads; if they don't end, close the store."""
     process_group.leave()
-    if not process_group.join_threads(_PATIENCE):  # the store's server may be stopped, or at its own end
+    if not process_group.join_threads(_PATIENCE):  # the store's server may be stopped, or ending
         for store in _stores:
             if isinstance(store, SignedStore):
                 store.close()

@@ -101,7 +101,7 @@ class Server:
         host:    the name or address to listen on
         port:    0: any free port
         secret:  the secret that callers must know; "": every caller is served
-        is_open: whether other hosts connect; then a loopback `host` means `own_address(host)`, too
+        is_open: whether other hosts connect; a loopback `host` is then served at `own_address(host)`, too
     Raises: OSError, if the address is not one of this host, or is in use
     """
 
@@ -115,7 +115,7 @@ class Server:
         if is_open and is_loopback(address) and not is_loopback(own_address(host)):
             addresses.append(own_address(host))
         is_local = all(map(is_loopback, addresses))
-        self.warning = "" if secret or is_local else _WARNING.format(host)  # for the log
+        self.warning = "" if secret or is_local else _WARNING.format(host)  # for the log; "": none
         for each in addresses:
             listening = socket.create_server((each, port), family=family, backlog=1024)
             self._sockets.add(listening)
@@ -217,7 +217,7 @@ class SignedStore(dist.Store):
         self._socket.close()
 
     def hold(self, key: str, value: str) -> bool:
-        """Set a key until this connection ends; return False if the key exists, unless this one holds it."""
+        """Set a key until this connection ends; return False if another connection or `set` has set it."""
         return self._call("hold", key, value)
 
     def read(self, keys: Sequence[str]) -> list[str | None]:
@@ -228,7 +228,7 @@ class SignedStore(dist.Store):
         """Return all keys with a prefix and their values, oldest keys first."""
         return self._call("find", prefix)
 
-    # ---- as torch calls it -------------------------------------------------------------------------------
+    # ---- methods of dist.Store -----------------------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
         self._call("set", key, _text(value))

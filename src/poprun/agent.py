@@ -74,7 +74,7 @@ class Agent:
         Returns: 0 after success; if the training can't go on, the last round's exit code, else 1, or
             `CONSEQUENCE` for a poprun that another one has started
         """
-        code = None  # of the last round
+        code = None  # exit code of the last round
         try:
             while code != 0 and (current := self.nodes.next_round()) is not None:
                 code = self._run_round(current)
@@ -145,11 +145,11 @@ class Agent:
         return variables
 
     def _report(self, current: Round, instances: Instances, failed: int, first_node: str) -> int:
-        """Print which instance failed first, with its last lines if they were hidden; return poprun's exit code.
+        """Print which instance failed first, and its last lines if hidden; return poprun's exit code.
 
         Args:
-            failed:     the instance of this node that failed first
-            first_node: the node that noticed a failure first
+            failed:     index of the instance of this node that failed first
+            first_node: name of the node that recorded the first failure of the round
         """
         code, total = instances.exit_codes[failed], current.instances
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

@@ -29,12 +29,12 @@ class CommandLine:
     replicas: int = 1
     instances: int = 1  # of an elastic training, the largest number
     fewest_instances: int = 0  # of an elastic training, the smallest number; 0: not elastic
-    instances_per_node: int = 0  # of an elastic training; 0: as many as fit
+    instances_per_node: int = 0  # the most instances of this node, if elastic; 0: an equal share
     checkpoint_dir: str = ""
     ipus_per_replica: int = 1
     hosts: tuple[str, ...] = ()
-    max_restarts: int = 0  # of an elastic training: between two checkpoints
-    hang_timeout: float = 600  # seconds; 0: none
+    max_restarts: int = 0  # after failures; of an elastic training: without a new checkpoint
+    hang_timeout: float = 600  # seconds without progress until an instance is killed; 0: no limit
     ends_idle: bool = False  # whether an idle instance is killed although no peer waits for it
     variables: tuple[tuple[str, str], ...] = ()  # of `-x` and `--executable-cache-path`
     tags_output: bool = False

@@ -1,4 +1,4 @@
-"""The leader of a training: node 0, or in an elastic training a node that is chosen by files in the checkpoint folder.
+"""The leader of a training: node 0, or in an elastic training a node named by files in the checkpoint folder.
 
     .poprun/secret     the secret that the leader's store requires; only the file's owner can read it
     .poprun/leader-3   the third leader: node, host, address, and a digest of the command
@@ -112,7 +112,7 @@ class Election:
         self.host = _own_host()
         command = json.dumps([request.replicas, request.program])
         self._digest = hmac.digest(self.secret.encode(), command.encode(), "sha256").hex()
-        self._number = 0  # of the newest leader
+        self._number = 0  # of the newest leader's file
 
     def join(self) -> tuple[Server | None, SignedStore, str]:
         """Connect to the leader, or start a server and become the leader, if no leader can be reached.
@@ -172,7 +172,7 @@ class Election:
         return store
 
     def _newest_leader(self) -> tuple[int, dict[str, str]]:
-        """Return the number of the newest leader (0: none), and the contents of its file (empty if it is gone)."""
+        """Return the number of the newest leader (0: none), and the contents of its file (empty: removed)."""
         number = max((int(path.name[7:]) for path in self._folder.glob("leader-*")), default=0)
         with suppress(OSError):
             return number, json.loads((self._folder / f"leader-{number}").read_text())
@@ -196,5 +196,5 @@ def _own_host() -> str:
     named = os.environ.get("MASTER_ADDR")
     try:
         return own_address(named) if named else "127.0.0.1"
-    except OSError:  # the name of a pod that is gone
+    except OSError:  # the name of a pod that has ended
         return own_address()

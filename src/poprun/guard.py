@@ -54,7 +54,7 @@ def run(work: Callable[[], int]) -> int:
 
 
 def exit_code(code: int) -> int:
-    """Return an exit code as a shell reports it: 128 plus the signal's number for a process that a signal ended."""
+    """Return an exit code as a shell reports it: 128 + n for a process that signal n has ended."""
     return 128 - code if code < 0 else code
 
 
@@ -64,9 +64,9 @@ def _run_child(work: Callable[[], int], guard: int) -> int:
     _handle_signals(_exit_at_signal)
     code = 1
     try:
-        _prctl(_SET_CHILD_SUBREAPER, 1)  # it kills its descendants also when the guard has been killed
+        _prctl(_SET_CHILD_SUBREAPER, 1)  # to kill the descendants even if the guard has been killed
         _prctl(_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != guard:  # it had ended before the call
+        if os.getppid() != guard:  # the guard ended before the call
             return 128 + signal.SIGTERM
         code = work()
     except SystemExit as leaving:
@@ -83,7 +83,7 @@ def _run_child(work: Callable[[], int], guard: int) -> int:
 def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
     """Install a handler for each forwarded signal that this process does not ignore; unblock all of them."""
     for number in _FORWARDED:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's, for example
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
 

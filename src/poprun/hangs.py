@@ -28,7 +28,7 @@ from .guard import children
 from .nodes import Round
 
 _STALE = 5.0  # seconds after which an unchanged record of a wait does not count: the instance itself hangs
-_TICKS = os.sysconf("SC_CLK_TCK")  # of processor time in a second
+_TICKS = os.sysconf("SC_CLK_TCK")  # clock ticks of processor time per second
 _IDLE = 0.01  # share of a core that an idle process may use: some threads poll
 _STATES = {"T": "stopped by a signal", "D": "waiting for a disk"}
 _STACK_PATIENCE = 2.0  # seconds for a process to write its stack

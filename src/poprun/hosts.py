@@ -20,7 +20,7 @@ from .guard import exit_code
 from .topology import PORT, local_instances
 
 _HERE = ("localhost", socket.gethostname())
-_PATIENCE = 8  # seconds for a host to end after another has failed: longer than its own limit for instances
+_PATIENCE = 8  # seconds for a host to end after another has failed: longer than `agent.PATIENCE`
 _PATIENCE_FOR_CAUSE = 30  # seconds for the host that failed first to end, after another has ended
 CONSEQUENCE = 75  # exit code of a poprun with WATCH that ended because another host failed
 WATCH = "POPRUN_ENDS_WITH_STDIN"  # variable: this poprun ends as soon as its standard input does

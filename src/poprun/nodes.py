@@ -67,18 +67,18 @@ class Round:
 
 
 class Nodes:
-    """The connection of this node to the other nodes. Its methods raise `Lost`, if the training can't go on."""
+    """The connection of this node to the other nodes. Methods raise `Lost` if the training can't go on."""
 
     def __init__(self, request: CommandLine, node: Node, log: Log) -> None:
         self.round = Round()  # the newest in which this node has instances
-        self.address = ""  # of the store
+        self.address = ""  # HOST:PORT of the store
         self._request, self._node, self._log = request, node, log
         self._election = Election(request) if request.is_elastic else FirstNode(node, log)
         self.name, self.secret = self._election.name, self._election.secret
         self._id = secrets.token_hex(8)
         self._server: Server | None = None
         self._store: SignedStore | None = None
-        self._leader: Leader | None = None  # of this node
+        self._leader: Leader | None = None  # set if this node leads
 
     @property
     def store(self) -> SignedStore:
@@ -212,8 +212,8 @@ class Leader:
         self._node, self._expected, self._log = node, expected, log
         self._leads_since = self._waits_since = time.monotonic()
         self._next_warning = self._waits_since + _WARNING_INTERVAL
-        self._failures, self._newest_call = 0, -1  # failures since the newest checkpoint, and its calls
-        self._grow_after: int | None = None  # the newest checkpoint when a node arrived that can be added
+        self._failures, self._newest_call = 0, -1  # failures since the newest checkpoint; calls before it
+        self._grow_after: int | None = None  # calls before the newest checkpoint when a new node came
 
     def step(self, current: Round) -> Round:
         """End the current round if there is a reason; when all nodes have stopped, begin the next one.

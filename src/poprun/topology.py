@@ -11,7 +11,7 @@ from popengine import environment
 
 from .command_line import CommandLine
 
-PORT = 29500  # as torchrun's
+PORT = 29500  # torchrun's default
 _SHOWN = 16  # replicas that a table shows one by one
 
 
@@ -21,7 +21,7 @@ class Node:
 
     rank: int = 0
     count: int = 1
-    address: str = "127.0.0.1"  # of node 0
+    address: str = "127.0.0.1"  # host name or IP address of node 0
     port: int = 0  # of the store on node 0; 0: any free port
     patience: int = 600  # seconds that nodes wait for each other
 
