@@ -12,7 +12,7 @@ from .order import ORDERS, Action, After, draw, timeline
 
 
 def actions(plan: Plan) -> tuple[list[Action], list[list[int]]]:
-    """Return the actions of a step (one per phase of each stage), and the row indices of each, sums included."""
+    """Return the actions of a step (one per phase and stage), and the row indices of each, sums included."""
     groups: dict[tuple[str, int], list[int]] = {}
     for row, task in enumerate(plan.tasks):
         if task.phase:

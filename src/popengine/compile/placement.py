@@ -114,7 +114,7 @@ def _stage_ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy)
 
 
 def with_filled_pipeline(visits: Sequence[Visit], used: set[int], settings: Settings) -> Settings:
-    """Return the settings, changed to sharded mode if `or_sharded`, and log it, if the pipeline can't be full.
+    """Return the settings. If the pipeline can't be full, and `or_sharded`, make them sharded, and log it.
 
     Of n forward stages, a pipeline needs 2n - 1 micro-batches in training, n device iterations in inference.
     n is 1 plus the number of times that the active ipu changes in the forward, which starts on ipu 0.
