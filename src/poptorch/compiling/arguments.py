@@ -61,7 +61,7 @@ class BoundCall:
         return dict(zip(paths, self.tensors, strict=True))
 
     def in_words(self, samples: Sequence[Tensor]) -> str:
-        """Return a text: dtype and shape of each tensor, and the type of each other value that is no default.
+        """Return a text with path, dtype and shape of each tensor, path and type of other non-default values.
 
         Args: samples: the tensors as forward receives them
         """
@@ -84,7 +84,7 @@ class MissingArgument(Error, TypeError):
 
 
 def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> BoundCall:
-    """Bind arguments to the signature of forward, as Python does.
+    """Return the arguments bound to forward's signature, as Python binds them, with defaults filled in.
 
     Raises:
         MissingArgument: a mandatory parameter is missing
@@ -123,10 +123,10 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
 
 
 def check_batch(call: BoundCall, counts: Counts) -> None:
-    """Check that each tensor holds whole micro-batches.
+    """Raise an error unless each tensor holds whole micro-batches. A 0-d tensor counts as one row.
 
     Raises:
-        Error: an empty tensor
+        Error: a tensor is empty
         AssertionError: dimension 0 is not a multiple of iterations × accumulation × input groups
     """
     for path, tensor in call.named.items():
@@ -141,11 +141,11 @@ def check_batch(call: BoundCall, counts: Counts) -> None:
 
 
 def warn_about_inputs(call: BoundCall, counts: Counts, wide: bool) -> None:
-    """Warn of arguments that a DataLoader made for other options, the compilation fixes or each call converts.
+    """Warn of inputs loaded for other options, of a dictionary argument, and of tensors that calls convert.
 
     Args:
-        counts: of the model
-        wide:   as for `narrowed`
+        counts: the batch factors of the model's options
+        wide:   whether the model has float64 weights or buffers
     """
     loaded = {factors(theirs) for tensor in call.tensors if (theirs := loaded_for(tensor)[0])}
     if others := loaded - {factors(counts)}:
@@ -178,12 +178,12 @@ def warn_about_inputs(call: BoundCall, counts: Counts, wide: bool) -> None:
 
 
 def narrowed(tensor: Tensor, wide: bool) -> Tensor:
-    """Return a float64 tensor as float32, unless `wide`: the model has float64 weights or buffers."""
+    """Return a float64 tensor as float32, unless `wide` (the model has float64 weights); others unchanged."""
     return tensor.float() if tensor.dtype == torch.float64 and not wide else tensor
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by canonical name."""
+    """Return a model's parameters and buffers by canonical name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
@@ -194,13 +194,13 @@ def has_float64_weights(model: torch.nn.Module) -> bool:
 
 
 def tensors_for_engine(call: BoundCall, wide: bool) -> list[Tensor]:
-    """Return the tensors of a call for the engine: contiguous, detached, narrowed, without lazy conjugation or sign."""
+    """Return a call's tensors detached, contiguous, `narrowed`, and without lazy conjugation or negation."""
     plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in call.tensors]
     return [narrowed(tensor, wide).contiguous() for tensor in plain]
 
 
 def write_back(call: BoundCall, signature: Signature, values: dict[int, Tensor]) -> None:
-    """Copy the values that forward has written into its inputs to the caller's tensors.
+    """Copy the new values of inputs that forward writes in place into the caller's tensors.
 
     Args: values: the new values, by index in `signature.results`
     """
@@ -211,7 +211,7 @@ def write_back(call: BoundCall, signature: Signature, values: dict[int, Tensor])
 
 
 def factors(counts: Counts) -> str:
-    """Return the factors of a combined batch with the options' names, for messages."""
+    """Return a text for messages: the factors of a combined batch, each with its option's name."""
     return (
         f"deviceIterations {counts.iterations} x input groups of replicationFactor {counts.groups}"
         f" x Training.gradientAccumulation {counts.accumulation}"
@@ -219,7 +219,7 @@ def factors(counts: Counts) -> str:
 
 
 def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> list[Tensor]:
-    """Return one synthetic micro-batch for each input, expanded to a combined batch without a copy.
+    """Return a combined batch for each input, in which one synthetic micro-batch is repeated.
 
     Args: mode: a `popart.SyntheticDataMode`: 1 zeros, 2 normal, 3 uniform; integers are always 0
     """
@@ -241,7 +241,10 @@ def sample(tensor: Tensor, counts: Counts) -> Tensor:
 class CompiledInputs:
     """The structure, constants, dtypes and shapes of the arguments that a model was compiled for.
 
-    Args: wide: see `narrowed`
+    Args:
+        paths:      of the tensors, as in `BoundCall.named`
+        positional: the number of positional arguments
+        wide:       whether the model has float64 weights or buffers
     """
 
     kind: InputKind
@@ -252,17 +255,16 @@ class CompiledInputs:
 
     @property
     def micro_batch(self) -> Any:
-        """Return structure, dtypes and shapes of a micro-batch, to compare them."""
+        """Return (structure, dtypes, shapes) of a micro-batch. Plans with equal ones can share a graph."""
         shapes = (
             (shape[0] // self.counts.product, *shape[1:]) if shape else () for _, shape in self.kind.tensors
         )
         return self.kind.specs, tuple(dtype for dtype, _ in self.kind.tensors), tuple(shapes)
 
     def check(self, call: BoundCall, any_shape: bool = False) -> None:
-        """Raise BatchError, unless a call has the compiled structure, constants, dtypes and shapes.
+        """Raise BatchError unless a call has the compiled structure, constants, dtypes and shapes.
 
-        Args:
-            any_shape: accept other shapes, and arguments, parts of containers and keys that are left out or added
+        Args: any_shape: accept other shapes; arguments, items and keys may be left out or added
         """
         pairs = zip(self.kind.specs, call.kind.specs, strict=True)
         for index, ((name, compiled), (_, found)) in enumerate(pairs):
@@ -285,7 +287,7 @@ class CompiledInputs:
                 _check_equal(f"Shape mismatch for {path}", shape, tensor.shape, explained)
 
     def _explained(self, expected: torch.Size, found: torch.Size) -> str:
-        """Return a fix for an input that is one micro-batch, as of torch's DataLoader; else empty text."""
+        """Return a fix for an input that is one micro-batch, as torch's DataLoader yields; else ""."""
         whole = self.counts.product
         if whole == 1 or not found or found[1:] != expected[1:] or found[0] * whole != expected[0]:
             return ""
@@ -298,7 +300,7 @@ class CompiledInputs:
 def _check_spec(expected: Spec, found: Spec, path: str, any_shape: bool, keywords: bool = False) -> None:
     """Raise BatchError unless both specs are equal, or differ only as `any_shape` of `check` allows.
 
-    Args: keywords: whether they are those of **kwargs
+    Args: keywords: whether the specs are those of **kwargs, in which a path is the bare keyword
     """
     if (
         any_shape

@@ -33,9 +33,9 @@ _PASSES = ("capture", "partition", "tasks", "load")
 
 @contextlib.contextmanager
 def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], None]]:
-    """Draw a progress bar for the passes of a compilation, log their times, and add a pass's name to its error.
+    """Yield a function, to be called with the name of each finished pass of a compilation.
 
-    Yields a function, to be called with the name of each finished pass.
+    Draws a progress bar, logs each pass's time, and adds the pass to a CaptureError or PartitionError.
 
     Args:
         shown: whether the bar is drawn
@@ -65,7 +65,7 @@ def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], N
 
 
 def log_plan(plan: Plan, settings: Settings) -> None:
-    """Log the ipu of each stage and, at level DEBUG, the schedule."""
+    """Log the ipu of each stage, the devices and, at level DEBUG, the schedule."""
     partition, counts = plan.partition, settings.counts
     for stage, (blocks, ipu) in enumerate(zip(partition.names, partition.ipus, strict=True)):
         logger.info("stage %d (%s) is on ipu %d", stage, blocks, ipu)
@@ -79,7 +79,8 @@ def log_plan(plan: Plan, settings: Settings) -> None:
 
 
 def schedule_text(plan: Plan, settings: Settings) -> str:
-    """Return a drawing of a step's schedule on this machine and, for several ipus, on separate devices."""
+    """Return a drawing of a step's schedule on this machine and, for several ipus, on separate devices; for
+    more than `_DRAWN` micro-batches only their number."""
     if plan.micro_batches > _DRAWN:
         return f"schedule of a step: {plan.micro_batches} micro-batches, too many to draw"
     here, apart = drawn(plan, cores(settings.device)), drawn(plan)
@@ -91,10 +92,10 @@ def schedule_text(plan: Plan, settings: Settings) -> str:
 
 
 def check_hardware_rules(plan: Plan, settings: Settings, rounds: bool) -> None:
-    """With POPTORCH_CHECK_HARDWARE_RULES=1, check that a real system could reserve the plan's ipus.
+    """With POPTORCH_CHECK_HARDWARE_RULES=1, raise Error if no real system could reserve the plan's ipus.
 
     Args: rounds: whether `autoRoundNumIPUs` is set
-    Raises: Error, for more than 64 ipus; without `rounds` also for a number that is no power of two
+    Raises: Error, for more than 64 ipus, or for a number that is no power of two (a warning with `rounds`)
     """
     if os.environ.get(HARDWARE_RULES, "0") == "0":
         return
@@ -125,8 +126,8 @@ def check_hardware_rules(plan: Plan, settings: Settings, rounds: bool) -> None:
 class Overview:
     """A compiled model as text.
 
-    `stages`: (number, ipu, blocks, parameters); `transfers`: (from ipu, to ipu, bytes, each "micro-batch" or "step",
-    when), where bytes are None if a loaded executable lacks them; `pieces`: (name, ipu, source).
+    `stages`: (number, ipu, blocks, number of parameters); `pieces`: (name, ipu, source); `transfers`: (from
+    ipu, to ipu, bytes, per "micro-batch" or "step", when), with None bytes for a loaded executable.
     """
 
     title: str
@@ -154,7 +155,7 @@ class Overview:
 
 
 def overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overview:
-    """Return the overview of a compiled model. Without the captured graph, bytes between ipus are unknown."""
+    """Return the overview of a compiled model. If `graph` is None, bytes between ipus are None."""
     partition, counts = plan.partition, settings.counts
     sizes = dict.fromkeys(range(partition.stages), 0)
     for slot in partition.signature.slots:

@@ -130,9 +130,11 @@ def _captured(
 ) -> Executable:
     """Capture a model, and rewrite the graph as the options request: half precision products, memory format.
 
+    Calls the compile hooks and the strategy's tracing hooks.
+
     Args:
         samples: the tensors of a micro-batch
-        layout:  the memory format of an earlier plan, which replaces the option; None without one
+        layout:  the memory format of an earlier plan, used in place of the option; None: the option's
     Returns: an executable with the graph, and without a plan
     """
     requests = requests_of(options)
@@ -175,13 +177,13 @@ def _captured(
 
 @dataclass
 class _TracedForward:
-    """A model's forward as capture calls it: from tensors to tensors. The call sets the fields with defaults.
+    """A callable for `capture`: runs forward, returns the graph's outputs, and sets the fields with defaults.
 
     Args:
         wanted:   the names of inputs and losses to be added to the outputs
         template: the structure of what forward returned
         returned: the number of tensors in it
-        traced:   the index in the outputs of each input and loss, by name; -1: it is not wanted
+        traced:   by name of an input or loss, its index in the graph's outputs; -1 if not in `wanted`
     """
 
     model: nn.Module
@@ -219,7 +221,7 @@ class _TracedForward:
 
 
 def _check_buffers(graph: Graph, replicas: int) -> None:
-    """Raise Error if forward updates buffers other than running statistics: they would differ in replicas."""
+    """Raise Error if forward updates buffers other than running statistics: replicas would differ."""
     statistics = ("running_mean", "running_var", "num_batches_tracked")
     changed = [
         result.key
@@ -241,10 +243,7 @@ _INPUT, _OUTPUT = "poptorch.set_overlap_for_input.default", "poptorch.set_overla
 
 
 def _check_overlap(graph: Graph, options: Options) -> None:
-    """Check the use of `set_overlap_for_input` and `set_overlap_for_output`, and the options that they need.
-
-    Raises: Error, if a mark is misplaced, or the options don't allow overlap
-    """
+    """Raise Error if a mark for overlap (`_INPUT`, `_OUTPUT`) is misplaced, or the options forbid overlap."""
     nodes: Any = graph.code.nodes
     marks = [node for node in nodes if str(node.target) in (_INPUT, _OUTPUT)]
     marks = [node for node in marks if node.args[1] != OverlapMode.NoOverlap.value]
@@ -299,12 +298,12 @@ def _register(time: str, hook: Callable[[], Any]) -> RemovableHandle:
 
 
 def registerPreCompileHook(hook: Callable[[], Any]) -> RemovableHandle:
-    """Register a hook that is called before each compilation, and return its handle, which has `remove()`."""
+    """Register a hook that is called before each capture of a model; return its handle, with `remove()`."""
     return _register("Pre", hook)
 
 
 def registerPostCompileHook(hook: Callable[[], Any]) -> RemovableHandle:
-    """Register a hook that is called after each compilation, also a failed one, and return its handle."""
+    """Register a hook that is called after each capture, also a failed one; return its handle."""
     return _register("Post", hook)
 
 

@@ -28,10 +28,12 @@ from poptorch.options import Options
 
 
 def choose_loss(returned: Any, capture: Capture, options: Options, where: str) -> None:
-    """Choose the loss of a captured forward by its return value. If that does not decide, choose none.
+    """Choose the loss to train by forward's return value, and store it in `capture`. Choose none if a loss is
+    chosen already, or PopTorch's rule applies.
 
     Args:
-        where: the line of forward, for messages
+        returned: what forward returned
+        where:    the line of forward, for messages
     Raises:
         CaptureError: `options.loss` names no floating point output, or several scalars depend on the loss
     """
@@ -54,14 +56,16 @@ def choose_loss(returned: Any, capture: Capture, options: Options, where: str) -
 
 
 def loss_field(returned: Any) -> Any:
-    """Return the key or attribute "loss" of what forward returns; None without one."""
+    """Return the value of the key or attribute "loss" in what forward returned; None without one."""
     return returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
 
 
 def _derived_loss(returned: Any, capture: Capture, where: str) -> Tensor | None:
-    """Return the scalar output that is computed from the losses, and so is trained; None without one.
+    """Return the scalar output to train; None if there is none, or if an output is itself a loss.
 
-    None also if forward returns a loss itself. Raises: CaptureError, if several scalars depend on the loss
+    It is the first output of a tuple or the only output, if computed from all losses (an only output: from at
+    most one), else the only scalar that is computed from the only loss.
+    Raises: CaptureError, if several scalars are computed from the only loss
     """
     recorder = capture.recorder
     final = final_losses(capture)

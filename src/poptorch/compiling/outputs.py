@@ -9,8 +9,9 @@ Gradient___<name>     the gradient of each micro-batch, without loss scaling    
 UpdatedVar___<name>   a parameter after each weight update                         (training)
 finalLossScale        the loss scaling of the call's last weight update            (training)
 
-A forward is captured once, so a side effect in Python (logging a value, appending it to a list) can't be a part of the
-graph. `note` adds the value as an output: each call then returns it for every micro-batch, in any output mode.
+A forward is captured once, so a side effect in Python (logging a value, appending it to a list) can't be a
+part of the graph. `note` adds the value as an output: each call then returns it for every micro-batch, in any
+output mode.
 
     >>> note("accuracy", accuracy)         # in forward, while it is captured; elsewhere it does nothing
     >>> executor.notes                     # after a call of n micro-batches
@@ -79,7 +80,7 @@ class Anchors:
 
     @property
     def engine_anchors(self) -> tuple[Anchor, ...]:
-        """Return all anchors whose values the engine has to keep."""
+        """Return the anchors that the engine keeps: the user's, without the loss scaling, and the notes'."""
         return (*(anchor for anchor in self.by_name.values() if anchor is not None), *self.noted)
 
     def values(self, results: Results) -> dict[str, Tensor]:
@@ -93,12 +94,11 @@ class Anchors:
 def resolve_anchors(
     graph: Graph, traced: dict[str, int], requests: dict[str, Request], training: bool
 ) -> tuple[Graph, Anchors]:
-    """Resolve the requests' names, and return the graph with their values as further outputs, and the anchors.
+    """Return the anchors for the requests, and the graph with the requested inputs, losses and gradients as
+    further outputs.
 
-    Args:
-        traced: by name, the index of each input and loss in the graph's outputs; -1, if it was not requested
-    Raises:
-        Error: no tensor has the requested name
+    Args: traced: by name, the index of each input and loss in the graph's outputs; -1: not requested
+    Raises: Error, if no tensor has a requested name
     """
     gradients = [result for result in graph.results if result.kind == "gradient"]
     # By name: the kind of anchor, and the result to be returned as an output, or the weight.
@@ -131,7 +131,7 @@ def resolve_anchors(
 
 
 def _matching_name(name: str, names: Container[str], traced: Container[str]) -> str | None:
-    """Return the entry of `names` for a name, which may have PopTorch's prefix `model.`; else None."""
+    """Return `name` as it is in `names`: unchanged, or a weight's without the prefix `model.`; else None."""
     if name in names:
         return name
     prefix = next((prefix for prefix in (GRADIENT, UPDATED) if name.startswith(prefix)), "")
@@ -145,7 +145,7 @@ def _matching_name(name: str, names: Container[str], traced: Container[str]) -> 
 def traced_outputs(value: Any, where: str) -> tuple[Any, list[Tensor]]:
     """Return the structure of a forward's return value, and the traced tensors in it.
 
-    A tensor that forward does not compute is no output: it stays in the structure, with a warning.
+    A tensor that forward does not compute is no output: it stays in the structure, and a warning follows.
 
     Args:
         where: the line of forward
@@ -188,7 +188,7 @@ def _refuse_backward(*args: Any, **kwargs: Any) -> None:
 
 
 def note(what: Any, value: Any) -> None:
-    """Add `value` to the outputs of each call. Outside a capture this does nothing.
+    """Add `value` to the notes that each call returns. Outside a capture this does nothing.
 
     Args:
         what:  the note's key; it must pickle, since it becomes a part of the compiled model
@@ -236,10 +236,10 @@ def without_values(value: Any, where: str) -> tuple[Any, list[Tensor]]:
 
 
 def _check_constant(part: Any, path: str, is_named: bool, where: str) -> None:
-    """Raise CaptureError if an object that is no container holds traced tensors.
+    """Check an object that is no container for traced tensors, which a call could not fill with values.
 
-    A program may never read an object in a named field, such as the cache of a language model. There the
-    tensors are replaced by "meta" tensors, which torch refuses to read, and a warning is logged.
+    Under a string key or field name replace them by "meta" tensors, and warn: a program often does not read
+    such an object (a language model's cache). Elsewhere, or without `__dict__`, raise CaptureError.
     """
     found = fake_tensors_in(part, path)
     if not found:
@@ -269,7 +269,7 @@ def filled(template: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def notes_of(captured: Sequence[tuple[Any, Any]], outputs: list[Tensor], where: str) -> tuple[Note, ...]:
-    """Return the notes of a capture, and append their tensors to `outputs`, which the graph returns."""
+    """Return the notes of a capture; append their tensors in place to `outputs`, which the graph returns."""
     notes = []
     for what, value in captured:
         template, tensors = without_values(value, where)

@@ -22,10 +22,13 @@ _WHOLE_STEP = StepPart()
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a plan: a call with the rows that it reads, the batch factors, and the part of a step.
+    """One run of a plan.
 
     Args:
+        call:      the arguments, cut to the rows of this run
+        part:      the part of a weight update that the run computes
         iteration: with OutputMode.EveryN, at the end of a ragged call: the device iterations before it
+        is_ragged: whether the call's batch is incomplete
     """
 
     call: BoundCall
@@ -56,11 +59,12 @@ class Run:
 def runs_of(
     call: BoundCall, counts: Counts, like: CompiledInputs | None, *, training: bool, every_n: bool
 ) -> list[Run]:
-    """Return the runs of a call: one, unless all inputs end in the middle of a combined batch.
+    """Return the runs of a call: one, unless all inputs have equally many rows, too few for a full batch.
 
     Args:
-        like:    inputs of the model's first plan, which give the rows of a micro-batch without a DataLoader
-        every_n: whether outputs depend on the iteration
+        counts:  the factors of a complete combined batch
+        like:    inputs of the model's first plan, which give the rows of a micro-batch if no DataLoader does
+        every_n: whether the output mode is EveryN
     """
     rows = {tensor.shape[0] for tensor in call.tensors if tensor.dim()}
     size = _micro_batch_rows(call, like)

@@ -25,9 +25,9 @@ from ..ops.ctc import ctc_loss
 
 @contextlib.contextmanager
 def traced_functions() -> Iterator[None]:
-    """Replace torch functions that can't be traced (`_REPLACEMENTS`), for the captured forward.
+    """In the body, replace torch functions that can't be traced (`_REPLACEMENTS`).
 
-    In the body torch.distributions checks no arguments, and nn.Transformer does not read masks.
+    Meanwhile torch.distributions checks no arguments, and nn.Transformer does not read masks.
     """
     validates = Distribution._validate_args
     Distribution.set_default_validate_args(False)
@@ -49,7 +49,7 @@ class _ReplacementMode(TorchFunctionMode):
 
 
 def _mark_loss(loss: Tensor) -> Tensor:
-    """Return the loss, after marking it as the result of a loss function."""
+    """Mark a tensor as the result of a loss function in the capture, and return it."""
     capture = current()
     assert capture is not None
     capture.mark_loss(loss)
@@ -83,7 +83,7 @@ def _gaussian_nll_loss(
 
 
 def _tensor_text(tensor: Tensor, *args: Any, **kwargs: Any) -> str:
-    """Return the text that `print` shows of a tensor; of a traced one, without values, size and dtype."""
+    """Return a tensor's repr; of a traced tensor, which has no values, its size and dtype."""
     if not is_traced(tensor.data):
         with torch._C.DisableTorchFunction():
             return Tensor.__repr__(tensor)
@@ -118,7 +118,7 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
 
 
 def _is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Return whether a mask is causal, by torch's function; False for a traced mask without values."""
+    """Return whether a mask is causal, by torch's function; False for a traced mask with unknown values."""
     if is_causal is None and mask is not None and is_traced(mask):
         capture = current()
         if capture is None or capture.recorder.value_of(mask) is None:

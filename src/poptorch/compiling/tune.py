@@ -1,7 +1,7 @@
 """Tuning: decisions made by running the captured model on a micro-batch, only if an option requests it.
 
-`AutoBalance` becomes explicit stages, by the measured cost of each block. The hints of a profile are the speed with
-other options and the throughput of several threads; they do not change what is computed.
+`AutoBalance` becomes explicit stages, by the measured cost of each block. The hints of a profile are the
+speed with other options and the throughput of several threads; they do not change what is computed.
 """
 
 import operator
@@ -50,16 +50,17 @@ def measured_hints(
     model: nn.Module,
     samples: Sequence[Tensor],
 ) -> Hints:
-    """Measure a micro-batch with other options and with several threads, for the hints of a profile.
+    """Measure how much faster a micro-batch is with options that are not set, and with several threads.
 
     Args:
         graph:         the rewritten graph, as it will run
         memory_format: of the graph's convolutions
         samples:       the inputs of one micro-batch
-    Returns: facts of a profile. "hints": {option that is not set: least speedup of a micro-batch with it};
-        "sharing": rows (number of threads, least and largest speedup by them, the factor by which each micro-batch
-        then takes longer). `NO_HINTS` on devices other than the CPU, if no profile is recorded, if the graph calls the
-        user's code, or if a micro-batch takes more than `_MOST_SECONDS`
+    Returns: facts of a profile. "hints": {option that is not set: lower quartile of the speedup by it};
+        "sharing": rows (number of threads, lower and upper quartile of the speedup by them, CPU time of a
+        micro-batch relative to that in one thread). `NO_HINTS` unless the device is the CPU, the backend is
+        eager, and a profile is recorded; also if the graph may call user code, or a micro-batch takes more
+        than `_MOST_SECONDS`
     """
     is_measurable = (settings.device, settings.backend) == ("cpu", "eager")
     if not is_measurable or options._profile_directory(settings.training) is None or calls_user_code(graph):
@@ -82,7 +83,7 @@ def measured_hints(
 
 
 def _graphs_by_option(graph: Graph, options: Options, memory_format: str) -> dict[str, Graph]:
-    """Return {option that is not set: the graph rewritten by it}, without options that change nothing."""
+    """Return {option that is not set: the graph rewritten by it}, without options that leave it unchanged."""
     others: dict[str, Callable[[Graph], Graph]] = {}
     if memory_format == "preserve" and not options.exists("memory_format") and has_convolutions(graph):
         others['options.memoryFormat("channels_last")'] = in_channels_last
@@ -94,7 +95,7 @@ def _graphs_by_option(graph: Graph, options: Options, memory_format: str) -> dic
 
 
 def calls_user_code(graph: Graph) -> bool:
-    """Return whether a graph calls the user's code, whose side effects must not happen twice."""
+    """Return whether a graph calls functions other than aten and prims operations, such as the user's."""
     called = {node.target for node in graph.code.nodes if node.op == "call_function"} - {operator.getitem}
     return not all(isinstance(t, torch._ops.OpOverload) and t.namespace in ("aten", "prims") for t in called)
 
@@ -109,7 +110,7 @@ def with_balanced_stages(
     inputs: Sequence[Tensor],
     together: bool,
 ) -> Settings:
-    """Return the settings with the stages that `AutoBalance` chooses for this model.
+    """Return the settings with the stages that `AutoBalance` chooses by measured costs; log the costs.
 
     Args:
         weights:  parameters and buffers by canonical name
@@ -142,9 +143,9 @@ def _seconds_of_instance_0(group: ProcessGroup, seconds: list[float]) -> list[fl
 def _block_costs(
     graph: Graph, settings: Settings, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]
 ) -> list[Cost]:
-    """Return the seconds and bytes of each block, in the order of their first operations.
+    """Return the measured seconds, and the bytes, of each block, in the order of their first operations.
 
-    Operations before the first block count for the first block.
+    Operations before the first block count for it. Raises: PartitionError, if there is no block
     """
     used = used_visits(graph)
     placement = place(graph.visits, used, _STAGE_OF_EACH_BLOCK)
