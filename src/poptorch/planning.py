@@ -1,10 +1,10 @@
 """Profiles of models that have not run, from which popvision and `poptorch.plan` estimate for other machines.
 
-A plan needs the shapes of weights and not their values. While `popvision plan` runs a program, new parameters are fake
-tensors; `poptorch.plan` and `describe` take models whose parameters are on the meta device.
+A plan needs the shapes of weights and not their values. While `popvision plan` runs a program, new parameters
+are fake tensors; `poptorch.plan` and `describe` take models whose parameters are on the meta device.
 
-For this machine a model is measured with generated weights and inputs. A small model runs short steps on the engine;
-the operations of a large model run alone, equal ones once.
+For this machine a model is measured with generated weights and inputs. A small model runs short steps on the
+engine; the operations of a large model run alone, equal ones once.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class _WithoutValues(FakeTensorMode):
 
 
 def make_parameters_fake() -> None:
-    """Make every parameter that this process creates from now on a fake tensor, which has no memory. Do
-    nothing if `popvision plan` has found that the program needs values."""
+    """Make each new parameter a fake tensor, which has no memory, by replacing nn.Parameter.__new__ and
+    torch.utils.swap_tensors, unless `popvision plan` has found that the program needs values."""
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
     if "values" in json.loads(os.environ.get(PLAN_WISH, "{}")):
         return
@@ -100,9 +100,9 @@ def available_memory() -> int:
 
 
 def exit_if_only_planning(*program: Any) -> None:
-    """Write the profiles of a plan and exit, if `popvision plan` runs this program; else do nothing.
+    """If `popvision plan` runs this program, write the profiles of a plan and raise SystemExit.
 
-    Args: program: the arguments of `profiles` but `kinds`
+    Args: program: the arguments of `profiles` other than `kinds`
     """
     if wish := os.environ.get(PLAN_WISH):
         wanted = json.loads(wish)
@@ -165,7 +165,7 @@ def _in_one_process(executable: Executable) -> Executable:
 
 
 def planned_profile(plan: Plan, settings: Settings, graph: Graph) -> Profile:
-    """Return the profile of a plan that has not run, with each ipu's peak memory as a separate device."""
+    """Return the profile of a plan before it runs, with ipus' peak memory as if each had its own memory."""
     found, ipus = describe(plan, settings, graph), sorted(set(plan.partition.ipus))
     alive = {index: -piece.enters for index, piece in enumerate(found.pieces)}
     for operation in found.operations:
@@ -204,7 +204,7 @@ def _most_bytes_in_transit(found: Profile, ipu: int) -> int:
 
 @contextlib.contextmanager
 def _attention_without_casts() -> Iterator[None]:
-    """Capture attention in half precision without casts to float32."""
+    """In the body, let torch compute attention in half precision without casts to float32."""
     before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     try:
@@ -225,6 +225,7 @@ def measured_times(found: Executable, hyper: Hyper | None, flops: int) -> dict[s
     sharing  rows (threads, their least and their largest speed-up)
 
     Args:
+        hyper: the rates of an update; None in inference
         flops: FLOPs of one micro-batch
     """
     graph = found.graph
@@ -237,7 +238,8 @@ def measured_times(found: Executable, hyper: Hyper | None, flops: int) -> dict[s
 
 
 def _generated(shape: Sequence[int], dtype: torch.dtype, key: str = "") -> Tensor:
-    """Return a generated value of the weight with this name, or of an input (no name)."""
+    """Return random values for the weight `key` or, if that is "", for an input. Integer weights and running
+    variances are 1, integer inputs 0."""
     if not dtype.is_floating_point or key.endswith("running_var"):
         return torch.ones(shape, dtype=dtype) if key else torch.zeros(shape, dtype=dtype)
     return torch.randn(shape, dtype=torch.float32).mul_(1 / math.sqrt(max(1, math.prod(shape[1:])))).to(dtype)
@@ -247,7 +249,7 @@ def _generated(shape: Sequence[int], dtype: torch.dtype, key: str = "") -> Tenso
 
 
 def _step_seconds(found: Executable, hyper: Hyper | None) -> list[tuple[int, float]]:
-    """Return rows (micro-batches, seconds) of two shortened steps, or of the whole step if it is short."""
+    """Return rows (micro-batches of all replicas, seconds) of two shortened steps, or of one short step."""
     assert found.graph is not None
     settings, whole = found.settings, found.plan.micro_batches
     few = max(2 * found.plan.partition.stages, torch.get_num_threads())
@@ -280,7 +282,7 @@ def _step_seconds(found: Executable, hyper: Hyper | None) -> list[tuple[int, flo
 
 
 def _median_seconds(work: Callable[[], Any], warm: int = 1) -> float:
-    """Return the median seconds of `work` in a few rounds, after `warm` rounds of warm-up."""
+    """Return the median seconds of `work` in at most `_ROUNDS` calls, after `warm` calls as a warm-up."""
     for _ in range(warm):
         work()
     began, found = time.perf_counter(), list[float]()
@@ -305,7 +307,7 @@ def _sample_of_line(piece: Piece, line: Line, values: dict[str, Any]) -> Sample:
 
 
 def _operation_seconds(found: Executable, hyper: Hyper | None) -> dict[str, Any]:
-    """Return "pieces", "updates" and "sharing" of `measured_times`: each distinct operation runs once, alone."""
+    """Return "pieces", "updates", "sharing" of `measured_times`; equal operations are measured once."""
     assert found.graph is not None
     values = {node.name: node.meta.get("val") for node in found.graph.code.nodes}
     known: dict[Any, float] = {}
@@ -343,8 +345,8 @@ def _without_names(argument: Any) -> Any:
 
 
 def _update_seconds(found: Executable, hyper: Hyper | None) -> list[float]:
-    """Return the seconds in which one core updates the weights of each ipu, scaled up from an update of at
-    most _MOST_ELEMENTS elements."""
+    """Return the seconds in which one core updates the weights of each ipu (0 in inference), scaled up from
+    an update of at most _MOST_ELEMENTS elements."""
     optimizer, partition = found.settings.optimizer, found.plan.partition
     elements = dict.fromkeys(sorted(set(partition.ipus)), 0)
     if optimizer is None or hyper is None:

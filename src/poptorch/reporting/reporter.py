@@ -1,4 +1,4 @@
-"""Profiles of executors: measured times with the tables of the plan, written when an executor releases its devices.
+"""Profiles of executors: measured times and the tables of the plan, written when devices are released.
 
 The files are `<directory>/training/profile.pop` or `<directory>/inference/profile.pop`, and a page of all
 profiles there, `<directory>/report.html`. Profiles that are open when the program ends are written then.
@@ -44,7 +44,7 @@ class Reporter:
     """An object that collects the data of a plan's profile, and saves it.
 
     Args:
-        path:   of the profile
+        path:   the profile's file
         number: of the plan, from 1
     """
 
@@ -56,16 +56,16 @@ class Reporter:
         self._save_next = time.perf_counter() + _SAVE_EVERY
 
     def on_attach(self, engine: Engine, executable: Executable) -> None:
-        """Save this engine's profile from now on."""
+        """Store the plan's engine and executable, whose profile `save` writes from now on."""
         self._running = engine, executable
 
     def on_release(self) -> None:
-        """Save the profile, and drop the engine: the executor releases its devices."""
+        """Save the profile and drop the engine, when the executor releases its devices."""
         self.save()
         self._running = None
 
     def after_call(self) -> None:
-        """Save after a call, at most once per minute, so that a killed program leaves a profile, too."""
+        """Save the profile, at most once per minute, so that a killed program leaves one, too."""
         if time.perf_counter() >= self._save_next:
             began = time.perf_counter()
             self.save()
@@ -73,7 +73,10 @@ class Reporter:
             self._save_next = now + max(_SAVE_EVERY, _SHARE * (now - began))
 
     def save(self) -> None:
-        """Write the profile and the page, in instance 0. A file that can't be written is a warning."""
+        """Write the profile and the page of all profiles, if there is an engine and this is instance 0.
+
+        If a file can't be written, only a warning is logged.
+        """
         if self._running is None or self._running[0].settings.counts.instance != 0:
             return
         try:
@@ -135,7 +138,7 @@ class Reporter:
 
 
 def _capacity(of_ipu: float) -> dict[str, Any]:
-    """Return the memory that the ipus have: the capacity passed to `AutoBalance`, else the machine's memory."""
+    """Return a profile's "capacity": bytes of each ipu, as `AutoBalance` was given, else of this machine."""
     if of_ipu < math.inf:
         return {"bytes": int(of_ipu), "of": "the capacity of an ipu", "shared": False}
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -143,10 +146,12 @@ def _capacity(of_ipu: float) -> dict[str, Any]:
 
 
 def start_reporter(executor: Any, options: Options, training: bool, number: int) -> Reporter | None:
-    """Return the reporter of a plan; None if no profile is requested. It saves when the executor is
-    garbage-collected, too.
+    """Return a new reporter of a plan; None if no profile is requested.
 
-    Args: number: of the plan, from 1: each plan of a model has a profile in a folder of its own
+    It records waits for loaders from now on. It saves also when the executor is garbage-collected and, if the
+    program has no handler for SIGTERM (this sets one), at SIGTERM.
+
+    Args: number: of the plan, from 1; plans after the first have a profile in a folder of their own
     """
     directory = options._profile_directory(training)
     if directory is None:
@@ -165,7 +170,7 @@ def start_reporter(executor: Any, options: Options, training: bool, number: int)
 
 
 def _save_and_end(number: int, frame: Any) -> None:
-    """Handle SIGTERM if the program has no handler for it: save all profiles, and end by the signal."""
+    """Handle SIGTERM: save all profiles, and end the process by the signal."""
     signal.signal(number, signal.SIG_DFL)
     try:
         for reporter in list(_live_reporters):
@@ -176,7 +181,7 @@ def _save_and_end(number: int, frame: Any) -> None:
 
 @contextlib.contextmanager
 def recording_event(reporter: Reporter | None, kind: str) -> Iterator[None]:
-    """Record the duration of the body as an event of the host; nothing without a reporter."""
+    """Record the body's duration as an event `kind` of the host; not without a reporter, nor on an error."""
     start = time.perf_counter_ns()
     yield
     if reporter is not None:
@@ -195,7 +200,7 @@ def _tracks(recorder: Recorder) -> list[profile.Track]:
 
 
 def _track(recorder: Recorder, place: tuple[int, int], times: Times) -> profile.Track:
-    """Return one ipu's times in a step, up to an instruction that has not ended; `place`: (replica, ipu)."""
+    """Return one ipu's times in a step, up to the first unfinished instruction; `place`: (replica, ipu)."""
     length = next((index for index, end in enumerate(times.ends) if not end), times.length)
     begins, ends = times.begins[:length], times.ends[:length]
     return profile.Track(
@@ -211,7 +216,7 @@ def _track(recorder: Recorder, place: tuple[int, int], times: Times) -> profile.
 
 
 def _with_times(operations: Sequence[profile.Operation], detail: Detail | None) -> list[profile.Operation]:
-    """Return the operations with their times in the detailed step."""
+    """Return the operations with their runs and nanoseconds in the detailed step, if there is one."""
     runs = {} if detail is None else detail.runs
     lines = {} if detail is None else {piece: iter(detail.times(piece)) for piece in detail.lines}
     return [
@@ -226,7 +231,7 @@ def _with_times(operations: Sequence[profile.Operation], detail: Detail | None) 
 
 
 def _changed_options(options: Options, training: bool) -> list[profile.Option]:
-    """Return the options that differ from their defaults, in words."""
+    """Return (name, value, default), as texts, of each option that differs from its default."""
     mine, default = _texts_of(options), _texts_of(resolved(Options(), training))
     return [
         profile.Option(name, mine.get(name, "not set"), default.get(name, "not set"))
@@ -242,8 +247,8 @@ def _strategy_in_words(options: Options, mode: str) -> str:
 
 
 def _optimizer_in_words(optimizer: Optimizer | None) -> str:
-    """Return an optimizer's rule, what it updates, and its differences from the rule's defaults; not its rates, which
-    change."""
+    """Return, as text, an optimizer's rule, its numbers of parameters and groups, and its differences from
+    the rule's defaults, without its rates."""
     if optimizer is None:
         return "none"
     groups, plain = len(set(optimizer.group_of.values())), Optimizer(optimizer.kind, optimizer.group_of)
