@@ -119,7 +119,7 @@ class DeviceLease:
         self._release(plan)
 
     def drop_oldest(self, keys: list[Any], most: int) -> None:
-        """Remove and log all plans but the current one and the `most` used last. `keys`: used just now."""
+        """Remove and log all plans except the current one and the `most` used last. `keys`: just used."""
         latest = {key: self.plans[key] for key in keys}
         plans = {key: plan for key, plan in self.plans.items() if key not in latest} | latest
         dropped = [key for key in list(plans)[:-most] if plans[key] is not self.current]
@@ -181,7 +181,7 @@ class DeviceLease:
         engine.close()
 
     def state_to_keep(self, whole: bool = False) -> KeptState:
-        """Return a copy of `kept` with the present random state, loss factor and, in training, optimizer state.
+        """Return a copy of `kept` with the present random state, loss factor and, if trained, optimizer state.
 
         Args: whole: gather an optimizer state that is sharded over instances; False: only the shard here
         """

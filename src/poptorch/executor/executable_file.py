@@ -1,8 +1,8 @@
 """Saved executors: a file of the compiled model, or the state of the training as a dictionary.
 
-A file is one pickle with what was compiled, the options, and the state. Reading a pickle can run code, so read only
-files that you trust. Only the version that wrote a file can read it. Weights are saved as a part of the pickled model;
-`torch.save(model.state_dict(), ...)` saves them alone.
+A file is one pickle with what was compiled, the options, and the state. Reading a pickle can run code, so
+read only files that you trust. Only the version that wrote a file can read it. Weights are saved as a part of
+the pickled model; `torch.save(model.state_dict(), ...)` saves them alone.
 """
 
 import hashlib

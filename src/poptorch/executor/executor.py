@@ -2,8 +2,9 @@
 
     arguments ─ bind ─► runs ─ a plan for each: compiled, or known ─► engine.run ─► outputs
 
-Its parts: the lease of the devices (`device_lease.py`), the weights' two copies (`weight_sync.py`), the optimizer
-(`optimizer_link.py`) and the latest call (`latest_call.py`). All other public names are in `public_names.py`.
+Its parts: the lease of the devices (`device_lease.py`), the weights' two copies (`weight_sync.py`), the
+optimizer (`optimizer_link.py`) and the latest call (`latest_call.py`). All other public names are in
+`public_names.py`.
 """
 
 import contextlib
@@ -134,7 +135,8 @@ class PoplarExecutor(PublicNames):
     def _run(self, run: Run) -> LatestCall:
         """Run the plan of `run`, and return its results. First compile the plan and attach, if not done.
 
-        Uploads what the user has loaded; copies what forward writes into its inputs to the caller's tensors.
+        Uploads a loaded optimizer state and, in inference, weights that another executor trained; copies what
+        forward writes into its inputs to the caller's tensors.
         A new plan that fails before the first update of the call is removed.
         """
         lease, before = self._lease, self._lease.current

@@ -1,4 +1,4 @@
-"""Marked models: each read of a trained model's weights on the host first copies the newest values from the devices.
+"""Marked models: reading a weight of a trained model on the host first copies the newest values from devices.
 
 The classes of the model, its parameters and its buffers are replaced by subclasses, in which a read calls the
 executor's `copyWeightsToHostIfNeeded`. Copies and pickles have the original classes.
@@ -32,7 +32,7 @@ def _refresh_host(owner: weakref.ref[Any] | None) -> Any:
 
 
 class _Marked:
-    """The base class of a marked model's parameters and buffers. Using one first copies newer values."""
+    """The base class of a marked model's parameters and buffers, whose use first copies newer values."""
 
     _owner: weakref.ref[Any] | None
 

@@ -1,8 +1,8 @@
 """The link of executor and optimizer: rates are copied at `setOptimizer`; the state is on the devices.
 
-While an executor trains with an optimizer, `optimizer.state` is empty. `state_dict()` reads the state from the devices,
-and a state loaded by `load_state_dict()` is uploaded before the next call. poptorch's optimizers have attributes for
-this (`optimizer_base.py`), torch's get hooks.
+While an executor trains with an optimizer, `optimizer.state` is empty. `state_dict()` reads the state from
+the devices, and a state loaded by `load_state_dict()` is uploaded before the next call. poptorch's optimizers
+have attributes for this (`optimizer_base.py`), torch's get hooks.
 """
 
 import copy

@@ -99,9 +99,9 @@ class PublicNames:
     def averageRunningStatistics(self) -> None:
         """*Pando*: replace running statistics by their mean over the replicas of all instances.
 
-        Each replica processes different rows, and the host gets the buffers of replica 0 of its instance: call this
-        method before a validation or a checkpoint, in all instances. Running statistics are all floating point buffers
-        that forward changes.
+        Each replica processes different rows, and the host gets the buffers of replica 0 of its instance:
+        call this method before a validation or a checkpoint, in all instances. Running statistics are all
+        floating point buffers that forward changes.
 
         Raises: Error, if the model is not attached to its devices
         """

@@ -1,7 +1,7 @@
 """The two copies of the weights: the user's on the host, and the executor's on its devices.
 
-Training makes the host's copy stale: the next read of a weight there copies all of them. Values that the user writes on
-the host reach the devices by `copyWeightsToDevice`; a call before it logs a warning, once.
+Training makes the host's copy stale: the next read of a weight there copies all of them. Values that the user
+writes on the host reach the devices by `copyWeightsToDevice`; a call before it logs a warning, once.
 """
 
 import contextlib
@@ -234,7 +234,7 @@ class WeightSync:
     # ---- other executors of the model ----------------------------------------------------------------------
 
     def newest(self) -> dict[str, Tensor]:
-        """Return the host's weights for a new engine. Copy newer weights of peers to it, and register."""
+        """Return the host's weights for a new engine; first register, and copy newer ones from peers."""
         _watch_registrations()
         self._register_with(self._model.user)
         self._copy_from_trainers()

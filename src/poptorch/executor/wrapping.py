@@ -55,7 +55,7 @@ def inferenceModel(
 
 
 def _module_of(model: Any) -> Any:
-    """Return the model in an executor or in torch.compile's module; else `model`. Raises Error for torch.jit."""
+    """Return the model in an executor or torch.compile's module; else `model`. Raises Error for torch.jit."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
         logger.warning(
