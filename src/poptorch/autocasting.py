@@ -71,7 +71,7 @@ class _CastMode(TorchFunctionMode):
         kwargs = kwargs or {}
         floats = list(filter(_is_float, tree_leaves((args, kwargs))))
         dtype = self._policy._cast_dtype(getattr(func, "__name__", ""), floats)
-        if dtype is None:
+        if dtype is None or not torch.is_autocast_enabled("cpu"):  # by autocast(False) inside
             return func(*args, **kwargs)
         args, kwargs = tree_map(lambda leaf: leaf.to(dtype) if _is_float(leaf) else leaf, (args, kwargs))
         with contextlib.ExitStack() as stack:  # torch.autocast must not cast the operands again
@@ -91,7 +91,7 @@ def _devices() -> list[str]:
 class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
     """Context manager and decorator: products and convolutions inside run in float16, or by the policy.
 
-    It has no effect in plain PyTorch. `enabled=False` disables torch.autocast, but not an outer policy.
+    It has no effect in plain PyTorch. With `enabled=False` nothing is cast inside, as in torch.autocast.
 
     with poptorch.autocast():
         x = self.layer(x)
@@ -110,7 +110,8 @@ class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
         if current() is not None and policy is not None:
             for device in _devices():
                 stack.enter_context(torch.autocast(device, torch.float16, self._enabled))
-            stack.enter_context(_CastMode(policy if self._enabled else default))
+            if self._enabled:
+                stack.enter_context(_CastMode(policy))
         self._stacks.append(stack)
 
     def __exit__(self, *details: Any) -> None:

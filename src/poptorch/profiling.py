@@ -34,5 +34,6 @@ class Channel:
             AttributeError: the object lacks one of the methods; none is wrapped then
         """
         functions = {method: getattr(obj, method) for method in methods}
+        owner = obj if isinstance(obj, type) else type(obj)
         for method, function in functions.items():
-            setattr(obj, method, self.tracepoint(f"{type(obj).__name__}.{method}")(function))
+            setattr(obj, method, self.tracepoint(f"{owner.__name__}.{method}")(function))

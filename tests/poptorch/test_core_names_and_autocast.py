@@ -58,6 +58,19 @@ def test_autocast_follows_the_policy_of_the_options():
     assert [value.dtype for value in found] == [half, single, half, single]
 
 
+def test_autocast_off_inside_autocast_casts_nothing():
+    def forward(x):
+        with poptorch.autocast():
+            with poptorch.autocast(False):
+                off = x.exp()
+            return off, x.exp()
+
+    options = poptorch.Options()
+    options.Precision.autocastPolicy(poptorch.autocasting.Policy(["exp"]))
+    off, on = poptorch.inferenceModel(forward, options)(torch.randn(2, 2))
+    assert (off.dtype, on.dtype) == (torch.float32, torch.float16)
+
+
 def test_autocast_may_be_an_attribute_that_is_entered_again_and_copied():
     class Model(nn.Module):
         def __init__(self):

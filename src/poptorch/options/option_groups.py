@@ -166,7 +166,7 @@ class ExecutionOptions(OptionsDict):
         torch, and values that forward computes from it are not trained.
         """
         assert (output is None) == marked and (output is None or type(output) in (str, int)), (
-            f"loss takes the name or the place of an output, or marked=True; found {output!r}, marked={marked!r}"
+            f"loss takes the name or the index of an output, or marked=True; found {output!r}, marked={marked!r}"
         )
         self.createOrSet(loss_is_marked=marked).deleteIfExists("loss_output")
         return self if output is None else self.createOrSet(loss_output=output)
@@ -342,11 +342,13 @@ class ReportingOptions(OptionsDict):
 
 
 def _engine_options_of_environment() -> dict[str, Any]:
-    """Return POPLAR_ENGINE_OPTIONS as a dictionary; {} if it is no JSON object, with a warning if no JSON."""
+    """Return POPLAR_ENGINE_OPTIONS as a dictionary; {} with a warning if it is no JSON object."""
     text = os.environ.get("POPLAR_ENGINE_OPTIONS") or "{}"
     try:
         found = json.loads(text)
-    except json.JSONDecodeError as error:
-        logger.warning("POPLAR_ENGINE_OPTIONS is ignored, since it is no JSON (%s): %s", error, text)
-        return {}
-    return found if isinstance(found, dict) else {}
+    except json.JSONDecodeError:
+        found = None
+    if isinstance(found, dict):
+        return found
+    logger.warning("POPLAR_ENGINE_OPTIONS is ignored, since it is no JSON object: %s", text)
+    return {}
