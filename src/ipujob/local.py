@@ -80,7 +80,7 @@ class LocalJob:
         return code or 0
 
     def _run_round(self) -> int | None:
-        """Run the next actions of the job; return the job's exit code at its end, else None; print failures."""
+        """Run the next actions of the job; return the job's exit code at its end, else None; print errors."""
         for worker in self.workers.values():
             is_late = time.monotonic() > worker.deadline and worker.process.poll() is None
             if is_late:
@@ -230,7 +230,7 @@ def _expand(text: str, known: Mapping[str, str]) -> str:
 
 
 def unsupported(job: Job, overrides: Mapping[str, str]) -> Iterator[Fault]:
-    """Yield a fault for each field of a job without an equivalent here; variables in `overrides` need none."""
+    """Yield a fault for each field of a job without an equivalent here; names in `overrides` need none."""
     place, container = (*_TEMPLATE, "containers", 0), job.worker
     if container.get("envFrom") and not overrides:
         message = "variables of a ConfigMap or Secret can't be had here"

@@ -123,7 +123,7 @@ class Checkpoint:
     # ---- contents ----------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """Return the contents of this instance's file: its share of weights and optimizer state, and the rest.
+        """Return the contents of this instance's file: a share of weights and optimizer state, and the rest.
 
         The share is every n-th name of n instances, or the shard of a sharded optimizer state. The rest is
         buffers, rates, random state and the states of the loader and others.

@@ -192,7 +192,7 @@ class Election:
 
 
 def _own_host() -> str:
-    """Return this host's address on the route to MASTER_ADDR; without MASTER_ADDR, the loopback address."""
+    """Return this host's address on the route to MASTER_ADDR (unknown: the default route), else 127.0.0.1."""
     named = os.environ.get("MASTER_ADDR")
     try:
         return own_address(named) if named else "127.0.0.1"
