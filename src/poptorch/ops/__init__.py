@@ -1,6 +1,6 @@
 """Operations for a model's forward: marks for the compiler, control flow, host code and a few algorithms.
 
-Outside a compiled model each computes its result at once; a mark returns its input.
+Outside a compiled model an operation computes its result at once, and a mark returns its input.
 """
 
 from . import torch_ops as _torch_ops  # registers torch.ops.poptorch.*

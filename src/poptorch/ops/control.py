@@ -21,14 +21,14 @@ def cond(
     else_body: Callable[..., Any],
     else_inps: list[Tensor],
 ) -> list[Tensor]:
-    """Run `then_body(*then_inps) if condition else else_body(*else_inps)`: only the chosen body.
+    """Return `then_body(*then_inps)` if `condition` is true, else `else_body(*else_inps)`, always as a list.
 
-    Both bodies return the same number of tensors, of the same shapes and dtypes. They may read tensors of the
-    surrounding forward. Their inputs are copies, so in-place changes of them are lost.
+    Compilation traces both bodies, and a call runs one. They return the same number of tensors, of the same
+    shapes and dtypes. They may read tensors of the surrounding forward. In-place changes of their inputs are
+    lost, since the inputs are copies.
 
     Args:
         condition: a bool tensor with one element
-    Returns: the outputs of the chosen body, always as a list
     Raises:  Error when compiled for training, or if the bodies' outputs differ in number, shape or dtype
     """
     _check_list("then_inps", then_inps)
@@ -60,8 +60,8 @@ def cond(
 def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
     """Run `inputs = body(*inputs)` `count` times, and return the last outputs, always as a list.
 
-    The body returns as many tensors as it takes, of the same shapes and dtypes. Its inputs are copies, so
-    in-place changes of them are lost.
+    The body returns as many tensors as it takes, of the same shapes and dtypes. In-place changes of its
+    inputs are lost, since the inputs are copies. `count` must be known at compile time.
 
     Raises: Error when compiled for training, or if outputs and inputs differ in number, shape or dtype
     """
@@ -119,7 +119,7 @@ def _copies(values: Sequence[Any]) -> list[Any]:
 
 
 def _outputs(name: str, body: Callable[..., Any], inputs: Sequence[Any]) -> list[Tensor]:
-    """Call the body, and return its outputs as a list."""
+    """Call the body, and return its outputs as a list. Raises Error unless all are tensors."""
     result = body(*inputs)
     values = list(result) if isinstance(result, (list, tuple)) else [result]
     check_tensors(f"a body of poptorch.{name}() returns a tensor, or a list or tuple of tensors", *values)

@@ -28,7 +28,7 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """Return `torch.nn.functional.ctc_loss`, by operations that can be compiled.
+    """Return the same CTC loss as `torch.nn.functional.ctc_loss`, by operations that can be compiled.
 
     Args:
         log_probs: [T, B, C], or [T, C] for a single sequence
@@ -70,7 +70,7 @@ def _loss_shapes(log_probs: Tensor, targets: Tensor, *others: Any) -> tuple[Tens
 
 
 def _width_of_alpha(targets: Tensor) -> int:
-    """Return the width of the table of partial sums, for the longest target that the graph's shapes allow."""
+    """Return the width of torch's table alpha for the longest target that the shape of `targets` allows."""
     return 2 * targets.shape[-1] + 1
 
 
@@ -113,13 +113,13 @@ torch.library.register_autograd(
 def ctc_beam_search_decoder(
     probs: Tensor, lengths: Tensor, blank: int = 0, beam_width: int = 100, top_paths: int = 1
 ) -> list[Tensor]:
-    """Find the most probable label sequences by prefix beam search.
+    """Return the most probable label sequences (paths), found by prefix beam search.
 
     Args:
         probs:   log-probabilities, [T, B, C]
         lengths: number of valid steps of each sequence, [B]
-    Returns: log-probabilities of the paths [B, P], their lengths [B, P] and the paths [B, P, T], padded with
-        `blank`; best first
+    Returns: log-probabilities of the P = `top_paths` best paths, [B, P], best first (-inf where a path is
+        missing), their lengths [B, P], and the paths [B, P, T], padded with `blank`
     """
     check_tensors("ctc_beam_search_decoder takes tensors: probs [T, B, C] and lengths [B]", probs, lengths)
     if probs.dim() != 3 or lengths.shape != probs.shape[1:2] or not 0 <= blank < probs.shape[2]:
@@ -158,10 +158,11 @@ def _decode(
 
 
 def _beams(rows: list[list[float]], blank: int, beam_width: int) -> list[tuple[Path, float]]:
-    """Return at most `beam_width` most probable label paths with their log-probabilities, best first.
+    """Return the most probable label paths, at most `beam_width`, with their log-probabilities, best first.
 
-    For each path two log-probabilities are kept: of all its alignments that end in a blank, and of all that
-    end in its last label. A path can repeat its last label only after a blank.
+    `rows`: log-probabilities of all labels at each step. During the search a path has two log-probabilities:
+    of its alignments that end in a blank, and of its alignments that end in its last label. A path can repeat
+    its last label only after a blank.
     """
     beams: dict[Path, tuple[float, float]] = {(): (0.0, _LOG_ZERO)}
     for row in rows:

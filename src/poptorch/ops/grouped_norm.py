@@ -13,7 +13,7 @@ _BUT_CHANNELS = (1, -1, 1, 1)
 
 
 class GroupedBatchNorm2d(nn.BatchNorm2d):
-    """*Pando*: synchronized batch norm: the statistics are those of a group of neighbouring replicas.
+    """*Pando*: Batch norm with the mean and variance of a group of neighbouring replicas.
 
     A group consists of replicas of one process, or of all replicas of several processes. The `state_dict()`
     is that of `nn.BatchNorm2d`, and so is the output in evaluation and outside a compiled model.
@@ -43,7 +43,8 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
         return made
 
     def _update_running_statistics(self, mean: Tensor, variance: Tensor, values: int) -> None:
-        """Update the running statistics from a group's mean and variance (`values` elements per channel)."""
+        """Update the running statistics and `num_batches_tracked` in place, from a group's mean and biased
+        variance of `values` elements per channel."""
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         with torch.no_grad():
@@ -60,7 +61,7 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
 
 
 class _Normalised(torch.autograd.Function):
-    """Autograd function of (x − μ)·γ/σ + β with the group's μ and σ², which it returns, too.
+    """The autograd function that returns (x − μ)·γ/σ + β, and μ and σ² of the group of replicas.
 
     dx = γ/σ·(dy − mean(dy) − x̂·mean(dy·x̂)) with means over the group. dγ and dβ are of this replica only:
     like other gradients, they are reduced over replicas before the update.
@@ -110,12 +111,12 @@ class _Normalised(torch.autograd.Function):
 
 
 def _at_least_float32(value: Tensor | None) -> Any:
-    """Convert half precision values to float32, in which they are summed; return other values unchanged."""
+    """Return a float16 or bfloat16 tensor as float32, and other tensors, or None, unchanged."""
     return value.float() if value is not None and value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _tree_sum(parts: Tensor) -> Tensor:
-    """Sum over the first dimension in the order of a binary tree: the same bits in every layout of replicas."""
+    """Return the sum over dimension 0, in the order of a binary tree: the same bits in every layout."""
     values = list(parts.unbind(0))
     while len(values) > 1:
         left, right = values[::2], values[1::2]

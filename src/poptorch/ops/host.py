@@ -31,8 +31,8 @@ class HostCall:
     """A function that graphs call on the host.
 
     Args:
-        outputs:   shape and type of each tensor that it returns
-        unchanged: positions of the inputs that the function must not change
+        outputs:   shape and dtype of each tensor that the function returns
+        unchanged: indices of the inputs that the function must not change
         weights:   names and references of the model's tensors on the host, which it must not change either
     """
 
@@ -56,12 +56,12 @@ def host_call(
     writes: Sequence[int] = (),
     scratch: Sequence[int] = (),
 ) -> list[Tensor]:
-    """Return the outputs of an operation that calls `function(*inputs)` each time the graph runs.
+    """Return the outputs of a new operation that calls `function(*inputs)` each time the graph runs.
 
     Args:
         like:    tensors with the shapes and dtypes of the outputs
-        writes:  positions of inputs that the function changes in place; their new values follow the outputs
-        scratch: positions of inputs that the function may change; their new values are dropped
+        writes:  indices of inputs that the function changes in place; their new values follow the outputs
+        scratch: indices of inputs that the function may change; their new values are dropped
     """
     check_tensors(f"{name} must return a tensor, or a list or tuple of tensors", *like)
     handle = next(_handles)
@@ -122,7 +122,7 @@ def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
 
 
 def _version_counters(call: HostCall) -> dict[str, int]:
-    """Return the version counters of the model's tensors on the host, which each write increments."""
+    """Return, by name, the version counters of the model's tensors on the host; each write increments one."""
     with torch._C.DisableTorchFunctionSubclass():  # reading a marked tensor would copy weights to the host
         return {name: value._version for name, link in call.weights if (value := link()) is not None}
 
@@ -154,8 +154,9 @@ class HostFunction:
     """A function that runs on the host each time a graph that calls it runs.
 
     Args:
-        backward: `backward(gradients, inputs)`; None: autograd differentiates forward
-        writes:   positions of the inputs that forward changes in place
+        backward: `backward(gradients, inputs)` returns a gradient, or None, for each input; by default
+            autograd differentiates forward
+        writes:   indices of the inputs that forward changes in place
     """
 
     name: str
@@ -164,7 +165,8 @@ class HostFunction:
     writes: tuple[int, ...] = ()
 
     def __call__(self, inputs: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs, with the shapes and dtypes of `like`; copy new values into the inputs it writes."""
+        """Return the outputs of a host call, with the shapes and dtypes of `like`; copy the new values of the
+        inputs in `writes` into these inputs."""
         wrong = [position for position in self.writes if not 0 <= position < len(inputs)]
         if wrong:
             raise Error(f"{self.name} writes input {wrong[0]}, and has {len(inputs)} inputs")
@@ -176,7 +178,7 @@ class HostFunction:
 
 
 class _HostFunctionGradient(torch.autograd.Function):
-    """Autograd function of a HostFunction: a host call in forward, and one in backward."""
+    """The autograd function of a HostFunction: a host call in forward, and another in backward."""
 
     @staticmethod
     def forward(ctx: Any, op: HostFunction, like: Sequence[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -216,7 +218,7 @@ class _HostFunctionGradient(torch.autograd.Function):
 def _autograd_gradients(
     forward: Callable[..., Any], gradients: list[Tensor], inputs: list[Tensor], wanted: list[int]
 ) -> list[Tensor]:
-    """Return the gradients of forward's inputs at the positions `wanted`, by autograd."""
+    """Return the gradients of the inputs with indices `wanted`, by running `forward` again under autograd."""
     with torch.enable_grad():
         leaves = [value.requires_grad_(i in wanted) for i, value in enumerate(inputs)]
         pairs = zip(as_list(forward(*leaves)), gradients, strict=True)
@@ -236,11 +238,12 @@ class CPU:
 
         self.log = poptorch.CPU(self.count_zeros, "count")
 
-    The function returns a tensor, or a list or tuple of tensors, whose shapes and types depend only on those of its
-    inputs. Compilation calls it once, with fake tensors or zeros, for these shapes and types.
+    The function returns a tensor, or a list or tuple of tensors, whose shapes and dtypes depend only on those
+    of the inputs. Compilation calls it with fake tensors (if that fails, zeros) to find these; compilation
+    for training raises Error. `requires_grad` of a layer's parameters becomes False.
 
     Args:
-        writes: *Pando*: positions of the inputs that the layer changes in place, such as buffers of the model
+        writes: *Pando*: indices of the inputs that the layer changes in place, such as buffers of the model
     """
 
     def __init__(self, layer_to_call: Callable[..., Any], ID: str, writes: Sequence[int] = ()) -> None:
@@ -291,7 +294,7 @@ def registerCustomOp(
     backward: Callable[..., Any] | None = None,
     writes: Sequence[int] = (),
 ) -> None:
-    """Set what `custom_op(..., name, domain, version, ...)` computes.
+    """Set the implementation of `custom_op(..., name, domain, version, ...)`, in place of an earlier one.
 
     Both functions run on the host, on CPU tensors, each time the graph runs.
 
@@ -299,7 +302,7 @@ def registerCustomOp(
         forward:  `forward(*inputs, **attributes)` returns a tensor, or a list or tuple of tensors
         backward: `backward(gradients, inputs, **attributes)` returns a gradient, or None, for each input;
             by default forward is differentiated by autograd
-        writes:   positions of the inputs that forward changes in place; buffers keep the new value. A change
+        writes:   indices of the inputs that forward changes in place; buffers keep the new value. A change
             of any other input raises Error when the graph runs
     """
     _registered[name, domain, version] = HostFunction(
@@ -319,9 +322,10 @@ def custom_op(
 
     Args:
         example_outputs: tensors with the shapes and dtypes of the outputs
-        attributes: floats, integers, strings, or lists of one of these types; passed to the implementation by name
+        attributes: floats, integers, strings, or lists of one type; passed to the implementation by name
     Raises:
         Error: the operation has no implementation; outside a compiled model it returns zeros instead
+        ValueError: an attribute has another type
     """
     attributes = {} if attributes is None else attributes
     _check_attributes(attributes)

@@ -1,7 +1,7 @@
 """Implementations in torch, by name, of custom operations that public programs load from compiled libraries.
 
-They become part of the captured graph: autograd differentiates them, the engine draws their random numbers, and
-executables contain them. An operation of the same name registered by `registerCustomOp` takes precedence.
+They become part of the captured graph: autograd differentiates them, the engine draws their random numbers,
+and executables contain them. An operation of the same name registered by `registerCustomOp` takes precedence.
 """
 
 import inspect
@@ -62,7 +62,7 @@ class _Proxy(torch.autograd.Function):
 
 
 def autograd_proxy(value: Tensor, proxy: Tensor) -> Tensor:
-    """Return the first input, with a gradient for the second input only."""
+    """Return a copy of the first input, whose gradient goes to the second input only."""
     return _Proxy.apply(value, proxy)  # type: ignore[return-value]
 
 
@@ -82,8 +82,9 @@ def l2_distance(first: Tensor, second: Tensor) -> Tensor:
 def quantised(x: Tensor, exponent_bits: int, mantissa_bits: int, rounding: str) -> Tensor:
     """Return the values rounded to a smaller float format and clamped to its range; their dtype stays.
 
-    The format has subnormals, and no infinity: its largest value is 2^(2^(e-1)-1) · (2 - 2^-m), its smallest normal
-    value 2^(1-2^(e-1)). `rounding` is "nearest" (ties to even), or "stochastic" (expected error zero).
+    With e exponent and m mantissa bits the largest value is 2^(2^(e-1)-1) · (2 - 2^-m), the smallest normal
+    value 2^(1-2^(e-1)); there are subnormals, and no infinity. `rounding` is "nearest" (ties to even) or
+    "stochastic" (expected error zero).
     """
     bias = 2 ** (exponent_bits - 1)
     largest = 2.0 ** (bias - 1) * (2 - 2.0**-mantissa_bits)
@@ -113,7 +114,7 @@ def simulated_quant(
     fwd: int = 1,
     bwd: int = 0,
 ) -> Tensor:
-    """Return the values, rounded by `quantised` if `fwd`; gradients are rounded by it if `bwd`."""
+    """Return the values, rounded by `quantised` if `fwd` is set; gradients are rounded if `bwd` is set."""
     if rounding not in ("nearest", "stochastic"):
         raise Error(f'SimulatedQuant has rounding {rounding!r}\n  fix: rounding="nearest", or "stochastic"')
     return _Quantised.apply(x, fwd, bwd, exponent_bits, mantissa_bits, rounding)  # type: ignore[return-value]
@@ -134,7 +135,8 @@ KNOWN: dict[str, Callable[..., Tensor]] = {
 def computed_here(
     name: str, inputs: Sequence[Tensor], attributes: dict[str, Any], examples: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the output of an operation in `KNOWN`, with the example's shape and dtype; warn once per name.
+    """Return the output of an operation in `KNOWN`, in a list, with the example's shape and dtype. Log a
+    warning at the first use of each name.
 
     Raises:
         Error: inputs, attributes or an example that don't fit the operation

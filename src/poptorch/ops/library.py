@@ -1,7 +1,7 @@
 """Register operations as `torch.ops.poptorch.*`, of three kinds.
 
-A mark is an identity that stays in the captured graph under its name. A computed operation is opaque: the graph holds
-it, not the operations that it calls. A shorthand is transparent: the graph holds only the operations that it calls.
+A mark is an identity that stays in the captured graph under its name. A computed operation is opaque: the
+graph doesn't hold the operations that it calls. A shorthand is transparent: the graph holds only these.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,11 +20,11 @@ def register_mark(
     run: Callable[..., None] = lambda first, *settings: None,
     gradient: Callable[..., Tensor] = lambda gradient, *settings: gradient,
 ) -> None:
-    """Register an operation whose result is its first argument.
+    """Register a mark: an operation whose result is its first argument.
 
     Args:
         schema:   "name(Tensor input, <settings>) -> Tensor"
-        run:      called with the arguments each time the operation runs
+        run:      called with the arguments each time a compiled graph runs the operation
         gradient: called with (gradient, *settings), returns the gradient of the input
     """
     name = schema.partition("(")[0]
@@ -47,12 +47,12 @@ def register_mark(
 
 
 def _fake_like(first: Tensor, *settings: Any) -> Tensor:
-    """Return a new fake tensor: a view could not be changed in place, since a mark has its own backward."""
+    """Return a new fake tensor like `first`. (In-place operations refuse a view made by a custom backward.)"""
     return torch.empty_strided(first.size(), first.stride(), dtype=first.dtype, device=first.device)
 
 
 class _MarkFunction(torch.autograd.Function):
-    """Autograd function of a mark: the identity in forward, its registered gradient in backward."""
+    """The autograd function of a mark: the identity in forward, the registered gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, operation: Any, gradient: Any, first: Tensor, *settings: Any) -> Tensor:
@@ -66,9 +66,9 @@ class _MarkFunction(torch.autograd.Function):
 
 
 def register_computed(name: str, function: Callable[..., Any], pretend: Callable[..., Any]) -> None:
-    """Register a computed operation, without a gradient; its schema follows from the function's annotations.
+    """Register `function` as a computed operation, without a gradient; its annotations give the schema.
 
-    `pretend` is its implementation for fake tensors.
+    `pretend` is the implementation for fake tensors.
     """
     LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
@@ -76,18 +76,18 @@ def register_computed(name: str, function: Callable[..., Any], pretend: Callable
 
 
 def check_tensors(rule: str, *values: Any, error: type[Exception] = Error) -> None:
-    """Raise `error` unless all values are tensors; its message is `rule` and the types found."""
+    """Raise `error` unless all values are tensors; the message is `rule` and the types of other values."""
     wrong = [type(value).__name__ for value in values if not isinstance(value, Tensor)]
     if wrong:
         raise error(f"{rule}; found {', '.join(wrong)}")
 
 
 def listed(outputs: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> str:
-    """Return shapes and dtypes as text, "nothing" if there are none."""
+    """Return dtypes and shapes as text; "nothing" if there are none."""
     return ", ".join(f"{dtype} {shape}" for shape, dtype in outputs) or "nothing"
 
 
 def register_shorthand(schema: str, function: Callable[..., Any]) -> None:
-    """Register an operation that is replaced by the operations of `function`."""
+    """Register a shorthand: a call becomes the operations that `function` calls."""
     LIBRARY.define(schema)
     LIBRARY.impl(schema.partition("(")[0], function, "CompositeImplicitAutograd")

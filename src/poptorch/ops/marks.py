@@ -55,7 +55,7 @@ def nop(tensor: Tensor) -> Tensor:
 
 
 def recomputationCheckpoint(*tensors: Any) -> Any:
-    """Return the tensors unchanged; with recomputation they are stored, and not computed again in backward.
+    """Return the tensors unchanged, and mark them to be stored for backward instead of recomputed.
 
     Args:
         tensors: one tensor (returns a tensor), several (returns a tuple), or one list or tuple (returns
@@ -72,7 +72,7 @@ def recomputationCheckpoint(*tensors: Any) -> Any:
 
 
 def set_available_memory(tensor: Tensor, available_memory_proportion: float) -> Tensor:
-    """Return the tensor unchanged, and record the proportion in the graph. Without effect here.
+    """Return the tensor unchanged, and record the proportion in the graph. No other effect.
 
     Args:
         tensor: result of a matrix product or convolution
@@ -94,7 +94,7 @@ def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
 
 
 def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
-    """Return the tensors unchanged, as `set_overlap_for_input` does; the transfer is that to the host."""
+    """Return the tensors unchanged, as `set_overlap_for_input` does, but for their transfer to the host."""
     return _mark_tensors("set_overlap_for_output", output_tensors, mode)
 
 
@@ -129,26 +129,26 @@ class NameScope:
 
 
 def push_name_scope(name: str) -> None:
-    """Open a name scope."""
+    """Begin a name scope in the graph that is being captured; no effect outside capture."""
     capture = current()
     if capture is not None:
         capture.scopes.append(name)
 
 
 def pop_name_scope() -> None:
-    """Close the innermost name scope."""
+    """End the innermost name scope, if there is one."""
     capture = current()
     if capture is not None and capture.scopes:
         capture.scopes.pop()
 
 
 class Attribute:
-    """Context manager that adds attributes to operations: `attributes` of nodes in the compiled graph.
+    """Context manager that adds entries to the `attributes` of the graph's nodes recorded inside it.
 
         with poptorch.Attribute(__outline={"layer": "embedding"}):
             x = self.table(tokens)
 
-    Scopes nest; the end of a scope restores the values of the outer one.
+    Values are recorded as strings. Scopes nest; the end of a scope restores the outer scope's attributes.
     """
 
     def __init__(self, **attributes: dict[str, Any]) -> None:
@@ -170,7 +170,7 @@ class Attribute:
 
 
 def set_attribute(attribute: str, key: str, value: Any) -> None:
-    """Set one entry of an attribute for the operations that follow."""
+    """Set an entry of an attribute, as a string, for the operations captured next."""
     capture = current()
     if capture is not None:
         entries = {**capture.attributes.get(attribute, {}), key: str(value)}
@@ -178,7 +178,7 @@ def set_attribute(attribute: str, key: str, value: Any) -> None:
 
 
 def clear_attribute(attribute: str, key: str) -> None:
-    """Remove one entry of an attribute for the operations that follow."""
+    """Remove an entry of an attribute, if there is one, for the operations captured next."""
     capture = current()
     if capture is not None:
         entries = {k: v for k, v in capture.attributes.get(attribute, {}).items() if k != key}
@@ -187,12 +187,13 @@ def clear_attribute(attribute: str, key: str) -> None:
 
 
 class MultiConv:
-    """Context manager that records convolutions as a group, to run in parallel on an IPU. No effect here.
+    """Context manager that records convolutions as a group, to run in parallel on an IPU. No other effect.
 
         with poptorch.MultiConv().planType(poptorch.MultiConvPlanType.Parallel):
             a, b = self.left(x), self.right(y)
 
-    Each property is one value for all convolutions, a list with a value for each, or None for no value.
+    Setters return the object; None means no value, a list a value for each convolution. The end of the `with`
+    raises Error if there was no convolution, or a list has another length; nesting raises Error, too.
     """
 
     def __init__(self) -> None:

@@ -85,7 +85,7 @@ register_mark(
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The layout of a printed tensor, by the arguments of `ipu_print_tensor`."""
+    """A tensor with the settings of its printed layout, which are those of `ipu_print_tensor`."""
 
     tensor: Tensor
     summarise_threshold: int = 1000
@@ -112,7 +112,7 @@ class _Layout:
         return [indent + self.open_bracket, *itertools.chain(*inner), indent + self.close_bracket]
 
     def _row(self, values: list[str], indent: str) -> list[str]:
-        """Return the lines of an innermost row, broken after separators where it is too long."""
+        """Return the lines of an innermost row, broken after separators as `max_line_width` requires."""
         lines, line = [], indent + self.open_bracket
         for position, value in enumerate(values):
             item = value + (self.close_bracket if position == len(values) - 1 else self.separator)
@@ -124,7 +124,7 @@ class _Layout:
         return [*lines, line if values else line + self.close_bracket]
 
     def _formatter(self) -> Callable[[Any], str]:
-        """Return the function that writes an element."""
+        """Return a function that formats one element as text."""
         tensor, digits, kind = self.tensor, self.digits, self.float_format
         if not tensor.is_floating_point():
             return lambda value: str(int(value)) if isinstance(value, bool) else str(value)
@@ -138,7 +138,7 @@ class _Layout:
 
 
 def _shortest(value: float, tensor: Tensor) -> str:
-    """Return the number with the fewest digits that identify it in the tensor's dtype."""
+    """Return a number as text, with the fewest digits that identify it in the tensor's dtype."""
     if not math.isfinite(value):
         return str(value)
     candidates = (f"{value:.{digits}g}" for digits in range(1, 18))

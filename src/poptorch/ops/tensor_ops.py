@@ -21,8 +21,8 @@ def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int 
 
     Args:
         start: integer tensor with one element; a slice that exceeds the dimension raises an error at run time
-        size:  elements that the slice spans
-        step:  step between the elements that are returned
+        size:  number of elements that the slice spans, known at compile time
+        step:  distance between the elements that are returned
     """
     _check_slice("dynamic_slice", tensor, dim, start, size, step)
     return tensor.index_select(dim, _indexes(start, size, step, tensor))
@@ -33,7 +33,7 @@ def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: in
 
     Args:
         src:   has the dtype and shape of `input`, but `size` elements along `dim`
-        start: integer tensor with one element
+        start: integer tensor with one element, as in `dynamic_slice`
     """
     _check_slice("dynamic_update", input, dim, start, size)
     check_tensors("dynamic_update: src must be a tensor", src)
@@ -73,7 +73,7 @@ def serializedMatMul(
     factor: int = 0,
     keep_precision: bool = False,
 ) -> Tensor:
-    """Return `torch.matmul(lhs, rhs)`, computed in `factor` pieces to need less memory at a time.
+    """Return `torch.matmul(lhs, rhs)`; a compiled model computes it in `factor` pieces, to need less memory.
 
     Args:
         lhs, rhs: [..., rows, inner] and [..., inner, columns]
@@ -115,7 +115,7 @@ def _sum_of_products(lhs: Tensor, rhs: Tensor, factor: int, keep_precision: bool
 
 
 def fps(src: Tensor, ptr: list[int], ratio: float = 0.5, random_start: bool = False) -> Tensor:
-    """Return the indices of points sampled from each cloud, each as far as possible from those before it.
+    """Return the indices of points sampled from each cloud, each farthest from those already sampled.
 
     Args:
         src:   points of all clouds, [N, F]
@@ -190,7 +190,7 @@ def nearest(x: Tensor, y: Tensor, batch_x: Any = None, batch_y: Any = None) -> T
 
 
 def _clouds(name: str, value: Any, points: Tensor) -> Tensor:
-    """Return the cloud of each point as a tensor [N]."""
+    """Return the cloud number of each point, [N]. Raises Error for another shape, or an unsorted list."""
     is_sorted = not isinstance(value, (list, tuple)) or list(value) == sorted(value)
     numbers = torch.as_tensor(value, device=points.device)
     if not is_sorted or numbers.shape != points.shape[:1]:
