@@ -36,7 +36,7 @@ class Bucket:
 
 
 def buckets_of(plan: Plan, piece: int, state: State) -> list[Bucket]:
-    """Return the buckets of a piece's gradients, and make the sums in `state` views of their `flats`."""
+    """Return the buckets of piece number `piece`, and make `state.sums` views of the buckets' `flats`."""
     settings, writes = state.settings, plan.partition.pieces[piece].writes
     results = plan.partition.signature.results
     keys = {result.key for result in results if result.kind == "gradient" and result.name in writes}

@@ -1,8 +1,8 @@
 """One call of the engine: its inputs, its progress, its end, and its results.
 
 A turn is the index of a micro-batch in the call: iteration * accumulation + index within the weight update.
-The result of an output is concatenated in dimension 0 from the values that its output mode returns, one for
-each (turn, replica) in this order, slowest first.
+The result of an output is concatenated in dimension 0 from the values that its output mode returns: one for
+each (turn, replica), replicas fastest; with the modes "sum" and "final" one for each replica.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RETURNED = {torch.int64: torch.int32, torch.float64: torch.float32}
 
 
 class Rows:
-    """The values of an output or anchored weight that its mode returns, and the times of their copies.
+    """A buffer for the values of an output or anchored weight that its mode returns, and their copy times.
 
     Args:
         period: the n of mode "every_n"
@@ -49,7 +49,7 @@ class Rows:
         self.started, self.finished = [0.0] * copies, [0.0] * copies
 
     def put(self, turn: int, replica: int, value: Tensor) -> None:
-        """Store one micro-batch's value in its row (mode "sum": add it), unless the mode leaves it out."""
+        """Copy one micro-batch's value to its row (mode "sum": add it), unless the mode leaves it out."""
         counts, row = self._counts, replica
         iteration, micro_batch = divmod(turn, counts.accumulation)
         if self._mode == "final":
@@ -68,7 +68,7 @@ class Rows:
 
     @property
     def joined(self) -> Tensor:
-        """All values, concatenated on the CPU: [copies * d0, ...]. 0-d values: [copies]; one alone is 0-d."""
+        """All values on the CPU, `_narrowed`: [copies * d0, ...]. 0-d values: [copies]; if one, 0-d."""
         values = _narrowed(self.values.cpu())
         if values.dim() == 1:
             return values.reshape(()) if len(values) == 1 else values
@@ -76,7 +76,7 @@ class Rows:
 
 
 def _narrowed(values: Tensor) -> Tensor:
-    """Return 64-bit values as 32-bit values; unchanged, with a warning, if one is too large for 32 bits."""
+    """Return int64 and float64 values as 32-bit values; unchanged, with a warning, if one is too large."""
     narrow = _RETURNED.get(values.dtype)
     if narrow is None:
         return values
@@ -179,23 +179,23 @@ class EngineCall:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the call is to stop now. False while a committed step runs, also after `stop`."""
+        """Whether no further task should run: `stop` was called, and no committed step is running."""
         return self._is_stopped and not self.is_committed
 
     def stop(self) -> None:
-        """Request the call to stop: before its next updates, or after the step that is committed already."""
+        """Request the call to stop: before its next updates, or after a step that is committed already."""
         with self._lock:
             self._is_stopped = True
 
     def commit(self) -> None:
-        """Mark the running step as committed: no interrupt stops it. Raises Stopped if one came before."""
+        """Mark the running step as committed: no interrupt stops it. Raises Stopped after `stop`."""
         with self._lock:
             if self._is_stopped and not self.is_committed:
                 raise Stopped
             self.is_committed = True
 
     def finish_step(self) -> None:
-        """Count a finished step. Raises Stopped if the call was stopped meanwhile and steps are left."""
+        """Count a finished step. Raises Stopped if `stop` was called and steps are left."""
         with self._lock:
             self.done += 1
             self.is_committed = False

@@ -2,8 +2,8 @@
 
 `torch.accelerator` is CUDA, ROCm or XPU, whichever this torch is built for. All ipus of all replicas are on
 its current device. One thread starts all work, on the device's default stream: kernels and transfers run in
-the order in which they were started, and no event is needed. The host waits only in `synchronize`, and where it
-reads a value.
+the order in which they were started, and no event is needed. The host waits only in `synchronize`, and
+where it reads a value.
 
 MKL and oneDNN choose kernels by the alignment of their inputs, so the bits of a result depend on it. All
 tensors that pieces receive begin at a multiple of 64 bytes, as torch's own allocations do: so the bits of a
@@ -57,10 +57,10 @@ def check(kind: DeviceKind, processes: int = 1) -> None:
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Make glibc keep the memory that tensors free, up to 2 GB, unless a variable of the environment sets its limits.
+    """Make glibc keep the memory that tensors free, up to 2 GB, if no environment variable sets its limits.
 
-    By default it returns large blocks to the kernel, which clears each page again when the next micro-batch allocates
-    its gradients: a tenth of a step of ResNet-18. Other C libraries are left as they are.
+    By default glibc returns large blocks to the kernel, which clears each page again when the next
+    micro-batch allocates its gradients: a tenth of a step of ResNet-18. No effect with other C libraries.
     """
     libc = ctypes.CDLL(None)
     names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
@@ -83,12 +83,13 @@ def cores(kind: DeviceKind) -> int:
 
 
 def running(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which an accelerator is this thread's current device; no effect for a CPU."""
+    """Return a context in which an accelerator is this thread's current device; no effect for others."""
     return nullcontext() if device.type in WITHOUT_QUEUE else torch.accelerator.device_index(device.index)
 
 
 def pinned(value: Tensor, device: torch.device) -> Tensor:
-    """Return a pinned copy of a CPU tensor, for `upload` to an accelerator; other tensors unchanged."""
+    """Return a copy of a CPU tensor in pinned memory, for `upload` to an accelerator. The tensor itself is
+    returned if `device` is the CPU, or if the tensor is empty, pinned, or not on the CPU."""
     if device.type == "cpu" or not value.is_cpu or value.is_pinned() or not value.numel():
         return value
     return value.pin_memory()
@@ -123,7 +124,7 @@ BYTES = 64
 
 
 def aligned(batch: Tensor) -> Tensor:
-    """Return a batch whose micro-batches begin at multiples of 64 bytes: itself, or a copy with padding.
+    """Return the batch if its micro-batches begin at multiples of 64 bytes, else a copy with padding.
 
     Args: batch: [turns, groups, micro-batch, ...]
     """
@@ -140,5 +141,5 @@ def aligned(batch: Tensor) -> Tensor:
 
 
 def with_aligned_start(value: Tensor) -> Tensor:
-    """Return the tensor; if it is on the CPU and isn't aligned to 64 bytes, a copy that is."""
+    """Return the tensor; of a CPU tensor that does not begin at a multiple of 64 bytes, an aligned copy."""
     return value.clone() if value.is_cpu and value.data_ptr() % BYTES else value

@@ -41,7 +41,7 @@ _OVERFLOW = (
 
 
 class Engine:
-    """A plan that is loaded: its tensors, and the threads that run its calls.
+    """A loaded plan: its tensors, and the threads that run its calls.
 
     Args:
         weights: parameters and buffers by canonical name; they are copied
@@ -108,15 +108,15 @@ class Engine:
     # ---- running -----------------------------------------------------------------------------------------
 
     def run(self, inputs: Sequence[Tensor], hyper: Hyper | None, recorder: Recorder | None = None) -> Results:
-        """Run one call: all device iterations.
+        """Run one call, all device iterations, and return its results. Warns once of overflowing gradients.
 
         Args:
             inputs: combined batches, each [iterations * accumulation * groups * micro-batch, ...]
             hyper:  the rates of its weight updates (None in inference)
         Raises:
-            Error: a task failed. Weights, buffers and optimizer state are those of the last finished update;
-                `updates_done` updates of this call are finished
-            UnrecoverableError: an update failed halfway; the weights are lost
+            Error: a task or a peer failed. Weights, buffers and optimizer state are those of the last
+                finished update; `updates_done` updates of this call are finished
+            UnrecoverableError: an update failed halfway (the weights are lost), or a peer has ended
         """
         with self._turn:
             self._is_running = True
@@ -127,7 +127,7 @@ class Engine:
 
     @property
     def state(self) -> State:
-        """The weights, buffers and optimizer state, after the end of a call that a second interrupt left running."""
+        """The weights, buffers and optimizer state. A call that an interrupt left running is ended first."""
         if self._latest is not None and self._turn.acquire(blocking=False):
             try:
                 if not self._is_running:  # True for a signal handler that reads while this thread's call runs
@@ -171,7 +171,7 @@ class Engine:
         return call.results
 
     def _by_micro_batch(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return batches as [turns, groups, micro-batch, ...], `aligned` or `pinned`."""
+        """Return batches as [turns, groups, micro-batch, ...], `aligned` or (accelerator) `pinned`."""
         counts, device = self.settings.counts, self._state.device
         found = []
         for value in inputs:
@@ -197,7 +197,8 @@ class Engine:
         return facts
 
     def _await_idle(self) -> None:
-        """Wait until no call runs. If one still runs because its caller was interrupted, stop it first."""
+        """Wait until no call runs. If an interrupt left a call running, first stop it and wake the peers. If
+        its last update failed halfway, mark the weights as lost."""
         call = self._latest
         if call is None:
             return
@@ -220,7 +221,7 @@ class Engine:
         self._latest = None
 
     def _mark_lost(self, call: EngineCall) -> None:
-        """Mark the weights as lost, because an update failed halfway: their next use raises `state.lost`."""
+        """Mark the weights as lost because an update failed halfway: this call and later ones fail."""
         self._state.lost = UnrecoverableError(
             f"the weights are lost: some are those after {call.name}, and some those before"
             f" ({type(call.failure).__name__}: {call.failure})\n"
@@ -237,7 +238,7 @@ class Engine:
     def read_whole_optimizer(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of the whole optimizer state by parameter, with the shards of all processes.
 
-        Waits for the peers, which send their shards when they read too, at their next call, or at their end.
+        If sharded, waits for the peers, which send their shards when they read too, call next, or end.
 
         Raises:
             Error: another process has ended, or has freed its shard
@@ -250,12 +251,12 @@ class Engine:
         return {key: whole[key] for key in dict.fromkeys(self._state.trained) if key in whole}
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy parameters and buffers into every replica, all or none. Processes compare them at their next call."""
+        """Copy weights and buffers into every replica, all or none. Processes compare them at the next call."""
         self._state.write([weights] * self.settings.counts.replicas)
         self._unconfirmed = {key for key in weights if key in self._state.trained}
 
     def average_buffers(self) -> None:
-        """Average the floating point buffers that forward changes, over the replicas of all processes.
+        """Average the floating point buffers that forward changes over all replicas of all processes.
 
         The means have the same bits in every layout of replicas and processes.
         """
@@ -282,6 +283,6 @@ class Engine:
 
 
 def threads_inside(plan: Plan, settings: Settings, cores: int) -> int:
-    """Return the threads per operation: the cores per micro-batch and replica of a step, at least 1. This
+    """Return the threads per operation: cores // (micro-batches · replicas) of a step, at least 1. This
     depends on the counts, not on the stages, so that all layouts give the bits of plain PyTorch."""
     return max(1, cores // (plan.micro_batches * settings.counts.replicas))

@@ -69,7 +69,7 @@ class Sample:
 def measure(
     partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], rounds: int = 3
 ) -> list[float]:
-    """Return the seconds of each piece in one thread: the fastest of `rounds` runs; as `sample_of`."""
+    """Return the seconds of each piece in one thread, the fastest of `rounds` runs. Args: see `sample_of`"""
     sample = sample_of(partition, weights, inputs)
     times = with_threads(1, lambda: [sample.seconds() for _ in range(rounds)])
     return [min(of_piece) for of_piece in zip(*times, strict=True)]
@@ -78,11 +78,11 @@ def measure(
 def speedups(
     first: Callable[[int], float], second: Callable[[int], float], alone: float, rounds: int = 7
 ) -> Factor:
-    """Return the range of the speedup of `second` over `first`, measured in alternating rounds.
+    """Return the range of the speedup of `second` over `first`, in at most `rounds` alternating rounds.
 
     Args:
         first, second: run their work the given number of times, and return the seconds
-        alone:         estimated seconds of running it once
+        alone:         estimated seconds of `first(1)`
     """
     count, began, found = max(1, round(_ROUND / alone)), perf_counter(), []
     first(1)

@@ -107,14 +107,14 @@ class StepTasks:
         self.first = [number for number, needs in enumerate(before) if not needs]
 
     def _key(self, task: BoundTask) -> tuple[int, ...]:
-        """Return a sort key: sums first (they free memory, and tasks wait for them), the rest depth first."""
+        """Return a sort key: sums first (they free memory), then by micro-batch and row, then other rows."""
         row = self._plan.tasks[task.row]
         if row.index != "micro_batch":
             return (self._plan.micro_batches, task.row, task.index, task.replica)
         return (-1 if row.kind == "sum" else task.index, task.row, task.index, task.replica)
 
     def _bounded(self, rows: RowFunctions, cores: int) -> list[list[After]]:
-        """Return the rows that each row waits for, including the order's bound on micro-batches in flight."""
+        """Return, by row, the rows it waits for, including the order's bound on micro-batches in flight."""
         plan = self._plan
         found = [list(task.after) for task in plan.tasks]
         # All processes must gather values of micro-batches in the same order.
@@ -180,20 +180,20 @@ class ReadyQueue:
     # ---- calls -----------------------------------------------------------------------------------------------
 
     def start(self, call: EngineCall, recorder: Recorder | None) -> None:
-        """Start a call, and return at once. The previous call must have ended."""
+        """Start a call, and return without waiting for it. The previous call must have ended."""
         self._recorder = recorder
         if self._inside > 1:
             end_openmp_threads()
         self._inbox.put(call)
 
     def wait_until_idle(self) -> None:
-        """Wait until all calls that were started have ended. (An interrupted caller may not have started its call.)"""
+        """Wait until all started calls have ended. (An interrupted caller may not have started its call.)"""
         answers: SimpleQueue[None] = SimpleQueue()
         self._inbox.put(answers)
         answers.get()
 
     def close(self) -> None:
-        """End the threads, and wait for each of them (at most `_PATIENCE` seconds).
+        """End the threads, and wait at most `_PATIENCE` seconds for each of them.
 
         A thread that frees the last tensors while Python finalizes would abort the process.
         """
@@ -207,7 +207,7 @@ class ReadyQueue:
                 thread.join(_PATIENCE)
 
     def _serve(self) -> None:
-        """Run the calls of the inbox one after another, as the thread of core 0."""
+        """Run the calls of the inbox one after another, in the thread of core 0, until `close`."""
         while (call := self._inbox.get()) is not None:
             if not isinstance(call, EngineCall):
                 call.put(None)
@@ -238,7 +238,7 @@ class ReadyQueue:
             call.finish_step()
 
     def _step(self) -> None:
-        """Run the tasks of a step. With a recorder each ipu runs one task at a time, as devices do."""
+        """Run the tasks of a step; raise the first error. With a recorder an ipu runs one task at a time."""
         cores = 0 if self._recorder is not None else self._threads
         if cores not in self._tables:
             self._tables[cores] = StepTasks(self._rows, cores)
@@ -283,7 +283,7 @@ class ReadyQueue:
     def _next(self, is_over: Callable[[], bool], core: int, done: int | None) -> int | None:
         """Mark the task `done` as finished, wait for a ready task and return its number; None if `is_over`.
 
-        One lock for both: no other core takes a task that reads what `done` has left in this core's cache.
+        Both under one lock: no other core takes a task that reads what `done` has left in this core's cache.
         """
         with self._changed:
             if done is not None:
@@ -306,6 +306,7 @@ class ReadyQueue:
             return number
 
     def _finish(self, number: int) -> None:
+        """Decrement the counters of the tasks that wait for a task, and put the tasks that are ready now."""
         self._running -= 1
         self._left -= 1
         for follower in self._tasks.followers[number] if self._failure is None else ():
@@ -323,7 +324,7 @@ class ReadyQueue:
             heappush(self._ready, number)
 
     def _decide_sharing(self, seconds: float) -> None:
-        """Add the seconds of one of the first tasks. Once the sum is large enough, other cores take tasks too."""
+        """Let other cores take tasks too, if the first tasks after a warm-up take long enough."""
         self._measured_count += 1
         if self._measured_count > JUDGED:
             self._spent += seconds

@@ -29,7 +29,7 @@ _Memory = tuple[int, int] | int  # a storage; for the user's inputs (micro-batch
 
 
 class Meter:
-    """The tensors that an ipu of replica 0 holds, as if it had its own memory. Times are in instructions."""
+    """The tensors that an ipu of replica 0 holds, as if it had its own memory. Times: instruction indices."""
 
     def __init__(self, rows: RowFunctions, ipu: int) -> None:
         self._rows, self._ipu = rows, ipu
@@ -42,7 +42,7 @@ class Meter:
         self._state = self._state_storages()
 
     def before(self, task: Task, micro_batch: int, first: int) -> None:
-        """Note that memory is taken for what a row loads (inputs) and receives (values from other ipus).
+        """Record the tensors that a row loads (inputs) and receives (from other ipus), before the row runs.
 
         Args:
             first: index of the row's first instruction
@@ -57,7 +57,7 @@ class Meter:
                 self._note_made(instruction.names, values, micro_batch, index)
 
     def after(self, task: Task, micro_batch: int, first: int) -> None:
-        """Record the values that a row has made and freed."""
+        """Record the tensors that a row has made and freed, after the row has run."""
         frame = self._rows.frames[0].get(micro_batch, {})
         for index, instruction in enumerate(task.instructions, first):
             if instruction.kind == "compute":
@@ -133,7 +133,7 @@ def _append_bounded(kept: list[Any], entry: Any, most: int) -> None:
 
 @dataclass
 class Detail:
-    """The detailed record of one step of replica 0: the tensors of each ipu, and the times of each operation."""
+    """The detailed record of one step of replica 0: each ipu's tensors, and the times of each operation."""
 
     call: int
     step: int
@@ -158,7 +158,7 @@ class Detail:
 
 
 class Recorder:
-    """The measurements of all calls that it was passed to.
+    """The measurements of all calls that this recorder was passed to.
 
     Args:
         budget: number of instructions to store, over all ipus and replicas. At least two steps are stored;
@@ -205,7 +205,7 @@ class Recorder:
     # ---- the queue's side --------------------------------------------------------------------------------
 
     def begin_step(self, rows: RowFunctions) -> None:
-        """Prepare for the tasks of a step."""
+        """Prepare to record a step. The first steps run pieces with clocks in replica 0 (eager)."""
         plan, replicas = rows.plan, range(rows.settings.counts.replicas)
         _, number = rows.state.random_state  # of the step, over all calls
         if self._rows is None or self._rows.plan is not plan:
@@ -238,7 +238,7 @@ class Recorder:
                     self._note(task, self._first_instruction[row, -1], replica, now, now, -1, 0)
 
     def end_step(self, is_finished: bool) -> None:
-        """Store the times of the step; if it failed (`is_finished` False), only in `broken`."""
+        """Store the times of the step (if it failed, only in `broken`); restore pieces without clocks."""
         assert self._rows is not None
         self._rows.codes[0][:] = self._codes_without_clocks
         if not is_finished:
@@ -248,7 +248,7 @@ class Recorder:
         _append_bounded(self.kept, self._times, self._most_steps)
 
     def perform(self, row: int, index: int, replica: int, work: Callable[[int], None], core: int) -> None:
-        """Run a task and record its times. Waits for the device, so that the times include its work."""
+        """Run a task, wait for the device's work, and record the times. Tasks of no program are only run."""
         assert self._rows is not None
         task = self._rows.plan.tasks[row]
         first = self._first_instruction.get((row, index if task.index == "micro_batch" else -1))
@@ -274,7 +274,7 @@ class Recorder:
     def _note(
         self, task: Task, first: int, replica: int, begin: int, end: int, core: int, computed: int
     ) -> None:
-        """Store the times of a row's instructions: all time for its main instruction, none for the others."""
+        """Store the times of a row's instructions: all for its computation or update, none for others."""
         times, moment = self._times[replica, task.ipu], begin
         main = next((i for i, x in enumerate(task.instructions) if x.kind in _WORK), None)
         for number in range(len(task.instructions)):

@@ -1,7 +1,7 @@
 """The functions of a plan's rows: each is bound to the tensors of a replica, and takes the row's index.
 
 The values of a micro-batch are in a frame (a dict for each replica and micro-batch), from the row that makes
-them to the last that reads them. All ipus share it without copies, because pieces have no side effects.
+them to the last that reads them. All ipus share a frame without copies, because pieces have no side effects.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RowFunctions:
         self.call = self.updates.call = call
 
     def begin_step(self) -> None:
-        """Start a step: set its loss scale, and copy the weights that anchors want before it to the results."""
+        """Begin a step: set its loss scale; copy weights to the results for anchors of the source "weight"."""
         self.state.begin_step()
         self._copy_anchors("weight")
         if self.call.hyper is not None:
@@ -103,7 +103,7 @@ class RowFunctions:
             self.state.hold_step()
 
     def wake_peers(self, error: BaseException) -> None:
-        """Close the connections after an error here, which wakes peers. (Errors from peers are ignored.)"""
+        """Close the connections after an error, which wakes peers; ignore Stopped, and errors from peers."""
         if self._group is not None and not isinstance(error, (PeerFailed, PeerLost, Stopped)):
             self._group.abort(f"failed at {self.call.name}: {error}")
 
@@ -132,12 +132,13 @@ class RowFunctions:
         return self.call.inputs[key][self._turn(micro_batch), self.settings.counts.group_of(replica)]
 
     def _turn(self, micro_batch: int) -> int:
-        """Return the index in the call of a step's micro-batch. (In inference a step is a call.)"""
+        """Return the call's index of a micro-batch of the running step. (In inference a step is a call.)"""
         return self.call.done * self.plan.micro_batches + micro_batch
 
     # ---- forward and backward --------------------------------------------------------------------------------
 
     def _computing(self, row: int, replica: int) -> Work:
+        """Return the function that loads inputs, runs a row's piece, stores outputs, and frees values."""
         task, partition = self.plan.tasks[row], self.plan.partition
         piece, number = partition.pieces[task.piece], task.piece
         frames, codes, prepared = self.frames[replica], self.codes[replica], self._prepared[replica]
@@ -209,7 +210,7 @@ class RowFunctions:
         return [(place(name), name) for name in partition.pieces[number].reads]
 
     def _run_error(self, error: Exception, task: ir.Task, micro_batch: int, replica: int) -> Error:
-        """Return the error for a piece that failed: its place, its cause, and which weights the call leaves."""
+        """Return the error for a failed piece: stage, ipu, user's line, cause, and which weights remain."""
         piece, call = self.plan.partition.pieces[task.piece], self.call
         left = "the weights are as they were before the call"
         if call.hyper is not None and call.done:
@@ -237,7 +238,7 @@ class RowFunctions:
             results.put(position, turn, replica, value)
 
     def _summing(self, row: int, replica: int) -> Work:
-        """Return the function that adds gradients to their sums, and outputs of mode "sum" to the results."""
+        """Return the function that adds gradients to their sums or means, and outputs to the results."""
         task, frames, sums = self.plan.tasks[row], self.frames[replica], self.state.sums[replica]
         added, stores, frees = _pairs(task, "accumulate"), _pairs(task, "store"), task.frees
         part = self.settings.part
@@ -261,8 +262,9 @@ class RowFunctions:
     def _begin_sums(
         self, added: Sequence[tuple[str, str]], frame: dict[str, Tensor], replica: int, frees: Iterable[str]
     ) -> None:
-        """Start the gradient sums of a step with its first gradients. A gradient that nothing else references
-        becomes the sum without a copy, which would cost memory, and up to a fifth of an update's time."""
+        """Start the gradient sums of a step with its first gradients. A gradient with the sum's form, which
+        nothing else references, becomes the sum without a copy, which would cost memory, and up to a fifth of
+        an update's time."""
         sums, optimizer = self.state.sums[replica], self.settings.optimizer
         assert optimizer is not None or not added
         for name, key in added:
@@ -280,8 +282,8 @@ class RowFunctions:
     # ---- gathering -------------------------------------------------------------------------------------------
 
     def _gathering(self, row: int, replica: int) -> Work:
-        """Return the function that stacks the values of a group's replicas: [replicas, ...]. It does nothing
-        unless the replica is the group's first in this process."""
+        """Return the function that stacks the values of a group's replicas, [replicas, ...], into the frame
+        of each. It does nothing unless `replica` is the group's first in this process."""
         task, counts = self.plan.tasks[row], self.settings.counts
         line = self.plan.partition.pieces[task.piece].lines[0]
         value, size = line.arguments[0].name, line.arguments[1]
@@ -340,7 +342,7 @@ _ALONE = _references_of_a_frame()
 
 
 class Prepared:
-    """The values of one replica that are made of weights once per step, such as casts. Thread-safe."""
+    """The values of one replica that are computed from weights once per step, such as casts. Thread-safe."""
 
     def __init__(self, plan: ir.Plan, state: State, replica: int) -> None:
         makers, pieces = plan.partition.prepared, plan.partition.pieces
@@ -353,7 +355,8 @@ class Prepared:
         self._lock = threading.Lock()
 
     def take(self, piece: int) -> dict[str, Tensor]:
-        """Return the prepared values that a piece reads. Call it once per micro-batch: it counts calls."""
+        """Return the prepared values that a piece reads; compute missing ones, and drop each at its last use.
+        Call it once per piece and micro-batch, because it counts the uses."""
         names = self._names[piece]
         if not names:
             return {}

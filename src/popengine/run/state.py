@@ -6,7 +6,7 @@ all are in one memory. Updates write in place. The attributes of `State`:
     values[replica]      parameters, buffers, constants and the loss scale, by slot
     new_buffers[replica] new values of the buffers that forward changes; `values` gets them when the step ends
     sums[replica]        gradient sums of the running step, by parameter
-    optimizer[unit]      optimizer state of a parameter. A unit is a parameter of a group of replicas.
+    optimizer[unit]      optimizer state of a parameter, for each group of replicas that share the parameter
     owner[key]           if processes shard the optimizer state: the process that has a parameter's state
 """
 
@@ -32,7 +32,7 @@ WEIGHTS = ("parameter", "buffer")  # roles of the slots that the host reads and 
 
 
 class Unit(NamedTuple):
-    """A parameter in the local replicas that have the same value of it; `replica` is the first of these."""
+    """A parameter in the local replicas that share one tensor for it; `replica` is the first of these."""
 
     key: str
     replica: int
@@ -114,13 +114,16 @@ class State:
         devices.synchronize(device)
 
     def _first_value(self, slot: Slot) -> Tensor:
-        """Return the value of a constant, or the first one of the loss scale."""
+        """Return the value of a constant on the device, aligned; of any other slot (the loss scale), ones."""
         if slot.role == "constant":
             return with_aligned_start(self.plan.partition.signature.constants[slot.key].to(self.device))
         return torch.ones(slot.shape, dtype=slot.dtype, device=self.device)
 
     def _owners(self) -> dict[str, int]:
-        """Return the owner of each sharded parameter; per ipu, all processes own about as many elements."""
+        """Return the owner process of each sharded parameter; {} if the optimizer state is not sharded.
+
+        Per ipu all processes own about as many elements. Small parameters, and parameters with replica
+        groups, are not sharded."""
         counts, optimizer = self.settings.counts, self.settings.optimizer
         least = self.settings.shard_optimizer
         if least is None or optimizer is None or counts.instances == 1:
@@ -138,7 +141,7 @@ class State:
     def take_over(self, other: State) -> None:
         """Share the weights, buffers, optimizer state and random state of another plan; nothing is copied.
 
-        Replicas that the other plan does not have keep their tensors, or share those of its last replica.
+        Replicas beyond the other plan's keep their tensors; missing tensors are those of its last replica.
         """
         for replica, values in enumerate(self.values):
             theirs = other.values[min(replica, len(other.values) - 1)]
@@ -156,11 +159,11 @@ class State:
         return self.values[unit.replica][self.slot_of[unit.key]]
 
     def is_kept_here(self, key: str) -> bool:
-        """Return whether this process has the optimizer state of a parameter."""
+        """Return whether this process has the optimizer state of a parameter (True unless a peer owns it)."""
         return self.owner.get(key, self.settings.counts.instance) == self.settings.counts.instance
 
     def begin_step(self) -> None:
-        """Start a step; if another plan has begun it, with that plan's gradient sums and new buffers."""
+        """Reset the new buffers, or take over buffers and gradient sums of a plan that began the step."""
         self._begin_buffers()
         if self._held is None:
             return
@@ -184,7 +187,7 @@ class State:
         self._held = dict(self.sums[0]), buffers
 
     def end_step(self) -> None:
-        """Finish the step: its new buffers become the values, and the count of updates grows by 1."""
+        """Finish the step: its new buffers become the values, and the step count in `random_state` grows."""
         for values, new in zip(self.values, self.new_buffers, strict=True):
             values.update(new)
         seed, step = self.random_state
@@ -192,7 +195,7 @@ class State:
         self.host_is_stale = self.host_is_stale or self.settings.training
 
     def set_loss_scale(self, scale: float) -> None:
-        """Set the value by which pieces multiply the loss, if it has changed."""
+        """Set the value by which pieces multiply the loss; no effect if the plan has no loss scale."""
         name = next((slot.name for slot in self._slots.values() if slot.role == "loss_scale"), None)
         if name is not None and scale != self._loss_scale:
             value = torch.full_like(self.values[0][name], scale)
@@ -203,12 +206,12 @@ class State:
     # ---- the host's side -----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise the stored error, if the weights are lost."""
+        """Raise the error `lost` if the weights are lost."""
         if self.lost is not None:
             raise self.lost
 
     def write(self, weights: Sequence[Mapping[str, Tensor]]) -> None:
-        """Copy `weights[replica]` to each replica's parameters and buffers, all or none; others stay."""
+        """Copy `weights[replica]` to the parameters and buffers of each replica, all or none."""
         after: list[dict[str, Tensor]] = []
         with torch.no_grad(), devices.running(self.device):
             for replica, before in enumerate(self.values):
@@ -229,11 +232,10 @@ class State:
         self.values = after  # one assignment: an interrupt changes all weights or none
 
     def read(self) -> dict[str, Tensor]:
-        """Return replica 0's parameters and buffers by canonical name; with replica groups, one row per
-        group.
+        """Return replica 0's parameters and buffers by canonical name (with replica groups: a row per group).
 
-        On the CPU they are not copies: copy what you keep, and hold `weights_lock` meanwhile if another thread
-        may run a call. Raises Error if the weights are lost."""
+        On the CPU these are the tensors that updates change, not copies: hold `weights_lock` while you copy
+        them if another thread may run a call. Raises Error if the weights are lost."""
         self.check()
         return {
             slot.key: self._host_value(
@@ -265,7 +267,9 @@ class State:
     def write_optimizer(
         self, states: Mapping[str, Mapping[str, Tensor]], loss_factor: float | None = None
     ) -> None:
-        """Copy optimizer state into every replica, all or none; states that are not given are unchanged."""
+        """Copy optimizer state into every replica, all or none, and set the loss factor if it is not None.
+
+        States that are not given are unchanged; parameters without state in this process are ignored."""
         with devices.running(self.device):
             written = {
                 unit: {**state, **self._written_state(unit, state, states.get(unit.key, {}))}
@@ -289,7 +293,7 @@ class State:
         return found
 
     def _host_replicas(self, key: str) -> tuple[int, ...]:
-        """Return the replicas whose values of a parameter the host receives."""
+        """Return the replicas whose values of a parameter the host receives: 0, or one per replica group."""
         groups = self.settings.replica_groups.get(key)
         return (0,) if groups is None else groups.rows
 
@@ -306,7 +310,7 @@ class State:
     # ---- what a profile shows --------------------------------------------------------------------------------
 
     def memory(self, replica: int, ipu: int) -> Memory:
-        """Return the bytes that an ipu of a replica holds from step to step, as if it had its own memory."""
+        """Return the bytes of weights, gradient sums and states of an ipu, as if it had its own memory."""
         optimizer = self.settings.optimizer
         parameters = others = gradients = states = 0
         for name in self.plan.held(ipu):

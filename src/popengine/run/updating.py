@@ -3,17 +3,17 @@
     exchange   all-reduce a bucket of gradient sums over the replicas of all processes
     norm       if the first update needs them: the norm of each gradient, and whether it is finite
     begin      compute the loss scale and the clipping factor; commit the step: it now runs to its end
-    measure    if the rule needs norms (LAMB, LARS): compute the steps, their norms and those of the weights
+    measure    if the rule needs norms (LAMB, LARS): compute the steps, and the norms of steps and weights
     trust      compute the trust ratios from these norms
     update     chunk by chunk: add up replicas, divide, clip, apply the rule
     share      send updated weights to the other processes, if they shard the optimizer state
     end        finish the step
 
-All sums are in a fixed order, so that every layout and every run gives the same bits. A new operation between the
-averaging of gradients and their clipping belongs in `_reduce_and_measure` (of a whole gradient) or `_prepare` (element
-by element). Random numbers: a draw of a piece has the key (seed, step, micro-batch, replica) and its number
-in the model; stochastic rounding has the key (seed, step) and the number of the parameter's slot. Another
-draw has to use the key (seed, step) and numbers from `len(slots)` on.
+All sums are in a fixed order, so that every layout and run gives the same bits. A new operation between the
+averaging of gradients and their clipping belongs in `_reduce_and_measure` (of a whole gradient) or `_prepare`
+(element by element). Random numbers: a draw of a piece has the key (seed, step, micro-batch, replica) and its
+number in the model; stochastic rounding has the key (seed, step) and the number of the parameter's slot.
+Another draw has to use the key (seed, step) and numbers from `len(slots)` on.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ class Updates:
         return self.call.results.loss_scale
 
     def _divisor(self) -> float:
+        """Return the loss scale; times the micro-batches of all replicas, if the reduction is "mean"."""
         if self.settings.reduction == "mean":
             part, counts = self.settings.part, self.settings.counts
             micro_batches = part.before + part.weight * counts.accumulation
@@ -115,7 +116,7 @@ class Updates:
         return self._loss_scale
 
     def _exchange(self, row: int, _: int) -> None:
-        """All-reduce a row's buckets over processes (reduce-scatter if sharded), into their first `flats`."""
+        """All-reduce (if sharded: reduce-scatter) a row's buckets over processes, into `flats[0]`."""
         for bucket in self.buckets[row]:
             self._divide_means(bucket.flats)
             if bucket.cuts is None:
@@ -124,12 +125,12 @@ class Updates:
                 self._processes.reduce_scatter(bucket.flats, bucket.cuts)
 
     def _divide_means(self, sums: Sequence[Tensor]) -> None:
-        """If the sums are running means, divide them by the number of replicas, against overflow."""
+        """Divide running means by the number of all replicas, against overflow; leave sums unchanged."""
         if self.settings.reduction == "running":
             divide_(sums, self.settings.counts.global_replicas)
 
     def _reduce(self, parts: Sequence[Part]) -> None:
-        """Add the sums of other replicas (`others`) to the parts' gradients, as a binary tree, and divide them."""
+        """Add `others` to the parts' gradients as a binary tree, in place; divide them by `_divisor`."""
         for others in {len(part.others) for part in parts} - {0}:
             rows = [(part.gradient, *part.others) for part in parts if len(part.others) == others]
             replicas = [list(sums) for sums in zip(*rows, strict=True)]
@@ -139,7 +140,8 @@ class Updates:
         divide_([part.gradient for part in parts], self._divisor())
 
     def _reduce_and_measure(self, index: int) -> None:
-        """Reduce and divide a gradient; store its norm and `count` if needed. Skip it if a peer owns it."""
+        """Reduce and divide a gradient, in place; store its norm (for clipping) and `count` (for the loss
+        scale), if needed. No effect if a peer owns the parameter's optimizer state."""
         unit = self.state.units[index]
         if not self.state.is_kept_here(unit.key):
             return
@@ -153,7 +155,7 @@ class Updates:
     def _sums(self, unit: Unit) -> list[Tensor]:
         """Return the gradient sums of the replicas in this process that share the unit's parameter.
 
-        Only the first, if several processes train together: the row "exchange" has added all to it.
+        If several processes train together, only the first: the row "exchange" has added all others to it.
         """
         members = self.settings.members(unit.key, unit.replica) if self._group is None else (unit.replica,)
         return [self.state.sums[replica][unit.key] for replica in members]
@@ -166,7 +168,10 @@ class Updates:
     # ---- the updates -----------------------------------------------------------------------------------------
 
     def _begin(self, _: int) -> None:
-        """Compute the clipping factor and loss scale, allocate all large tensors, then commit the step."""
+        """Compute the clipping factor and loss scale, allocate all large tensors, then commit the step.
+
+        Waits for all processes, acquires `weights_lock` until `end`, and adds 1 to the step counts. No weight
+        is updated if the loss scale is automatic and a gradient is not finite."""
         optimizer, hyper = self._optimizer, self.call.hyper
         assert hyper is not None
         added = 1 if self.settings.measures_gradients else None  # only the first of the sums is left
@@ -187,7 +192,7 @@ class Updates:
             step.begin()
 
     def _prepare(self, parts: Sequence[Part]) -> Sequence[Part]:
-        """Reduce, divide and clip the gradients of the parts, in place, and return the parts."""
+        """Reduce (unless "norm" did), divide and clip the parts' gradients, in place; return the parts."""
         optimizer = self._optimizer
         if not self.settings.measures_gradients:
             self._reduce(parts)
@@ -203,8 +208,8 @@ class Updates:
         return parts
 
     def _total_norm(self) -> Tensor:
-        """Return the norm of all gradients, as torch.nn.utils.get_total_norm: the norm of all norms, stacked in the
-        order of the model's parameters."""
+        """Return the norm of all gradients, as torch.nn.utils.get_total_norm does: the norm of their norms,
+        stacked in the order of the model's parameters."""
         ordered = sorted(self.state.units, key=lambda unit: (self._slot_index[unit.key], unit.replica))
         found = [
             self._norms[unit]
@@ -215,18 +220,18 @@ class Updates:
         return torch.linalg.vector_norm(self._all_reduce_if_sharded(torch.stack(found)))
 
     def _is_counted_here(self, unit: Unit) -> bool:
-        """Return whether this process adds a gradient to totals: its owner does; without one, process 0."""
+        """Return whether this process adds a gradient to totals (False if a peer adds it)."""
         owner = self.state.owner
         return not owner or owner.get(unit.key, 0) == self.settings.counts.instance
 
     def _all_reduce_if_sharded(self, values: Tensor) -> Tensor:
-        """Return the values, all-reduced in place over processes if these shard the optimizer state."""
+        """All-reduce values in place over processes, if the optimizer state is sharded; return the values."""
         if self.state.owner:
             self._processes.all_reduce([values])
         return values
 
     def _adapt_loss_scale(self) -> bool:
-        """Set the next loss factor by `_counts`. Returns: False if a gradient isn't finite: no update"""
+        """Set the next step's loss factor from the counts of all gradients; return whether all are finite."""
         seen = self._all_reduce_if_sharded(sum(self._counts, torch.zeros(3, dtype=torch.int64)))
         elements, large, not_finite = seen.tolist()
         self.state.loss_factor = next_factor(self.state.loss_factor, elements, large, not_finite)
@@ -256,7 +261,7 @@ class Updates:
             step.apply(views if step.layers is not None else self._prepare(views))
 
     def _share(self, _: int) -> None:
-        """Broadcast the updated weights from their owners to all processes."""
+        """Broadcast the updated weights from their owners to all processes, in place."""
         units = [unit for unit in self.state.units if unit.key in self.state.owner]
         weights = [self.state.weight(unit) for unit in units]
         self._processes.broadcast_by_owners(weights, [self.state.owner[unit.key] for unit in units])

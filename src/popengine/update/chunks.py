@@ -56,7 +56,7 @@ class Part:
         )
 
     def elements(self, start: int, stop: int) -> Part:
-        """Return a part with 1-d views of elements `start` to `stop`, in memory order; 0-d states unchanged."""
+        """Return a part with 1-d views of elements `start` to `stop`, in memory order (0-d: unchanged)."""
         return replace(
             self,
             parameter=_flat_view(self.parameter, start, stop),

@@ -116,7 +116,7 @@ def _step_by_moments(step: Step) -> None:
 
 
 def _moments(step: Step) -> tuple[list[float], list[float]]:
-    """Update both moments in place, and return the divisors of their bias correction (1.0 without the flag)."""
+    """Update both moments in place, and return the divisors of their bias correction (1.0 without flag)."""
     optimizer, group, _, gradients, states = step
     beta1, beta2 = group["beta1"], group["beta2"]
     torch._foreach_lerp_(_states_named(states, "exp_avg"), gradients, 1 - beta1)
