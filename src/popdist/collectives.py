@@ -47,8 +47,8 @@ def all_reduce(value: Tensor | float, op: str = "sum") -> Any:
         what = f"popdist.collectives.all_reduce({op})"
         _after_barrier(group, what, {"value": tensor}, lambda: AllReduce(group, _TAG).all_reduce([flat]))
         tensor = flat.reshape(tensor.shape).to(tensor.device)
-        if op == "mean":
-            tensor = tensor / group.size
+    if op == "mean":
+        tensor = tensor / (1 if group is None else group.size)
     return tensor if isinstance(value, Tensor) else tensor.item()
 
 

@@ -40,7 +40,10 @@ def connect(launch: Launch) -> None:
     if dist.is_initialized():
         process_group.current()
         return
-    seconds = float(os.environ.get(TIMEOUT, "600"))
+    try:
+        seconds = float(os.environ.get(TIMEOUT, "600"))
+    except ValueError:
+        raise Error(f"{TIMEOUT} is {os.environ[TIMEOUT]!r}, and must be a number of seconds") from None
     address, port = _store_address()
     atexit.register(_leave)
     store = process_group.result_of(

@@ -284,7 +284,7 @@ def _problems_here(
     # In depth-first order up to twice as many micro-batches wait as on separate devices.
     each = sum(kinds["gradients"] + 2 * (kinds["activations"] or 0) + kinds["between"] for kinds in by_ipu)
     each += 2 * loaded * profile.counts.get("iterations", 1)  # the loader holds those of the next call, too
-    wanted = kept * facts["processes"] + replicas * each
+    wanted = kept * facts.get("processes", 1) + replicas * each
     if wanted > facts["available"]:
         yield f"needs {size(wanted)}, and {size(facts['available'])} are free"
 

@@ -85,6 +85,8 @@ def test_horovods_names_are_popdists_collectives(found):
 def test_alone_each_collective_gives_what_it_was_given():
     value = torch.tensor([1.0, 2.0])
     assert torch.equal(collectives.all_reduce(value), value)
+    assert collectives.all_reduce(torch.tensor(3), "mean").item() == 3.0
+    assert collectives.all_reduce(torch.tensor(3), "mean").is_floating_point()
     assert torch.equal(collectives.all_gather(value), value)
     assert collectives.broadcast({"a": value})["a"] is value
     with pytest.raises(ValueError, match="op is 'product'"):
