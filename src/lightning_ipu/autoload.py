@@ -28,7 +28,7 @@ _CLASSES = {
 
 
 def install() -> None:
-    """Add ipus to Lightning: now if it is imported already, else after its import. Warn of an error."""
+    """Add ipus to each Lightning package: now, or after its import. An error becomes a warning."""
     try:
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())  # pyright: ignore[reportArgumentType]
@@ -84,7 +84,7 @@ def _patch(package: str, connector: types.ModuleType) -> None:
 
 
 def _add_lazy_classes(package: str, module: types.ModuleType, names: tuple[str, ...]) -> None:
-    """Add classes to a module through its `__getattr__` (PEP 562); they are built at their first use."""
+    """Set a module's `__getattr__` (PEP 562), so that it has classes which are built at their first use."""
     before = vars(module).get("__getattr__")
 
     def get_class(name: str) -> Any:
@@ -102,7 +102,8 @@ def _classes(package: str) -> dict[str, type]:
 
 
 def _wrap_connector(package: str, module: types.ModuleType) -> None:
-    """Wrap Lightning's choice of classes, so that one of Pando's implies the others; warn if that fails."""
+    """Wrap Lightning's check of a Trainer's arguments: Pando's accelerator or strategy then implies the other
+    one and Pando's precision, unless given. Warn if this Lightning has no such check."""
     connector = getattr(module, "_AcceleratorConnector", None)
     original = getattr(connector, "_check_config_and_set_final_flags", None)
     if connector is None or original is None:
@@ -135,5 +136,5 @@ def _wrap_connector(package: str, module: types.ModuleType) -> None:
 
 
 def _is_pandos(flag: Any, name: str = "") -> bool:
-    """Return whether a Trainer's argument is an object of one of Pando's classes, or the text `name`."""
+    """Return whether a Trainer's argument is an instance of one of Pando's classes, or the string `name`."""
     return flag == name if isinstance(flag, str) else getattr(type(flag), "_is_pandos", False)

@@ -20,11 +20,11 @@ from .autoload import PACKAGES
 from .prepare import Lightning
 from .strategy import StrategyPart
 
-_AUTO = 4  # the number for `devices="auto"`: ipus are logical devices, so there is no number to detect
+_AUTO = 4  # number of devices for `devices="auto"`: ipus are logical, so there are none to count
 
 
 class AcceleratorPart:
-    """The accelerator for ipus. These are logical devices, so any number of ipus is available."""
+    """The accelerator for ipus, which are logical devices: any number of them is available."""
 
     def setup_device(self, device: torch.device) -> None:
         pass
@@ -88,7 +88,7 @@ class PrecisionPart:
         return module.half() if self.precision == "16-true" else module
 
     def cast(self, batch: Any) -> Any:
-        """Return the batch with float32 and float64 tensors as float16; with "32-true", unchanged."""
+        """Return the batch with float32 and float64 tensors cast to float16; with "32-true", unchanged."""
         if self.precision == "32-true":
             return batch
         return tree_map_only(Tensor, _halved, batch)
@@ -100,7 +100,7 @@ class PrecisionPart:
         """Do nothing: the executor clips gradients."""
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the training step, which also updates the weights, so `optimizer.step` is not called."""
+        """Run the training step and return its result. It has updated the weights: no `optimizer.step`."""
         result = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
         optimizer._opt_called = True  # else schedulers warn that `optimizer.step` was never called
@@ -113,7 +113,7 @@ def _halved(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def classes(package: str) -> dict[str, type]:
-    """Return Pando's classes for a Lightning package, by name; IPUPrecision also as IPUPrecisionPlugin."""
+    """Return Pando's classes for a Lightning package, by name; IPUPrecisionPlugin is IPUPrecision. Cached."""
     lightning = Lightning(package)
     parts = {
         "IPUStrategy": (StrategyPart, "strategies.ParallelStrategy"),
@@ -137,6 +137,6 @@ def classes(package: str) -> dict[str, type]:
 
 
 def imported_package() -> str:
-    """Return the name of the imported Lightning package; if both or none are, "lightning.pytorch"."""
+    """Return the name of the Lightning package that is imported; "lightning.pytorch" if both or none are."""
     loaded = [package for package in PACKAGES if package in sys.modules]
     return loaded[0] if len(loaded) != 2 and loaded else PACKAGES[0]

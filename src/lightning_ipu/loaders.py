@@ -31,10 +31,10 @@ _COPIED += ("prefetch_factor", "persistent_workers")
 
 
 def converted_loader(loader: Any, stage: Any, options: poptorch.Options, lightning: Any) -> Any:
-    """Return a loader of combined batches for a stage of the trainer.
+    """Return a loader of combined batches for a stage of the Trainer; for predictions the last may be short.
 
-    A `poptorch.DataLoader`, and a loader that is not torch's, is returned unchanged. For predictions the last
-    batch may be short.
+    A `poptorch.DataLoader`, and a loader that is not torch's, is returned unchanged. Other stages than
+    "predict" raise a MisconfigurationException if the loader has too few rows for a call.
     """
     if isinstance(loader, poptorch.DataLoader) or not isinstance(loader, DataLoader):
         return loader
@@ -52,7 +52,8 @@ def converted_loader(loader: Any, stage: Any, options: poptorch.Options, lightni
 
 
 def _prediction_loader(loader: DataLoader[Any], n: int, lightning: Any) -> DataLoader[Any]:
-    """Return a torch loader of all rows in combined batches, whose indices Lightning can read."""
+    """Return a torch loader of all rows in batches of n micro-batches, whose indices Lightning can read;
+    return a loader without automatic batching unchanged."""
     copied = {name: getattr(loader, name) for name in _COPIED}
     size = None if loader.batch_size is None else loader.batch_size * n
     if isinstance(loader.dataset, IterableDataset):
@@ -69,7 +70,8 @@ def _prediction_loader(loader: DataLoader[Any], n: int, lightning: Any) -> DataL
 def _check_length(
     loader: DataLoader[Any], made: Any, n: int, stage: Any, options: poptorch.Options, lightning: Any
 ) -> None:
-    """Raise a MisconfigurationException if a loader is too short for a call; warn of rows left out."""
+    """Raise a MisconfigurationException if a loader has too few micro-batches for a call. Warn, except in
+    training, if micro-batches are left out. A loader without a length is not checked."""
     try:
         micro_batches, calls = len(loader), len(made)
     except TypeError:  # a dataset without a length
@@ -88,16 +90,14 @@ def _check_length(
 
 
 def micro_batch_count(options: poptorch.Options, training: bool) -> int:
-    """Return the number of micro-batches that one call takes from the loader in this process.
-
-    It is iterations * input groups, in training also * gradient accumulation.
-    """
+    """Return how many micro-batches a call takes from the loader in this process: device iterations × input
+    groups, in training also × gradient accumulation."""
     counts = options._counts()
     return counts.product if training else counts.iterations * counts.groups
 
 
 def _combined_loader(loader: DataLoader[Any], options: poptorch.Options) -> poptorch.DataLoader:
-    """Return a poptorch.DataLoader with the data set, workers and order of rows of a torch loader."""
+    """Return a poptorch.DataLoader with the dataset, workers and order of rows of a torch loader."""
     arguments: dict[str, Any] = {name: getattr(loader, name) for name in _COPIED}
     arguments["multiprocessing_context"] = loader.multiprocessing_context
     is_iterable = isinstance(loader.dataset, IterableDataset)
@@ -112,10 +112,11 @@ def _combined_loader(loader: DataLoader[Any], options: poptorch.Options) -> popt
 
 
 def _order_arguments(loader: DataLoader[Any], options: poptorch.Options) -> dict[str, Any]:
-    """Return the loader's order of rows as arguments of a poptorch.DataLoader.
+    """Return the arguments of a poptorch.DataLoader for the order of rows of a torch loader.
 
-    With several instances torch's own samplers are left out, since the loader partitions the rows. Other
-    samplers are kept, with a warning if all instances would read the same rows.
+    With several instances, or rows by replica, SequentialSampler and a plain RandomSampler become `shuffle`:
+    poptorch.DataLoader partitions the rows. Every other sampler is kept; with several instances a warning is
+    given unless it is a DistributedSampler.
     """
     sampler: Any = loader.sampler
     is_shuffled = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
@@ -133,11 +134,11 @@ def _order_arguments(loader: DataLoader[Any], options: poptorch.Options) -> dict
 
 
 class Joined:
-    """An iterable over every n consecutive elements of a loader or batch sampler, joined.
+    """An iterable over the elements of a loader or batch sampler, each n consecutive elements joined to one.
 
     Args:
-        join:      returns the join of a list of elements
-        keep_tail: whether to yield the last elements if they are fewer
+        join:      function that joins a list of elements
+        keep_tail: whether the last elements are yielded if they are fewer than n
     """
 
     def __init__(self, source: Any, n: int, join: Callable[[list[Any]], Any], keep_tail: bool) -> None:
@@ -161,7 +162,7 @@ def _joined_indices(batches: list[Any]) -> list[int]:
 
 
 def numbers_as_tensors(value: Any, n: int) -> Any:
-    """Return the value with each int and float replaced by a tensor of n equal elements."""
+    """Return a nested value with each int and float replaced by a tensor of n equal elements."""
     return tree_map_only((int, float), lambda number: torch.tensor(number).repeat(n), value)
 
 
@@ -172,7 +173,7 @@ def rows_of(batch: Any) -> int | None:
 
 
 def padded_batch(batch: Any, rows: int) -> Any:
-    """Return the batch, filled up to `rows` with copies of its last row."""
+    """Return the batch with copies of its last row appended, up to `rows` rows."""
 
     def whole(tensor: Tensor) -> Tensor:
         missing = rows - len(tensor)
@@ -182,6 +183,6 @@ def padded_batch(batch: Any, rows: int) -> Any:
 
 
 def cut_output(output: Any, rows: int, wanted: int) -> Any:
-    """Return an output with each tensor of `rows` rows cut to its first `wanted` rows."""
+    """Return an output with each tensor of `rows` rows cut to its first `wanted` rows; others unchanged."""
     tensors = [t[:wanted] if t.dim() and len(t) == rows else t for t in tensors_of(output)]
     return with_tensors(output, iter(tensors))

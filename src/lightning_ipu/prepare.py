@@ -40,10 +40,8 @@ class Lightning:
 
 
 def make_options(strategy: Any, training: bool) -> poptorch.Options:
-    """Return options with the strategy's device iterations and the Trainer's devices, or poprun's replicas.
-
-    Args: training: whether to set the Trainer's gradient accumulation, too
-    """
+    """Return options made from the strategy and its Trainer: device iterations, replicas (poprun's, else the
+    devices), seed, anomaly detection; if `training`, also gradient accumulation."""
     if popdist.isPopdistEnvSet():
         import popdist.poptorch as distributed
 
@@ -72,7 +70,7 @@ _VARIABLE = "POPLAR_ENGINE_OPTIONS"
 def write_reports(directory: str | None, undo: ExitStack) -> None:
     """Set POPLAR_ENGINE_OPTIONS so that executors write profiles; closing `undo` restores the variable.
 
-    Args: directory: of the profiles; it is created. None: the current one
+    Args: directory: of the profiles, created if missing; None: the current directory
     """
     options = {**json.loads(os.environ.get(_VARIABLE) or "{}"), "autoReport.all": "true"}
     if directory is not None:
@@ -84,7 +82,7 @@ def write_reports(directory: str | None, undo: ExitStack) -> None:
 def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:
     """Raise a MisconfigurationException or RuntimeError, with a fix, for a configuration that can't run.
 
-    Warn of hooks that are ignored or see no gradients.
+    Warn, before a fit, of overridden hooks that are ignored or that find no gradients.
     """
     lightning, module = strategy.lightning, strategy._lightning_module
     if not getattr(type(strategy.precision_plugin), "_is_pandos", False):
@@ -137,7 +135,7 @@ _HOOKS_WITH_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_be
 
 
 def check_optimizers(strategy: Any, trainer: Any) -> None:
-    """Raise a MisconfigurationException, with a fix, if the optimizers can't run; called after the set-up."""
+    """Raise a MisconfigurationException, with a fix, if the optimizers that Lightning has made can't run."""
     misconfiguration = strategy.lightning.Misconfiguration
     if len(strategy.optimizers) > 1:
         raise misconfiguration(

@@ -28,7 +28,7 @@ logger = logging.getLogger("poptorch::python")
 
 
 class StepModule(nn.Module):
-    """A module that runs the current step of a LightningModule; without a trainer, the forward of that module.
+    """A module that runs the current step of a LightningModule; outside a Trainer's run, its forward.
 
     Parameters and buffers have the names that they have in the LightningModule.
     """
@@ -72,7 +72,7 @@ _STEPS = {
 
 
 def _step_of(module: Any) -> str | None:
-    """Return the name of the step that the module's trainer runs now; None outside a run."""
+    """Return the name of the step method that the module's Trainer runs now; None outside a run."""
     trainer = module._trainer
     return next(
         (step for flag, step in _STEPS.items() if trainer is not None and getattr(trainer, flag)), None
@@ -80,14 +80,14 @@ def _step_of(module: Any) -> str | None:
 
 
 def replace_until(undo: ExitStack, mapping: Any, key: str, value: Any) -> None:
-    """Set an item of a mapping, such as the attributes of an object; closing `undo` restores it."""
+    """Set an item of a mapping, such as an object's `vars`; closing `undo` restores or removes the item."""
     had, before = key in mapping, mapping.get(key)
     mapping[key] = value
     undo.callback(lambda: mapping.update({key: before}) if had else mapping.pop(key, None))
 
 
 class Recording(ExitStack):
-    """A context manager that records one step of a LightningModule. Call `finish` with the step's output."""
+    """A context manager that notes the host actions of a LightningModule's step. At its end call `finish`."""
 
     def __init__(self, module: Any, step: str) -> None:
         super().__init__()
@@ -117,7 +117,8 @@ class Recording(ExitStack):
         return self
 
     def finish(self, output: Any) -> None:
-        """Note the tensors that the step left in the module's attributes, and choose the training loss."""
+        """Note the tensors that the step left in the module's attributes, restore these attributes, and
+        choose the training loss. Raises CaptureError if one of these is not possible."""
         for what, value in _restore_attributes(self._module, self._attributes_before):
             if what is None:
                 raise CaptureError(
@@ -167,13 +168,13 @@ class Recording(ExitStack):
             self._log(name, value, *args, **kwargs)
 
     def _metric_of(self, value: Any) -> str | int | None:
-        """Return the path of a metric, or the number of the call that made a `MetricValue`; None for other values."""
+        """Return the path of a metric, or the number of the call that made a MetricValue; else None."""
         if isinstance(value, MetricValue):
             return value._call
         return next((path for path, metric in self._metrics.items() if metric is value), None)
 
     def _noting_function(self, path: str, method: str) -> Callable[..., Any]:
-        """Return a function that notes a call of a metric's method; `forward`'s returns a `MetricValue`."""
+        """Return a function that notes each call of a metric's method; `forward`'s returns a MetricValue."""
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             call = next(self._calls)
@@ -187,7 +188,7 @@ class Recording(ExitStack):
     def _manual_optimization(self) -> dict[str, Any]:
         """Return replacements of the module's methods for manual optimization, by name."""
         (optimizer,) = self._module.trainer.strategy.optimizers
-        # A stand-in for the optimizer: attributes can be read, `step` is only recorded.
+        # A stand-in for the optimizer: its attributes can be read, and `step` is only recorded.
         stand_in = object.__new__(type(optimizer))
         vars(stand_in).update(
             vars(optimizer),
@@ -278,7 +279,7 @@ def _raising_function(what: str, fix: str) -> Callable[..., Any]:
 
 
 def _choose_loss(output: Any, module: Any) -> None:
-    """Choose the loss in the output of training_step. Raises: CaptureError, if the output has no loss."""
+    """Choose the loss to train in the output of training_step. Raises CaptureError if there is no loss."""
     where = f"the return of {type(module).__name__}.training_step"
     loss: Any = output.get("loss") if isinstance(output, dict) else output
     if not is_traced(loss) or not loss.is_floating_point():
@@ -304,7 +305,7 @@ def _current_capture() -> Capture:
 
 
 def _attributes(module: Any) -> dict[str, Any]:
-    """Return the module's attributes, without parameters, buffers, submodules: the capture restores these."""
+    """Return the module's attributes by name, except parameters, buffers and submodules."""
     parts = ("_parameters", "_buffers", "_modules")
     return {name: value for name, value in vars(module).items() if name not in parts}
 
@@ -315,10 +316,10 @@ def _holds_traced(value: Any) -> bool:
 
 
 def _restore_attributes(module: Any, before: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Restore the attributes that hold a traced tensor, and return notes of what they held.
+    """Restore the attributes that hold a traced tensor to `before`, and return notes of the traced values.
 
-    Lists and dictionaries stay the same objects. The note of an attribute of another kind than a tensor or a
-    container of tensors is (None, its name).
+    Lists and dictionaries are restored in place. A note is (action, value), with the action ("append", name),
+    ("key", name, key) or ("set", name); or (None, name) for an attribute of another kind.
     """
     notes: list[tuple[Any, Any]] = []
     for name, now in _attributes(module).items():
@@ -350,9 +351,9 @@ def _restore_attributes(module: Any, before: dict[str, Any]) -> list[tuple[Any, 
 
 
 def _watch_counters(trainer: Any, undo: ExitStack) -> None:
-    """Warn, when `undo` is closed, of each counter that was read and is not in `strategy.recompile_on`.
+    """Make closing `undo` warn of each counter that was read before and is not in `strategy.recompile_on`.
 
-    Until then the trainer's class is a subclass that records reads of `current_epoch` and `global_step`.
+    Until then the Trainer's class is a subclass that records reads of `current_epoch` and `global_step`.
     """
     read: set[str] = set()
     kind = type(trainer)

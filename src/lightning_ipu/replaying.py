@@ -1,4 +1,4 @@
-"""Repeats a step's actions on the host (logging, metrics, attributes) after each call, with the call's values."""
+"""Repeats a step's actions on the host (logging, metrics, attributes) after each call, with its values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from poptorch.nested_values import tensors_of, with_tensors
 def replay(
     module: Any, notes: Sequence[tuple[Any, Any]], reduce_over_instances: Callable[..., Tensor]
 ) -> None:
-    """Repeat the actions that a recorded step noted, in their order.
+    """Repeat the actions that a recorded step noted, in their order; lists are extended last.
 
     Args:
         notes: pairs of an action (kind, *details) and its value, with tensors [n, ...], n micro-batches
@@ -56,7 +56,8 @@ def replay(
 
 
 def _reduce_value(value: Any, options: dict[str, Any], reduce_over_instances: Callable[..., Tensor]) -> Any:
-    """Return a logged value, reduced as the options of `self.log` say over micro-batches and instances."""
+    """Return a logged tensor, reduced over micro-batches by the option `reduce_fx`, and over instances with
+    `sync_dist`; other values unchanged."""
     if not isinstance(value, Tensor):
         return value
     reduce: Any = options.get("reduce_fx", "mean")

@@ -1,8 +1,8 @@
 """The strategy: runs a LightningModule's steps through executors, one for each stage of the trainer.
 
 Lightning calls the input of one executor call a batch. A strategy is composed of its options (`prepare.py`),
-loaders of combined batches (`loaders.py`) and a `StepModule` that executors compile (`recording.py`). After each
-call `replay` repeats the step's actions on the host (`replaying.py`).
+loaders of combined batches (`loaders.py`) and a `StepModule` that executors compile (`recording.py`).
+After each call `replay` repeats the step's actions on the host (`replaying.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StrategyPart:
     """Lightning's strategy for ipus.
 
     Args:
-        device_iterations: weight updates (in inference: micro-batches of each replica) per call
+        device_iterations: number of weight updates (in inference: micro-batches of each replica) per call
         autoreport: write a profile and its page; `autoreport_dir` alone has the same effect
         training_opts, inference_opts: poptorch.Options, used unchanged: `device_iterations` and the Trainer's
             `devices` and `accumulate_grad_batches` then have no effect
@@ -143,18 +143,18 @@ class StrategyPart:
                 )
 
     def _inference_model(self) -> poptorch.PoplarExecutor:
-        """Return an executor for the steps of inference, of which each loader may have its own shapes."""
+        """Return an executor for validation, test or prediction; batches may have different shapes."""
         return poptorch.inferenceModel(self.model, self.inference_opts.clone().allowNewShapes())
 
     def _set_gradient_clipping(self, trainer: Any) -> None:
-        """Copy the Trainer's gradient clipping to an attribute of the optimizer, which the executor reads."""
+        """Copy the Trainer's gradient clipping to the optimizer, except in manual optimization."""
         if not trainer.gradient_clip_val or not self._lightning_module.automatic_optimization:
             return
         name = "max_grad_value" if trainer.gradient_clip_algorithm == "value" else "max_grad_norm"
         replace_until(self._undo, vars(self.optimizers[0]), name, float(trainer.gradient_clip_val))
 
     def _release(self) -> None:
-        """Destroy the executors, and restore all attributes that `setup` replaced."""
+        """Destroy the executors after saving their random states; restore what `setup` has replaced."""
         self._save_random_state()
         for executor in self.poptorch_models.values():
             executor.destroy()
@@ -214,7 +214,7 @@ class StrategyPart:
         return output
 
     def _prepare_input(self, args: Any) -> Any:
-        """Return a step's arguments; a tensor with an element per micro-batch replaces each number."""
+        """Return a step's arguments with each number replaced by a tensor of one element per micro-batch."""
         return numbers_as_tensors(
             args, micro_batch_count(self.options_for(self._stage), self._stage == "train")
         )
@@ -222,7 +222,7 @@ class StrategyPart:
     def _destroy_if_outdated(self, stage: Any, executor: poptorch.PoplarExecutor) -> None:
         """Destroy an executor, so that it compiles again, if a value that it was compiled with has changed.
 
-        These are the counters of `recompile_on`, each `requires_grad`, and the number of parameter groups.
+        These are the counters of `recompile_on`; in training also `requires_grad` and the number of groups.
         """
         now = [getattr(self._lightning_module, name) for name in self.recompile_on]
         if stage == "train":
@@ -244,7 +244,7 @@ class StrategyPart:
         return dataloader
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader of combined batches, for the last stage given to `_prepare_dataloader`."""
+        """Return a loader of combined batches for the last `mode` of `_prepare_dataloader`."""
         stage = self._stage if self._loader_stage is None else self._loader_stage
         return converted_loader(dataloader, stage, self.options_for(stage), self.lightning)
 
@@ -271,7 +271,7 @@ class StrategyPart:
 
     @property
     def replication_factor(self) -> int:
-        """Return the replicas of the current stage; before `setup` those of the options, or the devices."""
+        """Return the number of replicas of the current stage; before `setup`, of given options or devices."""
         if not self.poptorch_models:
             options = self._training_opts or self._inference_opts
             return options.replication_factor if options is not None else len(self.parallel_devices or [0])
@@ -280,7 +280,7 @@ class StrategyPart:
     # ---- weights and checkpoints -------------------------------------------------------------------------
 
     def upload_weights(self) -> None:
-        """Copy the host's weights to the devices, after a callback has changed them."""
+        """Copy the host's weights, which a callback has changed, to the devices of all attached executors."""
         for executor in set(self.poptorch_models.values()):
             if executor.isAttachedToDevice():
                 executor.copyWeightsToDevice()
@@ -292,7 +292,7 @@ class StrategyPart:
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
 
     def _save_random_state(self) -> None:
-        """Keep the executors' random states, since a checkpoint may be written after their destruction."""
+        """Store the random states of compiled executors, as a checkpoint may be written after `_release`."""
         compiled = {s.value: e.rng_state for s, e in self.poptorch_models.items() if e.isCompiled()}
         self._random_state = {**self._random_state, **compiled}
 
@@ -302,7 +302,7 @@ class StrategyPart:
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Load the optimizers' states; a poptorch optimizer also accepts that of its torch counterpart."""
+        """Load the optimizers' states; a poptorch optimizer also loads a state of torch's optimizer."""
         states = [
             {"ipu_state": None, "ipu_param": None, **state}
             if isinstance(optimizer, poptorch.optim.Optimizer)
@@ -312,7 +312,7 @@ class StrategyPart:
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})  # type: ignore[misc]
 
     def _compile_with_loaded_random_state(self, stage: Any, executor: Any, args: Any, kwargs: Any) -> None:
-        """Compile the executor and set the checkpoint's random state, before the executor's first call."""
+        """Compile an uncompiled executor and set its random state, if one was loaded for the stage."""
         numbers = self._loaded_random_state.pop(stage.value, None)
         if numbers is not None and not executor.isCompiled():
             executor.compile(*args, **kwargs)
@@ -321,7 +321,7 @@ class StrategyPart:
     # ---- other processes ---------------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the mean (or sum, min, max) of a tensor or number over all processes, in all of them."""
+        """Return the mean (or sum, min, max) of a tensor or number over all processes, in each process."""
         if self.world_size == 1:
             return tensor
         word = str(reduce_op or "mean").rpartition(".")[2].lower()  # also for torch's ReduceOp.SUM

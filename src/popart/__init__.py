@@ -1,4 +1,4 @@
-"""The enums of PopART that programs pass, as integers, to `Options._Popart.set`; nothing else of PopART.
+"""The enums of PopART that programs pass as integers to `Options._Popart.set`, and nothing else of PopART.
 
 >>> opts._Popart.set("accumulateOuterFragmentSettings.schedule",
 ...                  int(popart.AccumulateOuterFragmentSchedule.OverlapMemoryOptimized))

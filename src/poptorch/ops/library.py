@@ -47,7 +47,7 @@ def register_mark(
 
 
 def _fake_like(first: Tensor, *settings: Any) -> Tensor:
-    """Return a new fake tensor like `first`. (In-place operations refuse a view made by a custom backward.)"""
+    """Return a new fake tensor like `first`, not a view: a view with its own backward can't be written to."""
     return torch.empty_strided(first.size(), first.stride(), dtype=first.dtype, device=first.device)
 
 
