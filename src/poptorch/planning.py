@@ -165,7 +165,7 @@ def _in_one_process(executable: Executable) -> Executable:
 
 
 def planned_profile(plan: Plan, settings: Settings, graph: Graph) -> Profile:
-    """Return the profile of a plan before it runs, with ipus' peak memory as if each had its own memory."""
+    """Return the profile of a plan before it runs, with each ipu's peak bytes as if it had its own memory."""
     found, ipus = describe(plan, settings, graph), sorted(set(plan.partition.ipus))
     alive = {index: -piece.enters for index, piece in enumerate(found.pieces)}
     for operation in found.operations:
@@ -224,9 +224,7 @@ def measured_times(found: Executable, hyper: Hyper | None, flops: int) -> dict[s
     updates  seconds of each ipu's weight update on one core
     sharing  rows (threads, their least and their largest speed-up)
 
-    Args:
-        hyper: the rates of an update; None in inference
-        flops: FLOPs of one micro-batch
+    Args: flops: FLOPs of one micro-batch
     """
     graph = found.graph
     assert graph is not None
@@ -297,7 +295,7 @@ def _median_seconds(work: Callable[[], Any], warm: int = 1) -> float:
 
 
 def _sample_of_line(piece: Piece, line: Line, values: dict[str, Any]) -> Sample:
-    """Return a sample that runs one operation, with constant operands."""
+    """Return a sample that runs one operation, with operands filled with constants."""
     reads, given = tuple(dict.fromkeys(line.operands())), dict[str, Tensor]()
     for name in reads:
         like = values[name]
@@ -345,8 +343,7 @@ def _without_names(argument: Any) -> Any:
 
 
 def _update_seconds(found: Executable, hyper: Hyper | None) -> list[float]:
-    """Return the seconds in which one core updates the weights of each ipu (0 in inference), scaled up from
-    an update of at most _MOST_ELEMENTS elements."""
+    """Return one core's seconds for updating the weights of each ipu, extrapolated; 0 in inference."""
     optimizer, partition = found.settings.optimizer, found.plan.partition
     elements = dict.fromkeys(sorted(set(partition.ipus)), 0)
     if optimizer is None or hyper is None:

@@ -82,8 +82,7 @@ def compile_model(
             micro-batch is equal, their graph
         is_plan_only: the plan will not run: weights need no values, nothing is measured for a profile, and
             other instances do not compile now
-    Raises:
-        Error: the model can't be captured, or its stages, buffers or anchors don't fit the options
+    Raises: Error, if the model can't be captured, or its stages, buffers or anchors don't fit the options
     """
     if earlier:
         settings = replace(settings, strategy=earlier[0].settings.strategy)
@@ -128,9 +127,7 @@ def _captured(
     layout: str | None,
     needs_values: bool,
 ) -> Executable:
-    """Capture a model, and rewrite the graph as the options request: half precision products, memory format.
-
-    Calls the compile hooks and the strategy's tracing hooks.
+    """Capture a model between its compile hooks, and rewrite the graph for half precision and memory format.
 
     Args:
         samples: the tensors of a micro-batch

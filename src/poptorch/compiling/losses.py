@@ -28,14 +28,10 @@ from poptorch.options import Options
 
 
 def choose_loss(returned: Any, capture: Capture, options: Options, where: str) -> None:
-    """Choose the loss to train by forward's return value, and store it in `capture`. Choose none if a loss is
-    chosen already, or PopTorch's rule applies.
+    """Store in `capture` the loss that forward's return value decides, if one is not chosen already.
 
-    Args:
-        returned: what forward returned
-        where:    the line of forward, for messages
-    Raises:
-        CaptureError: `options.loss` names no floating point output, or several scalars depend on the loss
+    Args: where: the line of forward, for messages
+    Raises: CaptureError, if `options.loss` names no float output, or several scalars depend on the loss
     """
     if capture.chosen is not None or (options.exists("loss_is_marked") and options("loss_is_marked")):
         return
@@ -100,11 +96,8 @@ def _is_loss_candidate(value: Tensor) -> bool:
 def _named_output(returned: Any, name: str | int, where: str) -> Tensor:
     """Return forward's output tensor with this key, attribute or index; dots in `name` lead to nested ones.
 
-    Args:
-        returned: what forward returned
-        where:    the line of forward, for the message
-    Raises:
-        CaptureError: there is no such output, or it is not a floating point tensor that forward computed
+    Args: where: the line of forward, for the message
+    Raises: CaptureError, if there is no such output, or it is no floating point tensor that forward computed
     """
     value = returned
     for part in str(name).split("."):

@@ -9,9 +9,8 @@ Gradient___<name>     the gradient of each micro-batch, without loss scaling    
 UpdatedVar___<name>   a parameter after each weight update                         (training)
 finalLossScale        the loss scaling of the call's last weight update            (training)
 
-A forward is captured once, so a side effect in Python (logging a value, appending it to a list) can't be a
-part of the graph. `note` adds the value as an output: each call then returns it for every micro-batch, in any
-output mode.
+A forward is captured once, so Python side effects (logging a value, appending it to a list) are not in the
+graph. `note` adds a value as an output: each call returns it for every micro-batch, in any output mode.
 
     >>> note("accuracy", accuracy)         # in forward, while it is captured; elsewhere it does nothing
     >>> executor.notes                     # after a call of n micro-batches
@@ -94,8 +93,7 @@ class Anchors:
 def resolve_anchors(
     graph: Graph, traced: dict[str, int], requests: dict[str, Request], training: bool
 ) -> tuple[Graph, Anchors]:
-    """Return the anchors for the requests, and the graph with the requested inputs, losses and gradients as
-    further outputs.
+    """Return the graph with requested inputs, losses and gradients as further outputs, and the anchors.
 
     Args: traced: by name, the index of each input and loss in the graph's outputs; -1: not requested
     Raises: Error, if no tensor has a requested name
@@ -147,8 +145,7 @@ def traced_outputs(value: Any, where: str) -> tuple[Any, list[Tensor]]:
 
     A tensor that forward does not compute is no output: it stays in the structure, and a warning follows.
 
-    Args:
-        where: the line of forward
+    Args: where: the line of forward
     """
     template, traced = without_values(value, where)
     for tensor in traced:
@@ -221,10 +218,8 @@ class Note:
 def without_values(value: Any, where: str) -> tuple[Any, list[Tensor]]:
     """Return a nested value with empty "meta" tensors in place of traced tensors, and the traced tensors.
 
-    Args:
-        where: the source line of the function that returned the value
-    Raises:
-        CaptureError: a traced tensor is in an object that is no container, so that no call could fill it
+    Args: where: the source line of the function that returned the value
+    Raises: CaptureError, if an object that is no container holds traced tensors (see `_check_constant`)
     """
     capture = current()
     for part, path, is_named in constants_of(value, "output"):

@@ -116,8 +116,7 @@ def with_balanced_stages(
         weights:  parameters and buffers by canonical name
         inputs:   those of one micro-batch
         together: whether all instances call this function now; in training they use the seconds of instance 0
-    Raises:
-        PartitionError: there are fewer blocks than ipus, or the blocks don't fit the capacity
+    Raises: PartitionError, if there are fewer blocks than ipus, or the blocks don't fit the capacity
     """
     costs = _block_costs(graph, settings, weights, inputs)
     if together and settings.training and settings.counts.instances > 1:
@@ -145,7 +144,7 @@ def _block_costs(
 ) -> list[Cost]:
     """Return the measured seconds, and the bytes, of each block, in the order of their first operations.
 
-    Operations before the first block count for it. Raises: PartitionError, if there is no block
+    Operations before the first block count for this block. Raises: PartitionError, if there is no block
     """
     used = used_visits(graph)
     placement = place(graph.visits, used, _STAGE_OF_EACH_BLOCK)

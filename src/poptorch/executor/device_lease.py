@@ -82,13 +82,13 @@ class DeviceLease:
 
     @property
     def is_forked(self) -> bool:
-        """Return whether this process is a fork of that which made the engine. False without an engine."""
+        """Return whether this process is a fork of the engine's process. False without an engine."""
         return self.engine is not None and self._process != os.getpid()
 
     # ---- plans ---------------------------------------------------------------------------------------------
 
     def add(self, key: Any, plan: LoadedPlan) -> None:
-        """Add a plan under `key`. Without a current plan it becomes `current` and `first`."""
+        """Add a plan under `key`. If there is no current plan, set `current` and `first` to it."""
         self.plans[key] = plan
         if self.current is None:
             self.current, self.first = plan, plan.executable
@@ -181,7 +181,7 @@ class DeviceLease:
         engine.close()
 
     def state_to_keep(self, whole: bool = False) -> KeptState:
-        """Return a copy of `kept` with the present random state, loss factor and, if trained, optimizer state.
+        """Return a copy of `kept` with the engine's random state, loss factor and optimizer state.
 
         Args: whole: gather an optimizer state that is sharded over instances; False: only the shard here
         """

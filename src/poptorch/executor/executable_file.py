@@ -131,8 +131,7 @@ def read(filename: str | os.PathLike[str]) -> SavedExecutor:
     """Return the contents of a file from `write`, with `ConnectionType.Always` in place of `Never`.
 
     Args: filename: a file, or a folder with `model.poptorch`
-    Raises:
-        AssertionError: there is no such file, it is damaged, or another program or version wrote it
+    Raises: AssertionError, for a file that is missing, damaged, or from another program or version
     """
     path = Path(filename)
     path = path / DEFAULT_NAME if path.is_dir() else path
@@ -179,7 +178,7 @@ def _listed(versions: Any) -> str:
 
 
 def training_state(executor: Any) -> TrainingState:
-    """Return a training's state by key: the fields of `KeptState`, the parameters ("weights"), rates.
+    """Return a training's state by key: fields of `KeptState`, parameters ("weights"), optimizer "rates".
 
     "buffers" are copies of each replica's; without an engine, of the host's. "weights" and "optimizer" are
     equal in all instances, except those of per-replica parameters. If the optimizer state is sharded

@@ -2,9 +2,8 @@
 
     arguments ─ bind ─► runs ─ a plan for each: compiled, or known ─► engine.run ─► outputs
 
-Its parts: the lease of the devices (`device_lease.py`), the weights' two copies (`weight_sync.py`), the
-optimizer (`optimizer_link.py`) and the latest call (`latest_call.py`). All other public names are in
-`public_names.py`.
+Its parts: the lease of the devices (`device_lease.py`), the copies of the weights (`weight_sync.py`), the
+optimizer (`optimizer_link.py`), the latest call (`latest_call.py`) and other methods (`public_names.py`).
 """
 
 import contextlib
@@ -94,8 +93,7 @@ class PoplarExecutor(PublicNames):
         The first call compiles the model; with `Options.allowNewShapes` so does a call with new shapes.
 
         Raises:
-            AssertionError: the connection type is Never, or the arguments don't fit forward's signature, or
-                the options don't fit their first dimension
+            AssertionError: the connection type is Never, or forward's signature or a batch size doesn't fit
             Error: the model can't be compiled, the batch is not what was compiled for, or the run failed;
                 the weights are then those of the last finished update (see `finished_updates`), and the model
                 can be called again
@@ -135,9 +133,8 @@ class PoplarExecutor(PublicNames):
     def _run(self, run: Run) -> LatestCall:
         """Run the plan of `run`, and return its results. First compile the plan and attach, if not done.
 
-        Uploads a loaded optimizer state and, in inference, weights that another executor trained; copies what
-        forward writes into its inputs to the caller's tensors.
-        A new plan that fails before the first update of the call is removed.
+        Uploads loaded optimizer state and, in inference, weights that another executor trained; writes new
+        values of inputs to the caller's tensors. Removes a new plan that fails before the call's first update.
         """
         lease, before = self._lease, self._lease.current
         plan = lease.plans.get(run.key)

@@ -101,7 +101,7 @@ def _with_refresh(name: str) -> Callable[..., Any]:
 
 
 class _MarkedModel:
-    """The mixin that `mark` adds to a model's class: reading a weight first copies newer values to it."""
+    """The mixin that `mark` adds to a model's class: reading a weight copies newer values to the host."""
 
     _pando_owner: weakref.ref[Any]
 

@@ -62,8 +62,7 @@ class OptimizerLink:
     def setOptimizer(self, optimizer: Any) -> None:
         """Use this optimizer, with its present rates, from the next call on.
 
-        Its state is used, too, if the model is not compiled yet. The optimizer before gets its state back.
-        Warns of parameters in no group.
+        Its state is used, too, if the model is not compiled yet. The previous optimizer gets its state back.
 
         Raises:
             Error: a property that is compiled in has changed, or the model is for inference
@@ -98,8 +97,8 @@ class OptimizerLink:
         self._use_rates(hyper)
 
     def _set_reduction_strategy(self, optimizer: Any) -> None:
-        """Set MeanReductionStrategy.Running in the options if gradient sums are float16, which could
-        overflow, unless the optimizer sets `use_combined_accum`."""
+        """Set MeanReductionStrategy.Running, which avoids overflow, in the options for float16 gradient sums,
+        unless the optimizer sets `use_combined_accum`."""
         narrow = self.frozen.accumulator_type == torch.float16
         if narrow and not getattr(optimizer, "use_combined_accum", False):
             options = self._model.options
@@ -228,8 +227,7 @@ class OptimizerLink:
         return entries, hyperparameter_entries(self.frozen.group_of, self.hyper)
 
     def upload(self) -> None:
-        """Check and upload states that were loaded into the optimizer, and use its loaded rates. Warn of
-        states that are missing in what was loaded."""
+        """Check and upload states loaded into the optimizer, and use loaded rates. Warn of missing states."""
         optimizer, state = self.optimizer, self._lease.need_engine().state
         is_ours = isinstance(optimizer, PoptorchOptimizer)
         if is_ours and optimizer._has_torch_state:

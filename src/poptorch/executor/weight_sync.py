@@ -27,8 +27,7 @@ Fingerprint = tuple[int, int, bool]
 class WeightSync:
     """The transfer of weights between a model and the devices of its executor.
 
-    `version` counts the copies to the host. `mode` is the user's model's `training` at its compilation, or
-    after a later `train()` of the executor.
+    `version` counts the copies to the host. `mode`: the `training` that the user's model is compiled with.
     """
 
     def __init__(self, model: WrappedModel, lease: DeviceLease, executor: weakref.ref[Any]) -> None:
@@ -106,7 +105,7 @@ class WeightSync:
         engine.state.host_is_stale = False
 
     def put_on_host(self, values: Mapping[str, Tensor]) -> None:
-        """Copy values, by canonical name, into the user's model. In training notify its other executors."""
+        """Copy values, by canonical name, into the user's model. In training notify the peers."""
         host = self.on_host()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for name, value in values.items():
@@ -234,7 +233,7 @@ class WeightSync:
     # ---- other executors of the model ----------------------------------------------------------------------
 
     def newest(self) -> dict[str, Tensor]:
-        """Return the host's weights for a new engine; first register, and copy newer ones from peers."""
+        """Return the host's weights for a new engine, after copying newer ones from peers to them."""
         _watch_registrations()
         self._register_with(self._model.user)
         self._copy_from_trainers()

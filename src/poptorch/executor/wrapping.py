@@ -77,10 +77,8 @@ def load(filename: str, edit_opts_fn: Callable[[Options], Any] | None = None) ->
 
     The file is a pickle: load only files that you trust.
 
-    Args:
-        edit_opts_fn: called with the saved options, which it may change
-    Raises:
-        AssertionError: no such file, one of another version, or one without the model
+    Args: edit_opts_fn: called with the saved options, which it may change
+    Raises: AssertionError, for a missing file, one of another version, or one without the model
     """
     saved = executable_file.read(filename)
     assert saved.model is not None, (

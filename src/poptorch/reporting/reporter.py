@@ -43,9 +43,7 @@ _live_reporters: weakref.WeakSet[Reporter] = weakref.WeakSet()
 class Reporter:
     """An object that collects the data of a plan's profile, and saves it.
 
-    Args:
-        path:   the profile's file
-        number: of the plan, from 1
+    Args: path: the profile's file; number: that of the plan, from 1
     """
 
     def __init__(self, path: Path, options: Options, number: int) -> None:
@@ -73,10 +71,7 @@ class Reporter:
             self._save_next = now + max(_SAVE_EVERY, _SHARE * (now - began))
 
     def save(self) -> None:
-        """Write the profile and the page of all profiles, if there is an engine and this is instance 0.
-
-        If a file can't be written, only a warning is logged.
-        """
+        """Write the profile and the page of all profiles, if attached, in instance 0. Warn if that fails."""
         if self._running is None or self._running[0].settings.counts.instance != 0:
             return
         try:
@@ -146,10 +141,9 @@ def _capacity(of_ipu: float) -> dict[str, Any]:
 
 
 def start_reporter(executor: Any, options: Options, training: bool, number: int) -> Reporter | None:
-    """Return a new reporter of a plan; None if no profile is requested.
+    """Return a new reporter of a plan, which records waits for loaders; None if no profile is requested.
 
-    It records waits for loaders from now on. It saves also when the executor is garbage-collected and, if the
-    program has no handler for SIGTERM (this sets one), at SIGTERM.
+    It saves also when the executor is garbage-collected, and at SIGTERM if the program has no handler for it.
 
     Args: number: of the plan, from 1; plans after the first have a profile in a folder of their own
     """
@@ -247,8 +241,7 @@ def _strategy_in_words(options: Options, mode: str) -> str:
 
 
 def _optimizer_in_words(optimizer: Optimizer | None) -> str:
-    """Return, as text, an optimizer's rule, its numbers of parameters and groups, and its differences from
-    the rule's defaults, without its rates."""
+    """Return, as text, an optimizer's rule, size, and differences from the rule's defaults (not rates)."""
     if optimizer is None:
         return "none"
     groups, plain = len(set(optimizer.group_of.values())), Optimizer(optimizer.kind, optimizer.group_of)
