@@ -245,8 +245,8 @@ _GRACE = 3.0  # seconds that a worker has to end its own workers
 def _start_worker(strategy: SharingStrategy, settings: WorkerSettings) -> tuple[BaseProcess, Connection]:
     """Start a worker process; return the process, and this process's end of the connection to it.
 
-    Raises: DataError, if the dataset can't be pickled, if the worker ends before it has read the dataset, or if
-        this process is a worker that imports the script
+    Raises: DataError, if the dataset can't be pickled, if the worker ends before it has read the dataset, or
+        if this process is a worker that imports the script
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # a worker that imports the script
         raise DataError(

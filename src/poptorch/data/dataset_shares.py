@@ -27,9 +27,9 @@ def partition_of(
     given: str | None,
     generator: torch.Generator | None = None,
 ) -> Sampler[int] | None:
-    """Return a sampler of this process's rows; log a warning if processes have different numbers of batches.
+    """Return a sampler of this process's rows. Warn if processes have different numbers of batches.
 
-    For a single process None: torch's sampler, unless rows belong to replicas and the options' seed shuffles.
+    A single process gets None (torch's sampler) unless rows belong to replicas and the options' seed orders.
 
     Args:
         micro_batch: rows of a micro-batch; None if the dataset itself yields batches

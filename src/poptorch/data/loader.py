@@ -279,8 +279,7 @@ def _rows_of_a_micro_batch(batch_size: int | None, shuffle: bool | None, batch_s
 
 
 def _record_batches(batches: Iterator[Any], counts: Counts, micro_batch: int | None) -> Iterator[Any]:
-    """Yield the batches; report the wait for each to `listeners`, and store `counts` and `micro_batch` for
-    `loaded_for`."""
+    """Yield the batches; report each wait to `listeners`, and store the other arguments for `loaded_for`."""
     while True:
         start = time.perf_counter_ns()
         try:

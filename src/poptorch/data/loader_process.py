@@ -276,8 +276,7 @@ class _Feeder:
         self.connection.send(Loaded(self.restart_count, slot, content, sent, begun))
 
     def handle_message(self, message: int | Restart) -> None:
-        """Add a returned slot to the free slots; or, at a Restart, drop the current epoch and set the state
-        from which `run` begins the requested epoch."""
+        """Free a returned slot; or, at a Restart, drop the current epoch, so that `run` begins another."""
         if isinstance(message, int):
             self.free_slots.append(message)
             return

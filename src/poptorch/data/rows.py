@@ -33,8 +33,7 @@ def grouped(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterator[Any]
 
 
 def rebatched(batches: Iterable[Any], size: int, keep_tail: bool, head: int = 0) -> Iterator[Any]:
-    """Yield the rows, without the first `head` rows of the first batch, in batches of `size`; with
-    `keep_tail` also an incomplete last batch."""
+    """Yield the rows, from row `head` on, in batches of `size`; with `keep_tail` also an incomplete one."""
     parts: list[Any] = []
     missing = size
     for batch in batches:

@@ -165,8 +165,7 @@ class HostFunction:
     writes: tuple[int, ...] = ()
 
     def __call__(self, inputs: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs of a host call, with the shapes and dtypes of `like`; copy the new values of the
-        inputs in `writes` into these inputs."""
+        """Return the outputs, with shapes and dtypes of `like`; write new values to the inputs `writes`."""
         wrong = [position for position in self.writes if not 0 <= position < len(inputs)]
         if wrong:
             raise Error(f"{self.name} writes input {wrong[0]}, and has {len(inputs)} inputs")

@@ -135,8 +135,7 @@ KNOWN: dict[str, Callable[..., Tensor]] = {
 def computed_here(
     name: str, inputs: Sequence[Tensor], attributes: dict[str, Any], examples: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the output of an operation in `KNOWN`, in a list, with the example's shape and dtype. Log a
-    warning at the first use of each name.
+    """Return, in a list, an operation's output, with the example's shape and dtype; warn once per name.
 
     Raises:
         Error: inputs, attributes or an example that don't fit the operation
