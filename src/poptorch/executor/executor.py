@@ -134,7 +134,7 @@ class PoplarExecutor(PublicNames):
         """Run the plan of `run`, and return its results. First compile the plan and attach, if not done.
 
         Uploads loaded optimizer state and, in inference, weights that another executor trained; writes new
-        values of inputs to the caller's tensors. Removes a new plan that fails before the call's first update.
+        values of inputs to the caller's tensors. Removes a new plan that fails before its call's updates.
         """
         lease, before = self._lease, self._lease.current
         plan = lease.plans.get(run.key)

@@ -109,7 +109,7 @@ class OptimizerLink:
     def connect(self, take: bool = True) -> None:
         """Make the optimizer's `state_dict()` read from the devices, and `load_state_dict()` upload to them.
 
-        Empties the state of a torch optimizer. Does nothing to one that is connected, or in inference.
+        A torch optimizer's state is emptied; if its hooks are set already, or in inference, nothing is done.
 
         Args: take: whether the optimizer's present state is uploaded before the next call
         """
@@ -146,8 +146,8 @@ class OptimizerLink:
     # ---- a torch optimizer ---------------------------------------------------------------------------------
 
     def _add_hooks(self) -> None:
-        """Set hooks and `__getstate__` of a torch optimizer, which read the devices' state for state_dict(),
-        copies and pickles. After the executor is gone they use the optimizer's own state."""
+        """Set hooks and `__getstate__` of a torch optimizer: state_dict(), copies and pickles read the devices'
+        state, load_state_dict() uploads. Without the executor they use the optimizer's own state."""
         optimizer: torch.optim.Optimizer = self.optimizer
         link = weakref.ref(self)
 

@@ -250,7 +250,7 @@ class PublicNames:
     def finished_updates(self) -> int:
         """*Pando*: return the number of weight updates that the latest call has finished; 0 if not attached.
 
-        After an error or Ctrl-C it can be less than `deviceIterations`; the weights are those after the last one.
+        After an error or Ctrl-C it can be less than `deviceIterations`; the weights include these updates.
         """
         return self._updates if self._lease.engine is not None else 0
 
