@@ -102,7 +102,7 @@ def _combined_loader(loader: DataLoader[Any], options: poptorch.Options) -> popt
     arguments["multiprocessing_context"] = loader.multiprocessing_context
     is_iterable = isinstance(loader.dataset, IterableDataset)
     if not is_iterable and loader.batch_sampler is not None and loader.batch_size is None:
-        arguments["batch_sampler"] = loader.batch_sampler  # the user's
+        arguments["batch_sampler"] = loader.batch_sampler  # given by the user
     else:
         arguments["batch_size"] = loader.batch_size
         arguments |= (

@@ -92,7 +92,7 @@ class Recording(ExitStack):
     def __init__(self, module: Any, step: str) -> None:
         super().__init__()
         self._module, self._step = module, step
-        self._calls = itertools.count()  # of metrics
+        self._calls = itertools.count()  # numbers of calls of metrics
         self._metrics = _metrics_of(module)
         self._log_signature = inspect.signature(module.log)
         self._is_manual = step == "training_step" and not module.automatic_optimization

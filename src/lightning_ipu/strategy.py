@@ -47,7 +47,7 @@ class StrategyPart:
     # If true, Lightning puts its own sampler into loaders; poptorch.DataLoader partitions rows itself.
     is_distributed = False
     global_rank = local_rank = node_rank = 0
-    world_size = 1  # processes
+    world_size = 1  # number of processes
     handles_gradient_accumulation = True
     recompile_on: tuple[str, ...] = ()  # "current_epoch", "global_step": compile again when it has changed
 
@@ -222,7 +222,7 @@ class StrategyPart:
     def _destroy_if_outdated(self, stage: Any, executor: poptorch.PoplarExecutor) -> None:
         """Destroy an executor, so that it compiles again, if a value that it was compiled with has changed.
 
-        These are the counters of `recompile_on`; in training also `requires_grad` and the number of groups.
+        These are the counters in `recompile_on`, in training also `requires_grad` and parameter groups.
         """
         now = [getattr(self._lightning_module, name) for name in self.recompile_on]
         if stage == "train":
@@ -302,7 +302,7 @@ class StrategyPart:
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Load the optimizers' states; a poptorch optimizer also loads a state of torch's optimizer."""
+        """Load the optimizers' states; a poptorch optimizer also loads a state of its torch counterpart."""
         states = [
             {"ipu_state": None, "ipu_param": None, **state}
             if isinstance(optimizer, poptorch.optim.Optimizer)

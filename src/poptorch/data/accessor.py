@@ -81,9 +81,9 @@ class AsynchronousDataAccessor:
         # Slots to return to the worker with the next batch: the latest batch's; at first all that aren't prefilled.
         self._slots_to_release = list(range(prefilled_slots, slots))
         self._is_epoch_ended = False  # whether next() raises StopIteration until iter()
-        # Whether iter() restarts the worker: in the middle of an epoch, or if the worker waits.
+        # Whether iter() sends a Restart: after the first batch of an epoch, or if the worker waits.
         self._needs_restart = False
-        # The pickled state of a poptorch.DataLoader after the latest batch, and its part that is fixed per epoch.
+        # Of a poptorch.DataLoader: the pickled state after the latest batch, and the state's "begun", one per epoch.
         self._state = pickled(dataset.state_dict()) if hasattr(dataset, "_progress") else None  # type: ignore[union-attr]
         self._begun: bytes | None = None
         self._memory = self._receive("AsynchronousDataAccessor worker thread failed to start")

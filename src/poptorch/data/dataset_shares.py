@@ -44,7 +44,7 @@ def partition_of(
     processes, by_replica = distributed.numProcesses, distributed.rows_by_replica
     is_iterable = isinstance(dataset, IterableDataset)
     if processes == 1:
-        # The options' seed orders the rows of a single process, too: any number has the same order.
+        # The options' seed orders the rows of a single process, too: any number of processes has the same order.
         is_seeded = by_replica and shuffle and options.exists("random_seed") and generator is None
         if not is_seeded or given or micro_batch is None or is_iterable:
             return None
@@ -76,7 +76,7 @@ def partition_of(
             )
         index_count, leftovers = share * processes, 0 if by_replica else rows % share
     elif options.exists("new_shapes"):
-        # All processes train on the last rows together: shares are equal, and the last one goes on with the first rows.
+        # All processes run the incomplete batch together: shares are equal, and the last share wraps to the first rows.
         index_count = -(-rows // processes) * processes
     width = micro_batch * counts.groups if by_replica else None
     get_indices = partial(_indices_of_process, index_count, width, processes)

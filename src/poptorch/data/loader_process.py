@@ -91,7 +91,7 @@ class Restart:
 
     restart_count: int
     epoch: int | None = None  # the epoch to begin, if the dataset is a poptorch.DataLoader
-    state: bytes | None = None  # the state to go on from
+    state: bytes | None = None  # pickled state of the loader to continue from
 
 
 # Batches and states as bytes ------------------------------------------------------------------------------

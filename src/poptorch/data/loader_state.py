@@ -70,7 +70,7 @@ class Progress:
         self.epoch, self.position = loaded_state["epoch"], loaded_state["position"]
         self.begun = begun = loaded_state["begun"] or loaded_state["now"]
         now = None if loaded_state["begun"] is None else loaded_state["now"]["random"]
-        loader._iterator = None  # persistent workers have begun another epoch
+        loader._iterator = None  # persistent workers may have begun another epoch
         _set_generators(loader, begun)
         if isinstance(loader.dataset, IterableDataset):
             return self._count_batches(

@@ -89,7 +89,7 @@ def quantised(x: Tensor, exponent_bits: int, mantissa_bits: int, rounding: str) 
     bias = 2 ** (exponent_bits - 1)
     largest = 2.0 ** (bias - 1) * (2 - 2.0**-mantissa_bits)
     values = x.float().clamp(-largest, largest)
-    exponent = torch.frexp(values).exponent.sub(1).clamp(min=1 - bias) - mantissa_bits  # the last bit's
+    exponent = torch.frexp(values).exponent.sub(1).clamp(min=1 - bias) - mantissa_bits  # of the last bit
     steps = torch.ldexp(values, -exponent)
     steps = (steps + torch.rand_like(steps)).floor() if rounding == "stochastic" else steps.round()
     return torch.ldexp(steps, exponent).to(x.dtype)
