@@ -87,7 +87,7 @@ class RowFunctions:
         self.call = self.updates.call = call
 
     def begin_step(self) -> None:
-        """Begin a step: set its loss scale; copy weights to the results for anchors of the source "weight"."""
+        """Begin a step: set its loss scale; copy weights to the results for anchors of source "weight"."""
         self.state.begin_step()
         self._copy_anchors("weight")
         if self.call.hyper is not None:

@@ -64,13 +64,13 @@ DIRECT: dict[str, Callable[..., Any]] = {
 
 
 def operation_of(name: str) -> OpOverload:
-    """Return the operation of a name: `torch.ops.aten.add.Tensor` for "aten.add.Tensor"."""
+    """Return the operation with a name, such as `torch.ops.aten.add.Tensor` for "aten.add.Tensor"."""
     namespace, packet, overload = name.rsplit("::", 1)[-1].split(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
 def direct(operation: OpOverload) -> Callable[..., Any]:
-    """Return the function with the least call overhead that does the same as this overload."""
+    """Return the function of `DIRECT`, which has less call overhead, or else the operation's own."""
     function = DIRECT.get(str(operation))
     return operation._op if function is None else function
 
@@ -170,14 +170,13 @@ _WITHOUT_VALUES = (torch.ops.aten.empty_like.default, torch.ops.aten.empty.memor
 
 
 class FloatingPointException(ArithmeticError):
-    """Raised when an operation overflows, divides by zero, or makes or compares a NaN."""
+    """Raised by `FiniteCheck` when an operation overflows, divides by zero, or makes or compares a NaN."""
 
 
 class FiniteCheck(TorchDispatchMode):
-    """A dispatch mode that raises FloatingPointException if an operation makes an infinity or a NaN, or
-    compares a NaN. An infinity that is written in the model (a mask of -inf) is allowed, and may be passed
-    on.
-    """
+    """A dispatch mode that raises FloatingPointException if an operation makes an infinity from finite
+    inputs, makes a NaN from inputs without NaN, or compares a NaN. An operation with an infinite number
+    as an argument (a mask of -inf) may make infinities."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -38,7 +38,7 @@ _compiling = threading.Lock()  # inductor has global state
 
 
 def load(partition: Partition, device: torch.device) -> tuple[Code, ...]:
-    """Return the functions of all pieces. Pieces that can't be compiled run eagerly, with a warning."""
+    """Return the functions of all pieces. A piece whose compilation fails runs eagerly, with a warning."""
     missing = why_not(device)
     if missing:
         _warn(
@@ -89,7 +89,7 @@ def _function(piece: Piece, reads: Sequence[Like]) -> Code:
 
 @functools.lru_cache(maxsize=256)  # replicas and repeated layers run the same code
 def compiled(piece: Piece, reads: tuple[Like, ...]) -> Code:
-    """Return the compiled function of a piece, for input values with this metadata."""
+    """Compile a piece for inputs with the metadata `reads`, and return its function. Results are cached."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -105,7 +105,8 @@ def compiled(piece: Piece, reads: tuple[Like, ...]) -> Code:
 
 
 def _guarded(code: Any, reads: tuple[Like, ...], draws: bool) -> Code:
-    """Return a function that copies inputs with other strides than the traced ones, then calls the code."""
+    """Return a function that copies inputs to the traced strides, makes the random key a tensor, and calls
+    the code."""
     strides = [like.stride for like in reads]
 
     def call(values: list[Any]) -> tuple[Tensor, ...]:
@@ -177,7 +178,7 @@ _calls: dict[str, Callable[[Tensor | None, Sequence[Tensor], bool], list[Tensor]
 
 
 def _opaque(operation: OpOverload) -> Callable[..., Any]:
-    """Return what the traced code calls: torch's operations themselves, others by `popengine::eager`."""
+    """Return what the traced code calls: torch's own operations directly, others by `popengine::eager`."""
     if operation.namespace in ("aten", "prims"):
         return operation
     return lambda *args, **kwargs: _call(operation, None, None, args, kwargs)

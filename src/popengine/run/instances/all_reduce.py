@@ -51,7 +51,7 @@ def leaves(replicas: Iterable[list[Tensor]], first: int = 0) -> Iterator[TreeNod
 
 
 def merged(nodes: Iterable[TreeNode]) -> list[TreeNode]:
-    """Replace each complete pair of neighbours by its sum, which overwrites the left one; return what is left."""
+    """Return the nodes that remain after each complete pair was replaced by its sum, over the left tensors."""
     found: list[TreeNode] = []
     for node in nodes:
         while found and node.index % 2 and found[-1][:2] == (node.level, node.index - 1):
@@ -64,8 +64,8 @@ def merged(nodes: Iterable[TreeNode]) -> list[TreeNode]:
 
 
 def tree_sum(nodes: Iterable[TreeNode]) -> list[Tensor]:
-    """Return the sum of nodes, given from left to right. The first node's tensors are overwritten by it, and others
-    by partial sums."""
+    """Return the sum of nodes, given from left to right: the first node's tensors, overwritten. The tensors
+    of other nodes are overwritten by partial sums."""
     found = merged(nodes)
     while len(found) > 1:
         last = found.pop()
@@ -78,7 +78,7 @@ Shapes = tuple[tuple[tuple[int, int], ...], ...]  # (level, index) of the nodes 
 
 @cache
 def nodes_of(instances: int, replicas: int) -> Shapes:
-    """Return the tree nodes that the replicas of each instance add up to.
+    """Return, for each instance, (level, index) of the tree nodes to which its replicas add up.
 
     Args:
         replicas: number of replicas in each instance
@@ -109,8 +109,8 @@ class AllReduce:
         """Sum over the replicas of all instances; every instance receives the sum in its `flats[0]`.
 
         Args:
-            flats: the values of each replica of this instance that takes part, 1-d, as many in every
-                instance; those after the first are overwritten
+            flats: the values of each replica of this instance that takes part, 1-d; every instance has the
+                same number of them; all are overwritten
         """
         elements = flats[0].numel()
         share = -(-elements // (self._size * _ALIGNED)) * _ALIGNED
@@ -119,7 +119,7 @@ class AllReduce:
         self._group.wait(begun, _SUM)
 
     def reduce_scatter(self, flats: Sequence[Tensor], cuts: Sequence[int]) -> None:
-        """Sum as `all_reduce`; each instance receives only its shard of the sum, in its `flats[0]`.
+        """Sum as `all_reduce` does, but each instance receives only its shard of the sum, in `flats[0]`.
 
         Args:
             cuts: element offsets at which the shard of each instance begins, and the end of the last
@@ -134,7 +134,7 @@ class AllReduce:
         self._group.wait(begun + self._receive_shards(flat, cuts), _GATHER)
 
     def broadcast_by_owners(self, values: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """Overwrite each value by that of the instance that owns it; `owners` are ranks."""
+        """Overwrite each value, in place, by the value of the instance that owns it; `owners` are ranks."""
         for dtype in dict.fromkeys(value.dtype for value in values):
             shards: list[list[Tensor]] = [[] for _ in range(self._size)]
             for value, owner in zip(values, owners, strict=True):
@@ -176,7 +176,7 @@ class AllReduce:
         return begun
 
     def _receive_nodes(self, shapes: Shapes, slot: int, like: Tensor, start: int, stop: int) -> _Incoming:
-        """Start to receive a segment of this instance's shard from all peers, into the memory `slot`."""
+        """Start to receive a segment of this instance's shard from all peers, into buffer number `slot`."""
         senders = [peer for peer in self._group.peers for _ in shapes[peer]]
         size, room = len(senders) * (stop - start), self._buffers.get((slot, like.dtype))
         if room is None or room.numel() < size:
@@ -206,7 +206,7 @@ class AllReduce:
         return [self._group.send(flat[start:stop], peer, self._tag + 1) for peer in self._group.peers]
 
     def _receive_shards(self, flat: Tensor, cuts: Sequence[int]) -> list[Message]:
-        """Start to receive all peers' shards into `flat`. A peer sends its shard after it has received the nodes."""
+        """Start to receive all peers' shards into `flat`. A peer sends its shard after it has summed it."""
         return [
             self._group.receive(flat[start:stop], peer, self._tag + 1)
             for peer, start, stop in self._shards_of_peers(cuts)
@@ -228,7 +228,7 @@ class AllReduce:
 
 
 def all_gather_rows(group: Connections, ranks: Sequence[int], tag: int, mine: Tensor) -> Tensor:
-    """Return the rows of the instances `ranks`, concatenated; all have the shape and dtype of `mine`."""
+    """Return `mine` of all instances in `ranks`, of one shape and dtype, concatenated in dimension 0."""
     parts = {rank: mine if rank == group.rank else torch.empty_like(mine) for rank in ranks}
     received = {rank: part for rank, part in parts.items() if rank != group.rank}
     group.exchange(mine, received, tag, "values that replicas gather")

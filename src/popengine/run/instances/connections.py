@@ -1,9 +1,9 @@
 """Point-to-point connections between instances, and the handling of failures.
 
-Each instance has one gloo group with all its peers, in which messages have tags. Sums and gathers are made of these
-messages (`all_reduce.py`). An instance that fails writes the reason to the store through which the instances
-met, and closes its connections, which wakes every peer that waits for it. Then all connect again, as the next
-generation of connections. If the process of an instance has ended, the training ends. Every wait has an end.
+Each instance has one gloo group with all its peers, in which messages have tags. Sums and gathers are made of
+these messages (`all_reduce.py`). An instance that fails writes the reason to the store through which the
+instances met, and closes its connections, which wakes every peer that waits for it. Then all connect again;
+a generation is one such connection. If the process of an instance has ended, the training ends.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class TorchThread(threading.Thread):
 
 
 def join_threads(seconds: float) -> bool:
-    """Wait at the process's end until each `TorchThread` has ended. Returns: False if one still runs.
+    """Wait up to `seconds` at the process's end until all `TorchThread`s end; return whether they have.
 
-    Python ends a thread that returns to it after its finalization, and C++ functions below that thread's Python
+    Python ends a thread that returns to it after its finalization, and C++ functions below the thread's Python
     functions (torch's bindings) then abort the process: "terminate called without an active exception".
     """
     _process_ends.set()
@@ -57,7 +57,7 @@ def join_threads(seconds: float) -> bool:
 
 
 class PeerFailed(Error):
-    """Raised when another instance failed; in all instances the weights are those of the last finished update."""
+    """Raised when another instance failed; all instances have the weights of the last finished update."""
 
 
 class PeerLost(UnrecoverableError):
@@ -120,7 +120,7 @@ class Connections:
             raise self._close_after(error, peer, generation) from error
 
     def wait(self, messages: Iterable[Message], what: str) -> None:
-        """Wait until messages are sent or received; `what` names the purpose in warnings."""
+        """Wait until messages are sent or received; `what`: purpose, for warnings. Raises PeerFailed, PeerLost"""
         thread, generation = threading.get_ident(), self._generation
         for work, peer in messages:
             self._waits[thread] = _PeerWait(self.ranks[peer], what)
@@ -132,15 +132,15 @@ class Connections:
                 self._waits.pop(thread, None)
 
     def exchange(self, mine: Tensor, received: Mapping[int, Tensor], tag: int, what: str) -> None:
-        """Send a value to the peers in `received`, and receive each peer's value into its tensor there."""
+        """Send `mine` to the peers in `received`, receive each peer's value into `received[peer]`; wait."""
         begun = [self.receive(value, peer, tag) for peer, value in received.items()]
         self.wait(begun + [self.send(mine, peer, tag) for peer in received], what)
 
     def commit_together(self, commit: Callable[[], None]) -> None:
         """Wait for all instances, call `commit`, and return when it has returned in all of them.
 
-        If `commit` raises an exception in an instance, or the instance ends before, `commit_together` returns in none:
-        each waits for a message that every other instance sends after its `commit`.
+        If `commit` raises an exception in an instance, or the instance ends before, `commit_together` returns
+        in no instance: each waits for a message that every other instance sends after its `commit`.
         """
         what, received = "the sum of gradients", {peer: torch.empty(1) for peer in self.peers}
         self.exchange(torch.zeros(1), received, _COMMIT, what)
@@ -150,7 +150,7 @@ class Connections:
     # ---- waits -------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Write to the store, in a loop, which peer this instance waits for; log warnings of long waits."""
+        """Write to the store for which peer this instance waits, and warn of long waits, in a loop."""
         count = 0
         publisher = threading.Thread()  # apart: access to the store blocks if its process is stopped
         while not _process_ends.wait(pause := min(1.0, WARN_AFTER / 2)):
@@ -175,7 +175,7 @@ class Connections:
     # ---- generations -------------------------------------------------------------------------------------
 
     def connect(self, what: str) -> None:
-        """Connect to all peers and wait for them, if not connected. Raises PeerLost if one has ended."""
+        """Connect to all peers and wait for them, unless connected. Raises PeerLost if a peer has ended."""
         with self._connecting:
             if self._has_ended:
                 raise self._error()
@@ -211,7 +211,7 @@ class Connections:
         return dist.ProcessGroupGloo(store, self.rank, self.size, timeout=_FOREVER)
 
     def _check_peer(self, peer: int) -> None:
-        """Raise RuntimeError if a peer's process has ended: a message in torch's own group then fails."""
+        """Raise RuntimeError if a peer has ended: a message in torch's own gloo group then fails."""
         group = dist.group.WORLD
         if group is not None and dist.get_backend(group) == "gloo":
             group.send([torch.zeros(1, dtype=torch.uint8)], self.ranks[peer], _PROBE)
@@ -229,8 +229,8 @@ class Connections:
                 self._close(*failure)
 
     def _publish_failure(self, why: str, ends: bool) -> tuple[str, bool]:
-        """Return why the connections close, and whether this ends the training: as a peer has written it to
-        the store, or as given here, which is then written."""
+        """Return (reason, whether the training ends) as the first instance wrote it to the store; if none has
+        written yet, write `why` and `ends`, and return them."""
         key = f"{self._name}/{self._generation}/broken"
         with suppress(RuntimeError):
             why, ends = json.loads(self._store.compare_set(key, "", json.dumps([why, ends])))
@@ -246,7 +246,7 @@ class Connections:
             return self._error()
 
     def _close(self, why: str, ends: bool) -> None:
-        """Close all connections. Gloo does so when a receive times out, and wakes all other waits."""
+        """Close all connections, as Gloo does when a receive times out, and end all waits; store `why`."""
         group, self._group = self._group, None
         self._failure, self._has_ended = why, ends
         self._generation += 1

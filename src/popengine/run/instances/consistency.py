@@ -24,24 +24,24 @@ _WIDTH = 120  # characters of a value that are shown
 
 
 def header(what: str, facts: Facts) -> Tensor:
-    """Return the first message of a barrier: a digest of the facts, and the place in the program (`what`)."""
+    """Return a barrier's first message, uint8 [HEADER]: a digest of the facts, and the barrier's name."""
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     text = f"{digest} {what}".encode()[:HEADER]
     return torch.frombuffer(bytearray(text.ljust(HEADER, b"\0")), dtype=torch.uint8)
 
 
 def barrier_name(value: Tensor) -> str:
-    """Return the place in the program that a header contains."""
+    """Return the name of the barrier that a header contains."""
     return bytes(value.numpy()).rstrip(b"\0").decode(errors="replace").partition(" ")[2]
 
 
 def differences(whats: Sequence[str], facts: Sequence[Facts], names: Sequence[int]) -> str:
-    """Return the error message for instances that are at different places or have different facts.
+    """Return the error message for instances that are at different barriers or have different facts.
 
     Args:
-        whats: place in the program of each instance
+        whats: name of each instance's barrier
         facts: facts of each instance
-        names: number of each instance, for the message
+        names: global rank of each instance
     """
     if len(set(whats)) > 1:
         return (
@@ -63,7 +63,7 @@ def differences(whats: Sequence[str], facts: Sequence[Facts], names: Sequence[in
 
 
 def _differing(section: str, facts: Sequence[Facts], names: Sequence[int]) -> list[str]:
-    """Return a line for each fact of a section that differs; of operations only the first, as others follow."""
+    """Return a line for each fact of a section that differs; of operations only the first line."""
     of_instances = [one.get(section, {}) for one in facts]
     found = []
     for name in dict.fromkeys(name for one in of_instances for name in one):
@@ -75,7 +75,7 @@ def _differing(section: str, facts: Sequence[Facts], names: Sequence[int]) -> li
 
 
 def _values_by_instance(values: Sequence[str], names: Sequence[int]) -> str:
-    """Return the value of each instance, equal ones together: '3 in instances 0, 1; 4 in instance 2'."""
+    """Return a text of the values and their instances, such as '3 in instances 0, 1; 4 in instance 2'."""
     places: dict[str, list[str]] = {}
     for name, value in zip(names, values, strict=True):
         places.setdefault(value, []).append(str(name))
@@ -112,7 +112,7 @@ def facts_of_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor],
 
 
 def _operations(plan: Plan) -> dict[str, str]:
-    """Return the source of each operation, by the user's line, the line in the piece, and the piece."""
+    """Return the source of each operation, by a text with the user's line, piece, and line of the piece."""
     return {
         f"{piece.where(number)}, line {number} of piece {place}": line.partition("; ")[0].strip()
         for place, piece in enumerate(plan.partition.pieces)
@@ -159,7 +159,7 @@ _NAMES = {
 
 
 def _flat_fields(value: Any, name: str = "") -> dict[str, str]:
-    """Return the fields of nested dataclasses by their dotted names."""
+    """Return the `repr` of each field of nested dataclasses, by dotted name, or by its name in `_NAMES`."""
     if not dataclasses.is_dataclass(value):
         return {_NAMES.get(name, name): repr(value)}
     found: dict[str, str] = {}

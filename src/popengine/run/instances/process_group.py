@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 def start_in_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException | None]]:
-    """Start work in a thread, as an interrupt can't end a wait in torch. Returns: queue for `result_of`"""
+    """Call `work` in a thread, as an interrupt can't end a wait in torch; return a queue for `result_of`."""
     outcome: SimpleQueue = SimpleQueue()
 
     def run() -> None:
@@ -49,7 +49,7 @@ def start_in_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException
 
 
 def result_of(outcome: SimpleQueue[tuple[T, BaseException | None]]) -> T:
-    """Wait for work `start_in_thread`; return its value, or raise its error. An interrupt ends only the wait."""
+    """Wait for a work's end; return its value, or raise its exception. An interrupt ends only the wait."""
     while True:
         with suppress(Empty):
             value, error = outcome.get(timeout=_PATIENCE)
@@ -92,7 +92,7 @@ class ProcessGroup(Connections):
         self.after_barrier(what, facts or {}, lambda: None)
 
     def after_barrier(self, what: str, facts: Facts, work: Callable[[], T]) -> T:
-        """Do `barrier`, then call `work` and return its result. An interrupt closes the connections."""
+        """Wait as `barrier`, then call `work` and return its result. An interrupt closes the connections."""
         is_abandoned = threading.Event()
 
         def barrier_and_work() -> T:
@@ -111,7 +111,7 @@ class ProcessGroup(Connections):
                 raise
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroup:
-        """Return the group of the instances `ranks`. It is made at its first use."""
+        """Return the group of the instances `ranks`, which is created at the first call and cached."""
         key = tuple(ranks)
         if key not in self._subgroups:
             name = "-".join(map(str, ranks))
@@ -159,7 +159,7 @@ class ProcessGroup(Connections):
         return bool(self._states or self._kept)
 
     def read_shards(self, name: str) -> list[OptimizerStates]:
-        """Return the shards of all instances, by rank. Waits until all have sent theirs.
+        """Return the shards of all instances, in the order of ranks, after all have sent their shards.
 
         An instance that does not read sends its shard when it reaches its next barrier.
         """
@@ -178,7 +178,7 @@ class ProcessGroup(Connections):
         return [torch.load(io.BytesIO(part), weights_only=True) for part in parts]
 
     def all_gather_bytes(self, mine: bytes, tag: int, what: str) -> list[bytes]:
-        """Return the bytes of all instances, of any length. Call it in `after_barrier`."""
+        """Return the bytes `mine` of all instances, in the order of ranks. Call it in `after_barrier`."""
         size = torch.tensor([len(mine)]).view(torch.uint8)
         sizes = self._all_gather(size, [size.numel()] * self.size, tag, what)
         numbers = [int(one.view(torch.int64)) for one in sizes]
@@ -188,7 +188,7 @@ class ProcessGroup(Connections):
         return [one.numpy().tobytes() for one in self._all_gather(value, numbers, tag, what)]
 
     def _all_gather(self, mine: Tensor, sizes: Sequence[int], tag: int, what: str) -> list[Tensor]:
-        """Return the bytes (uint8) of all instances, whose lengths are `sizes`."""
+        """Return the tensors `mine` (uint8) of all instances, whose lengths are `sizes`, after connecting."""
         self.connect(what)
         values = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         values[self.rank] = mine
@@ -202,7 +202,7 @@ _current: ProcessGroup | None = None
 
 
 def join(store: dist.Store, rank: int, size: int) -> ProcessGroup:
-    """Make and return the group of this process, for instances that met through a store."""
+    """Create the group that `current` returns from now on, for instances that met through a store."""
     global _current
     _current = ProcessGroup(dist.PrefixStore("pando", store), rank, size)
     return _current
@@ -239,7 +239,7 @@ def group_of(instances: int) -> ProcessGroup:
 
 
 def leave() -> None:
-    """Write to the store that this process ends; first wait for peers that may read a shard of its state."""
+    """Write to the store that this process ends; first wait for peers, which may read its optimizer shard."""
     if _current is not None:
         if _current.has_shards() and not hasattr(sys, "last_value"):  # the program has not failed
             with suppress(Error):
