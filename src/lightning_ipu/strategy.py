@@ -222,7 +222,8 @@ class StrategyPart:
     def _destroy_if_outdated(self, stage: Any, executor: poptorch.PoplarExecutor) -> None:
         """Destroy an executor, so that it compiles again, if a value that it was compiled with has changed.
 
-        These are the counters in `recompile_on`, in training also `requires_grad` and parameter groups.
+        These are the counters in `recompile_on`; in training also each `requires_grad` and the number of
+        parameter groups.
         """
         now = [getattr(self._lightning_module, name) for name in self.recompile_on]
         if stage == "train":

@@ -29,16 +29,16 @@ def partition_of(
 ) -> Sampler[int] | None:
     """Return a sampler of this process's rows. Warn if processes have different numbers of batches.
 
-    A single process gets None (torch's sampler) unless rows belong to replicas and the options' seed orders.
+    For one process None (torch's sampler), unless rows belong to replicas and the options' seed shuffles.
 
     Args:
         micro_batch: rows of a micro-batch; None if the dataset itself yields batches
         given:     the name of the argument by which the user gave a sampler, if any
         generator: the user's generator; it replaces the options' seed in a single process
 
-    Raises (with several processes):
-        DataError: the user gave a sampler; or, with drop_last, there isn't a batch for each process
-        AssertionError: an IterableDataset, no `micro_batch`, or `shuffle` without a seed in the options
+    Raises:
+        DataError: several processes and a sampler of the user; or, with drop_last, no batch for each process
+        AssertionError: several processes and an IterableDataset, no `micro_batch`, or `shuffle` without seed
     """
     distributed, counts = options.Distributed, options._counts()
     processes, by_replica = distributed.numProcesses, distributed.rows_by_replica

@@ -97,9 +97,7 @@ class DataLoader(torch.utils.data.DataLoader):
         self._micro_batch = micro_batch = _rows_of_a_micro_batch(batch_size, shuffle, batch_sampler)
         self._combined_batch_size = None if micro_batch is None else micro_batch * micro_batch_count
         self._worker_size = self._rows_to_regroup(rebatched_worker_size, batch_sampler)
-        self._share_count = (
-            options.Distributed.numProcesses
-        )  # processes that each count the batches of their own share
+        self._share_count = options.Distributed.numProcesses  # processes that count batches separately
         if auto_distributed_partitioning:
             others = {"batch_sampler": batch_sampler, "sampler": kwargs.get("sampler")}
             given = next((name for name, value in others.items() if value is not None), None)
