@@ -205,7 +205,7 @@ class Recorder:
     # ---- the queue's side --------------------------------------------------------------------------------
 
     def begin_step(self, rows: RowFunctions) -> None:
-        """Prepare to record a step. The first steps run pieces with clocks in replica 0 (eager)."""
+        """Prepare to record a step. The first two steps run pieces with clocks in replica 0 (eager)."""
         plan, replicas = rows.plan, range(rows.settings.counts.replicas)
         _, number = rows.state.random_state  # of the step, over all calls
         if self._rows is None or self._rows.plan is not plan:
@@ -274,7 +274,7 @@ class Recorder:
     def _note(
         self, task: Task, first: int, replica: int, begin: int, end: int, core: int, computed: int
     ) -> None:
-        """Store the times of a row's instructions: all for its computation or update, none for others."""
+        """Store the times of a row's instructions: all for its computation, update or first one."""
         times, moment = self._times[replica, task.ipu], begin
         main = next((i for i, x in enumerate(task.instructions) if x.kind in _WORK), None)
         for number in range(len(task.instructions)):

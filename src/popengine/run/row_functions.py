@@ -132,7 +132,7 @@ class RowFunctions:
         return self.call.inputs[key][self._turn(micro_batch), self.settings.counts.group_of(replica)]
 
     def _turn(self, micro_batch: int) -> int:
-        """Return the call's index of a micro-batch of the running step. (In inference a step is a call.)"""
+        """Return the index within the call of a step's micro-batch. (In inference a step is a call.)"""
         return self.call.done * self.plan.micro_batches + micro_batch
 
     # ---- forward and backward --------------------------------------------------------------------------------
@@ -263,8 +263,7 @@ class RowFunctions:
         self, added: Sequence[tuple[str, str]], frame: dict[str, Tensor], replica: int, frees: Iterable[str]
     ) -> None:
         """Start the gradient sums of a step with its first gradients. A gradient with the sum's form, which
-        nothing else references, becomes the sum without a copy, which would cost memory, and up to a fifth of
-        an update's time."""
+        nothing else references, becomes the sum without a copy (up to a fifth of an update's time)."""
         sums, optimizer = self.state.sums[replica], self.settings.optimizer
         assert optimizer is not None or not added
         for name, key in added:

@@ -120,7 +120,7 @@ class State:
         return torch.ones(slot.shape, dtype=slot.dtype, device=self.device)
 
     def _owners(self) -> dict[str, int]:
-        """Return the owner process of each sharded parameter. Per ipu all processes own about as many elements.
+        """Return the owner process of each sharded parameter. Per ipu each owns about as many elements.
         Small parameters, and parameters with replica groups, are not sharded."""
         counts, optimizer = self.settings.counts, self.settings.optimizer
         least = self.settings.shard_optimizer

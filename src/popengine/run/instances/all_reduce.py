@@ -51,7 +51,7 @@ def leaves(replicas: Iterable[list[Tensor]], first: int = 0) -> Iterator[TreeNod
 
 
 def merged(nodes: Iterable[TreeNode]) -> list[TreeNode]:
-    """Return the nodes that remain after each complete pair was replaced by its sum, over the left tensors."""
+    """Return the nodes that remain when complete pairs are replaced by their sums, in the left tensors."""
     found: list[TreeNode] = []
     for node in nodes:
         while found and node.index % 2 and found[-1][:2] == (node.level, node.index - 1):

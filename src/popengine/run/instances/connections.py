@@ -44,8 +44,8 @@ class TorchThread(threading.Thread):
 def join_threads(seconds: float) -> bool:
     """Wait up to `seconds` at the process's end until all `TorchThread`s end; return whether they have.
 
-    Python ends a thread that returns to it after its finalization, and C++ functions below the thread's Python
-    functions (torch's bindings) then abort the process: "terminate called without an active exception".
+    Python ends a thread that returns to it after its finalization, and C++ functions below the thread's
+    Python functions (torch's bindings) then abort the process ("terminate called without an active exception").
     """
     _process_ends.set()
     until = time.monotonic() + seconds
@@ -120,7 +120,7 @@ class Connections:
             raise self._close_after(error, peer, generation) from error
 
     def wait(self, messages: Iterable[Message], what: str) -> None:
-        """Wait until messages are sent or received; `what`: purpose, for warnings. Raises PeerFailed, PeerLost"""
+        """Wait until messages are sent or received; `what` names the purpose. Raises PeerFailed or PeerLost."""
         thread, generation = threading.get_ident(), self._generation
         for work, peer in messages:
             self._waits[thread] = _PeerWait(self.ranks[peer], what)

@@ -49,7 +49,7 @@ def start_in_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException
 
 
 def result_of(outcome: SimpleQueue[tuple[T, BaseException | None]]) -> T:
-    """Wait for a work's end; return its value, or raise its exception. An interrupt ends only the wait."""
+    """Return the value of `work`, or raise its exception, when it ends. An interrupt ends only the wait."""
     while True:
         with suppress(Empty):
             value, error = outcome.get(timeout=_PATIENCE)
@@ -82,7 +82,7 @@ class ProcessGroup(Connections):
         """Wait until all instances are at this barrier, and check that their facts are equal.
 
         Args:
-            what:  name of the place in the program, such as "call 17"
+            what:  name of the barrier, such as "call 17"
             facts: texts that have to be equal, by section and name
         Raises:
             Error:      the instances differ; all of them raise it
@@ -141,7 +141,7 @@ class ProcessGroup(Connections):
     def publish(self, state: State) -> str:
         """Register this instance's shard of a state for peers to read. All must publish in the same order.
 
-        The reference to the state is weak. Returns: its name, for `read_shards`
+        The reference to the state is weak. Returns: the name of the shard, for `read_shards`
         """
         self._published += 1
         name = f"{_READING}the optimizer's state (number {self._published})"
@@ -239,7 +239,7 @@ def group_of(instances: int) -> ProcessGroup:
 
 
 def leave() -> None:
-    """Write to the store that this process ends; first wait for peers, which may read its optimizer shard."""
+    """Write to the store that this process ends; first wait for peers if they may read its shard."""
     if _current is not None:
         if _current.has_shards() and not hasattr(sys, "last_value"):  # the program has not failed
             with suppress(Error):
