@@ -251,7 +251,7 @@ class Engine:
         return {key: whole[key] for key in dict.fromkeys(self._state.trained) if key in whole}
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy parameters and buffers to all replicas, all or none. At the next call processes compare them."""
+        """Copy parameters and buffers to all replicas, all or none. The next call compares them to peers'."""
         self._state.write([weights] * self.settings.counts.replicas)
         self._unconfirmed = {key for key in weights if key in self._state.trained}
 

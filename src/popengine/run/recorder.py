@@ -105,7 +105,7 @@ class Meter:
 
 DETAILED_STEPS = 2
 _WORK = ("compute", "update")  # kinds of instructions that take time
-_CALLS = 1000  # times are stored of so many first calls, and of as many last calls
+_CALLS = 1000  # number of first calls, and of last calls, whose times are stored
 
 
 class Times:

@@ -49,7 +49,7 @@ class RowFunctions:
     ) -> None:
         self.plan, self.settings, self.state, self._group = plan, settings, state, group
         replicas = range(settings.counts.replicas)
-        # By replica and piece. A recorder replaces those of replica 0.
+        # By replica and piece. A recorder replaces the functions of replica 0.
         self.codes: list[list[Code]] = [list(codes) for _ in replicas]
         self.frames: list[dict[int, dict[str, Tensor]]] = [{} for _ in replicas]
         self.updates = Updates(plan, settings, state, group)

@@ -68,9 +68,11 @@ class State:
         # Gradient sums and new buffers of replica 0, by canonical name, of a step that another plan has begun.
         self._held: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         names = {name for names in plan.state.values() for name in names}
-        if settings.several_plans:  # they may read slots that this plan does not
+        if settings.several_plans:  # other plans may read slots that this plan does not read
             names.update(self.slot_of.values())
-        self._slots = {slot.name: slot for slot in signature.slots if slot.name in names}  # those held here
+        self._slots = {
+            slot.name: slot for slot in signature.slots if slot.name in names
+        }  # the slots whose values this state holds
         self._weights = [slot for slot in self._slots.values() if slot.role in WEIGHTS]
         self._changed = [name for name in self._slots if name in signature.changed]
         self.trained = [r.key for r in signature.results if r.kind == "gradient"]

@@ -67,7 +67,7 @@ class Updates:
             parts = [self._part(unit, [state.weight(unit)]) for unit in units]
             chunks = UpdateStep(self._optimizer, {}, parts).chunks
             self._chunks.setdefault(place[0], []).extend((place, chunk) for chunk in chunks)
-        # Of the step whose updates run.
+        # Values of the running step:
         self._norms: dict[Unit, Tensor] = {}
         self._counts: list[Tensor] = []
         # By (ipu, parameter group); empty: a gradient overflowed, and no weight changes.

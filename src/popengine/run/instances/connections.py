@@ -45,7 +45,7 @@ def join_threads(seconds: float) -> bool:
     """Wait up to `seconds` at the process's end until all `TorchThread`s end; return whether they have.
 
     Python ends a thread that returns to it after its finalization, and C++ functions below the thread's
-    Python functions (torch's bindings) then abort the process ("terminate called without an active exception").
+    Python functions (torch's bindings) then abort the process: "terminate called without an active exception".
     """
     _process_ends.set()
     until = time.monotonic() + seconds
@@ -92,8 +92,8 @@ class Connections:
         self._store, self._name = store, name
         self._generation = 0
         self._group: _Gloo | None = None
-        self._failure = ""  # why the previous generation was closed
-        self._has_ended = False  # there will be no next generation
+        self._failure = ""  # why the connections of the previous generation were closed
+        self._has_ended = False  # a peer or this process has ended: no further generation
         self._lock = threading.RLock()
         self._connecting = threading.Lock()
         self._is_watched = False
@@ -120,7 +120,7 @@ class Connections:
             raise self._close_after(error, peer, generation) from error
 
     def wait(self, messages: Iterable[Message], what: str) -> None:
-        """Wait until messages are sent or received; `what` names the purpose. Raises PeerFailed or PeerLost."""
+        """Wait until messages are sent or received; `what` names the purpose. Raises PeerFailed, PeerLost."""
         thread, generation = threading.get_ident(), self._generation
         for work, peer in messages:
             self._waits[thread] = _PeerWait(self.ranks[peer], what)
