@@ -180,9 +180,9 @@ def _listed(versions: Any) -> str:
 def training_state(executor: Any) -> TrainingState:
     """Return a training's state by key: fields of `KeptState`, parameters ("weights"), optimizer "rates".
 
-    "buffers" are copies of each replica's; without an engine, of the host's. "weights" and "optimizer" are
-    equal in all instances, except those of per-replica parameters. If the optimizer state is sharded
-    ("shares_state"), "optimizer" is the shard of this instance.
+    "buffers" are copies of each replica's; without an engine, the restored ones or the host's. "weights" and
+    "optimizer" are equal in all instances, except those of per-replica parameters. If the optimizer state is
+    sharded ("shares_state"), "optimizer" is the shard of this instance.
     """
     lease, optimizer, kept = executor._lease, executor._optimizer, executor._lease.state_to_keep()
     names = dict(executor._wrapped.traced.named_buffers())
@@ -193,7 +193,7 @@ def training_state(executor: Any) -> TrainingState:
             buffers = lease.engine.state.read_buffers()
         else:
             values = {name: v.detach().clone() for name, v in executor._weights.on_host().items()}
-            buffers = [{name: values[name] for name in names}]
+            buffers = kept.buffers or [{name: values[name] for name in names}]
     return {
         **vars(kept),
         # Not that of `kept`, which also has the other shards as they were restored.

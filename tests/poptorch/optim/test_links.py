@@ -432,3 +432,29 @@ def test_a_state_of_another_model_that_was_loaded_before_wrapping_is_refused_bef
     executor = on_ipus(model, optimizer, [])
     with pytest.raises(RuntimeError, match=r"(?s)exp_avg of layer\.weight .* shape \[2, 3\]"):
         executor(data(1)[0])
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, rows):
+        return poptorch.identity_loss(self.norm(rows).square(), "sum")
+
+
+def test_a_restored_state_that_no_call_has_used_yet_has_the_buffers_of_each_replica():
+    def replicated():
+        options = poptorch.Options().replicationFactor(2).broadcastBuffers(False)
+        model = Normed()
+        return poptorch.trainingModel(model, options, poptorch.optim.SGD(model.parameters(), lr=0.1))
+
+    first = replicated()
+    first(torch.arange(24.0).reshape(8, 3))
+    saved = training_state(first)
+    means = [buffers["norm.running_mean"] for buffers in saved["buffers"]]
+    assert not torch.equal(*means)
+    second = replicated()
+    set_training_state(second, copy.deepcopy(saved))
+    again = [buffers["norm.running_mean"] for buffers in training_state(second)["buffers"]]
+    assert all(map(torch.equal, means, again))
