@@ -316,10 +316,10 @@ def _holds_traced(value: Any) -> bool:
 
 
 def _restore_attributes(module: Any, before: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Restore the attributes that hold a traced tensor to `before`, and return notes of the traced values.
+    """Undo the assignments of traced tensors to attributes, and return them as pairs (action, tensor).
 
-    Lists and dictionaries are restored in place. A note is (action, value), with the action ("append", name),
-    ("key", name, key) or ("set", name); or (None, name) for an attribute of another kind.
+    Lists and dictionaries are restored in place. An action is ("append", name), ("key", name, key) or
+    ("set", name). If an attribute holds traced tensors in any other way, its pair is (None, name).
     """
     notes: list[tuple[Any, Any]] = []
     for name, now in _attributes(module).items():

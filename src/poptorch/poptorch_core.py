@@ -24,6 +24,7 @@ def getIpuTensorId(tensor: Any) -> NoReturn:
 
 
 def poptorchAtExit() -> NoReturn:
+    """Raise Error: `destroy()` releases a model's devices."""
     raise _refusal("poptorchAtExit", "model.destroy() releases a model's devices at once")
 
 

@@ -207,7 +207,10 @@ class Row:
 
 
 def compare(a: Figures, b: Figures) -> list[Row]:
-    """Return a row for each figure of two runs, also if only one run has the stage or block."""
+    """Return the figures of two runs side by side: totals, then the times of each stage and block.
+
+    A figure is None where a run lacks the stage or block.
+    """
     of_steps, of_costs = a.step_spread + b.step_spread, a.spread + b.spread
     rows = [
         Row(name, getattr(a, field), getattr(b, field), in_words, spread)

@@ -197,7 +197,7 @@ def balance(costs: Sequence[Cost], ipus: int, capacity: float = float("inf")) ->
     return tuple(tuple(cost.name for cost in costs[start:end]) for start, end in bounds)
 
 
-def explain(costs: Sequence[Cost], cut: Sequence[Sequence[str]]) -> str:
+def balance_in_words(costs: Sequence[Cost], cut: Sequence[Sequence[str]]) -> str:
     """Return a text: the load of each ipu, and the effect of moving a block away from the slowest ipu."""
     of = {cost.name: cost.seconds for cost in costs}
     loads = [sum(of[name] for name in names) for names in cut]

@@ -259,6 +259,7 @@ class ReadyQueue:
     # ---- threads ---------------------------------------------------------------------------------------------
 
     def _help(self, core: int) -> None:
+        """Run tasks until the queue is closed: the body of every thread but core 0's."""
         torch.set_num_threads(1 if core == _SENDS else self._inside)
         with torch.inference_mode():
             self._work(lambda: self._is_closed, core)

@@ -122,7 +122,7 @@ def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None 
     )
 
 
-def begin_hook(module: nn.Module) -> BeginBlockHook | None:
+def find_begin_hook(module: nn.Module) -> BeginBlockHook | None:
     """Return the module's hook that begins a block; None if it has no such hook."""
     return next(
         (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, BeginBlockHook)), None
@@ -131,7 +131,7 @@ def begin_hook(module: nn.Module) -> BeginBlockHook | None:
 
 def check_unmarked(module: nn.Module) -> None:
     """Raise Error if a hook of the module begins a block already."""
-    hook = begin_hook(module)
+    hook = find_begin_hook(module)
     if hook is not None:
         raise Error(
             f"this {type(module).__name__} has already been assigned to a block: {hook!r}\n"
@@ -158,7 +158,7 @@ def removeBlocks(module: nn.Module) -> None:
 def module_repr(module: nn.Module) -> str:
     """Return `repr(module)`, with a prefix at each module that begins a block: its `BeginBlock(...)`."""
     lines = [*filter(None, module.extra_repr().split("\n"))]
-    hook = begin_hook(module)
+    hook = find_begin_hook(module)
     mark = f"{hook!r}: " if hook is not None else ""
     children = [
         f"({name}): " + module_repr(child).replace("\n", "\n  ") for name, child in module.named_children()

@@ -15,7 +15,7 @@ from popengine.errors import Error, did_you_mean
 from popengine.settings import Strategy
 
 from ..enums import AutoStage
-from .blocks import BeginBlockHook, begin_hook, check_unmarked
+from .blocks import BeginBlockHook, find_begin_hook, check_unmarked
 from .strategies import AutoBalance, ExecutionStrategy, PipelinedExecution
 
 M = TypeVar("M", bound=nn.Module)
@@ -79,7 +79,7 @@ def strategy_of(model: nn.Module, strategy: ExecutionStrategy) -> ExecutionStrat
     default = ("pipelined", AutoStage.SameAsIpu)
     if not isinstance(strategy, PipelinedExecution) or (strategy._mode, strategy._auto) != default:
         return strategy
-    hooks = filter(None, map(begin_hook, model.modules()))
+    hooks = filter(None, map(find_begin_hook, model.modules()))
     found = next((hook.strategy for hook in hooks if hook.strategy is not None), strategy)
     return copy.copy(found).orSharded() if strategy._or_sharded else found
 
@@ -87,7 +87,7 @@ def strategy_of(model: nn.Module, strategy: ExecutionStrategy) -> ExecutionStrat
 @contextlib.contextmanager
 def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
     """Make each repeated layer of an unmarked model a block inside the `with`, if `AutoBalance` is chosen."""
-    wanted = strategy.auto == "balance" and not any(map(begin_hook, model.modules()))
+    wanted = strategy.auto == "balance" and not any(map(find_begin_hook, model.modules()))
     layers = _repeated_layers(model) if wanted else []
     names = {None, *(name for _, name, _ in layers)}
 
@@ -139,8 +139,11 @@ def _register_hooks(placed: _Placed, strategy: PipelinedExecution) -> None:
 
 
 def _placed_by_count(model: nn.Module, counts: Sequence[int]) -> _Placed:
-    """Return the placed layers: those of the only stack of sum(counts) layers, else of all stacks together.
-    Raises Error if these have another number of layers. `counts`: the number of layers on each ipu."""
+    """Place counts[i] consecutive layers on ipu i, and return the placed layers.
+
+    If exactly one stack (see `_stacks`) has sum(counts) layers, they are its layers; else those of all stacks,
+    joined. Raises Error if their number is not sum(counts).
+    """
     fitting = [layers for layers in _stacks(model).values() if len(layers) == sum(counts)]
     layers = fitting[0] if len(fitting) == 1 else _repeated_layers(model)
     if len(layers) != sum(counts):

@@ -22,7 +22,7 @@ Grouping = tuple[CommGroupType, int, VariableRetrievalMode]  # the arguments of 
 
 
 def _checked_grouping(name: str, given: Any) -> Grouping:
-    """Return `given`, if it is a grouping of the parameter `name`. Raises Error otherwise."""
+    """Return `given` if it has the types of a `Grouping`. Raises Error otherwise, with the parameter's `name`."""
     match given:
         case (CommGroupType() as kind, int() as size, VariableRetrievalMode() as retrieval):
             return kind, size, retrieval
@@ -94,8 +94,8 @@ def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -
     """Return the engine's groups of replicas by parameter name, checked against the parameters.
 
     Raises:
-        Error: an unknown name, a bad grouping, a parameter without dimensions, or a number of its rows that is
-            neither the number of groups nor the number of values that the host reads
+        Error: a name that is no parameter of the model itself (submodules' are refused), a bad grouping, a 0-d
+            parameter, or a first dimension that is neither the number of groups nor, with AllReplicas, of replicas
     """
     # Programs may also write into `per_replica_params` themselves, so the groupings are checked here.
     groups_by_name = {

@@ -56,7 +56,7 @@ class Run:
         return settings
 
 
-def runs_of(
+def split_into_runs(
     call: BoundCall, counts: Counts, like: CompiledInputs | None, *, training: bool, every_n: bool
 ) -> list[Run]:
     """Return the runs of a call: one, unless all inputs have equally many rows, too few for a full batch.

@@ -57,6 +57,7 @@ def _mark_loss(loss: Tensor) -> Tensor:
 
 
 def _ctc_loss(*args: Any, **kwargs: Any) -> Tensor:
+    """Return torch's ctc_loss, marked as a loss."""
     return _mark_loss(ctc_loss(*args, **kwargs))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from popengine.compile.describe import held_bytes
 from popengine.compile.partition import partition, used_visits
-from popengine.compile.placement import Cost, balance, explain, place
+from popengine.compile.placement import Cost, balance, balance_in_words, place
 from popengine.compile.rewriting.channels_last import has_convolutions, in_channels_last
 from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
 from popengine.errors import PartitionError
@@ -124,7 +124,7 @@ def with_balanced_stages(
         seconds = _seconds_of_instance_0(group, [cost.seconds for cost in costs])
         costs = [replace(cost, seconds=spent) for cost, spent in zip(costs, seconds, strict=True)]
     cut = balance(costs, settings.strategy.ipus, settings.strategy.capacity)
-    logger.info("AutoBalance placed %d blocks:\n%s", len(costs), explain(costs, cut))
+    logger.info("AutoBalance placed %d blocks:\n%s", len(costs), balance_in_words(costs, cut))
     stages = tuple(StagePlan(blocks, ipu) for ipu, blocks in enumerate(cut))
     return replace(settings, strategy=replace(settings.strategy, auto=None, stages=stages))
 

@@ -25,7 +25,7 @@ from ..compiling import arguments
 from ..compiling.compilation_log import log_plan, progress
 from ..compiling.executable import compile_model
 from ..compiling.outputs import output_value
-from ..compiling.runs import Run, runs_of
+from ..compiling.runs import Run, split_into_runs
 from ..enums import ConnectionType, OutputMode
 from ..logs import logger, repeats
 from ..optim import SGD
@@ -128,7 +128,7 @@ class PoplarExecutor(PublicNames):
             return [run]
         every_n = self.options.output_mode == OutputMode.EveryN
         like = first and first.inputs
-        return runs_of(call, run.counts, like, training=self._wrapped.training, every_n=every_n)
+        return split_into_runs(call, run.counts, like, training=self._wrapped.training, every_n=every_n)
 
     def _run(self, run: Run) -> LatestCall:
         """Run the plan of `run`, and return its results. First compile the plan and attach, if not done.

@@ -62,6 +62,7 @@ class _MarkFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        """Return the result of the registered gradient function; the other inputs have no gradient."""
         return (None, None, ctx.gradient(*grad_outputs, *ctx.settings), *[None] * len(ctx.settings))
 
 

@@ -230,7 +230,7 @@ class MultiConv:
         return self._set("per_conv_reserved_tiles", value, valid, "reserved tiles! An integer")
 
     def cycleBackOff(self, value: float | None) -> MultiConv:
-        """Set the share of cycles by which a plan may be slower than the fastest plan."""
+        """Record by what share of cycles a convolution on an IPU may be slower than the fastest way."""
         return self._set("cycle_back_off", value, isinstance(value, float | None), "cycle back-off! A float")
 
     def _set(

@@ -149,7 +149,7 @@ class OptionsDict(Freezable):
         return self
 
     def update(self, other: dict[str, Any]) -> dict[str, Any]:
-        """Return a new dictionary with these values and those of another dictionary; nothing is changed.
+        """Return a new dictionary with these values and those of `other`. Unlike dict.update, change nothing.
 
         Raises: AssertionError if a name is in both.
         """

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import poptorch
-from poptorch.annotating.blocks import begin_hook
+from poptorch.annotating.blocks import find_begin_hook
 
 ROWS, ACCUMULATION = 2, 9
 
@@ -39,7 +39,7 @@ class Foreign(nn.Module):
 
 def places(model):
     """{name of a module: (its block, its ipu)}"""
-    hooks = {name: begin_hook(module) for name, module in model.named_modules()}
+    hooks = {name: find_begin_hook(module) for name, module in model.named_modules()}
     return {name: (hook.user_id, hook.ipu_id) for name, hook in hooks.items() if hook is not None}
 
 

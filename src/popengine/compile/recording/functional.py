@@ -23,9 +23,9 @@ _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
 def replace_simple_writes(graph: fx.Graph) -> None:
-    """Replace a graph's in-place operations by out-of-place ones, if no other value needs their memory.
+    """Replace in-place operations by out-of-place ones where no view or later operation reads the old value.
 
-    Dropout has such operations. Other in-place operations need a replay, which takes as long as the capture.
+    Dropout has such operations. All others need another trace of the graph, which takes as long as the capture.
     """
     nodes = list(graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
