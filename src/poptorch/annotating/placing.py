@@ -15,7 +15,7 @@ from popengine.errors import Error, did_you_mean
 from popengine.settings import Strategy
 
 from ..enums import AutoStage
-from .blocks import BeginBlockHook, find_begin_hook, check_unmarked
+from .blocks import BeginBlockHook, check_unmarked, find_begin_hook
 from .strategies import AutoBalance, ExecutionStrategy, PipelinedExecution
 
 M = TypeVar("M", bound=nn.Module)
