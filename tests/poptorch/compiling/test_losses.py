@@ -130,7 +130,7 @@ def test_a_nested_output_is_named_with_dots():
 def test_a_name_that_is_no_loss_is_an_error():
     with pytest.raises(poptorch.Error, match=r"output 'total' of forward, and that is no output"):
         weight_after(lambda y, t: {"loss": mse(y, t)}, loss="total")
-    with pytest.raises(AssertionError, match="loss takes the name or the place"):
+    with pytest.raises(AssertionError, match="loss takes the name or the index"):
         opts().loss(2.5)
 
 
