@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from popengine.compile.placement import Cost, balance, explain
+from popengine.compile.placement import Cost, balance, balance_in_words
 from popengine.errors import PartitionError
 
 
@@ -53,7 +53,7 @@ def test_fewer_blocks_than_ipus_is_an_error():
 
 def test_the_explanation_says_what_moving_a_block_would_give():
     costs = costs_of(3, 3, 2)
-    assert explain(costs, (("b0", "b1"), ("b2",))) == (
+    assert balance_in_words(costs, (("b0", "b1"), ("b2",))) == (
         "  ipu 0: 6.000 ms: b0, b1\n"
         "  ipu 1: 2.000 ms: b2\n"
         "  moving 'b1' to ipu 1 would make the slowest 5.000 ms instead of 6.000 ms"
