@@ -184,7 +184,7 @@ def training_state(executor: Any) -> TrainingState:
     "optimizer" are equal in all instances, except those of per-replica parameters. If the optimizer state is
     sharded ("shares_state"), "optimizer" is the shard of this instance.
     """
-    lease, optimizer, kept = executor._lease, executor._optimizer, executor._lease.state_to_keep()
+    lease, optimizer = executor._lease, executor._optimizer
     names = dict(executor._wrapped.traced.named_buffers())
     with torch._C.DisableTorchFunctionSubclass():
         if lease.engine is not None:
@@ -193,13 +193,12 @@ def training_state(executor: Any) -> TrainingState:
             buffers = lease.engine.state.read_buffers()
         else:
             values = {name: v.detach().clone() for name, v in executor._weights.on_host().items()}
-            buffers = kept.buffers or [{name: values[name] for name in names}]
+            buffers = lease.kept.buffers or [{name: values[name] for name in names}]
+    # Not `state_to_keep`: it also has the other shards, as they were restored.
+    states = lease.optimizer_states(whole=False) or {}
     return {
-        **vars(kept),
-        # Not that of `kept`, which also has the other shards as they were restored.
-        "optimizer": lease.optimizer_states(whole=False) or {},
+        **vars(KeptState(lease.random_state, states, lease.loss_factor, buffers)),
         "weights": {name: value for name, value in values.items() if name not in names},
-        "buffers": buffers,
         "shares_state": lease.is_optimizer_sharded,
         "rates": [
             {n: value for n, value in group.items() if n != "params" and isinstance(value, _PLAIN_TYPES)}
