@@ -13,7 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from popengine.profile import PLAN_WISH, Profile, ProfileError, load
+from popengine.environment import PLAN_WISH
+from popengine.profile import Profile, ProfileError, load
 
 from . import virtual
 from .costs import CATEGORIES, Costs, Spent
