@@ -19,7 +19,7 @@ __all__ = ["Policy", "autocast", "default"]
 class Policy:
     """The dtypes to which `autocast` casts operands. Functions in no list follow torch.autocast to float16.
 
-    Args: lists of names of torch functions, such as "matmul". The last list that has a name applies.
+    Args: lists of names of torch functions, such as "matmul". A name in several lists follows the last of these.
         fp16, fp32:      functions whose operands are cast to float16, to float32
         promote, demote: functions whose operands are cast to the widest, to the narrowest dtype among them
     """
@@ -37,8 +37,8 @@ class Policy:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._rule_of or ''})"
 
-    def _cast_dtype(self, name: str, operands: list[Tensor]) -> torch.dtype | None:
-        """Return the dtype to which a function's operands are cast; None if it has none or is in no list."""
+    def _dtype_for(self, name: str, operands: list[Tensor]) -> torch.dtype | None:
+        """Return the dtype to which a function's operands are cast. None: no operands, or `name` is in no list."""
         if not operands or name not in self._rule_of:
             return None
         by_size = sorted({operand.dtype for operand in operands}, key=lambda dtype: dtype.itemsize)
@@ -70,22 +70,16 @@ class _CastMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         floats = list(filter(_is_float, tree_leaves((args, kwargs))))
-        dtype = self._policy._cast_dtype(getattr(func, "__name__", ""), floats)
+        dtype = self._policy._dtype_for(getattr(func, "__name__", ""), floats)
         if dtype is None or not torch.is_autocast_enabled("cpu"):  # by autocast(False) inside
             return func(*args, **kwargs)
         args, kwargs = tree_map(lambda leaf: leaf.to(dtype) if _is_float(leaf) else leaf, (args, kwargs))
-        with contextlib.ExitStack() as stack:  # torch.autocast must not cast the operands again
-            for device in _devices():
-                stack.enter_context(torch.autocast(device, enabled=False))
+        with torch.autocast("cpu", enabled=False):  # torch.autocast must not cast the operands again
             return func(*args, **kwargs)
 
 
 def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def _devices() -> list[str]:
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
@@ -99,17 +93,16 @@ class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
 
     def __init__(self, enabled: bool = True) -> None:
         self._enabled = enabled
-        self._stacks: list[contextlib.ExitStack] = []
+        self._stacks: list[contextlib.ExitStack] = []  # of the entered contexts: an instance can be nested
 
     def __enter__(self) -> None:
         # Imported late: options import this module in processes that only load data, without the compiler.
         from popengine.compile.recording.current_capture import current
 
-        stack = contextlib.ExitStack()
-        policy = _policy.get()
+        stack, policy = contextlib.ExitStack(), _policy.get()
         if current() is not None and policy is not None:
-            for device in _devices():
-                stack.enter_context(torch.autocast(device, torch.float16, self._enabled))
+            # A capture's tensors are on the CPU, whatever the device of the model.
+            stack.enter_context(torch.autocast("cpu", torch.float16, self._enabled))
             if self._enabled:
                 stack.enter_context(_CastMode(policy))
         self._stacks.append(stack)
