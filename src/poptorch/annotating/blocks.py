@@ -1,4 +1,4 @@
-"""Blocks: marks that name the parts of a model. They have an effect while a model is captured only."""
+"""Blocks: marks that name the parts of a model. They have an effect only while a model is captured."""
 
 import builtins
 import contextlib
@@ -16,17 +16,12 @@ _auto_ids: Iterator[int] = itertools.count()  # restarted by Block.useAutoId
 
 
 def _checked_ipu(ipu_id: int | None) -> int | None:
+    """Return `ipu_id`. Raises Error unless it is None or a number from 0."""
     if ipu_id is not None and (not isinstance(ipu_id, int) or ipu_id < 0):
         raise Error(
             f"a block's ipu_id is a number from 0; found ipu_id={ipu_id!r}\n  fix: ipu_id=0, or leave it out"
         )
     return ipu_id
-
-
-def _open_block(user_id: str | None, ipu_id: int | None) -> None:
-    capture = current()
-    if capture is not None:
-        capture.enter(user_id or str(next(_auto_ids)), ipu_id)
 
 
 class Block(nn.Module):
@@ -45,7 +40,7 @@ class Block(nn.Module):
         self._user_id, self._ipu_id = user_id, _checked_ipu(ipu_id)
 
     def __enter__(self) -> None:
-        _open_block(self._user_id, self._ipu_id)
+        Block.start(self._user_id, self._ipu_id)
 
     def __exit__(self, *_: object) -> None:
         Block.end()
@@ -59,7 +54,9 @@ class Block(nn.Module):
     @staticmethod
     def start(user_id: str | None = None, ipu_id: int | None = None) -> None:
         """Open a block that ends where the next block opens."""
-        _open_block(user_id, _checked_ipu(ipu_id))
+        ipu_id, capture = _checked_ipu(ipu_id), current()
+        if capture is not None:
+            capture.enter(user_id or str(next(_auto_ids)), ipu_id)
 
     @staticmethod
     def end() -> None:
@@ -70,10 +67,9 @@ class Block(nn.Module):
 
 
 class BeginBlockHook:
-    """A forward pre-hook that opens a block. An automatic id is chosen in the first capture, and then kept.
+    """A forward pre-hook that opens a block. Without an id, it uses the automatic id of its first capture.
 
-    Args:
-        strategy: the default strategy of the model, if `poptorch.annotate` or `split` has set the hook
+    Args: strategy: the model's default strategy, in hooks of `poptorch.annotate` and `split`; else None
     """
 
     def __init__(self, user_id: str | None, ipu_id: int | None, strategy: Any = None) -> None:
@@ -81,9 +77,8 @@ class BeginBlockHook:
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         if current() is not None:
-            if not self.user_id:
-                self.user_id = str(next(_auto_ids))
-            _open_block(self.user_id, self.ipu_id)
+            self.user_id = self.user_id or str(next(_auto_ids))
+            Block.start(self.user_id, self.ipu_id)
 
     def __repr__(self) -> str:
         return f"BeginBlock(user_id={self.user_id}, ipu_id={self.ipu_id})"
@@ -104,11 +99,10 @@ class LegacyBeginBlockFn:
 
 
 def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None = None) -> T:
-    """Return a layer that opens a block at each call. The block ends where the next block opens.
+    """Make a layer open a block at each call, which ends where the next block opens.
 
-    Returns: the same module, to which a hook was added, or a wrapper of the function
-    Raises:
-        Error: the layer already begins a block, or is neither a module nor a function
+    Returns: the same module, to which a hook was added; for a function, a wrapper that calls it
+    Raises: Error if the module begins a block already, or the layer is neither a module nor a function
     """
     if isinstance(layer_to_call, nn.Module):
         check_unmarked(layer_to_call)
@@ -124,13 +118,12 @@ def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None 
 
 def find_begin_hook(module: nn.Module) -> BeginBlockHook | None:
     """Return the module's hook that begins a block; None if it has no such hook."""
-    return next(
-        (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, BeginBlockHook)), None
-    )
+    hooks = module._forward_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, BeginBlockHook)), None)
 
 
 def check_unmarked(module: nn.Module) -> None:
-    """Raise Error if a hook of the module begins a block already."""
+    """Raise Error if the module has a hook that begins a block."""
     hook = find_begin_hook(module)
     if hook is not None:
         raise Error(
@@ -141,13 +134,13 @@ def check_unmarked(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def BlockFunction(user_id: str | None = None, ipu_id: int | None = None) -> Iterator[None]:
-    """Return a decorator: all operations of the decorated function belong to one block."""
+    """Return a decorator (and context manager) that puts all operations of a function into one block."""
     with Block(user_id, ipu_id):
         yield
 
 
 def removeBlocks(module: nn.Module) -> None:
-    """Remove the marks of BeginBlock, annotate and split from a module and all modules in it."""
+    """Remove the hooks of BeginBlock, annotate and split from a module and all modules in it."""
     assert isinstance(module, nn.Module), f"removeBlocks takes a torch.nn.Module; found {module!r}"
     for child in module.modules():
         hooks = child._forward_pre_hooks
@@ -156,19 +149,17 @@ def removeBlocks(module: nn.Module) -> None:
 
 
 def module_repr(module: nn.Module) -> str:
-    """Return `repr(module)`, with a prefix at each module that begins a block: its `BeginBlock(...)`."""
-    lines = [*filter(None, module.extra_repr().split("\n"))]
+    """Return `repr(module)`, with the prefix "BeginBlock(...): " at each module that begins a block."""
     hook = find_begin_hook(module)
-    mark = f"{hook!r}: " if hook is not None else ""
-    children = [
-        f"({name}): " + module_repr(child).replace("\n", "\n  ") for name, child in module.named_children()
-    ]
-    name = mark + module._get_name()
+    name = module._get_name() if hook is None else f"{hook!r}: {module._get_name()}"
+    lines = [line for line in module.extra_repr().split("\n") if line]
+    children = [f"({n}): {module_repr(child)}" for n, child in module.named_children()]
     if not children:
         return f"{name}({', '.join(lines)})"
-    return f"{name}(\n  " + "\n  ".join(lines + children) + "\n)"
+    body = "\n".join(lines + children).replace("\n", "\n  ")
+    return f"{name}(\n  {body}\n)"
 
 
 def print(module: nn.Module) -> None:
-    """Print `module_repr(module)`: the module, with the blocks that begin in it."""
+    """Print a module, with the blocks that begin in it (see `module_repr`)."""
     builtins.print(module_repr(module))

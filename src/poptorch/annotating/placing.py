@@ -20,7 +20,7 @@ from .strategies import AutoBalance, ExecutionStrategy, PipelinedExecution
 
 M = TypeVar("M", bound=nn.Module)
 _RANGE = re.compile(r"\b(\d+)-(\d+)\b")
-_Placed = list[tuple[nn.Module, str, int | None]]  # a module, the block that begins there, and its ipu
+_Mark = tuple[nn.Module, str, int | None]  # a module, the id of the block that begins there, and its ipu
 
 
 def annotate(
@@ -50,8 +50,8 @@ def annotate(
             '  fix: poptorch.annotate(model, {"encoder.layer.0-5": 0, "encoder.layer.*": 1}), or'
             " poptorch.annotate(model, layers_per_ipu=[6, 6])"
         )
-    placed = _placed_by_key(model, marks) if marks else _placed_by_count(model, layers_per_ipu or [])
-    _register_hooks(placed, PipelinedExecution(AutoStage.AutoIncrement))
+    found = _marks_by_key(model, marks) if marks else _marks_by_count(model, layers_per_ipu or [])
+    _register_hooks(found, PipelinedExecution(AutoStage.AutoIncrement))
     return model
 
 
@@ -66,7 +66,7 @@ def split(model: M, ipus: int) -> M:
     layers = _repeated_layers(model)
     if len(layers) < ipus:
         raise Error(
-            f"poptorch.split can't place the model on {ipus} ipus: its repeated layers are {_stacks_in_words(model)}\n"
+            f"poptorch.split can't place the model on {ipus} ipus: its repeated layers are {_describe_stacks(model)}\n"
             '  fix: place its parts by name: poptorch.annotate(model, {"name": 0, "other": 1})'
         )
     _register_hooks(layers, PipelinedExecution(AutoBalance(ipus)).orSharded())
@@ -75,7 +75,7 @@ def split(model: M, ipus: int) -> M:
 
 def strategy_of(model: nn.Module, strategy: ExecutionStrategy) -> ExecutionStrategy:
     """Return the strategy that `annotate` or `split` set, if `strategy` is the default; else `strategy`.
-    `orSharded()` of the default is kept."""
+    If `orSharded()` of `strategy` was called, it holds for the returned strategy, too."""
     default = ("pipelined", AutoStage.SameAsIpu)
     if not isinstance(strategy, PipelinedExecution) or (strategy._mode, strategy._auto) != default:
         return strategy
@@ -91,89 +91,90 @@ def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
     layers = _repeated_layers(model) if wanted else []
     names = {None, *(name for _, name, _ in layers)}
 
-    def begin(name: str, module: nn.Module, inputs: Any) -> None:
+    def begin_block(name: str, module: nn.Module, inputs: Any) -> None:
         capture = current()
         if capture is not None and capture.block >= 0 and capture.visits[capture.block].name in names:
             capture.enter(name, None)  # the model's own code has opened no block
 
-    handles = [module.register_forward_pre_hook(partial(begin, name)) for module, name, _ in layers]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module, name, _ in layers:
+            hooks.enter_context(module.register_forward_pre_hook(partial(begin_block, name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def _stacks(model: nn.Module) -> dict[str, _Placed]:
-    """Return the layers of each outermost stack, by its name: a ModuleList of several layers, or a Sequential
-    in which a class repeats. Layers are children with parameters; their ipu is None."""
-    found: dict[str, _Placed] = {}
+def _stacks(model: nn.Module) -> dict[str, list[_Mark]]:
+    """Return the layers of each outermost stack, by the stack's name: each is a block without an ipu.
+
+    A stack is a ModuleList of several layers, or a Sequential in which a class repeats. Its layers are its
+    children with parameters.
+    """
+    found: dict[str, list[_Mark]] = {}
     for name, module in model.named_modules():
         is_nested = any(not outer or name.startswith(f"{outer}.") for outer in found)
         if isinstance(module, nn.ModuleList | nn.Sequential) and not is_nested:
-            children = [(child, f"{name}.{n}".lstrip("."), None) for n, child in module.named_children()]
-            layers: _Placed = [layer for layer in children if next(layer[0].parameters(), None) is not None]
+            layers: list[_Mark] = [
+                (child, f"{name}.{n}".lstrip("."), None)
+                for n, child in module.named_children()
+                if next(child.parameters(), None) is not None
+            ]
             kinds = 1 if isinstance(module, nn.ModuleList) else len({type(child) for child, *_ in layers})
             if kinds < len(layers):
                 found[name] = layers
     return found
 
 
-def _repeated_layers(model: nn.Module) -> _Placed:
+def _repeated_layers(model: nn.Module) -> list[_Mark]:
     return list(itertools.chain.from_iterable(_stacks(model).values()))
 
 
-def _stacks_in_words(model: nn.Module) -> str:
-    """Return the names and lengths of a model's stacks of repeated layers as text; "none" if there are none."""
+def _describe_stacks(model: nn.Module) -> str:
+    """Return the names and lengths of a model's stacks (see `_stacks`) as text; "none" if there are none."""
     found = _stacks(model).items()
     return ", ".join(f"{n or 'the model itself'} ({len(layers)} layers)" for n, layers in found) or "none"
 
 
-def _register_hooks(placed: _Placed, strategy: PipelinedExecution) -> None:
-    """Register the hook that begins a block on each module. Raises Error if a module has such a hook."""
-    for module, *_ in placed:
+def _register_hooks(marks: list[_Mark], strategy: PipelinedExecution) -> None:
+    """Register a `BeginBlockHook` on each module. Raises Error, and registers none, if a mark is invalid."""
+    for module, *_ in marks:
         check_unmarked(module)
-    hooks = [(module, BeginBlockHook(block, ipu, strategy)) for module, block, ipu in placed]
+    hooks = [(module, BeginBlockHook(block, ipu, strategy)) for module, block, ipu in marks]
     for module, hook in hooks:
         module.register_forward_pre_hook(hook)
 
 
-def _placed_by_count(model: nn.Module, counts: Sequence[int]) -> _Placed:
-    """Place counts[i] consecutive layers on ipu i, and return the placed layers.
+def _marks_by_count(model: nn.Module, counts: Sequence[int]) -> list[_Mark]:
+    """Return marks that place counts[i] consecutive layers on ipu i, as one block.
 
-    If exactly one stack (see `_stacks`) has sum(counts) layers, they are its layers; else those of all stacks,
-    joined. Raises Error if their number is not sum(counts).
+    If exactly one stack (see `_stacks`) has sum(counts) layers, these are placed; else those of all stacks.
+    Raises Error if their number is not sum(counts).
     """
     fitting = [layers for layers in _stacks(model).values() if len(layers) == sum(counts)]
     layers = fitting[0] if len(fitting) == 1 else _repeated_layers(model)
     if len(layers) != sum(counts):
         raise Error(
             f"layers_per_ipu={list(counts)} places {sum(counts)} layers; the model's repeated layers are"
-            f" {_stacks_in_words(model)}\n"
+            f" {_describe_stacks(model)}\n"
             "  fix: numbers whose sum is the layers of one of these, or of all; or place modules by name:"
             ' poptorch.annotate(model, {"name.0-5": 0, "name.*": 1})'
         )
-    placed, left = [], iter(layers)
+    marks: list[_Mark] = []
     for ipu, count in enumerate(counts):
-        group = list(itertools.islice(left, count))
+        group = layers[len(marks) : len(marks) + count]
         block = " to ".join(dict.fromkeys(name for _, name, _ in (*group[:1], *group[-1:])))
-        placed += [(module, block, ipu) for module, *_ in group]
-    return placed
+        marks += [(module, block, ipu) for module, *_ in group]
+    return marks
 
 
-def _placed_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> _Placed:
-    """Return the modules that keys name, placed by the most specific key. Raises Error as `annotate` does."""
-    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+def _marks_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> list[_Mark]:
+    """Return a mark for each module that a key names, by its most specific key. Raises Error as `annotate`."""
     found: dict[nn.Module, tuple[int, str | type]] = {}
-    for key in marks:
-        rank, modules = _modules_of_key(key, model, names)
+    ranked = [(*_modules_of_key(key, model), key) for key in marks]
+    for rank, modules, key in sorted(ranked, key=lambda each: -each[0]):
         for module in modules:
-            before = found.get(module)
-            if before is None or rank > before[0]:
-                found[module] = rank, key
-            elif rank == before[0] > 0:
+            first_rank, first = found.setdefault(module, (rank, key))
+            if first is not key and first_rank == rank > 0:
                 raise Error(
-                    f"poptorch.annotate: {before[1]!r} and {key!r} place the same {type(module).__name__}\n"
+                    f"poptorch.annotate: {first!r} and {key!r} place the same {type(module).__name__}\n"
                     "  fix: ranges that do not overlap; a single name precedes a range, and a range precedes '*'"
                 )
     unused = set(marks) - {key for _, key in found.values()}
@@ -182,10 +183,9 @@ def _placed_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> _Placed
     return [(m, key if isinstance(key, str) else key.__name__, marks[key]) for m, (_, key) in found.items()]
 
 
-def _modules_of_key(key: str | type, model: nn.Module, names: list[str]) -> tuple[int, list[nn.Module]]:
-    """Return how specific a key is (2: a name, 1: a range, 0: `*` or a class), and the modules that it names.
+def _modules_of_key(key: str | type, model: nn.Module) -> tuple[int, list[nn.Module]]:
+    """Return a key's rank (2: a name, 1: a range, 0: `*` or a class), and the modules that the key names.
 
-    Args: names: of all modules of the model
     Raises: Error if the key, or a number of its range, names no module
     """
     if not isinstance(key, str):
@@ -194,13 +194,14 @@ def _modules_of_key(key: str | type, model: nn.Module, names: list[str]) -> tupl
             classes = sorted({type(module).__name__ for module in model.modules()})
             raise Error(f"poptorch.annotate: no module is a {key.__name__}; there are {', '.join(classes)}")
         return 0, modules
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     span = _RANGE.search(key)
     numbers = range(int(span[1]), int(span[2]) + 1) if span else ()
     patterns = [f"{key[: span.start()]}{n}{key[span.end() :]}" for n in numbers] if span else [key]
     found: list[str] = []
     for pattern in patterns:
-        one = re.compile(re.escape(pattern).replace(r"\*", r"[^.]*"))
-        matching = [name for name in names if one.fullmatch(name)]
+        expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]*"))
+        matching = [name for name in names if expression.fullmatch(name)]
         if not matching:
             near = did_you_mean(pattern, [*names, *(re.sub(r"\d+", "*", name) for name in names)])
             raise Error(

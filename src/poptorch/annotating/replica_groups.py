@@ -7,7 +7,7 @@ executor.weight.replicaGrouping(poptorch.CommGroupType.Consecutive, 2,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,29 +22,15 @@ Grouping = tuple[CommGroupType, int, VariableRetrievalMode]  # the arguments of 
 
 
 def _checked_grouping(name: str, given: Any) -> Grouping:
-    """Return `given` if it has the types of a `Grouping`. Raises Error otherwise, with the parameter's `name`."""
+    """Return `given`. Raises Error, with the parameter's `name`, unless `given` is a `Grouping`."""
     match given:
-        case (CommGroupType() as kind, int() as size, VariableRetrievalMode() as retrieval):
-            return kind, size, retrieval
+        case (CommGroupType(), int(), VariableRetrievalMode()):
+            return given
     raise Error(
         f"replicaGrouping of {name!r} takes a poptorch.CommGroupType, a number of replicas and a"
         f" poptorch.VariableRetrievalMode; found {given!r}\n"
         "  fix: (poptorch.CommGroupType.Consecutive, 2, poptorch.VariableRetrievalMode.OnePerGroup), for example"
     )
-
-
-def _replica_groups(grouping: Grouping, replicas: int) -> ReplicaGroups:
-    """Return a grouping as the engine's value. Raises Error if the groups' size does not divide `replicas`."""
-    kind, size, retrieval = grouping
-    size = {CommGroupType.All: replicas, CommGroupType.NoGrouping: 1}.get(kind, size)
-    if size < 1 or replicas % size:
-        raise Error(
-            f"replicaGrouping: groups of {size} replicas do not divide the replication factor {replicas}"
-        )
-    neighbours = [replica // size for replica in range(replicas)]
-    every_nth = [replica % (replicas // size) for replica in range(replicas)]
-    of = every_nth if kind is CommGroupType.Orthogonal else neighbours
-    return ReplicaGroups(tuple(of), retrieval is VariableRetrievalMode.AllReplicas)
 
 
 class GroupableParameter(nn.Parameter):
@@ -56,7 +42,7 @@ class GroupableParameter(nn.Parameter):
     def of(parameter: nn.Parameter, name: str, groupings: dict[str, Grouping] | None) -> GroupableParameter:
         """Return a view of a parameter, with the same memory, attributes and `.grad`.
 
-        Args: groupings: the executor's groupings by name, which `replicaGrouping` writes; None after compilation
+        Args: groupings: the executor's groupings by name, for `replicaGrouping`; None once it is compiled
         """
         with torch._C.DisableTorchFunctionSubclass():
             view = torch.Tensor._make_subclass(
@@ -94,14 +80,22 @@ def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -
     """Return the engine's groups of replicas by parameter name, checked against the parameters.
 
     Raises:
-        Error: a name that is no parameter of the model itself (submodules' are refused), a bad grouping, a 0-d
-            parameter, or a first dimension that is neither the number of groups nor, with AllReplicas, of replicas
+        Error: a grouping is no `Grouping`, or the size of its groups does not divide `replicas`; a name is no
+            parameter of the model itself (submodules' are refused); the parameter is 0-d, or its first dimension
+            is neither the number of groups nor, with AllReplicas, of replicas
     """
-    # Programs may also write into `per_replica_params` themselves, so the groupings are checked here.
-    groups_by_name = {
-        name: _replica_groups(_checked_grouping(name, given), replicas) for name, given in groupings.items()
-    }
-    for name, groups in groups_by_name.items():
+    groups_by_name = {}
+    for name, given in groupings.items():
+        # Checked again: programs may also write into `per_replica_params` themselves.
+        kind, size, retrieval = _checked_grouping(name, given)
+        size = {CommGroupType.All: replicas, CommGroupType.NoGrouping: 1}.get(kind, size)
+        if size < 1 or replicas % size:
+            raise Error(
+                f"replicaGrouping: groups of {size} replicas do not divide the replication factor {replicas}"
+            )
+        count = replicas // size
+        of = [r % count if kind is CommGroupType.Orthogonal else r // size for r in range(replicas)]
+        groups = ReplicaGroups(tuple(of), retrieval is VariableRetrievalMode.AllReplicas)
         parameter = model._parameters.get(name)
         if parameter is None:
             raise Error(
@@ -113,19 +107,19 @@ def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -
                 f"Scalars cannot be passed as per-replica weight tensor values: {name} has no dimensions\n"
                 "  fix: give it a first dimension with one row a group"
             )
-        rows = {max(groups.of) + 1, len(groups.rows)}
-        if len(parameter) not in rows:
+        if len(parameter) not in (count, len(groups.rows)):
             raise Error(
                 f"parameter {name} has {len(parameter)} rows, but its replicaGrouping makes"
-                f" {max(groups.of) + 1} groups of {replicas} replicas\n"
+                f" {count} groups of {replicas} replicas\n"
                 "  fix: its first dimension has one row a group"
             )
+        groups_by_name[name] = groups
     return groups_by_name
 
 
 @contextlib.contextmanager
-def first_rows_only(model: nn.Module, names: dict[str, Any]) -> Iterator[None]:
-    """Replace the named parameters by their first rows inside the `with`, since a replica has one row."""
+def first_rows_only(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Replace parameters of the model itself by their first rows inside the `with`: a replica has one row."""
     before = model._parameters
     rows = {
         name: nn.Parameter(parameter.detach()[0], parameter.requires_grad)
