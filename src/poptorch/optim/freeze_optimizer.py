@@ -4,11 +4,9 @@ Rates may change. A change of an attribute that is compiled in raises Error; an 
 warning. The table `popengine.update.optimizer_rules.RULES` has the rates, states and flags of each kind.
 """
 
-import functools
 import inspect
 import logging
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +20,9 @@ from poptorch.optim.optimizer_state import number, rates_of
 
 logger = logging.getLogger("poptorch::python")
 
+_TORCH_KINDS: dict[type, str] = {
+    rule.torch_class: kind for kind, rule in RULES.items() if rule.torch_class is not None
+}
 # Rates of torch's optimizers that may change after compilation if they are not the default, besides lr.
 _VARIABLE_IN_TORCH = ("momentum", "dampening", "weight_decay", "eps")
 
@@ -49,7 +50,7 @@ def freeze_optimizer(
     flags = _flags(optimizer, rule)
     frozen = settings.Optimizer(
         kind=kind,
-        group_of=_group_of(optimizer, names),
+        group_of=_group_indices(optimizer, names),
         state_types={
             state.name: getattr(optimizer, state.dtype, torch.float32)
             for state in rule.states
@@ -64,23 +65,18 @@ def freeze_optimizer(
     return frozen, hyper
 
 
-def _torch_kinds() -> dict[type, str]:
-    return {rule.torch_class: kind for kind, rule in RULES.items() if rule.torch_class is not None}
-
-
 def supported_optimizers() -> str:
     """Return the names of all optimizers that executors can run, as text for messages."""
     ours = [f"poptorch.optim.{kind.__name__}" for kind in Optimizer._classes]
-    return ", ".join([*ours, *(f"torch.optim.{kind.__name__}" for kind in _torch_kinds())])
+    return ", ".join([*ours, *(f"torch.optim.{kind.__name__}" for kind in _TORCH_KINDS)])
 
 
 def kind_of(optimizer: Any) -> str:
     """Return the key in `RULES` of an optimizer's rule. Raises AssertionError if its type is unsupported."""
-    kinds = _torch_kinds()
     if isinstance(optimizer, Optimizer):
         kind = optimizer._kind
     else:  # the nearest class, as torch derives AdamW from Adam
-        kind = next((kinds[base] for base in type(optimizer).__mro__ if base in kinds), None)
+        kind = next((_TORCH_KINDS[base] for base in type(optimizer).__mro__ if base in _TORCH_KINDS), None)
     if kind is None:
         raise AssertionError(
             f"Unsupported optimizer type. Types supported: {supported_optimizers()}; "
@@ -113,24 +109,21 @@ def _flags(optimizer: Any, rule: Rule) -> dict[str, bool]:
 def _is_set_in_groups(optimizer: Any, name: str) -> bool:
     """Return whether a key is true in all parameter groups. Raises AssertionError if the groups differ."""
     values = {bool(group.get(name)) for group in optimizer.param_groups}
-    if len(values) > 1:
-        raise AssertionError(
-            f"{name} must be equal in all parameter groups of {type(optimizer).__name__}, but some have True, some"
-            " False"
-        )
+    assert len(values) <= 1, (
+        f"{name} must be equal in all parameter groups of {type(optimizer).__name__}, but some have True, some False"
+    )
     return values == {True}
 
 
 def _clipping_bound(optimizer: torch.optim.Optimizer, name: str) -> float:
     """Return the clipping bound `name`, by default infinity. Raises AssertionError if it is negative."""
-    limit = number(getattr(optimizer, name, math.inf), name, "the optimizer")
-    if limit < 0:
-        raise AssertionError(
-            f"{name} has to be 0 or more, and is {limit:g}\n"
-            "  why: gradients would change their sign\n"
-            f"  fix: a positive {name}; or leave it out for no clipping"
-        )
-    return limit
+    bound = number(getattr(optimizer, name, math.inf), name, "the optimizer")
+    assert bound >= 0, (
+        f"{name} has to be 0 or more, and is {bound:g}\n"
+        "  why: gradients would change their sign\n"
+        f"  fix: a positive {name}; or leave it out for no clipping"
+    )
+    return bound
 
 
 def _has_momentum(optimizer: torch.optim.Optimizer) -> bool:
@@ -140,16 +133,16 @@ def _has_momentum(optimizer: torch.optim.Optimizer) -> bool:
     return may_change or any(group["momentum"] for group in optimizer.param_groups)
 
 
-def _group_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, int]:
+def _group_indices(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, int]:
     """Return the index of each parameter's group, by canonical name. Raises UnknownParameterError."""
     group_of, unknown = {}, []
-    for index, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
             # Known parameters are only compared by id: reading a marked parameter copies all weights to the host.
             if id(parameter) in names:
-                group_of[names[id(parameter)]] = index
+                group_of[names[id(parameter)]] = group_index
             else:
-                unknown.append(f"  group {index}, parameter {place}, shape {list(parameter.shape)}\n")
+                unknown.append(f"  group {group_index}, parameter {index}, shape {list(parameter.shape)}\n")
     if unknown:
         more = f"  ... and {len(unknown) - 8} more\n" if len(unknown) > 8 else ""
         raise UnknownParameterError(
@@ -164,22 +157,6 @@ def _group_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[s
 # After compilation -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Accepted:
-    """The values of an optimizer that was accepted before compilation, to compare later optimizers with.
-
-    Args:
-        label:     the optimizer's name in messages
-        rates:     the values of each rate in all parameter groups, and of the loss scaling
-        constants: the entries of `rates` that may not change
-    """
-
-    label: str
-    frozen: settings.Optimizer
-    rates: dict[str, list[float]]
-    constants: dict[str, list[float]]
-
-
 class OptimizerGuard:
     """The checks of optimizers that are passed to `setOptimizer`, against the optimizer that is compiled in.
 
@@ -188,10 +165,13 @@ class OptimizerGuard:
         automatic_loss_scaling: whether the executor adapts the loss scaling, so that it may change
     """
 
+    _frozen: settings.Optimizer  # the accepted optimizer's values that are compiled in
+    _constants: dict[str, list[float]]  # its rates that may not change, as in `_rates_by_name`
+
     def __init__(self, relaxed: bool = False, automatic_loss_scaling: bool = False) -> None:
         self._report = logger.debug if relaxed else logger.warning
         self._automatic_loss_scaling = automatic_loss_scaling
-        self._accepted: _Accepted | None = None
+        self._label = ""  # the accepted optimizer's name in messages; "" before the first one
         self._attributes: dict[str, set[str]] = {}  # known names, by the keys of `_attribute_names`
         self._warned: set[type] = set()  # the user's subclasses that a warning was logged for
 
@@ -200,10 +180,10 @@ class OptimizerGuard:
     ) -> tuple[settings.Optimizer, settings.Hyper]:
         """Return a snapshot of an optimizer, as `freeze_optimizer` does, after more checks.
 
-        Logs warnings of a user's subclass and of unexpected attributes. Keeps the values before compilation.
+        Logs warnings of a user's subclass and of unexpected attributes.
 
         Args:
-            compiled: whether the model is compiled, so that the kept values must not change
+            compiled: True: compare the values with those of the last optimizer that was accepted with False
         Raises:
             Error: a value that is compiled in has changed, or the optimizer has hooks of `step()`
             ValueError: `accum_type` became float16 after compilation
@@ -211,27 +191,23 @@ class OptimizerGuard:
         frozen, hyper = freeze_optimizer(optimizer, names)
         check_hooks(optimizer)
         self._warn_of_subclass(optimizer)
-        rates = _rates_by_name(optimizer, hyper)
-        torch_class = RULES[frozen.kind].torch_class
-        constants = {
-            n: values for n, values in rates.items() if _is_constant(optimizer, torch_class, n, values)
-        }
-        if self._automatic_loss_scaling:
-            constants.pop("loss_scaling", None)
-        new, old = _Accepted(label_of(optimizer, frozen), frozen, rates, constants), self._accepted
+        label, rates = label_of(optimizer, frozen), _rates_by_name(optimizer, hyper)
         is_loaded = getattr(optimizer, "_has_loaded_rates", False)  # rates of a checkpoint replace constants
-        if compiled and old is not None:
-            _check_change(optimizer, old, new, compare_rates=not is_loaded)
-        elif old is None or old.label != new.label:
+        if compiled and self._label:
+            self._check_change(optimizer, label, frozen, {} if is_loaded else rates)
+        elif label != self._label:
             self._attributes = _attribute_names(optimizer)
-        self._report_unexpected(optimizer, new.label)
-        if not compiled or old is None or is_loaded:
-            self._accepted = new
+        self._report_unexpected(optimizer, label)
+        if not (compiled and self._label) or is_loaded:
+            self._label, self._frozen = label, frozen
+            self._constants = {n: values for n, values in rates.items() if _is_constant(optimizer, n, values)}
+            if self._automatic_loss_scaling:
+                self._constants.pop("loss_scaling", None)
         return frozen, hyper
 
     def _warn_of_subclass(self, optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer)
-        if kind in _torch_kinds() or kind in Optimizer._classes or kind in self._warned:
+        if kind in _TORCH_KINDS or kind in Optimizer._classes or kind in self._warned:
             return
         self._warned.add(kind)
         logger.warning(
@@ -242,19 +218,57 @@ class OptimizerGuard:
         )
 
     def _report_unexpected(self, optimizer: torch.optim.Optimizer, label: str) -> None:
-        """Log each attribute and key, once, that the first accepted optimizer did not have."""
+        """Log each attribute and key, once, that the first accepted optimizer did not have.
+
+        Attributes that the class annotates are not reported, nor are four keys.
+        """
+        # Keys of SGD and LAMB, a bound that any optimizer may have, and a key that torch's load_state_dict adds.
+        expected = {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable"}
+        expected.update(*map(inspect.get_annotations, type(optimizer).__mro__))
         for description, found in _attribute_names(optimizer).items():
             known = self._attributes.setdefault(description, found)
-            if found - known and (unexpected := sorted(found - known - _declared_names(optimizer))):
+            if unexpected := sorted(found - known - expected):
                 known.update(unexpected)
                 self._report("Ignoring unexpected %s in %s optimizer: %s", description, label, unexpected)
 
-
-def _declared_names(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Return names that are never reported as unexpected: the class's annotated attributes, and four keys."""
-    own = {name for base in type(optimizer).__mro__ for name in inspect.get_annotations(base)}
-    # Keys of SGD and LAMB, a bound that any optimizer may have, and a key that torch's load_state_dict adds.
-    return own | {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable"}
+    def _check_change(
+        self,
+        optimizer: torch.optim.Optimizer,
+        label: str,
+        frozen: settings.Optimizer,
+        rates: dict[str, list[float]],
+    ) -> None:
+        """Raise Error if a value that is compiled in, or one of `rates` that is constant, differs from the
+        accepted optimizer's; raise ValueError if `accum_type` became float16."""
+        before = self._frozen
+        if label != self._label:
+            raise Error(
+                f"the optimizer's type can't change once the model is compiled: it was {self._label}, this one is "
+                f"{label}.\n  fix: call destroy() on the model first"
+            )
+        combined = getattr(optimizer, "use_combined_accum", False)
+        if frozen.accumulator_type == torch.float16 != before.accumulator_type and not combined:
+            raise ValueError(
+                "accum_type=torch.float16 needs options.Training.setMeanAccumulationAndReplicationReductionStrategy("
+                f"poptorch.MeanReductionStrategy.Running), but the model is already compiled with "
+                f"{before.accumulator_type}.\n  fix: set this optimizer before the first call, or call destroy() on "
+                "the model first"
+            )
+        now = _values_by_description(frozen, rates)
+        changes = [
+            f"  {what}: it was {value}, now it is {now[what]}\n"
+            for what, value in _values_by_description(before, self._constants).items()
+            if now.get(what, value) != value
+        ]
+        if moved := sorted(n for n, _ in before.group_of.items() ^ frozen.group_of.items()):
+            changes.append(f"  the parameter groups of {', '.join(dict.fromkeys(moved))}\n")
+        if changes:
+            raise Error(
+                f"the {label} optimizer changes what is compiled in:\n{''.join(changes)}"
+                "  fix: call destroy() on the model first; an attribute may change if it is given to the constructor"
+                " of a poptorch optimizer, or marked by optimizer.variable_attrs.markAsVariable(name), before the"
+                " model is compiled"
+            )
 
 
 def check_hooks(optimizer: torch.optim.Optimizer) -> None:
@@ -287,7 +301,7 @@ def _attribute_names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
 
 
 def _rates_by_name(optimizer: torch.optim.Optimizer, hyper: settings.Hyper) -> dict[str, list[float]]:
-    """Return each rate's values in all parameter groups, by its key in these, and the loss scaling."""
+    """Return the values of each rate in all parameter groups, by its key there, and the loss scaling."""
     rates = {"loss_scaling": [hyper.loss_scaling]}
     for group, given in zip(hyper.groups, optimizer.param_groups, strict=True):
         for name, value in group.items():
@@ -298,78 +312,24 @@ def _rates_by_name(optimizer: torch.optim.Optimizer, hyper: settings.Hyper) -> d
     return rates
 
 
-def _is_constant(
-    optimizer: torch.optim.Optimizer,
-    torch_class: type[torch.optim.Optimizer] | None,
-    name: str,
-    values: list[float],
-) -> bool:
-    """Return whether later optimizers must have the same values of a rate.
-
-    Args:
-        torch_class: torch's optimizer with the same rule; None if torch has none
-        values:      the rate in each parameter group
-    """
+def _is_constant(optimizer: torch.optim.Optimizer, name: str, values: list[float]) -> bool:
+    """Return whether later optimizers must have the same `values` of a rate (those of all parameter groups)."""
     marks = getattr(optimizer, "variable_attrs", None)
     if marks is not None:
         return name not in marks or marks.isConstant(name)
-    if name not in _VARIABLE_IN_TORCH or torch_class is None:
+    if name not in _VARIABLE_IN_TORCH:
         return name != "lr"
-    return set(values) == {_torch_default(torch_class, name)}
+    torch_class = next(base for base in type(optimizer).__mro__ if base in _TORCH_KINDS)
+    return set(values) == {inspect.signature(torch_class).parameters[name].default}
 
 
-@functools.cache
-def _torch_default(torch_class: type[torch.optim.Optimizer], name: str) -> Any:
-    """Return the default of an argument of a torch optimizer's constructor."""
-    return inspect.signature(torch_class).parameters[name].default
-
-
-def _check_change(
-    optimizer: torch.optim.Optimizer, old: _Accepted, new: _Accepted, compare_rates: bool
-) -> None:
-    """Raise Error if values changed that are compiled in (with `compare_rates`, also constant rates); raise
-    ValueError if `accum_type` became float16."""
-    before, after = old.frozen, new.frozen
-    if new.label != old.label:
-        raise Error(
-            f"the optimizer's type can't change once the model is compiled: it was {old.label}, this one is "
-            f"{new.label}.\n  fix: call destroy() on the model first"
-        )
-    combined = getattr(optimizer, "use_combined_accum", False)
-    if after.accumulator_type == torch.float16 != before.accumulator_type and not combined:
-        raise ValueError(
-            "accum_type=torch.float16 needs options.Training.setMeanAccumulationAndReplicationReductionStrategy("
-            f"poptorch.MeanReductionStrategy.Running), but the model is already compiled with "
-            f"{before.accumulator_type}.\n  fix: set this optimizer before the first call, or call destroy() on the "
-            "model first"
-        )
-    was, now = _compiled_values(before), _compiled_values(after)
-    if compare_rates:
-        was |= {f"modified constant attribute {name!r}": values for name, values in old.constants.items()}
-        now |= {f"modified constant attribute {name!r}": values for name, values in new.rates.items()}
-    changes = [
-        f"  {what}: it was {value}, now it is {now[what]}\n"
-        for what, value in was.items()
-        if now.get(what, value) != value
-    ]
-    if before.group_of != after.group_of:
-        moved = sorted(n for n, _ in before.group_of.items() ^ after.group_of.items())
-        changes.append(f"  the parameter groups of {', '.join(dict.fromkeys(moved))}\n")
-    if changes:
-        raise Error(
-            f"the {new.label} optimizer changes what is compiled in:\n{''.join(changes)}"
-            "  fix: call destroy() on the model first; an attribute may change if it is given to the constructor of a"
-            " poptorch optimizer, or marked by optimizer.variable_attrs.markAsVariable(name), before the model is"
-            " compiled"
-        )
-
-
-def _compiled_values(frozen: settings.Optimizer) -> dict[str, Any]:
-    """Return the values that `setOptimizer` can't change, by description in messages."""
+def _values_by_description(frozen: settings.Optimizer, rates: dict[str, list[float]]) -> dict[str, Any]:
+    """Return the values that `setOptimizer` compares, by description in messages, without parameter groups."""
     return {
         "the type of gradient sums (accum_type)": frozen.accumulator_type,
         "the clipping (max_grad_norm)": frozen.max_grad_norm,
         "the clipping (max_grad_value)": frozen.max_grad_value,
         **{f"the attribute {name!r}": is_on for name, is_on in frozen.flags.items()},
         **{f"the dtype of the state {name!r}": dtype for name, dtype in frozen.state_types.items()},
+        **{f"modified constant attribute {name!r}": values for name, values in rates.items()},
     }

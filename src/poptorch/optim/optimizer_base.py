@@ -1,4 +1,4 @@
-"""The base class of poptorch's optimizers: attributes that torch's lack, and the link to an executor."""
+"""The mixin of poptorch's optimizers: attributes that torch's lack, and the state on an executor's devices."""
 
 import inspect
 import math
@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
 from popengine.update.optimizer_rules import RULES
 from poptorch.optim.optimizer_state import check_states, check_torch_state, load_rates, states_of
@@ -16,13 +15,11 @@ from poptorch.optim.optimizer_state import check_states, check_torch_state, load
 # (ipu_state, ipu_param): tensors by the names that `optimizer_state.py` lists.
 DeviceState = tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]
 
-ACCUMULATION_TYPES = (torch.float32, torch.float16)
-
 
 class VariableAttributes:
-    """Marks of an optimizer's attributes: constant, or variable, which may change after compilation.
+    """Marks of an optimizer's attributes: constant, or variable (it may change after compilation).
 
-    An attribute is constant unless it was given to the optimizer's constructor or is marked as variable here.
+    At first the attributes that were given to the optimizer's constructor are variable.
 
     >>> optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1)
     >>> optimizer.variable_attrs.markAsVariable("momentum")
@@ -69,6 +66,7 @@ class Optimizer:
 
     _kind: str  # key of the class's rule in `RULES`
     _defaults: dict[str, Any] | None = None  # default rates of a rule that torch has no optimizer for
+    _needs_lr = False  # whether "lr" is mandatory, as an argument or in every parameter group
     _more_rates: tuple[str, ...] = ()  # rates in `variable_attrs` that the rule doesn't read
 
     # Reads the state back from the devices. Set by the executor that the optimizer belongs to.
@@ -100,18 +98,28 @@ class Optimizer:
         """Initialise torch's class with the arguments that it accepts, and set the other declared attributes.
 
         Args:
-            arguments: `locals()` of the constructor; None stands for an argument that was not given. The rates among
-                the given arguments may change after compilation
+            arguments: `locals()` of the constructor. None stands for an argument that was not given; rates that
+                were given are marked as variable
         Raises:
             AssertionError: an accumulation type is not float16 or float32
+            ValueError: a mandatory "lr" is missing
         """
         given = {name: value for name, value in arguments.items() if value is not None}
         for name, dtype in given.items():
-            if name.endswith("accum_type") and dtype not in ACCUMULATION_TYPES:
+            if name.endswith("accum_type") and dtype not in (torch.float32, torch.float16):
                 raise AssertionError(
                     "Accumulation types must be either torch.float32 or torch.float16, "
                     f"but {name}={dtype!r} was given to poptorch.optim.{type(self).__name__}"
                 )
+        if self._needs_lr and "lr" not in given:
+            groups = given["params"] = list(given["params"])
+            for index, group in enumerate(groups):
+                if not isinstance(group, dict) or "lr" not in group:
+                    raise ValueError(
+                        f"parameter group {index if isinstance(group, dict) else 0} didn't specify a value of "
+                        "required optimization parameter lr\n"
+                        f"  fix: poptorch.optim.{type(self).__name__}(params, lr=...), or an 'lr' in every group"
+                    )
         taken = inspect.signature(super().__init__).parameters if self._defaults is None else self._defaults
         theirs = {name: value for name, value in given.items() if name in taken}
         if self._defaults is None:
@@ -124,18 +132,6 @@ class Optimizer:
         allowed = (*RULES[self._kind].group_keys, *self._more_rates, "loss_scaling")
         self.variable_attrs = VariableAttributes((name for name in allowed if name in given), allowed)
 
-    def _groups_with_lr(self, params: ParamsT) -> ParamsT:
-        """Return `params` as a list. Raises ValueError unless each entry is a dictionary with "lr"."""
-        groups: Any = list(params)
-        for index, group in enumerate(groups):
-            if not isinstance(group, dict) or "lr" not in group:
-                raise ValueError(
-                    f"parameter group {index if isinstance(group, dict) else 0} didn't specify a value of "
-                    "required optimization parameter lr\n"
-                    f"  fix: poptorch.optim.{type(self).__name__}(params, lr=...), or an 'lr' in every group"
-                )
-        return groups
-
     # State ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,9 +140,8 @@ class Optimizer:
         Both are None before compilation, unless they were loaded, and while a loaded state in torch's format
         waits for its upload. Raises Error if the state was sharded over instances and the executor has ended.
         """
-        if self._has_torch_state:
-            state = None
-        else:
+        state = None
+        if not self._has_torch_state:
             state = self._pending_state or (self._state_reader() if self._state_reader else self._kept_state)
         ipu_state, ipu_param = state or (None, None)
         return {"ipu_state": ipu_state, "ipu_param": ipu_param, **super().state_dict()}  # type: ignore[misc]
@@ -188,11 +183,11 @@ class Optimizer:
         self._has_torch_state = ipu_state is None and bool(self.state)  # type: ignore[attr-defined]
 
     def _unlink_executor(self, names: Mapping[int, str], lost: Callable[[], NoReturn] | None = None) -> None:
-        """Keep a copy of the devices' state, and remove the link to the executor; without a link do nothing.
+        """Copy the devices' state into `_kept_state`, and remove the link to the executor. Without a link do nothing.
 
         Args:
             names: id(parameter) -> canonical name
-            lost:  raises the error of later reads if the state can't be copied; else None
+            lost:  None; if the state can't be copied, a function that raises the error of later reads
         """
         if self._state_reader is not None:
             self._kept_state = self._state_reader() if lost is None else None
@@ -200,17 +195,18 @@ class Optimizer:
             self._state_reader, self._state_check = lost, None
 
     def _reload_kept_state(self, names: Mapping[int, str]) -> None:
-        """Make the next executor upload the previous executor's state, unless another state was loaded since.
+        """Move `_kept_state` to `_pending_state`, unless another state was loaded since: then discard it.
 
-        Args:
-            names: id(parameter) -> canonical name in the next executor
+        Args: names: id(parameter) -> canonical name in the executor that will upload the state
         """
         kept, self._kept_state = self._kept_state, None
         if kept is None or kept[0] is None or self._pending_state or self._has_torch_state:
             return
-        news = {name: names[key] for key, name in self._kept_names.items() if key in names}
-        parts = [(key.partition("___"), value) for key, value in kept[0].items()]
-        state = {f"{prefix}{mark}{news.get(old, old)}": value for (prefix, mark, old), value in parts}
+        new_names = {name: names[key] for key, name in self._kept_names.items() if key in names}
+        state = {}
+        for key, value in kept[0].items():
+            prefix, separator, name = key.partition("___")
+            state[f"{prefix}{separator}{new_names.get(name, name)}"] = value
         self._pending_state = state, kept[1]
 
     # Copies -----------------------------------------------------------------------------------------

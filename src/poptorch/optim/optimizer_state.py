@@ -23,7 +23,7 @@ from torch import Tensor
 
 from popengine import settings
 from popengine.settings import Hyper
-from popengine.update.optimizer_rules import RULES, Rule, rule_of
+from popengine.update.optimizer_rules import RULES, Rule
 
 State = dict[str, Tensor]
 
@@ -41,8 +41,7 @@ _SWITCHES = ("nesterov", "maximize", "fused")  # not in "ipu_param"
 def rates_of(kind: str, optimizer: Any) -> Hyper:
     """Return the rates of an optimizer's parameter groups as floats, and its loss scaling.
 
-    Raises:
-        AssertionError: a key of the rule `kind` is missing in a group, or a value is invalid
+    Raises: AssertionError if a key of the rule `kind` is missing in a group, or a value is invalid
     """
     given = getattr(optimizer, "loss_scaling", 1.0)
     scaling = number(given, "loss_scaling", "the optimizer")
@@ -52,21 +51,18 @@ def rates_of(kind: str, optimizer: Any) -> Hyper:
             "  why: the loss is multiplied by it, and gradients are divided by it before the update\n"
             "  fix: loss_scaling=1.0, or a power of two for half precision"
         )
-    rule, groups = RULES[kind], []
-    mandatory = set(rule.group_keys)
-    for index, group in enumerate(optimizer.param_groups):
-        if missing := mandatory - group.keys():
-            raise AssertionError(
-                f"Mandatory attribute {min(missing)} not found in parameter group {index} of the {kind} optimizer; "
-                f"fix: optimizer.param_groups[{index}][{min(missing)!r}] = ..."
-            )
-        groups.append(_rates(rule, group, f"parameter group {index}"))
+    groups = (_group_rates(kind, group, index) for index, group in enumerate(optimizer.param_groups))
     return Hyper(groups=tuple(groups), loss_scaling=scaling)
 
 
-def _rates(rule: Rule, group: dict[str, Any], where: str) -> dict[str, float]:
-    """Return the rates of one parameter group, with "betas" split. `where` names the group in errors."""
-    rates = {}
+def _group_rates(kind: str, group: dict[str, Any], index: int) -> dict[str, float]:
+    """Return the rates of parameter group `index`, with "betas" split. Raises AssertionError as `rates_of`."""
+    rule, where, rates = RULES[kind], f"parameter group {index}", {}
+    if missing := [key for key in rule.group_keys if key not in group]:
+        raise AssertionError(
+            f"Mandatory attribute {min(missing)} not found in {where} of the {kind} optimizer; "
+            f"fix: optimizer.param_groups[{index}][{min(missing)!r}] = ..."
+        )
     for name in (*rule.rates, "maximize"):
         value = group.get(name, False)
         if name == "betas":
@@ -84,7 +80,7 @@ def _rates(rule: Rule, group: dict[str, Any], where: str) -> dict[str, float]:
 
 
 def number(value: Any, name: str, where: str) -> float:
-    """Return a number, or a tensor of one element, as a float. Raises AssertionError for NaN and others."""
+    """Return a number, or a tensor of one element, as a float. Raises AssertionError for NaN and other types."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     try:
@@ -101,24 +97,21 @@ def _entry_name(rate: str) -> str:
     return first + "".join(map(str.capitalize, others))
 
 
-def _group_entries(rates: Mapping[str, float], scaling: float) -> dict[str, float]:
-    """Return the rates of a parameter group by their names in "ipu_param".
-
-    SGD without momentum has two derived values instead: scaledLearningRate0 = lr·(1 − d) / scaling and
-    weightDecayScaleFactor0 = 1 − lr·(1 − d)·λ, with dampening d, weight decay λ and loss scaling.
-    """
-    if "dampening" in rates and rates["momentum"] == 0:
-        step = rates["lr"] * (1 - rates["dampening"])
-        factor = 1 - step * rates["weight_decay"]
-        return {"scaledLearningRate0": step / scaling, "weightDecayScaleFactor0": factor}
-    return {_entry_name(name): rate for name, rate in rates.items() if name not in _SWITCHES}
-
-
 def hyperparameter_entries(group_of: Mapping[str, int], hyper: Hyper) -> dict[str, Tensor]:
-    """Return the "ipu_param" of an optimizer: the loss scaling, and for each parameter its group's rates."""
+    """Return the "ipu_param" of an optimizer: the loss scaling, and for each parameter its group's rates.
+
+    SGD without momentum has two derived values in place of the rates: scaledLearningRate0 = lr·(1 − d) / s and
+    weightDecayScaleFactor0 = 1 − lr·(1 − d)·λ, with dampening d, weight decay λ and loss scaling s.
+    """
     entries = {"lossScaling_FLOAT": torch.tensor(float(hyper.loss_scaling))}
     for parameter, index in group_of.items():
-        for name, value in _group_entries(hyper.groups[index], hyper.loss_scaling).items():
+        rates = hyper.groups[index]
+        values = {_entry_name(name): rate for name, rate in rates.items() if name not in _SWITCHES}
+        if "dampening" in rates and rates["momentum"] == 0:
+            step = rates["lr"] * (1 - rates["dampening"])
+            factor = 1 - step * rates["weight_decay"]
+            values = {"scaledLearningRate0": step / hyper.loss_scaling, "weightDecayScaleFactor0": factor}
+        for name, value in values.items():
             entries[f"{name}{_SPECIFIC}{parameter}"] = torch.tensor(value)
     return entries
 
@@ -127,15 +120,14 @@ def load_rates(kind: str, optimizer: Any, ipu_param: Mapping[str, Tensor]) -> No
     """Write an "ipu_param" into the parameter groups and the loss scaling of an optimizer.
 
     Parameters are matched by their order, not by name. A group gets the rates of its last parameter. A
-    warning lists rates that are not used, such as those of other parameters of the group, if they differ.
+    warning lists rates that are not used, such as different rates of the group's other parameters.
     """
-    entries: dict[str, dict[str, float]] = {}  # of each parameter; those of "" belong to the optimizer
+    entries: dict[str, dict[str, float]] = {}  # values by parameter and rate; "": values of the optimizer
     for key, value in ipu_param.items():
         rate, _, parameter = key.partition(_SPECIFIC)
         entries.setdefault(parameter, {})[rate] = float(value)
-    optimizer.loss_scaling = _loaded_or_old(
-        entries.pop("", {}).get("lossScaling_FLOAT"), optimizer.loss_scaling
-    )
+    scaling = entries.pop("", {}).get("lossScaling_FLOAT")
+    optimizer.loss_scaling = _loaded_or_old(scaling, optimizer.loss_scaling)
     indices = [index for index, group in enumerate(optimizer.param_groups) for _ in group["params"]]
     group_of = dict(zip(entries, indices, strict=False))
     for name, index in group_of.items():
@@ -154,7 +146,7 @@ def load_rates(kind: str, optimizer: Any, ipu_param: Mapping[str, Tensor]) -> No
 def _load_group_rates(
     rule: Rule, group: dict[str, Any], entries: Mapping[str, float], scaling: float
 ) -> None:
-    """Write one parameter's rates into its group. The keys of `entries` are their names in "ipu_param"."""
+    """Write `entries`, one parameter's rates by their names in "ipu_param", into its group, in place."""
     for rate in rule.rates:
         if rate == "betas":
             group[rate] = tuple(
@@ -181,7 +173,7 @@ def _loaded_or_old(loaded: float | None, old: Any) -> Any:
 
 
 def state_entries(kind: str, states: Mapping[str, State]) -> dict[str, Tensor]:
-    """Return states, given by canonical parameter name, as an "ipu_state". Tensors are not copied."""
+    """Return an "ipu_state" of the same tensors. Args: states: by canonical parameter name"""
     prefixes = {state.name: state.file for state in RULES[kind].states}
     return {
         f"{prefixes[name]}___{parameter}": value
@@ -191,7 +183,7 @@ def state_entries(kind: str, states: Mapping[str, State]) -> dict[str, Tensor]:
 
 
 def states_of(kind: str, ipu_state: Mapping[str, Tensor]) -> dict[str, State]:
-    """Return the states in an "ipu_state", by canonical parameter name; skip those of other rules."""
+    """Return the states in an "ipu_state", by canonical parameter name; skip entries that the rule lacks."""
     names = {state.file: state.name for state in RULES[kind].states}
     states: dict[str, State] = {}
     for key, value in ipu_state.items():
@@ -206,12 +198,11 @@ def check_states(
 ) -> None:
     """Raise RuntimeError if a state has another shape than its parameter, or a value that no update yields.
 
-    Such values are a negative mean of squares, and a "step" that is no whole number from 0 (of any shape).
+    Such values are a negative mean of squares, and a "step" (of any shape) that is no whole number from 0.
 
     Args:
-        kind:   the optimizer's kind, for the message
         states: parameter -> name of a state in the rule -> tensor
-        shapes: parameter -> shape; states of other parameters may have any shape
+        shapes: parameter -> shape; states of parameters that are not in `shapes` may have any shape
     """
     for parameter, state in states.items():
         for name, value in state.items():
@@ -236,7 +227,7 @@ def check_states(
 
 
 def torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
-    """Return one parameter's state, after `steps` updates, in the format of torch's optimizer."""
+    """Return one parameter's state in torch's format, with `steps` as "step" if the state has no count."""
     names = {each.name: each.torch_name for each in RULES[kind].states}
     result = {names[name]: value for name, value in state.items() if names[name]}
     if names.get("step", "step"):  # torch counts the updates of every rule but SGD
@@ -245,18 +236,18 @@ def torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
 
 
 def engine_state(optimizer: settings.Optimizer, state: Mapping[str, Any]) -> State:
-    """Return one parameter's state in the engine's format, from torch's, without unknown entries. For torch's
-    dampening a "step" of 1 is added, since only the first update is not dampened."""
-    names = {each.torch_name: each.name for each in rule_of(optimizer).states if each.torch_name}
+    """Return one parameter's state, in torch's format, in the engine's format, without unknown entries.
+    With torch's dampening a "step" of 1 is added: torch leaves the first update undampened."""
+    names = {each.torch_name: each.name for each in RULES[optimizer.kind].states if each.torch_name}
     result = {names[n]: value for n, value in state.items() if n in names and isinstance(value, Tensor)}
     if optimizer.flags.get("torch_dampening") and result:
-        result["step"] = torch.ones(())  # the first update has run
+        result["step"] = torch.ones(())
     return result
 
 
 def check_torch_state(kind: str, optimizer: Any, state_dict: Mapping[str, Any]) -> None:
-    """Raise RuntimeError if torch's part of a `state_dict()` can't be loaded into an optimizer of this kind:
-    for states of another kind of optimizer, other shapes, and values that no update yields."""
+    """Raise RuntimeError if torch's part of a `state_dict()` has states of another kind of optimizer, of
+    other shapes than the parameters, or with values that no update yields."""
     rule_states = RULES[kind].states
     names = {each.torch_name: each.name for each in rule_states if each.torch_name}
     always = {each.torch_name for each in rule_states if each.dtype and not each.when}

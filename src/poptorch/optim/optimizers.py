@@ -36,6 +36,7 @@ class SGD(Optimizer, torch.optim.SGD):
     """
 
     _kind = "sgd"
+    _needs_lr = True
     _more_rates = ("velocity_scaling",)  # of combined accumulators
     dampens_first_step = True
     use_combined_accum: bool = False
@@ -61,7 +62,6 @@ class SGD(Optimizer, torch.optim.SGD):
         *,
         fused: bool | None = None,
     ) -> None:
-        params = params if lr is not None else self._groups_with_lr(params)
         if velocity_scaling is not None and not use_combined_accum:
             logger.warning(
                 "SGD ignores velocity_scaling=%s: it needs use_combined_accum=True; "
@@ -239,6 +239,7 @@ class LARS(OwnRule):
     """
 
     _kind = "lars"
+    _needs_lr = True
     _defaults = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 5e-5, "eta": 1e-3, "eps": 0.0}
     velocity_accum_type: torch.dtype = torch.float32
 
@@ -255,7 +256,6 @@ class LARS(OwnRule):
         velocity_accum_type: torch.dtype | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        params = params if lr is not None else self._groups_with_lr(params)
         self._construct(locals())
 
 
