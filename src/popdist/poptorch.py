@@ -50,7 +50,7 @@ class Options(poptorch.Options):
                 f"the model uses {ipus} ipus a replica, but poprun was told {declared}\n"
                 f"  fix: poprun --ipus-per-replica {ipus}"
             )
-        self._declare(_ipus_per_replica=ipus, Distributed=_FixedDistributed().rowsByReplica(True))
+        vars(self).update(_ipus_per_replica=ipus, Distributed=_FixedDistributed().rowsByReplica(True))
         self.set(replication_factor=launch.local_replicas)
 
     @property

@@ -11,7 +11,6 @@ from popengine.settings import DeviceKind, Optimizer, Outputs, ReplicaGroups, Se
 from poptorch.annotating.placing import strategy_of
 from poptorch.annotating.strategies import PipelinedExecution
 from poptorch.enums import ConnectionType, MeanReductionStrategy, OutputMode, ReductionType
-from poptorch.logs import logger
 from poptorch.options.option_groups import BACKENDS, DEVICES
 from poptorch.options.options import Options
 
@@ -24,12 +23,10 @@ OUTPUTS: dict[OutputMode, Outputs] = {
 
 
 def resolved(options: Options, training: bool, model: nn.Module | None = None) -> Options:
-    """Return a frozen copy of the options for an executor, with its output mode and its strategy filled in.
+    """Return a frozen copy of the options, in which default output mode and default strategy are replaced.
 
-    Args:
-        model: if `poptorch.annotate` or `split` marked it, its strategy replaces the default strategy
-    Raises:
-        Error: gradient accumulation is not 1 in inference
+    Args: model: has the strategy that replaces the default, if `poptorch.annotate` or `split` marked it
+    Raises: Error if gradient accumulation is not 1 in inference
     """
     own = options.clone()
     if own.defaultOutputMode():
@@ -58,11 +55,10 @@ def freeze(
 ) -> Settings:
     """Return the engine's settings for these options.
 
-    Args:
-        groups: the groups of replicas of each per-replica parameter, by canonical name
+    Args: groups: the groups of replicas of each per-replica parameter, by canonical name
     Raises:
         Error: the period of OutputMode.EveryN does not divide the device iterations, the backend is unknown,
-            or `device_of` raises it
+            or the device is invalid (see `device_of`)
     """
     popart, update, counts = options._Popart.options, options.Training, options._counts()
     mode, period = OutputMode(options.output_mode), options.output_return_period
@@ -72,10 +68,6 @@ def freeze(
             f" {counts.iterations}\n"
             f"  fix: options.outputMode(poptorch.OutputMode.EveryN, 1), or deviceIterations({period})"
         )
-    for name, location in options.TensorLocations.toDict().items():
-        if name.startswith("location_") and location.get("on_chip_storage") is False:
-            kind = name.removeprefix("location_")
-            logger.info("useOnChipStorage(False) for %s is recorded: nothing moves", kind)
     is_mean = update.accumulation_and_replication_reduction_type == ReductionType.Mean
     is_running = update.mean_accumulation_and_replication_reduction_strategy == MeanReductionStrategy.Running
     state = options.TensorLocations.location_optimizer.toDict()
@@ -95,7 +87,7 @@ def freeze(
         shard_optimizer=state.get("min_elements_for_replicated_tensor_sharding", 0) if is_sharded else None,
         recompute=training and bool(popart.get("autoRecomputation", 0)),
         device=device_of(options, training),
-        backend=_setting(options, "backend", "POPTORCH_BACKEND", BACKENDS, "backend"),
+        backend=_choice(options, "backend", "POPTORCH_BACKEND", BACKENDS),
         several_plans=options.exists("new_shapes"),
     )
 
@@ -103,24 +95,20 @@ def freeze(
 def device_of(options: Options, training: bool) -> DeviceKind:
     """Return the kind of device that the options choose, else POPTORCH_DEVICE, else "cpu".
 
-    Raises:
-        Error: the kind is unknown, or `devices.check` raises it (not called for ConnectionType.Never)
+    Raises: Error if the kind is unknown or, unless the connection type is Never, `devices.check` refuses it
     """
-    kind: Any = _setting(options, "device_kind", "POPTORCH_DEVICE", DEVICES, "kind of device")
+    kind: Any = _choice(options, "device_kind", "POPTORCH_DEVICE", DEVICES)
     if options.connection_type != ConnectionType.Never:
         devices.check(kind, options._counts().instances if training else 1)
     return kind
 
 
-def _setting(options: Options, option: str, variable: str, known: tuple[str, ...], what: str) -> Any:
+def _choice(options: Options, option: str, variable: str, known: tuple[str, ...]) -> Any:
     """Return the value of an option, else of an environment variable, else `known[0]`.
 
-    Raises:
-        Error: the value is not in `known`; `what` is its description in the message
+    Raises: Error if the value is not in `known`
     """
     name = options(option) if options.exists(option) else os.environ.get(variable, known[0])
     if name not in known:
-        raise Error(
-            f"{variable} is {name!r}, which is no {what}\n  fix: one of {', '.join(map(repr, known))}"
-        )
+        raise Error(f"{variable} is {name!r}\n  fix: one of {', '.join(map(repr, known))}")
     return name

@@ -1,7 +1,7 @@
 """Base classes of all option objects: named values with declared types, freezing, copying and printing.
 
 An option is a public annotation of its class: with a default, or without a value until a setter creates it. Private
-fields are declared with `_declare`. Writes to a frozen object raise AttributeError; copies are not frozen.
+fields are created by constructors. Writes to a frozen object raise AttributeError; copies are not frozen.
 
 The docstring of a setter without effect begins with "Recorded: " or "Refused: " and the reason.
 docs/reference/options.md is generated from the docstrings (`docs/options_reference.py`).
@@ -13,7 +13,6 @@ import copy
 import inspect
 import pprint
 import sys
-from collections.abc import Iterator
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -21,11 +20,11 @@ from popengine.errors import did_you_mean
 
 T = TypeVar("T")
 _WORDS: dict[type, str] = {bool: "a bool", int: "an int", str: "a string", dict: "a dictionary"}
-_FROM_1 = ("device_iterations", "gradient_accumulation", "replication_factor")
+_POSITIVE = ("device_iterations", "gradient_accumulation", "replication_factor")
 
 
 def expect(setter: str, value: T, kind: type | tuple[str, ...], error: type[Exception] = AssertionError) -> T:
-    """Return `value`. Raises `error` unless it is an instance of the type `kind`, or in the tuple `kind`."""
+    """Return a setter's argument. Raises `error` unless it is of the type `kind`, or in the tuple `kind`."""
     if isinstance(kind, tuple):
         if value in kind:
             return value
@@ -52,7 +51,7 @@ class Freezable:
     _is_frozen: bool
 
     def __init__(self) -> None:
-        self._declare(_is_frozen=False)
+        vars(self)["_is_frozen"] = False
 
     def checkIsFrozen(self) -> None:
         """Raise AttributeError if these options are frozen, as they are once a model or loader uses them."""
@@ -69,30 +68,27 @@ class Freezable:
     __copy__ = clone  # a shallow copy would share the dictionaries of a frozen object
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_is_frozen": False}
+        return {**vars(self), "_is_frozen": False}
 
     if not TYPE_CHECKING:  # so that type checkers find misspelt names
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if name not in self.__dict__:
+            if name not in vars(self):
                 kind = "private attribute" if name.startswith("_") else "attribute"
                 raise AttributeError(f"Invalid {kind} {name!r} for {type(self).__name__}")
             self.checkIsFrozen()
-            self.__dict__[name] = value
-
-    def _declare(self, **fields: Any) -> None:
-        self.__dict__.update(fields)
+            vars(self)[name] = value
 
     def _freeze(self, frozen: bool = True) -> None:
-        self.__dict__["_is_frozen"] = frozen
-        for nested in self._nested_objects():
-            nested._freeze(frozen)
+        vars(self)["_is_frozen"] = frozen
+        for part in self._parts():
+            part._freeze(frozen)
 
     def _unfreeze(self) -> None:
         self._freeze(False)
 
-    def _nested_objects(self) -> Iterator[Freezable]:
-        return (field for field in self.__dict__.values() if isinstance(field, Freezable))
+    def _parts(self) -> list[Freezable]:
+        return [field for field in vars(self).values() if isinstance(field, Freezable)]
 
 
 class OptionsDict(Freezable):
@@ -103,12 +99,10 @@ class OptionsDict(Freezable):
 
     def __init__(self, popart: Any = None) -> None:
         super().__init__()
-        defaults = {
-            name: copy.copy(getattr(type(self), name))
-            for name in self._declared()
-            if hasattr(type(self), name)
-        }
-        self._declare(_popart=popart, **defaults)
+        vars(self)["_popart"] = popart
+        for name in self._declared():
+            if hasattr(type(self), name):
+                vars(self)[name] = copy.copy(getattr(type(self), name))
 
     @classmethod
     def _declared(cls) -> list[str]:
@@ -126,7 +120,7 @@ class OptionsDict(Freezable):
         Raises: AssertionError for an unknown name, and errors as `createOrSet` does.
         """
         for name in values:
-            self._check_known(name)
+            self._check_exists(name)
         return self.createOrSet(**values)
 
     def createOrSet(self, **values: Any) -> Self:
@@ -160,7 +154,7 @@ class OptionsDict(Freezable):
         return {name: plain(value) for name, value in self._values.items()}
 
     def __call__(self, name: str) -> Any:
-        self._check_known(name)
+        self._check_exists(name)
         return self._values[name]
 
     if not TYPE_CHECKING:
@@ -189,20 +183,21 @@ class OptionsDict(Freezable):
         self._popart.set(name, value)
         return self
 
-    def _check_known(self, name: str) -> None:
+    def _check_exists(self, name: str) -> None:
         assert self.exists(name), (
             f"Invalid option {name}, valid options are {', '.join(sorted(self._values))}"
             f"{did_you_mean(name, self._values)}"
         )
 
     def _checked(self, name: str, value: Any) -> Any:
-        """Return the value to store: an IntEnum as an int if the old value is one. Raises AssertionError."""
+        """Return the value to store: an int for an enum member if the old value is an int. Raises AssertionError
+        if its type is not that of the old value, or a number that must be positive is not."""
         expected = type(vars(self).get(name, value))
         assert isinstance(value, expected), (
             f"Unexpected type {type(value).__name__} for option {name}: {value!r}. Expected {expected.__name__}"
         )
-        assert name not in _FROM_1 or value > 0, f"Option {name} must be 1 or more; found {value}"
-        # The integer of an enum member where the old value is an int: equal options print equally.
+        assert name not in _POSITIVE or value > 0, f"Option {name} must be 1 or more; found {value}"
+        # With ints in place of enum members, equal options print equally.
         return int(value) if expected is int and isinstance(value, IntEnum) else value
 
 

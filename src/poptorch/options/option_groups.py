@@ -109,10 +109,9 @@ class ExecutionOptions(OptionsDict):
             long_name: a name of `getTensorNames()`
             output_return_period: device iterations, for EveryN
         """
-        use_default = output_mode is None
-        mode = expect("anchorTensor", OutputMode.Default if output_mode is None else output_mode, OutputMode)
+        mode = OutputMode.Default if output_mode is None else expect("anchorTensor", output_mode, OutputMode)
         period = 1 if mode != OutputMode.EveryN else _checked_period(mode, output_return_period)
-        self.anchored_tensors[short_name] = [long_name, use_default, mode.value, period]
+        self.anchored_tensors[short_name] = [long_name, output_mode is None, mode.value, period]
 
     def randomSeed(self, random_seed: int) -> Self:
         """Set the seed of the model's random numbers, and call `torch.manual_seed` with this seed at once."""
@@ -187,7 +186,8 @@ class ExecutionOptions(OptionsDict):
 
 
 def _checked_period(mode: OutputMode, period: int | None) -> int:
-    """Return the period for EveryN, an int from 1; for other modes 1, and log if it is given."""
+    """Return the period for EveryN; for other modes 1, and log a given period. Raises AssertionError unless
+    the period for EveryN is an int from 1."""
     if mode == OutputMode.EveryN:
         assert isinstance(period, int) and period > 0, (
             f"OutputMode.EveryN needs output_return_period, a number of device iterations from 1; "

@@ -314,7 +314,7 @@ class Popart(Freezable):
 
     def __init__(self) -> None:
         super().__init__()
-        self._declare(options={}, patterns={}, patterns_level=2)
+        vars(self).update(options={}, patterns={}, patterns_level=2)
 
     def set(self, name: str, value: Any) -> Self:
         """Store a setting by name. A name may have dots: "automaticLossScalingSettings.enabled"."""

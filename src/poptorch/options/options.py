@@ -20,7 +20,7 @@ from poptorch import enums
 from poptorch.annotating import strategies
 from poptorch.enums import CommGroupType
 from poptorch.options import option_parts
-from poptorch.options.option_base import Freezable, OptionsDict, merged, printed
+from poptorch.options.option_base import Freezable, merged, printed
 from poptorch.options.option_groups import DeviceOptions, ExecutionOptions, ReportingOptions
 
 
@@ -51,7 +51,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
     def __init__(self) -> None:
         popart = option_parts.Popart()
         super().__init__(popart)
-        self._declare(
+        vars(self).update(
             Distributed=option_parts.Distributed(),
             Jit=option_parts.Jit(),
             Precision=option_parts.Precision(popart),
@@ -74,12 +74,12 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
 
     @property
     def _values(self) -> dict[str, Any]:
-        return {name: value for name, value in super()._values.items() if not isinstance(value, OptionsDict)}
+        return {name: value for name, value in super()._values.items() if not isinstance(value, Freezable)}
 
     def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:
         """Apply a file with one setting per line, written as after `options.`, such as `deviceIterations(4)`.
 
-        Blank lines and lines that begin with # are skipped. Lines before a faulty line remain applied.
+        Blank lines and lines that begin with # are skipped. Settings before a faulty line remain applied.
         Raises: ConfigFileError for a line that is not a setting; the setter's error for a bad value.
         """
         path = Path(filepath)
@@ -101,8 +101,8 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
     def from_json(self, string: str) -> Self:
         """Apply a JSON object: `{"Training.gradientAccumulation": 4, "outputMode": "OutputMode.All"}`.
 
-        A list holds several positional arguments; a single string that names an enum's member becomes it.
-        Raises: ValueError for other JSON; AttributeError for an unknown setting; the setter's own errors.
+        A list holds several positional arguments. A string (not in a list) that names an enum's member becomes
+        that member. Raises: ValueError for other JSON; AttributeError for an unknown setting; the setter's errors.
         """
         settings = json.loads(string)
         if not isinstance(settings, dict):
@@ -146,9 +146,9 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         private = [
             f"{name}={printed(value)}"
             for name, value in sorted(vars(self).items())
-            if name not in ("_is_frozen", "_values") and not isinstance(value, Freezable)
+            if name.startswith("_") and name != "_is_frozen" and not isinstance(value, Freezable)
         ]
-        return [*super()._printed_fields(), *private, *sorted(map(repr, self._nested_objects()))]
+        return [*super()._printed_fields(), *private, *sorted(map(repr, self._parts()))]
 
 
 # Files and JSON -------------------------------------------------------------------------------------------
@@ -174,11 +174,13 @@ class ConfigFileError(Exception):
 
 
 def _as_enum_member(value: Any) -> Any:
+    """Return the member that a string such as "OutputMode.All" names; any other value unchanged. Raises
+    ValueError if the enum has no such member."""
     if not isinstance(value, str) or value.count(".") != 1:
         return value
     enum_name, member = value.split(".")
-    kind = getattr(_POPTORCH, enum_name, None)
-    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+    kind = getattr(enums, enum_name, None)
+    if not isinstance(kind, enum.EnumType):
         return value  # "model.v2" is an ordinary string
     if member not in kind.__members__:
         raise ValueError(
@@ -188,9 +190,9 @@ def _as_enum_member(value: Any) -> Any:
 
 
 def _run_line(options: Any, source: str) -> None:
-    """Run one line of an options file. Only option names, calls and literals are allowed, so that a file from
-    an unknown source can't run other code.
+    """Run one line of an options file: `options.`, and a setting made of names, calls and literals.
 
+    Other code is refused, since the file may be from an unknown source.
     Raises: SyntaxError if the source is not one setting; AttributeError, NameError for names not allowed.
     """
     names = {"options": options, "poptorch": _POPTORCH, "torch": _TORCH}
@@ -213,6 +215,6 @@ def _run_line(options: Any, source: str) -> None:
 
 
 def _check_attribute(name: str) -> None:
-    """Raise AttributeError for a private name but `_Popart`: it could give access to the rest of Python."""
+    """Raise AttributeError for private names, which could give access to the rest of Python; allow `_Popart`."""
     if name.startswith("_") and name not in _PRIVATE_BUT_USED:
         raise AttributeError(f"Invalid attribute {name!r}: private names can't be used in option texts")
