@@ -24,8 +24,8 @@ Grouping = tuple[CommGroupType, int, VariableRetrievalMode]  # the arguments of 
 def _checked_grouping(name: str, given: Any) -> Grouping:
     """Return `given`. Raises Error, with the parameter's `name`, unless `given` is a `Grouping`."""
     match given:
-        case (CommGroupType(), int(), VariableRetrievalMode()):
-            return given
+        case (CommGroupType() as kind, int() as size, VariableRetrievalMode() as retrieval):
+            return kind, size, retrieval
     raise Error(
         f"replicaGrouping of {name!r} takes a poptorch.CommGroupType, a number of replicas and a"
         f" poptorch.VariableRetrievalMode; found {given!r}\n"
