@@ -9,7 +9,7 @@ constants of the model's code.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -74,15 +74,15 @@ class Signature:
         return [slot for slot in self.slots if slot.role in ("parameter", "buffer")]
 
     @property
-    def changed(self) -> frozenset[str]:
+    def changed_buffers(self) -> frozenset[str]:
         """Return the slot names of buffers that the forward changes."""
         keys = {result.key for result in self.results if result.kind == "buffer"}
         return frozenset(slot.name for slot in self.slots if slot.role == "buffer" and slot.key in keys)
 
     @property
-    def fixed(self) -> frozenset[str]:
+    def constant_slots(self) -> frozenset[str]:
         """Return the slot names of values that are constant during a step, so each ipu may hold a copy."""
-        return frozenset(slot.name for slot in self.slots if slot.role != "input") - self.changed
+        return frozenset(slot.name for slot in self.slots if slot.role != "input") - self.changed_buffers
 
 
 @dataclass(frozen=True)
@@ -118,13 +118,11 @@ class Partition:
     def stages(self) -> int:
         return len(self.ipus)
 
-
-def sources(names: Iterable[str], prepared: Mapping[str, Piece]) -> Iterator[str]:
-    """Yield `names`, and after each prepared cast of a weight, the names of the slots that it reads."""
-    for name in names:
-        yield name
-        if name in prepared:
-            yield from prepared[name].reads
+    def names_read_by(self, piece: Piece) -> Iterator[str]:
+        """Yield the names that a piece reads, and after each prepared cast, the names of the cast's weights."""
+        for name in piece.reads:
+            yield name
+            yield from self.prepared[name].reads if name in self.prepared else ()
 
 
 # ---- the table of a step -----------------------------------------------------------------------------------

@@ -22,11 +22,10 @@ from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import NamedTuple
 
-_MOST = 20_000  # tasks; the length of a longer step is extrapolated from two shorter ones
-
 
 class After(NamedTuple):
-    """A row that another row waits for, `behind` micro-batches earlier (0: the same one; None: all its runs).
+    """An edge to a row that another row waits for, `behind` micro-batches earlier (0: the same micro-batch;
+    None: all micro-batches, chunks or parameters of the row).
 
     `group`: the row must be done by this number of neighbouring replicas, and not only by the same replica.
     """
@@ -37,7 +36,7 @@ class After(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One phase of one stage, which runs for each micro-batch."""
+    """One phase of one stage, which runs for each micro-batch. `after` names other actions by their indices."""
 
     phase: str  # F or B
     stage: int
@@ -65,7 +64,8 @@ def _stage_count(actions: Sequence[Action]) -> int:
 
 
 def _bound_in_flight(row: int, actions: Sequence[Action], in_flight: int) -> After | None:
-    """Return the edge to the last action, `in_flight` micro-batches before, for a first action; else None."""
+    """Return the edge of an action that begins a micro-batch: to the last action, `in_flight` micro-batches
+    earlier. Return None for other actions."""
     is_first = all(after.behind != 0 for after in actions[row].after)
     return After(len(actions) - 1, in_flight) if is_first else None
 
@@ -106,22 +106,14 @@ ORDERS: dict[str, tuple[Order, Order]] = {
 }
 
 
-def bounded(actions: Sequence[Action], order: Order, devices: int) -> list[tuple[After, ...]]:
-    """Return the edges of each action: its `after`, and the bound of the order for `devices` devices."""
-    bounds = (order.bound(row, actions, devices) for row in range(len(actions)))
-    return [
-        (*action.after, *([bound] if bound else [])) for action, bound in zip(actions, bounds, strict=True)
-    ]
-
-
 @dataclass(frozen=True)
 class Timeline:
     """The start, end and device of each task. A task that never runs has device -1, start 0, end 0."""
 
     starts: list[float]
     ends: list[float]
-    devices: list[int]  # of each task
-    order: list[int]  # the tasks, by start
+    devices: list[int]
+    order: list[int]  # the indices of the tasks, by start
 
     @property
     def length(self) -> float:
@@ -139,44 +131,42 @@ def simulate(
         costs:   the time of each task
         devices: the number of devices that share all tasks; or the device of each task
     """
-    size = len(after)
-    followers: list[list[int]] = [[] for _ in range(size)]
+    followers: list[list[int]] = [[] for _ in after]
     for task, needs in enumerate(after):
         for need in needs:
             followers[need].append(task)
     waits_for = [len(needs) for needs in after]
     # Devices that share tasks are group 0; else each device is a group.
-    groups = [0] * size if isinstance(devices, int) else devices
-    free = {group: [group] for group in groups}
     if isinstance(devices, int):
-        free = {0: list(range(devices))}
-    ready: dict[int, list[int]] = {group: [] for group in free}
+        groups, idle = [0] * len(after), {0: list(range(devices))}
+    else:
+        groups, idle = devices, {device: [device] for device in devices}
+    ready: dict[int, list[int]] = {group: [] for group in idle}
     for task, missing in enumerate(waits_for):
         if not missing:
             ready[groups[task]].append(task)  # in order, so it is a heap
-    starts, ends, places, order = [0.0] * size, [0.0] * size, [-1] * size, []
+    starts, ends, used, order = [0.0] * len(after), [0.0] * len(after), [-1] * len(after), []
     running: list[tuple[float, int]] = []  # end and task
-    now, woken = 0.0, set(free)
+    now, changed = 0.0, set(idle)  # `changed`: groups with a new idle device or ready task
     while True:
-        for group in sorted(woken):
-            idle, waiting = free[group], ready[group]
-            while idle and waiting:
-                task = heappop(waiting)
-                starts[task], ends[task], places[task] = now, now + costs[task], heappop(idle)
+        for group in sorted(changed):
+            while idle[group] and ready[group]:
+                task = heappop(ready[group])
+                starts[task], ends[task], used[task] = now, now + costs[task], heappop(idle[group])
                 heappush(running, (ends[task], task))
                 order.append(task)
         if not running:
-            return Timeline(starts, ends, places, order)
-        now, woken = running[0][0], set()
+            return Timeline(starts, ends, used, order)
+        now, changed = running[0][0], set()
         while running and running[0][0] == now:
             task = heappop(running)[1]
-            heappush(free[groups[task]], places[task])
-            woken.add(groups[task])
+            heappush(idle[groups[task]], used[task])
+            changed.add(groups[task])
             for follower in followers[task]:
                 waits_for[follower] -= 1
                 if not waits_for[follower]:
                     heappush(ready[groups[follower]], follower)
-                    woken.add(groups[follower])
+                    changed.add(groups[follower])
 
 
 def timeline(
@@ -199,17 +189,18 @@ def timeline(
         keeps_order: each ipu runs its actions in the order of a step in which all cost 1, as its program does
     Returns: (action's index, micro-batch) of each task, by ascending key; and their timeline, updates last
     """
-    after = bounded(actions, order, cores or 1)
+    bounds = [order.bound(row, actions, cores or 1) for row in range(len(actions))]
+    after = [(*action.after, *filter(None, [bound])) for action, bound in zip(actions, bounds, strict=True)]
     tasks = [
         (row, m, r) for m in range(micro_batches) for row in range(len(actions)) for r in range(replicas)
     ]
     tasks.sort(key=lambda task: (*order.key(task[0], actions[task[0]], task[1]), task[2]))
-    place = {task: number for number, task in enumerate(tasks)}
+    index_of = {task: index for index, task in enumerate(tasks)}
     needs = [
         [
-            place[need.row, m - need.behind, r]
-            for need in after[row]
-            if need.behind is not None and m >= need.behind
+            index_of[edge.row, m - edge.behind, r]
+            for edge in after[row]
+            if edge.behind is not None and edge.behind <= m
         ]
         for row, m, r in tasks
     ]
@@ -217,7 +208,7 @@ def timeline(
     owners = [actions[row].ipu for row, _, _ in tasks]
     if keeps_order:
         before: dict[int, int] = {}
-        for number in simulate([[*own] for own in needs], [1.0] * len(tasks), owners).order:
+        for number in simulate(needs, [1.0] * len(tasks), owners).order:
             needs[number] += [before[owners[number]]] if owners[number] in before else []
             before[owners[number]] = number
     for ipu, cost in updates.items():
@@ -227,18 +218,18 @@ def timeline(
 
 
 def length(
-    actions: Sequence[Action], micro_batches: int, run: Callable[[int], float], most: int = _MOST
+    actions: Sequence[Action], micro_batches: int, run: Callable[[int], float], most: int = 20_000
 ) -> float:
     """Return the length of a step. `run(count)` simulates `count` micro-batches, and returns the length.
 
     Of a step with more than `most` tasks, the length is extrapolated linearly from two shorter steps.
     """
-    more = max(1, _stage_count(actions))
-    some = 2 * more + 4  # enough to fill the pipeline
-    if len(actions) * micro_batches <= most or micro_batches <= some + more:
+    stages = max(1, _stage_count(actions))
+    short = 2 * stages + 4  # micro-batches, enough to fill the pipeline
+    if len(actions) * micro_batches <= most or micro_batches <= short + stages:
         return run(micro_batches)
-    one, two = run(some), run(some + more)
-    return two + (two - one) / more * (micro_batches - some - more)
+    before, after = run(short), run(short + stages)
+    return after + (after - before) / stages * (micro_batches - short - stages)
 
 
 def draw(actions: Sequence[Action], micro_batches: int, order: Order, cores: int = 0) -> str:
@@ -252,7 +243,7 @@ def draw(actions: Sequence[Action], micro_batches: int, order: Order, cores: int
     stages: dict[int, set[int]] = {}
     for (row, _), device in zip(tasks, found.devices, strict=True):
         stages.setdefault(device, set()).add(actions[row].stage)
-    shared = any(len(some) > 1 for some in stages.values())
+    shared = any(len(own) > 1 for own in stages.values())
     cells = {device: [".."] * int(found.length) for device in devices}
     for (row, m), device, start in zip(tasks, found.devices, found.starts, strict=True):
         phase, stage, *_ = actions[row]

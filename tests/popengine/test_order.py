@@ -154,11 +154,10 @@ def test_cores_that_share_all_ipus_are_busy_as_long_as_there_are_micro_batches(c
 
 
 @pytest.mark.parametrize("order", [ONE_FORWARD_ONE_BACKWARD, IN_TURNS])
-def test_the_length_of_a_long_step_is_that_of_all_its_ticks(order, monkeypatch):
+def test_the_length_of_a_long_step_is_that_of_all_its_ticks(order):
     rows = actions(0, 1, 2, 1)
 
     def ticks(micro_batches):
         return timeline(rows, micro_batches, order)[1].length
 
-    monkeypatch.setattr("popengine.order._MOST", 1)
-    assert length(rows, 200, ticks) == ticks(200)
+    assert length(rows, 200, ticks, most=1) == ticks(200)

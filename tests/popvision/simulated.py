@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 
-from popengine.order import IN_TURNS, ONE_FORWARD_ONE_BACKWARD, Action, After, bounded, timeline
+from popengine.order import IN_TURNS, ONE_FORWARD_ONE_BACKWARD, Action, After, timeline
 from popengine.profile import (
     Block,
     Call,
@@ -139,7 +139,8 @@ def actions_of(stages, training):
 
 def _timed(actions, tasks, order, cost):
     """For each ipu its actions with their micro-batch, start and end, in the order in which they begin."""
-    after = bounded(actions, order, 1)
+    bounds = [order.bound(row, actions, 1) for row in range(len(actions))]
+    after = [(*action.after, *filter(None, [bound])) for action, bound in zip(actions, bounds, strict=True)]
     ends, free, rows = {}, defaultdict(int), defaultdict(list)
     for row, m in tasks:
         action = actions[row]

@@ -72,7 +72,7 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
         if name not in made:
             made[name] = ("F", stage)
             needs["F", stage][name] = None
-    wanted, everywhere = {result.name for result in graph.results}, graph.fixed | prepared.keys()
+    wanted, everywhere = {result.name for result in graph.results}, graph.constant_slots | prepared.keys()
     for user in order:
         for name in needs[user]:
             if name not in everywhere and made.get(name, user) != user:
@@ -97,7 +97,7 @@ def _pass_through_stages(graph: Graph, home: dict[str, int], read: dict[Where, s
     """Return, by name, the forward stage that writes each value that no operation computes: the previous
     value of a changed buffer; an input or weight that is a result of the graph."""
     found = {}
-    for name in sorted(graph.changed):
+    for name in sorted(graph.changed_buffers):
         readers = [stage for (phase, stage), names in read.items() if phase == "F" and name in names]
         found[name] = min([home[name], *readers])
     slots = {slot.name for slot in graph.slots}
@@ -114,7 +114,7 @@ def _operation_nodes(graph: Graph) -> Iterable[fx.Node]:
 def _views_and_casts(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
     """Return two sets of nodes: views of weights, constants or unchanged buffers; and casts of these.
     A view of a cast is in the first set. Results of the graph are in neither set."""
-    fixed = graph.fixed
+    fixed = graph.constant_slots
     held = {n for n in graph.code.nodes if n.name in fixed and n.meta["role"] != "loss_scale"}
     results = {result.name for result in graph.results}
     memory = {memory_of(node) for node in held}

@@ -26,7 +26,7 @@ _CLOSE = 4  # lines: one cut serves buffers that are read within this distance
 def cut(partition: Partition, settings: Settings) -> Partition:
     """Return the partition with its pieces cut at gathers, before reads of changed buffers, after buckets.
     Cuts at buffers and buckets are made for the eager backend only."""
-    changed = partition.signature.changed
+    changed = partition.signature.changed_buffers
     several = settings.training and settings.counts.accumulation > 1
     chained = changed if several and settings.is_eager and not settings.finite_checks else frozenset()
     sizes = _gradient_sizes(partition.signature, settings) if settings.is_eager else {}

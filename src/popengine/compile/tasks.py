@@ -15,49 +15,61 @@ row  task               index        after
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
-from ..ir import After, Index, Instruction, InstructionKind, Partition, Piece, Plan, Task, TaskKind, sources
+from ..ir import After, Index, Instruction, InstructionKind, Key, Partition, Piece, Plan, Task, TaskKind
 from ..settings import Settings
 from ..update.optimizer_rules import rule_of
 
 
 def make_plan(partition: Partition, settings: Settings) -> Plan:
     """Return the plan of a partitioned graph: the table of a step, and the state that each ipu reads."""
-    counts, flow = settings.counts, _Flow(partition)
+    counts, flow = settings.counts, _DataFlow(partition)
     rows = _TableWriter(flow, settings).write()
     micro_batches = counts.accumulation if settings.training else counts.iterations
-    state = {ipu: flow.state(ipu) for ipu in flow.ipus}
-    return Plan(partition, rows, micro_batches, settings.strategy.mode, state)
+    return Plan(partition, rows, micro_batches, settings.strategy.mode, flow.state)
 
 
-class _Flow:
-    """The data flow of a partition: the piece that makes each value, and the pieces that read it."""
+class _DataFlow:
+    """The data flow of a partition: the piece that makes each value, and the pieces that read it.
+
+    Pieces are given by their indices. A value's name is that of its node or slot in the graph.
+    """
 
     def __init__(self, partition: Partition) -> None:
         self.partition, self.pieces = partition, partition.pieces
         self.ipus = sorted(set(partition.ipus))
         signature = partition.signature
-        self.fixed = signature.fixed
+        self.fixed = signature.constant_slots
         self.inputs = {slot.name: slot.key for slot in signature.slots if slot.role == "input"}
         # An input or fixed state may be a result, but each reader takes it from its own ipu.
         everywhere = self.fixed | self.inputs.keys()
         self.maker = {
             name: i for i, piece in enumerate(self.pieces) for name in piece.writes if name not in everywhere
         }
-        trained = {result.key for result in signature.results if result.kind == "gradient"}
-        parameters = [slot for slot in signature.slots if slot.role == "parameter"]
-        self.trained = {slot.name: slot.key for slot in parameters if slot.key in trained}
+        gradients = {result.key for result in signature.results if result.kind == "gradient"}
+        # By slot name of each trained weight: its canonical name.
+        self.trained = {
+            s.name: s.key for s in signature.slots if s.role == "parameter" and s.key in gradients
+        }
         self.home = {name: partition.ipus[stage] for name, stage in partition.home.items()}
         # For each value and ipu, the pieces that read it and don't make it, in order of the data.
         self.readers: dict[tuple[str, int], list[int]] = {}
+        # For each ipu, the trained weights that it holds, and the untrained state that its pieces read.
+        state = {ipu: {name for name in self.trained if self.home[name] == ipu} for ipu in self.ipus}
         for i, piece in enumerate(self.pieces):
-            for name in sources(piece.reads, partition.prepared):
+            for name in partition.names_read_by(piece):
                 if self.maker.get(name) != i:
                     self.readers.setdefault((name, self.ipu_of(i)), []).append(i)
+                if name not in self.trained and not self.is_of_micro_batch(name, i):
+                    state[self.ipu_of(i)].add(name)
+        self.state = {
+            ipu: tuple(slot.name for slot in signature.slots if slot.name in names)
+            for ipu, names in state.items()
+        }
         # For each piece, the values that the piece sends to each ipu, and the pieces from which it receives values.
         self.sends: list[dict[int, tuple[str, ...]]] = [{} for _ in self.pieces]
         self.receives: list[list[int]] = [[] for _ in self.pieces]
@@ -75,72 +87,60 @@ class _Flow:
         """Return whether a value that a piece reads belongs to the micro-batch, and not to the state."""
         return name in self.inputs or self.maker.get(name, piece) != piece
 
-    def state(self, ipu: int) -> tuple[str, ...]:
-        """Return the slots of an ipu's state: the trained weights that it holds, and the untrained state that
-        its pieces read."""
-        names = {name for name in self.trained if self.home[name] == ipu}
-        for i, piece in enumerate(self.pieces):
-            if self.ipu_of(i) == ipu:
-                read = [
-                    n
-                    for n in sources(piece.reads, self.partition.prepared)
-                    if not self.is_of_micro_batch(n, i)
-                ]
-                names |= {name for name in read if name not in self.trained}
-        return tuple(slot.name for slot in self.partition.signature.slots if slot.name in names)
-
-    def copies(self) -> Iterator[tuple[int, int, tuple[str, ...]]]:
-        """Yield (ipu, other ipu, names): the trained weights of an ipu that pieces of the other ipu read."""
-        for source, target in permutations(self.ipus, 2):
-            names = tuple(n for n in self.trained if self.home[n] == source and (n, target) in self.readers)
-            if names:
-                yield source, target, names
-
 
 class _TableWriter:
     """The writer of a table's rows. Within a micro-batch a row waits for earlier rows only."""
 
-    def __init__(self, flow: _Flow, settings: Settings) -> None:
+    def __init__(self, flow: _DataFlow, settings: Settings) -> None:
         self.flow, self.settings = flow, settings
         self.rows: list[Task] = []
         self.row_of: dict[int, int] = {}  # piece -> its row
         self.sums: dict[int, int] = {}  # piece -> the row of its sums
         self.loader: dict[str, int] = {}  # an input -> the row that loads it
-        self.keeper: dict[str, int] = {}  # a changed buffer's slot -> the row that replaces it
+        self.writer: dict[str, int] = {}  # a changed buffer's slot -> the row that writes its next value
         # Of each value of a micro-batch, the rows that make or read it.
         self.users: dict[str, set[int]] = {}
         signature = flow.partition.signature
-        results = signature.results
-        slots = {s.key: s.name for s in signature.slots if s.role == "buffer"}
-        self.gradients = [(r.name, r.key) for r in results if r.kind == "gradient"]
-        self.buffers = [(r.name, r.key) for r in results if r.kind == "buffer"]
-        self.slots = [(r.name, slots[r.key]) for r in results if r.kind == "buffer"]
-        self.outputs = [(r.name, str(i)) for i, r in enumerate(results) if r.kind in ("output", "input")]
+        self.buffers = {slot.key: slot.name for slot in signature.slots if slot.role == "buffer"}
+        self.results = [  # kind, name, and the key that instructions have: see `Instruction`
+            (r.kind, r.name, r.key if r.kind in ("gradient", "buffer") else str(position))
+            for position, r in enumerate(signature.results)
+        ]
         modes = (settings.outputs, *(anchor.outputs for anchor in settings.anchors))
         self.adds_outputs = "sum" in modes
 
     def write(self) -> tuple[Task, ...]:
-        for source, target, names in self.flow.copies():
-            channel = f"weights of {source}"
-            send = Instruction("send", names, channel=channel, peer=target)
-            receive = Instruction("receive", names, channel=channel, peer=source)
-            sent = self._append(Task("copy", source, index="step", instructions=(send,)))
-            self._append(Task("copy", target, index="step", after=(After(sent),), instructions=(receive,)))
-        for number in range(len(self.flow.pieces)):
+        """Return the rows of the table. May be called once."""
+        flow = self.flow
+        for source, target in permutations(flow.ipus, 2):
+            names = tuple(n for n in flow.trained if flow.home[n] == source and (n, target) in flow.readers)
+            if names:
+                channel = f"weights of {source}"
+                send = Instruction("send", names, channel=channel, peer=target)
+                receive = Instruction("receive", names, channel=channel, peer=source)
+                sent = self._append(Task("copy", source, index="step", instructions=(send,)))
+                self._append(
+                    Task("copy", target, index="step", after=(After(sent),), instructions=(receive,))
+                )
+        for number in range(len(flow.pieces)):
             self._add_piece(number)
         self._add_frees()
-        if self.flow.trained and self.settings.part.ends_step:
+        if flow.trained and self.settings.part.ends_step:
             self._add_updates()
         return tuple(self.rows)
 
     def _append(self, task: Task, uses: Iterable[str] = ()) -> int:
-        """Append a row, and return its index. `uses`: the micro-batch's values that it makes or reads."""
+        """Append a row, and return its index. `uses`: the micro-batch's values that the row makes or reads."""
         for name in uses:
             self.users.setdefault(name, set()).add(len(self.rows))
         self.rows.append(task)
         return len(self.rows) - 1
 
     # ---- pieces --------------------------------------------------------------------------------------------
+
+    def _results_of(self, piece: Piece, *kinds: Key) -> list[tuple[str, str]]:
+        """Return (name, key) of the graph's results of these kinds that a piece writes."""
+        return [(name, key) for kind, name, key in self.results if kind in kinds and name in piece.writes]
 
     def _add_piece(self, number: int) -> None:
         """Append the row of a piece, and a row for its sums of gradients or outputs, if it has any."""
@@ -157,8 +157,8 @@ class _TableWriter:
         kind: TaskKind = "forward" if piece.phase == "F" else "backward"
         if piece.gather_group_size:  # and does nothing else: see `piece_parts.py`
             kind = "gather"
-        stores = _instruction_if_any("store", _written_by(self.outputs, piece))
-        sums = _instruction_if_any("accumulate", _written_by(self.gradients, piece))
+        stores = _instruction_if_any("store", self._results_of(piece, "output", "input"))
+        sums = _instruction_if_any("accumulate", self._results_of(piece, "gradient"))
         sums += stores if self.adds_outputs else []
         own, freed = self._instructions(number, [] if self.adds_outputs else stores)
         task = Task(kind, flow.ipu_of(number), piece.stage, piece.phase, piece=number)
@@ -167,7 +167,7 @@ class _TableWriter:
         for name in flowing:
             if name in flow.inputs:
                 self.loader.setdefault(name, row)
-        self.keeper.update({slot: row for _, slot in _written_by(self.slots, piece)})
+        self.writer.update({self.buffers[key]: row for _, key in self._results_of(piece, "buffer")})
         if sums:
             task = replace(task, kind="sum", after=(After(row), After(row + 1, 1)))
             added = [name for instruction in sums for name in instruction.names]
@@ -189,17 +189,21 @@ class _TableWriter:
         found += [*_instruction_if_any("load", fresh), Instruction("compute", last, piece=number)]
         for other, names in flow.sends[number].items():
             found.append(Instruction("send", names, channel=str(piece), peer=other))
-        found += [*_instruction_if_any("keep", _written_by(self.buffers, piece)), *stores]
+        found += [*_instruction_if_any("keep", self._results_of(piece, "buffer")), *stores]
         return found, [Instruction("free", done)] if done else []
 
     def _add_frees(self) -> None:
         """Make the last user of each value wait for its other users and free it; drop implied edges.
 
-        Rows that read or replace a changed buffer wait for the previous micro-batch's new value.
+        Rows that read or write a changed buffer wait for the row that writes it in the previous micro-batch.
         """
         flow = self.flow
+        writers: dict[int, set[int]] = {}  # row -> the rows that write the changed buffers which the row uses
         for number, row in self.row_of.items():
             piece = flow.pieces[number]
+            read = [name for name in piece.reads if not flow.is_of_micro_batch(name, number)]
+            writers[row] = {self.writer[name] for name in read if name in self.writer}
+            writers[row] |= {row}.intersection(self.writer.values())
             if piece.gather_group_size:  # another replica stacks the values that it gathers
                 users = set().union(*(self.users[name] for name in piece.writes)) - {row}
                 for name in self.users.keys() & set(piece.reads):
@@ -210,15 +214,10 @@ class _TableWriter:
             last = max(rows)
             frees.setdefault(last, []).append(name)
             waits.setdefault(last, set()).update(rows - {last})
-        kept: dict[int, set[int]] = {}  # row -> the rows that replace the buffers which it reads or replaces
-        for number, row in self.row_of.items():
-            read = [n for n in flow.pieces[number].reads if not flow.is_of_micro_batch(n, number)]
-            kept[row] = {self.keeper[n] for n in read if n in self.keeper}
-            kept[row] |= {row}.intersection(self.keeper.values())
-        reach = [0] * len(self.rows)
+        reach = [0] * len(self.rows)  # of each row, as bits: the rows of the same micro-batch that precede it
         for row, task in enumerate(self.rows):
             after = [edge for edge in task.after if edge.behind != 0 or edge.group > 1]
-            after += [After(keeper, 1) for keeper in sorted(kept.get(row, ()))]
+            after += [After(writer, 1) for writer in sorted(writers.get(row, ()))]
             for edge in after:
                 if edge.behind == 0:
                     reach[row] |= 1 << edge.row | reach[edge.row]
@@ -237,8 +236,8 @@ class _TableWriter:
         settings, flow = self.settings, self.flow
         optimizer, counts = settings.optimizer, settings.counts
         assert optimizer is not None
-        ready = [After(row, None, counts.replicas) for row in self.row_of.values()]
-        ready += [After(row, None, counts.replicas) for row in self.sums.values()]
+        ends = (*self.row_of.values(), *self.sums.values())
+        ready = [After(row, None, counts.replicas) for row in ends]
         if counts.instances > 1:
             # One row after another, in the same order in all processes.
             before = [
@@ -257,7 +256,7 @@ class _TableWriter:
         updated = {
             ipu: (Instruction("update", keys=keys),)
             for ipu in flow.ipus
-            if (keys := tuple(flow.trained[n] for n in flow.state(ipu) if n in flow.trained))
+            if (keys := tuple(flow.trained[n] for n in flow.state[ipu] if n in flow.trained))
         }
         # A process that keeps no optimizer state of an ipu has no chunks there, so later rows wait for `begin`, too.
         first = begin
@@ -280,13 +279,8 @@ class _TableWriter:
         return After(row, 0 if index == "step" else None)
 
 
-def _written_by(pairs: Sequence[tuple[str, str]], piece: Piece) -> list[tuple[str, str]]:
-    """Return those (name, key) pairs whose names the piece writes."""
-    return [pair for pair in pairs if pair[0] in piece.writes]
-
-
 def _instruction_if_any(kind: InstructionKind, pairs: Sequence[tuple[str, str]]) -> list[Instruction]:
-    """Return a list with one instruction for these (name, key) pairs; without pairs, an empty list."""
+    """Return a list of one instruction for these (name, key) pairs; without pairs, an empty list."""
     names, keys = tuple(name for name, _ in pairs), tuple(key for _, key in pairs)
     return [Instruction(kind, names, keys)] if pairs else []
 

@@ -195,7 +195,7 @@ class RowFunctions:
     def _reads(self, number: int) -> list[tuple[int, str]]:
         """Return (source, name) of each value that a piece reads: _FRAME, _STATE, _BUFFER (the step's new
         buffers) or _PREPARED."""
-        partition, changed = self.plan.partition, self.plan.partition.signature.changed
+        partition, changed = self.plan.partition, self.plan.partition.signature.changed_buffers
         others = (other for i, other in enumerate(partition.pieces) if i != number)
         made = {name for other in others for name in other.writes}
         state = {slot.name for slot in partition.signature.slots if slot.role != "input"}
