@@ -11,6 +11,7 @@ import operator
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,21 +35,18 @@ class _HeldBytes:
 
     def __init__(self, memories: Mapping[str, tuple[Any, int | None]]) -> None:
         self._memories = memories
-        self._users: Counter[Any] = Counter()  # by micro-batch and memory, its names
+        self._users: Counter[Any] = Counter()  # by micro-batch and memory, the number of names that use it
         self.bytes = 0
         self.is_known = True  # False after a value whose size only a kernel knows
 
     def add(self, names: Iterable[str], micro_batch: int = 0, by: int = 1) -> None:
-        """Add `by` to the number of users of each name's memory. `bytes` counts memories that have users."""
+        """Add `by` (-1: remove) to the number of users of each name's memory, and update `bytes`."""
         for name in names:
             memory, size = self._memories.get(name, (None, 0))
             self.is_known = self.is_known and size is not None
             before = self._users[micro_batch, memory]
             self._users[micro_batch, memory] += by
             self.bytes += (size or 0) * ((before + by > 0) - (before > 0))
-
-    def remove(self, names: Iterable[str], micro_batch: int = 0) -> None:
-        self.add(names, micro_batch, -1)
 
 
 def _memories(graph: Graph) -> dict[str, tuple[Any, int | None]]:
@@ -75,8 +73,9 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
     """Return a profile of a plan that has not run, with what follows from the plan and its graph."""
     tables, partition, counts = _Tables(plan, graph), plan.partition, settings.counts
     operations, pieces = tables.operations(_memories(graph) if graph else {})
-    part_of = tables.parts()
-    place = {part: number for number, part in enumerate(dict.fromkeys(part_of.values()))}
+    parts = tables.parts()
+    index_of = {part: index for index, part in enumerate(dict.fromkeys(chain(*parts)))}
+    indices = [[index_of[part] for part in own] for own in parts]
     found, _ = actions(plan)
     schedule, ticks = _schedule(found, plan)
     batches = [slot.shape for slot in partition.signature.slots if slot.role == "input" and slot.shape]
@@ -107,22 +106,22 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
             ipu: [
                 value
                 for entry in program.entries
-                for number in range(len(plan.tasks[entry.row].instructions))
-                for value in (place[part_of[entry.row, number]], entry.micro_batch)
+                for index in indices[entry.row]
+                for value in (index, entry.micro_batch)
             ]
             for ipu, program in programs(plan).items()
         },
         blocks=tuple(tables.blocks()),
         pieces=tuple(pieces),
         operations=tuple(operations),
-        parts=tuple(place),
+        parts=tuple(index_of),
         schedule=tuple(schedule),
     )
 
 
 def parts_of(plan: Plan, graph: Graph | None) -> list[Part]:
     """Return the instructions of a plan's tasks, each once. Only the graph has sizes of computed values."""
-    return list(dict.fromkeys(_Tables(plan, graph).parts().values()))
+    return list(dict.fromkeys(chain(*_Tables(plan, graph).parts())))
 
 
 class _Tables:
@@ -156,11 +155,11 @@ class _Tables:
                 Piece(piece.phase, piece.stage, self.partition.ipus[piece.stage], first, held.bytes)
             )
             read = {name for line in piece.lines for name in line.operands()}
-            held.remove(set(freed) - read - set(piece.writes))
+            held.add(set(freed) - read - set(piece.writes), by=-1)
             for line, dying in zip(piece.lines, piece.last_used, strict=True):
                 held.add([line.name])
                 found.append(self._operation(index, line, held.bytes))
-                held.remove(own.intersection(dying))
+                held.add(own.intersection(dying), by=-1)
         return found, pieces
 
     def _operation(self, piece: int, line: Line, live: int) -> Operation:
@@ -194,13 +193,11 @@ class _Tables:
 
     # ---- instructions and blocks ---------------------------------------------------------------------------
 
-    def parts(self) -> dict[tuple[int, int], Part]:
-        """Return the instructions of all rows, by (row, index in the row)."""
-        return {
-            (row, number): self._part(task, instruction)
-            for row, task in enumerate(self.plan.tasks)
-            for number, instruction in enumerate(task.instructions)
-        }
+    def parts(self) -> list[list[Part]]:
+        """Return the instructions of each row."""
+        return [
+            [self._part(task, instruction) for instruction in task.instructions] for task in self.plan.tasks
+        ]
 
     def _part(self, task: Task, instruction: Instruction) -> Part:
         kind, names = instruction.kind, instruction.names
@@ -267,13 +264,12 @@ def held_bytes(graph: Graph, partition: Partition) -> tuple[int, ...]:
     Values that share memory count once. Weights, buffers, gradients and optimizer state don't count.
     """
     memories, found = _memories(graph), [0] * partition.stages
-    waiting = {slot.name for slot in graph.slots if slot.role == "input"}
-    waiting |= {name for piece in partition.pieces if piece.phase == "F" for name in piece.writes}
-    for piece in partition.pieces:
-        if piece.phase == "B":
-            held = _HeldBytes(memories)
-            held.add(name for name in piece.reads if name in waiting)
-            found[piece.stage] = held.bytes
+    backwards = [piece for piece in partition.pieces if piece.phase == "B"]
+    others = {name for piece in backwards for name in piece.writes} | partition.prepared.keys()
+    for piece in backwards:
+        held = _HeldBytes(memories)
+        held.add(set(piece.reads) - others)
+        found[piece.stage] = held.bytes
     return tuple(found)
 
 
@@ -297,7 +293,7 @@ def peak_bytes(graph: Graph, plan: Plan, inside: Mapping[int, int]) -> list[int 
             if instruction.kind in ("load", "receive"):
                 held.add(names, micro_batch)
             elif instruction.kind in ("compute", "free"):
-                held.remove(names, micro_batch)
+                held.add(names, micro_batch, by=-1)
             most = max(most, held.bytes)
         found.append(most if held.is_known else None)
     return found

@@ -16,51 +16,42 @@ from ...ir import Graph, Key, Result, Slot, Visit
 from .graph_recorder import PLACE, Recorder, copied, is_write, like, memory_of, run_node
 
 aten = torch.ops.aten
-# The entries of a node's meta that a replay copies.
-_KEPT = (*PLACE, "scope", "attributes", "group", "numbers")
+_REPLAYED_META = (*PLACE, "scope", "attributes", "group", "numbers")  # what a replay copies of a node's meta
 _OVERWRITES = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default)
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
 def replace_simple_writes(graph: fx.Graph) -> None:
-    """Replace in-place operations by out-of-place ones where no view or later operation reads the old value.
+    """Replace each in-place operation by its out-of-place one if only in-place operations share its memory.
 
     Dropout has such operations. All others need another trace of the graph, which takes as long as the capture.
     """
-    nodes = list(graph.nodes)
-    place = {node: number for number, node in enumerate(nodes)}
     sharing: dict[int | None, list[fx.Node]] = {}
-    for node in nodes:
+    for node in graph.nodes:
         sharing.setdefault(memory_of(node), []).append(node)
-    for node in filter(is_write, nodes):
-        operation = _without_write(node.target)
+    for node in filter(is_write, list(graph.nodes)):
+        operation = _out_of_place(node)
         first, *others = sharing[memory_of(node)]
         if operation is None or first.op == "placeholder" or not all(map(is_write, others)):
             continue
-        if any(place[user] > place[node] for user in node.args[0].users):  # after the write
-            continue
-        defaults = [
-            a.default_value for a in node.target._schema.arguments[len(node.args) :] if not a.kwarg_only
-        ]
-        given = (*node.args, *defaults)  # the out-of-place operation may have no defaults
         with graph.inserting_before(node):
-            new = graph.call_function(operation, given, node.kwargs)
+            new = graph.call_function(operation, node.args, node.kwargs)
         old = node.meta["val"]
         with old.fake_mode, torch.no_grad():
             made = run_node(new, {operand: operand.meta["val"] for operand in new.all_input_nodes})
-        if (made.dtype, made.shape, made.stride()) != (old.dtype, old.shape, old.stride()):
+        if (made.dtype, made.shape, made.stride()) == (old.dtype, old.shape, old.stride()):
+            new.meta.update(node.meta, val=made)
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+        else:
             graph.erase_node(new)
-            continue
-        new.meta.update(node.meta, val=made)
-        place[new] = place[node]
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
 
 
-def _without_write(operation: Any) -> Any:
-    """Return the out-of-place overload of an in-place operation (add for add_), or None if there is none."""
-    if operation is aten.bernoulli_.float:
-        return aten.bernoulli.p
+def _out_of_place(node: fx.Node) -> Any:
+    """Return the out-of-place overload of a node's in-place operation (add for add_); None without one."""
+    operation: Any = node.target
+    if operation is aten.bernoulli_.float:  # its probability has a default, that of `bernoulli.p` has none
+        return aten.bernoulli.p if len(node.args) == 2 else None
     packet = getattr(aten, operation._schema.name.removeprefix("aten::").removesuffix("_"), None)
     other = getattr(packet, operation._overloadname, None)
     has_one_result = len(operation._schema.returns) == 1
@@ -76,8 +67,8 @@ def replayed(
     """Run a graph on new fake tensors, and return a recorder of the operations that run.
 
     Args:
-        run:    computes a node's result from its operands' values; by default it runs the node's operation
-        around: transforms the function from the graph's inputs to its outputs before it is called
+        run:    returns a node's result for its operands' values; by default, that of the node's operation
+        around: called with the function from the graph's inputs to its outputs; returns the function to call
     """
     meta: dict[str, Any] = {}
     recorder = Recorder(lambda func: {**meta, "replay": True})
@@ -89,13 +80,12 @@ def replayed(
         for node in graph.nodes:
             if node.op == "call_function":
                 meta.clear()
-                meta.update({key: node.meta[key] for key in _KEPT if key in node.meta})
+                meta.update({key: node.meta[key] for key in _REPLAYED_META if key in node.meta})
                 values[node] = run(node, values)
         return fx.node.map_arg(results, values.__getitem__)  # type: ignore[arg-type]
 
-    known = (node.meta.get("val") for node in graph.nodes)
-    fake = next(value.fake_mode for value in known if isinstance(value, FakeTensor))
-    with fake, torch.no_grad():
+    values = (node.meta.get("val") for node in graph.nodes)
+    with next(value.fake_mode for value in values if isinstance(value, FakeTensor)), torch.no_grad():
         inputs = [like(node.meta["val"]) for node in placeholders]
         for node, value in zip(placeholders, inputs, strict=True):
             recorder.add_placeholder(node.name, value, role=node.meta["role"], key=node.meta["key"])
@@ -106,12 +96,12 @@ def replayed(
 
 
 def functionalized(graph: fx.Graph, constants: dict[str, Tensor]) -> Recorder:
-    """Return a recorder of the graph without in-place operations, replayed by torch's functionalization."""
+    """Return a recorder of the graph without in-place operations, made by torch's functionalization."""
     return replayed(graph, constants, around=partial(torch.func.functionalize, remove="mutations"))
 
 
 def with_replayed(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any]) -> Graph:
-    """Return the functional graph of what `run` computes in place of each node (see `replayed`)."""
+    """Return the graph of the operations that `run` runs in place of each node's (see `replayed`)."""
     code = replayed(graph.code, graph.constants, run).graph
     drop_aliases_and_dead_code(code)
     nodes: Any = code.output_node().args[0]
@@ -120,7 +110,8 @@ def with_replayed(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]], 
 
 
 def drop_aliases_and_dead_code(graph: fx.Graph) -> None:
-    """Remove aliases, double transposes and dead code from a graph, and number its random operations."""
+    """Remove aliases, double transposes and dead code from a graph in place, and set `draw` in the meta of
+    random operations: their index in the graph, equal for a recomputed operation and its first run."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _ALIASES:
             node.replace_all_uses_with(node.args[0])
@@ -133,7 +124,7 @@ def drop_aliases_and_dead_code(graph: fx.Graph) -> None:
     draws: dict[Any, int] = {}
     for node in graph.nodes:
         if node.op == "call_function" and _is_random(node):
-            # A recomputed operation has the number of its first run: see `Capture.node_meta`.
+            # A recomputed operation has the "numbers" of its first run: see `Capture.node_meta`.
             node.meta["draw"] = draws.setdefault(node.meta.get("numbers", node), len(draws))
     graph.lint()
 
@@ -156,7 +147,7 @@ def as_graph(
     visits: tuple[Visit, ...],
     trained: set[str],
 ) -> Graph:
-    """Return the recorded graph as a functional `Graph`, and change the recorder's graph in place.
+    """Return a functional `Graph` of the recorded operations. Changes the recorder's graph in place.
 
     Args:
         results: (kind, key, node) of the outputs and gradients; new values of buffers and inputs are added
@@ -198,9 +189,9 @@ def as_graph(
 
 
 def _result_kind(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None:
-    """Return the result kind of a placeholder that forward writes into: "buffer", "input" or None (constant).
+    """Return the kind of result of a new `value` of a placeholder: "buffer" or "input"; None for a constant.
 
-    The role of a frozen parameter is set to "buffer". Raises CaptureError for a trained parameter.
+    Set the role of a frozen parameter to "buffer". Raises CaptureError for a trained parameter.
     """
     role, key = node.meta["role"], node.meta["key"]
     if role == "parameter" and key in trained:
@@ -216,7 +207,7 @@ def _result_kind(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None
 
 
 def _check_lost_writes(written: dict[fx.Node, fx.Node]) -> None:
-    """Raise CaptureError if forward reads a constant and writes into it: the new value would be lost."""
+    """Raise CaptureError if forward reads and writes a constant. `written`: placeholder -> its new value."""
     for node, value in written.items():
         read = [user for user in node.users if not (user.target in _OVERWRITES and user.args[0] is node)]
         if node.meta["role"] == "constant" and read:
