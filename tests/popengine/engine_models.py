@@ -13,7 +13,7 @@ def enter(name, ipu=None):
     """Open a block, where a capture runs."""
     capture = current()
     if capture is not None:
-        capture.enter(name, ipu)
+        capture.enter_block(name, ipu)
 
 
 class Net(nn.Module):

@@ -28,7 +28,7 @@ from .recording.capture_contexts import (
 )
 from .recording.current_capture import ENDED, Capture, active
 from .recording.functional import as_graph
-from .recording.graph_recorder import check_dense, like, map_leaves, user_line
+from .recording.graph_recorder import check_dense, empty_like, map_leaves, user_line
 from .recording.leftovers import Attributes
 from .recording.standins import StandIns
 from .recording.torch_errors import explained
@@ -67,7 +67,7 @@ def capture(
     # Only shapes are read, so the `__torch_function__` of tensor subclasses is off.
     with torch._C.DisableTorchFunctionSubclass(), fake:
         stand_ins = StandIns(module, training, needs_values)
-        inputs = [like(sample) for sample in samples]
+        inputs = [empty_like(sample) for sample in samples]
         scale = torch.empty(())
     state = Capture(training, stand_ins)
     recorder = state.recorder
@@ -97,8 +97,8 @@ def capture(
         attributes.put_back(stand_ins.was_used)
     attributes.check(stand_ins.hooks)
     results: list[tuple[Key, str, fx.Node]] = [
-        *(("output", str(i), recorder.node(value)) for i, value in enumerate(outputs)),
-        *(("gradient", name, recorder.node(value)) for name, value in gradients.items()),
+        *(("output", str(i), recorder.node_of(value)) for i, value in enumerate(outputs)),
+        *(("gradient", name, recorder.node_of(value)) for name, value in gradients.items()),
     ]
     graph = as_graph(recorder, results, tuple(state.visits), set(stand_ins.trained()))
     stand_ins.check_shared({result.key for result in graph.results if result.kind in ("gradient", "buffer")})
@@ -257,7 +257,7 @@ def final_loss(capture: Capture) -> Tensor:
 
 def final_losses(capture: Capture) -> dict[fx.Node, tuple[Tensor, str]]:
     """Return, by node, (loss, user's line) of each marked loss that no other one is computed from."""
-    nodes = [capture.recorder.node(value) for value, _ in capture.losses]
+    nodes = [capture.recorder.node_of(value) for value, _ in capture.losses]
     reached = sources_of([operand for node in nodes for operand in node.all_input_nodes])
     return {node: loss for node, loss in zip(nodes, capture.losses, strict=True) if node not in reached}
 

@@ -56,14 +56,14 @@ class Block(nn.Module):
         """Open a block that ends where the next block opens."""
         ipu_id, capture = _checked_ipu(ipu_id), current()
         if capture is not None:
-            capture.enter(user_id or str(next(_auto_ids)), ipu_id)
+            capture.enter_block(user_id or str(next(_auto_ids)), ipu_id)
 
     @staticmethod
     def end() -> None:
         """End the open block, as the end of `with` does. Operations before the next block raise Error."""
         capture = current()
         if capture is not None:
-            capture.leave()
+            capture.leave_block()
 
 
 class BeginBlockHook:

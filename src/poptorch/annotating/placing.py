@@ -94,7 +94,7 @@ def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
     def begin_block(name: str, module: nn.Module, inputs: Any) -> None:
         capture = current()
         if capture is not None and capture.block >= 0 and capture.visits[capture.block].name in names:
-            capture.enter(name, None)  # the model's own code has opened no block
+            capture.enter_block(name, None)  # the model's own code has opened no block
 
     with contextlib.ExitStack() as hooks:
         for module, name, _ in layers:

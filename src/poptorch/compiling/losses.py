@@ -66,18 +66,18 @@ def _derived_loss(returned: Any, capture: Capture, where: str) -> Tensor | None:
     recorder = capture.recorder
     final = final_losses(capture)
     scalars = [value for value in tensors_of(returned) if _is_loss_candidate(value)]
-    if any(recorder.node(value) in final for value in scalars):
+    if any(recorder.node_of(value) in final for value in scalars):
         return None  # PopTorch's rule, which refuses several
     is_tuple = isinstance(returned, tuple | list)
     first = next(iter(returned), None) if is_tuple else returned
     if isinstance(first, Tensor) and _is_loss_candidate(first) and (is_tuple or len(final) < 2):
-        sources = sources_of([recorder.node(first)])
+        sources = sources_of([recorder.node_of(first)])
         if all(node in sources for node in final):
             return first
     if len(final) != 1:
         return None
     (loss,) = final
-    derived = [value for value in scalars if loss in sources_of([recorder.node(value)])]
+    derived = [value for value in scalars if loss in sources_of([recorder.node_of(value)])]
     if len(derived) > 1:
         raise CaptureError(
             f"forward returns {len(derived)} scalars that are computed from the loss, but not the loss\n"

@@ -16,7 +16,7 @@ from ...operations import Body
 from ..partition import emit
 from .current_capture import Capture, paused
 from .functional import drop_aliases_and_dead_code, functionalized
-from .graph_recorder import Recorder, is_write, like
+from .graph_recorder import Recorder, empty_like, is_write
 
 _BODY = -1  # in place of a stage: a failing line is looked up in the piece that runs the body
 
@@ -24,8 +24,8 @@ _BODY = -1  # in place of a stage: a failing line is looked up in the piece that
 class _BodyRecorder(Recorder):
     """The recorder of a body: a tensor that the body has not made becomes an input of the body."""
 
-    def node(self, value: Tensor) -> fx.Node:
-        known = self._node_of.get(id(value))
+    def node_of(self, value: Tensor) -> fx.Node:
+        known = self._node_by_id.get(id(value))
         return known if known is not None else self.add_outer_tensor(value, "outer")
 
 
@@ -41,12 +41,12 @@ def trace(
     block = capture.block
     with paused() as fake, fake:
         recorder = _BodyRecorder(capture.node_meta)
-        given = [like(value) for value in inputs]
+        given = [empty_like(value) for value in inputs]
         for position, value in enumerate(given):
             recorder.add_placeholder(f"input_{position}", value, role="input", key=str(position))
         with recorder:
             outputs = list(body(given))
-        nodes = [recorder.node(value) for value in outputs]
+        nodes = [recorder.node_of(value) for value in outputs]
         capture.block = block
         recorder.graph.output(tuple(nodes))
         graph, outer = recorder.graph, recorder.constants

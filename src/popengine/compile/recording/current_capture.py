@@ -90,13 +90,13 @@ class Capture:
     def __post_init__(self) -> None:
         self.recorder = CaptureRecorder(self.node_meta, self.stand_ins.of_operand)
 
-    def enter(self, name: str, ipu: int | None) -> None:
+    def enter_block(self, name: str, ipu: int | None) -> None:
         """Open a block, to which the following operations belong."""
         self.block = len(self.visits)
         self.visits.append(Visit(name, ipu, user_line()))
 
-    def leave(self) -> None:
-        """Close the open block. An operation before the next `enter` is an error."""
+    def leave_block(self) -> None:
+        """Close the open block. An operation before the next `enter_block` raises an error."""
         self.block = ENDED
 
     def mark_loss(self, value: Tensor, is_explicit: bool = False) -> None:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import CaptureError
 from ...ir import Graph, Key, Result, Slot, Visit
-from .graph_recorder import PLACE, Recorder, copied, is_write, like, memory_of, run_node
+from .graph_recorder import PLACE, Recorder, empty_like, is_write, materialized_copy, memory_of, run_node
 
 aten = torch.ops.aten
 _REPLAYED_META = (*PLACE, "scope", "attributes", "group", "numbers")  # what a replay copies of a node's meta
@@ -86,12 +86,12 @@ def replayed(
 
     values = (node.meta.get("val") for node in graph.nodes)
     with next(value.fake_mode for value in values if isinstance(value, FakeTensor)), torch.no_grad():
-        inputs = [like(node.meta["val"]) for node in placeholders]
+        inputs = [empty_like(node.meta["val"]) for node in placeholders]
         for node, value in zip(placeholders, inputs, strict=True):
             recorder.add_placeholder(node.name, value, role=node.meta["role"], key=node.meta["key"])
         with recorder:
             outputs = around(replay)(*inputs)
-    recorder.graph.output(tuple(recorder.node(value) for value in outputs))
+    recorder.graph.output(tuple(recorder.node_of(value) for value in outputs))
     return recorder
 
 
@@ -178,7 +178,7 @@ def as_graph(
     placeholders = graph.find_nodes(op="placeholder")
     keys = [node.meta["key"] for node in placeholders if node.meta["role"] == "constant"]
     # The program may change a tensor that forward has not made.
-    kept = {key: constants[key] if key in fresh else copied(constants[key]) for key in keys}
+    kept = {key: constants[key] if key in fresh else materialized_copy(constants[key]) for key in keys}
     return Graph(
         tuple(Slot(n.name, n.meta["role"], n.meta["key"], *described(n)) for n in placeholders),
         tuple(Result(n.name, *kind, *described(n)) for kind, n in zip(kinds, output.args[0], strict=True)),

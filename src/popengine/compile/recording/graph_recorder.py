@@ -18,15 +18,21 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ...errors import CaptureError
 
 aten = torch.ops.aten
-PLACE = ("phase", "block", "where", "module")  # of a node's meta: where in the user's model it comes from
+PLACE = (
+    "phase",
+    "block",
+    "where",
+    "module",
+)  # keys of a node's meta: where in the user's model it comes from
 
-# Operations that update running statistics in place without declaring it in their schema, and twins that declare it.
-_SAID_IN_PLACE = {aten.native_batch_norm.default: aten._native_batch_norm_legit.default}
+# Operations that update running statistics in place without declaring it in their schema, and equal ones that
+# declare it.
+_DECLARED_IN_PLACE = {aten.native_batch_norm.default: aten._native_batch_norm_legit.default}
 
 TORCH = str(Path(torch.__file__).parent)
 _SRC = Path(__file__).parents[3]
@@ -65,18 +71,13 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     return tree_map(change, value, is_leaf=lambda part: type(part) is torch.Size)
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested arguments."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def like(value: Tensor) -> Tensor:
-    """Return a tensor of the same size, strides and dtype; under a fake mode it is a fake tensor."""
+def empty_like(value: Tensor) -> Tensor:
+    """Return an uninitialized tensor with a tensor's size, strides and dtype; under a fake mode, a fake tensor."""
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
 
 
-def copied(constant: Tensor) -> Tensor:
-    """Return a copy of a real tensor, with lazy conjugation and negation carried out."""
+def materialized_copy(constant: Tensor) -> Tensor:
+    """Return a copy of a real tensor, with torch's lazy conjugation and negation applied."""
     return constant.detach().clone().resolve_conj().resolve_neg()
 
 
@@ -91,14 +92,8 @@ def check_dense(value: Tensor, what: str) -> None:
         )
 
 
-def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments that an operation writes into; None for one that is not given."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    return [given.get(argument.name) for argument in func._schema.arguments if argument.is_write]
-
-
 def is_write(node: fx.Node) -> bool:
-    """Return whether an operation writes into one of its operands."""
+    """Return whether a node is an operation that writes into an operand."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
@@ -110,9 +105,9 @@ def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
 
 
 def memory_of(node: fx.Node) -> int | None:
-    """Return the identity of a value's storage, equal for values that share memory; None if unknown.
+    """Return the address of a node's storage, equal for nodes that share memory; None if it has no dense tensor.
 
-    For an operation with several results: the storage of one that is used.
+    For an operation with several results: the storage of the first result that is used.
     """
     value = node.meta.get("val")
     if value is None and node.users:
@@ -122,14 +117,14 @@ def memory_of(node: fx.Node) -> int | None:
     return value.untyped_storage()._cdata
 
 
-def _like_grouped_mm(
+def _empty_grouped_mm(
     a: Tensor,
     b: Tensor,
     offs: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return an empty tensor like `aten._grouped_mm`'s result: torch's shape function takes bfloat16 only."""
+    """Return an uninitialized result of `aten._grouped_mm` (torch's shape function takes bfloat16 only)."""
     dtype = out_dtype or a.dtype
     size = [a.size(-2), b.size(-1)]
     if a.dim() == b.dim():
@@ -139,17 +134,20 @@ def _like_grouped_mm(
 
 
 class Recorder(TorchDispatchMode):
-    """A dispatch mode that appends a node to `graph` for each operation; `node_meta` returns its meta."""
+    """A dispatch mode that appends a node to `graph` for each operation.
+
+    Args: node_meta: returns the meta of a node for an operation that is about to run
+    """
 
     def __init__(self, node_meta: Callable[[Any], dict[str, Any]]) -> None:
         super().__init__()
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}
-        self.fresh: set[str] = set()  # the constants that the recorded code itself has made
+        self.fresh: set[str] = set()  # the names of constants that the recorded code itself has made
         self.written: dict[fx.Node, fx.Node] = {}  # placeholder -> the last value copied into it
         self._node_meta = node_meta
         # By the id of a tensor, which its node or `constants` keeps alive.
-        self._node_of: dict[int, fx.Node] = {}
+        self._node_by_id: dict[int, fx.Node] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -158,21 +156,21 @@ class Recorder(TorchDispatchMode):
     def add_placeholder(self, name: str, value: Tensor, **meta: Any) -> fx.Node:
         node = self.graph.placeholder(name)
         node.meta.update(meta)
-        self.bind(node, value)
+        self.assign_tensor(node, value)
         return node
 
-    def bind(self, node: fx.Node, value: Tensor) -> Tensor:
-        """Make `value` the fake tensor of a node, and return `value`."""
+    def assign_tensor(self, node: fx.Node, value: Tensor) -> Tensor:
+        """Set the fake tensor of a node, and return it."""
         node.meta["val"] = value
-        self._node_of[id(value)] = node
+        self._node_by_id[id(value)] = node
         return value
 
-    def node(self, value: Tensor) -> fx.Node:
-        """Return the node of a tensor; a real tensor that the graph has not made becomes a constant.
+    def node_of(self, value: Tensor) -> fx.Node:
+        """Return the node of a tensor. A real tensor without a node is added as a constant.
 
         Raises: CaptureError, if the tensor is fake, and no recorded operation has made it.
         """
-        known = self._node_of.get(id(value))
+        known = self._node_by_id.get(id(value))
         if known is None and isinstance(value, FakeTensor):
             raise CaptureError(
                 f"a tensor of shape {tuple(value.shape)} that is used or returned at {user_line()} has no value, and"
@@ -184,7 +182,7 @@ class Recorder(TorchDispatchMode):
         return known if known is not None else self.add_outer_tensor(value, "constant")
 
     def add_outer_tensor(self, value: Tensor, role: str) -> fx.Node:
-        """Add a tensor that no operation has made to `constants`, and return a new placeholder for it."""
+        """Add a tensor that no recorded operation has made to `constants`; return a new placeholder for it."""
         name = f"{role}_{len(self.constants)}"
         self.constants[name] = value
         first = next(iter(self.graph.nodes), None)
@@ -195,37 +193,37 @@ class Recorder(TorchDispatchMode):
         """Add a real tensor that forward has made to the graph, as a constant, and return its fake tensor."""
         node = self.add_outer_tensor(real, "constant")
         self.fresh.add(node.meta["key"])
-        return self.bind(node, like(real))
+        return self.assign_tensor(node, empty_like(real))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not func._schema.returns and not func._schema.is_mutable:  # a hint to the compiler, no operation
             return func(*args, **kwargs)
-        if func in _SAID_IN_PLACE and args[3] is not None and args[5]:  # it has statistics, and trains
-            func = _SAID_IN_PLACE[func]
+        if func in _DECLARED_IN_PLACE and args[3] is not None and args[5]:  # it has statistics, and trains
+            func = _DECLARED_IN_PLACE[func]
         meta = self._node_meta(func)
-        out = (_like_grouped_mm if func is aten._grouped_mm.default else func)(*args, **kwargs)
+        out = (_empty_grouped_mm if func is aten._grouped_mm.default else func)(*args, **kwargs)
         if func is aten.lift_fresh.default:  # a fresh torch.tensor(...): a constant
-            made = self.node(args[0])
+            made = self.node_of(args[0])
             self.fresh.add(made.meta["key"])
-            return self.bind(made, out)
-        if func is aten.copy_.default and self.node(args[0]).op == "placeholder" and meta.get("replay"):
-            self.written[self.node(args[0])] = self.node(args[1])
+            return self.assign_tensor(made, out)
+        if func is aten.copy_.default and self.node_of(args[0]).op == "placeholder" and meta.get("replay"):
+            self.written[self.node_of(args[0])] = self.node_of(args[1])
             return out
         if not isinstance(out, (Tensor, tuple, list)):
             return out  # a device, a size: known while tracing
         as_nodes = map_leaves(
-            lambda leaf: self.node(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+            lambda leaf: self.node_of(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
         )
         scope = meta.get("scope")
         name = f"{scope}_{func.overloadpacket.__name__}" if scope else None
         node = self.graph.create_node("call_function", func, *as_nodes, name=name)
         node.meta.update(meta)
         if isinstance(out, Tensor):
-            return self.bind(node, out)
+            return self.assign_tensor(node, out)
         for position, leaf in enumerate(out):
             if isinstance(leaf, Tensor):
                 item = self.graph.call_function(operator.getitem, (node, position))
                 item.meta.update(meta)
-                self.bind(item, leaf)
+                self.assign_tensor(item, leaf)
         return out

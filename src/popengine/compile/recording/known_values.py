@@ -18,45 +18,44 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ...errors import CaptureError
 from .graph_recorder import (
     Recorder,
     check_dense,
-    copied,
+    empty_like,
     is_write,
-    like,
     map_leaves,
+    materialized_copy,
     memory_of,
     run_node,
-    tensors_in,
     user_line,
-    written_arguments,
 )
 
 aten = torch.ops.aten
 _OTHER_MEMORY = (aten.set_, aten.resize_, aten.resize_as_)
-# The errors that torch raises where a value is missing.
+# The errors that torch raises if an operation reads a fake tensor's values.
 READS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class CaptureRecorder(Recorder):
     """The recorder of a forward. Reading a value (`.item()`, a mask) fails unless it follows from constants.
 
-    Args: stand_in_of: returns the stand-in of a real tensor, or the tensor itself (see `standins.py`)
+    Args: stand_in_of: returns the stand-in of a weight, or another tensor itself (see `standins.py`)
     """
 
     def __init__(self, node_meta: Callable[[Any], dict[str, Any]], stand_in_of: Callable[[Any], Any]) -> None:
         super().__init__(node_meta)
         self.stand_in_of = stand_in_of
-        self._saved: dict[int, list[list[Tensor]]] = {}  # by memory, what autograd saved for its backward
+        # By memory, lists of one tensor each, which autograd saved for its backward.
+        self._saved: dict[int, list[list[Tensor]]] = {}
         # The values of the operations that `value_of` has run; None if they depend on more than constants.
         self._values: dict[fx.Node, Any] = {}
         self._calls_run = 0
 
     def saved_before_writes(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return a context in which tensors that autograd saves keep their values if they are overwritten."""
+        """Return a context in which `_copy_saved` knows the tensors that autograd saves for its backward."""
 
         def pack(value: Tensor) -> list[Tensor]:
             saved = [value]
@@ -67,8 +66,8 @@ class CaptureRecorder(Recorder):
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved[0])
 
     def _copy_saved(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Replace the tensors that autograd saved by copies, if an operation is about to overwrite them."""
-        for value in tensors_in(written_arguments(func, args, kwargs)):
+        """Replace tensors that autograd saved by copies, if an operation is about to overwrite their memory."""
+        for value in _written_arguments(func, args, kwargs):
             if isinstance(value, FakeTensor):
                 for saved in self._saved.pop(value.untyped_storage()._cdata, ()):
                     saved[0] = saved[0].clone()
@@ -83,7 +82,7 @@ class CaptureRecorder(Recorder):
                 "  fix: compute a new tensor, or write values with `copy_`"
             )
         kwargs = kwargs or {}
-        operands = tensors_in((args, kwargs))
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         has_real = not all(isinstance(value, FakeTensor) for value in operands)
         if has_real and any(value.layout is not torch.strided for value in operands):
             if func._schema.is_mutable or any(isinstance(value, FakeTensor) for value in operands):
@@ -103,18 +102,19 @@ class CaptureRecorder(Recorder):
                 return self._run_on_constants(func, args, kwargs, error)
 
     def _as_fake(self, value: Any) -> Any:
-        """Return the fake tensor of a real tensor; fake tensors, and 0-d ones without stand-in, unchanged."""
+        """Return the fake tensor of a real tensor. Other values, and 0-d tensors that are no weights, are
+        returned unchanged."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         found = self.stand_in_of(value)
         # A tensor without dimensions may be a number, and torch promotes numbers and tensors differently.
         if found is not value or not value.dim():
             return found
-        node = self.node(value)
-        return self.bind(node, like(value)) if node.meta["val"] is value else node.meta["val"]
+        node = self.node_of(value)
+        return self.assign_tensor(node, empty_like(value)) if node.meta["val"] is value else node.meta["val"]
 
     def _run_on_constants(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
-        """Return the result of an operation that reads values. Raises `error` if a value is unknown."""
+        """Run an operation that reads values, and return its result. Raises `error` if a value is unknown."""
         if func is aten.index.Tensor:
             value, indices = args
             return aten.index.Tensor(value, self._without_masks(indices, error))
@@ -126,48 +126,48 @@ class CaptureRecorder(Recorder):
         return self._run_on_real_values(func, args, kwargs)
 
     def _run_on_real_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation on real values, and return its result; dense tensors become constants."""
+        """Run an operation on real tensors, and return its result, with dense tensors added as constants."""
         with _disable_current_modes():
             result = func(*args, **kwargs)
 
         def as_constant(leaf: Any) -> Any:
-            return (
-                self.add_constant(leaf) if isinstance(leaf, Tensor) and leaf.layout is torch.strided else leaf
-            )
+            is_dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
+            return self.add_constant(leaf) if is_dense else leaf
 
         return tree_map(as_constant, result)
 
     def _known_value(self, value: Any, error: Exception) -> Any:
-        """Return a tensor's value; another argument unchanged. Raises `error` if the value is unknown."""
+        """Return the value of a tensor; another argument unchanged. Raises `error` if the value is unknown."""
         known = self.value_of(value) if isinstance(value, Tensor) else value
         if known is None and value is not None:
             raise error
         return known
 
     def _without_masks(self, indices: Any, error: Exception) -> list[Any]:
-        """Return the indices, with index tensors in place of masks. Raises `error` if a mask is unknown."""
+        """Return indices of a tensor, with index tensors in place of masks. Raises `error` if a mask's value is
+        unknown."""
         found: list[Any] = []
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
                 with _disable_current_modes():
-                    places = self._known_value(index, error).nonzero().unbind(1)
-                found += [self.add_constant(place) for place in places]
+                    positions = self._known_value(index, error).nonzero().unbind(1)
+                found += map(self.add_constant, positions)
             else:
                 found.append(index)
         return found
 
     def value_of(self, value: Tensor) -> Tensor | None:
-        """Return a copy of a recorded tensor's value; None if it depends on more than constants."""
+        """Return a copy of a recorded tensor's value; None if the value depends on more than constants."""
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             calls = [node for node in self.graph.nodes if node.op == "call_function"]
             for node in calls[self._calls_run :]:
                 self._compute_value(node)
             self._calls_run = len(calls)
-            known = self._value_if_known(self.node(value))
+            known = self._value_if_known(self.node_of(value))
             return None if known is None else known.clone()
 
     def _compute_value(self, node: fx.Node) -> None:
-        """Set a node's value in `_values`. A write of an unknown value makes all in that memory unknown."""
+        """Set a node's value in `_values`. If it writes an unknown value, all values in that memory become None."""
         operands = [self._value_if_known(operand) for operand in node.all_input_nodes]
         is_known = all(value is not None for value in operands)
         if is_known and _is_deterministic(node.target):
@@ -175,15 +175,21 @@ class CaptureRecorder(Recorder):
             return
         self._values[node] = None
         if is_write(node):
-            into = written_arguments(node.target, node.args, node.kwargs)
-            memory = {memory_of(operand) for operand in into if isinstance(operand, fx.Node)} - {None}
+            written = _written_arguments(node.target, node.args, node.kwargs)
+            memory = {memory_of(operand) for operand in written if isinstance(operand, fx.Node)} - {None}
             self._values.update(dict.fromkeys([n for n in self._values if memory_of(n) in memory]))
 
     def _value_if_known(self, node: fx.Node) -> Any:
         if node not in self._values:  # a placeholder; a copy, since operations in place are run, too
             is_constant = node.meta["role"] == "constant"
-            self._values[node] = copied(self.constants[node.meta["key"]]) if is_constant else None
+            self._values[node] = materialized_copy(self.constants[node.meta["key"]]) if is_constant else None
         return self._values[node]
+
+
+def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments that an operation writes into: single values, and the items of lists."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    return tree_leaves([given.get(argument.name) for argument in func._schema.arguments if argument.is_write])
 
 
 def _is_deterministic(operation: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import CaptureError
-from .graph_recorder import like, user_line
+from .graph_recorder import empty_like, user_line
 
 
 class _Member(NamedTuple):
@@ -35,10 +35,10 @@ class StandIns:
         _check_members(module, training, needs_values)
         self._module = module
         self.parameters = {
-            name: nn.Parameter(like(real), requires_grad=real.requires_grad)
+            name: nn.Parameter(empty_like(real), requires_grad=real.requires_grad)
             for name, real in module.named_parameters()
         }
-        self.buffers = {name: like(real) for name, real in module.named_buffers()}
+        self.buffers = {name: empty_like(real) for name, real in module.named_buffers()}
         fakes = {**self.parameters, **self.buffers}
         self.members = [_Member(name, real, fakes[name]) for name, real in _named_tensors(module)]
         self._by_id = {id(member.real): member for member in self.members}

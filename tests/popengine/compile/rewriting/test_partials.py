@@ -36,7 +36,7 @@ class Attends(nn.Module):
     def forward(self, x, y):
         for name, part in (("A", self._first), ("B", self._second)):
             if (state := current()) is not None:
-                state.enter(name, None)
+                state.enter_block(name, None)
             x = part(x)
         return x, functional.cross_entropy(x.float(), y)
 
