@@ -94,13 +94,13 @@ def capture(
     finally:
         active.reset(token)
         torch.set_rng_state(random)
-        attributes.put_back(stand_ins.was_used)
-    attributes.check(stand_ins.hooks)
+        attributes.restore(stand_ins.was_used)
+    attributes.check_no_leftovers(stand_ins.hooks)
     results: list[tuple[Key, str, fx.Node]] = [
         *(("output", str(i), recorder.node_of(value)) for i, value in enumerate(outputs)),
         *(("gradient", name, recorder.node_of(value)) for name, value in gradients.items()),
     ]
-    graph = as_graph(recorder, results, tuple(state.visits), set(stand_ins.trained()))
+    graph = as_graph(recorder, results, tuple(state.visits), set(stand_ins.trained_parameters()))
     stand_ins.check_shared({result.key for result in graph.results if result.kind in ("gradient", "buffer")})
     return graph
 
@@ -127,7 +127,7 @@ def _tracked_calls(module: nn.Module, capture: Capture) -> Iterator[None]:
 
     def apply_to_stand_ins(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if active.get() is capture:
-            args = tuple(map(capture.stand_ins.of, args))
+            args = tuple(map(capture.stand_ins.stand_in_of, args))
         return apply.__get__(None, cls)(*args, **kwargs)
 
     nn.Module.__call__ = call
@@ -147,7 +147,7 @@ class _TorchFunctions(TorchFunctionMode):
         self._capture = capture
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = map_leaves(self._capture.stand_ins.of, (args, kwargs or {}))
+        args, kwargs = map_leaves(self._capture.stand_ins.stand_in_of, (args, kwargs or {}))
         if func == Tensor.data.__set__:  # pyright: ignore[reportAttributeAccessIssue]
             return _write_data(*args)
         result = with_matching_types(func, args, kwargs)
@@ -174,7 +174,7 @@ def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
         CaptureError: no parameter gets a gradient, a tensor that is no parameter gets one, or one is sparse
     """
     recorder, stand_ins = state.recorder, state.stand_ins
-    wanted = stand_ins.trained()
+    wanted = stand_ins.trained_parameters()
     loss = final_loss(state)
     recorder.add_placeholder("loss_scale", scale, role="loss_scale", key="loss_scale")
     state.phase, state.block = "B", ENDED

@@ -88,7 +88,7 @@ class Capture:
     group: Group | None = None
 
     def __post_init__(self) -> None:
-        self.recorder = CaptureRecorder(self.node_meta, self.stand_ins.of_operand)
+        self.recorder = CaptureRecorder(self.node_meta, self.stand_ins.stand_in_of_operand)
 
     def enter_block(self, name: str, ipu: int | None) -> None:
         """Open a block, to which the following operations belong."""

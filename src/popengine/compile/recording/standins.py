@@ -1,7 +1,7 @@
 """Stand-ins: the fake tensors that a forward finds in place of its module's parameters and buffers.
 
 They are set as the module's attributes. A weight that the forward reaches in another way, through a list, a
-closure or an earlier view, is recognised by identity or memory, and replaced where it is used (`StandIns.of`).
+closure or an earlier view, is recognised by identity or memory, and replaced where it is used (`StandIns.stand_in_of`).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class StandIns:
         }
         self.buffers = {name: empty_like(real) for name, real in module.named_buffers()}
         fakes = {**self.parameters, **self.buffers}
-        self.members = [_Member(name, real, fakes[name]) for name, real in _named_tensors(module)]
-        self._by_id = {id(member.real): member for member in self.members}
+        members = [_Member(name, real, fakes[name]) for name, real in _named_tensors(module)]
+        self._by_id = {id(member.real): member for member in members}
         self._by_memory: defaultdict[int, list[_Member]] = defaultdict(list)
-        for member in self.members:
+        for member in members:
             self._by_memory[_storage_id(member.real)].append(member)
         self._views: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # (real, kept alive; its stand-in)
         self.hooks: list[tuple[Any, str]] = []  # hooks of parameters, each with its name for errors
@@ -58,7 +58,7 @@ class StandIns:
         Raises:
             CaptureError: a parameter has a post-accumulate hook; a compiled model has no `.grad` for it
         """
-        for name, real, fake in self.members:
+        for name, real, fake in self._by_id.values():
             if real._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
                 raise CaptureError(
                     f"{name} has a hook of register_post_accumulate_grad_hook, which would never be called\n"
@@ -69,11 +69,11 @@ class StandIns:
                 fake.register_hook(hook)
                 self.hooks.append((hook, f"a hook of {name}"))
 
-    def trained(self) -> dict[str, Tensor]:
+    def trained_parameters(self) -> dict[str, Tensor]:
         """Return the stand-ins of parameters that require a gradient, by canonical name."""
         return {name: value for name, value in self.parameters.items() if value.requires_grad}
 
-    def of(self, value: Any) -> Any:
+    def stand_in_of(self, value: Any) -> Any:
         """Return the stand-in of a parameter, a buffer or a view of one; any other value unchanged."""
         if id(value) in self._by_id:
             return self._by_id[id(value)].fake
@@ -84,24 +84,25 @@ class StandIns:
             self._views[key] = value, self._view_of_member(value)
         return self._views[key][1]
 
-    def of_operand(self, value: Any) -> Any:
-        """Return the stand-in of an operand below autograd, as `of` does.
+    def stand_in_of_operand(self, value: Any) -> Any:
+        """Return the stand-in of an operation's operand, as `stand_in_of` does.
 
         A real tensor that requires a gradient is added to `orphans`: autograd has recorded its use.
         """
-        real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
-        if real and value.requires_grad and not any(known is value for known, _ in self.orphans):
+        is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+        if is_real and value.requires_grad and not any(known is value for known, _ in self.orphans):
             self.orphans.append((value, user_line()))
-        return self.of(value)
+        return self.stand_in_of(value)
 
     def was_used(self, value: Tensor) -> bool:
-        """Return whether the forward has used a tensor; always False for a parameter or buffer."""
+        """Return whether the forward has used a real tensor that is no parameter or buffer; False for these."""
         return any(known is value for known, _ in self._views.values())
 
     def _view_of_member(self, value: Tensor) -> Tensor:
-        """Return the view of a stand-in for a view of its member; `value` itself if it overlaps no member.
+        """Return the same view of a member's stand-in as `value` is of the member; `value` itself if it overlaps
+        no member.
 
-        Raises: CaptureError, if `value` overlaps several members in memory, or one that it is no view of.
+        Raises: CaptureError, if `value` overlaps several members in memory, or is no view of the one
         """
         sharing = self._by_memory.get(_storage_id(value), [])
         touched = [member for member in sharing if _has_overlap(member.real, value)]
@@ -163,7 +164,11 @@ class StandIns:
             _refresh_flat_weights(self._module)
 
     def _check_rebound(self, title: str, name: str, real: Tensor | None, shelf: dict[str, Any]) -> None:
-        """Raise CaptureError if the forward has removed or rebound a name. Copy a new BatchNorm counter."""
+        """Raise CaptureError if the forward has removed `name` from a module's parameters or buffers (`shelf`),
+        or bound it to another tensor. A new counter of BatchNorm is copied into its stand-in instead.
+
+        Args: title: the full name, for the message; real: the user's tensor of that name
+        """
         if name not in shelf:
             raise CaptureError(
                 f"{title} is removed from the model by its forward\n"
@@ -183,7 +188,7 @@ class StandIns:
     # ---- afterwards --------------------------------------------------------------------------------------
 
     def check_shared(self, changed: set[str]) -> None:
-        """Raise CaptureError if two members overlap in memory, and one of them is in `changed` (names)."""
+        """Raise CaptureError if two members overlap in memory and the name of either is in `changed`."""
         pairs = [pair for sharing in self._by_memory.values() for pair in combinations(sharing, 2)]
         for one, other in pairs:
             if {one.name, other.name} & changed and _has_overlap(one.real, other.real):
@@ -233,14 +238,14 @@ def _check_members(module: nn.Module, training: bool, needs_values: bool) -> Non
 
 
 def _refresh_flat_weights(module: nn.Module) -> None:
-    """Set the list from which each recurrent layer reads its weights to its present weights."""
+    """Rebuild each recurrent layer's list of its weights (`_flat_weights`) from its attributes."""
     for child in module.modules():
         if isinstance(child, nn.RNNBase):
             child._flat_weights = [getattr(child, name, None) for name in child._flat_weights_names]
 
 
 def _storage_id(value: Tensor) -> int:
-    """Return a number that tensors of one storage share; a negative one for a tensor that has no memory."""
+    """Return the address of a tensor's storage; a negative number, unique to the tensor, if it has no memory."""
     with torch._C.DisableTorchFunction(), contextlib.suppress(NotImplementedError, RuntimeError):
         # A tensor subclass may have no memory of its own.
         if value.layout is torch.strided and not value.is_meta and value.numel():
