@@ -13,10 +13,11 @@ Passes read and rewrite the list. The engine runs the Python that is generated f
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
+
+from torch.utils._pytree import tree_leaves
 
 Phase = Literal["F", "B"]
 GETITEM = "getitem"  # the call that selects one of an operation's results
@@ -40,9 +41,10 @@ class Line(NamedTuple):
     where: str = "?"  # file:line of the user's code
     draw: int | None = None  # the index of its draw of random numbers in the model
 
-    def operands(self) -> Iterator[str]:
-        """Yield the names of the values among the arguments, in their order."""
-        return _values_in((self.arguments, tuple(argument for _, argument in self.named)))
+    def operands(self) -> list[str]:
+        """Return the names of the values among the arguments, in their order."""
+        leaves = tree_leaves((self.arguments, self.named))
+        return [leaf.name for leaf in leaves if isinstance(leaf, Value)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,11 +160,3 @@ def _python_text(argument: Any) -> str:
         inside = "".join(_python_text(item) + ", " for item in argument)
         return f"[{inside}]" if isinstance(argument, list) else f"({inside})"
     return repr(argument)
-
-
-def _values_in(argument: Any) -> Iterator[str]:
-    if isinstance(argument, Value):
-        yield argument.name
-    elif isinstance(argument, (list, tuple)):
-        for item in argument:
-            yield from _values_in(item)

@@ -28,7 +28,7 @@ from .recording.capture_contexts import (
 )
 from .recording.current_capture import ENDED, Capture, active
 from .recording.functional import as_graph
-from .recording.graph_recorder import check_dense, empty_like, map_leaves, user_line
+from .recording.graph_recorder import check_dense, empty_like, map_leaves, sources_of, user_line
 from .recording.leftovers import Attributes
 from .recording.standins import StandIns
 from .recording.torch_errors import explained
@@ -260,15 +260,3 @@ def final_losses(capture: Capture) -> dict[fx.Node, tuple[Tensor, str]]:
     nodes = [capture.recorder.node_of(value) for value, _ in capture.losses]
     reached = sources_of([operand for node in nodes for operand in node.all_input_nodes])
     return {node: loss for node, loss in zip(nodes, capture.losses, strict=True) if node not in reached}
-
-
-def sources_of(nodes: list[fx.Node]) -> set[fx.Node]:
-    """Return the nodes, and all nodes that they are computed from, directly or indirectly."""
-    found: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found

@@ -20,7 +20,7 @@ from ..ir import Graph, Line, Partition, Phase, Piece, Value, sources
 from ..piece import GETITEM
 from ..settings import Strategy
 from .placement import Placement, place
-from .recording.graph_recorder import memory_of
+from .recording.graph_recorder import memory_of, sources_of
 
 Where = tuple[Phase, int]
 _CAST = torch.ops.aten._to_copy.default
@@ -58,12 +58,12 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
         again = set(views)
         if recompute and phase == "B":
             again.update(node for node in own["F", stage] if str(node.target) != CHECKPOINT)
-        members[phase, stage] = _with_needed(own[phase, stage], again, graph)
+        members[phase, stage] = _with_sources(own[phase, stage], again, graph)
     needs = {of: _operands_outside(nodes) for of, nodes in members.items()}
     prepared, needed = {}, set().union(*needs.values())
     for node in _operation_nodes(graph):
         if node in casts and node.name in needed:
-            nodes = _with_needed([node], of_state, graph)
+            nodes = _with_sources([node], of_state, graph)
             prepared[node.name] = emit("F", _NO_STAGE, list(_operands_outside(nodes)), [node.name], nodes)
     read = {of: set(sources(names, prepared)) for of, names in needs.items()}
     made = {node.name: maker for node, maker in where.items()}
@@ -134,16 +134,9 @@ def _views_and_casts(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
     return views, casts
 
 
-def _with_needed(nodes: list[fx.Node], again: set[fx.Node], graph: Graph) -> list[fx.Node]:
-    """Return `nodes`, and the nodes of `again` on which they depend, directly or not, in graph order."""
-    needed, stack = set(nodes), list(nodes)
-    while stack:
-        for operand in stack.pop().all_input_nodes:
-            if operand in again and operand not in needed:
-                needed.add(operand)
-                stack.append(operand)
-    if len(needed) == len(nodes):
-        return nodes
+def _with_sources(nodes: list[fx.Node], among: set[fx.Node], graph: Graph) -> list[fx.Node]:
+    """Return `nodes`, and the nodes of `among` from which they are computed (see `sources_of`), in graph order."""
+    needed = sources_of(nodes, among)
     return [node for node in _operation_nodes(graph) if node in needed]
 
 

@@ -20,8 +20,9 @@ from typing import Any
 
 from torch import Tensor
 
-from popengine.compile.capture import final_losses, sources_of
+from popengine.compile.capture import final_losses
 from popengine.compile.recording.current_capture import Capture, is_traced
+from popengine.compile.recording.graph_recorder import sources_of
 from popengine.errors import CaptureError
 from poptorch.nested_values import tensors_of
 from poptorch.options import Options

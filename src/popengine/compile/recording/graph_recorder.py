@@ -10,7 +10,8 @@ import functools
 import operator
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +40,16 @@ _SRC = Path(__file__).parents[3]
 _PANDO_AND_TORCH = (f"{TORCH}/", f"{_SRC}/popengine/", f"{_SRC}/poptorch/")
 
 
-def user_line() -> str:
-    """Return `file:line` of the innermost frame outside of torch and Pando; "?" if there is none."""
-    frame = sys._getframe(1)
-    while frame is not None:
+def user_line(error: BaseException | None = None) -> str:
+    """Return `file:line` of the innermost frame outside of torch and Pando; "?" if there is none.
+
+    Args: error: the frames of its traceback are searched before those of the caller
+    """
+    raised = [*traceback.walk_tb(error.__traceback__)] if error is not None else []
+    for frame, line in chain(reversed(raised), traceback.walk_stack(sys._getframe(1))):
         if not _is_pando_or_torch(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{frame.f_code.co_filename}:{line}"
     return "?"
-
-
-def line_of(error: BaseException) -> str:
-    """Return `file:line` of an error's innermost frame outside of torch and Pando, else `user_line()`."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return next(
-        (f"{f.filename}:{f.lineno}" for f in reversed(frames) if not _is_pando_or_torch(f.filename)),
-        user_line(),
-    )
 
 
 @functools.cache
@@ -131,6 +125,20 @@ def _empty_grouped_mm(
         size = [a.size(0) if offs is None else offs.size(0), *size]
     row = -(-size[-1] * dtype.itemsize // 16) * 16 // dtype.itemsize  # rows begin at multiples of 16 bytes
     return a.new_empty_strided(size, [size[-2] * row, row, 1][-len(size) :], dtype=dtype)
+
+
+def sources_of(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None) -> set[fx.Node]:
+    """Return the nodes, and all nodes that they are computed from, directly or not.
+
+    Args: among: leave out nodes that are not in it, and what only these are computed from (None: all nodes)
+    """
+    found = set(nodes)
+    stack = list(found)
+    while stack:
+        new = {n for n in stack.pop().all_input_nodes if n not in found and (among is None or n in among)}
+        found |= new
+        stack += new
+    return found
 
 
 class Recorder(TorchDispatchMode):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import CaptureError, Error
-from .graph_recorder import TORCH, line_of
+from .graph_recorder import TORCH, user_line
 from .known_values import READS
 
 # The errors that torch raises, subclasses first. The error that explains one has its class, too.
@@ -77,7 +77,7 @@ def explained(given: str) -> Iterator[None]:
     except READS as error:
         raise CaptureError(
             "the forward reads a value out of a tensor, which has none while the model is compiled\n"
-            f"  {error.func} at {line_of(error)}\n"
+            f"  {error.func} at {user_line(error)}\n"
             "  why: `tensor.item()`, `.tolist()`, `if tensor:` and shapes that depend on data (nonzero, a boolean"
             " mask, one_hot without num_classes: num classes must be specified) can't be part of one compiled"
             " graph, unless the value comes from constants alone\n"
@@ -91,7 +91,7 @@ def explained(given: str) -> Iterator[None]:
         hint = next((hint for hint in _HINTS if re.search(hint.words, words)), _ANY)
         raise _explained_kind(next(kind for kind in _KINDS if isinstance(error, kind)))(
             f"torch fails in the forward: {words}\n"
-            f"  at {line_of(error)}\n"
+            f"  at {user_line(error)}\n"
             f"  forward was given {given or 'no arguments'}\n"
             f"  why: {hint.why}\n"
             f"  fix: {hint.fix}"

@@ -56,6 +56,9 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
     if not wide:
         return graph, ()
     copies: dict[Any, Tensor] = {}
+    inputs = graph.code.find_nodes(op="placeholder")
+    # Parameters, constants and views of them are the same for all micro-batches.
+    weights = {memory_of(node) for node in inputs if node.meta["role"] in ("parameter", "constant")}
 
     def copy_of(node: fx.Node, user: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor:
         """Return a float32 copy of a half value (cached per weight, else per phase and block of its users).
@@ -64,7 +67,7 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
         """
         if node.meta["val"].dtype not in HALF:
             return values[node]
-        key = node if _is_of_weight(node) else (node, *(user.meta[name] for name in PLACE[:2]))
+        key = node if memory_of(node) in weights else (node, *(user.meta[name] for name in PLACE[:2]))
         if key not in copies:
             base = _viewed(node)
             copy = copy_of(base, user, values) if base is not None else None
@@ -103,12 +106,3 @@ def _viewed(node: fx.Node) -> fx.Node | None:
         return None
     own, other = node.meta["val"], base.meta["val"]
     return base if (own.dtype, own.numel()) == (other.dtype, other.numel()) else None
-
-
-def _is_of_weight(node: fx.Node) -> bool:
-    """Return whether a value is the same for all micro-batches: a parameter or constant, or a view of one."""
-    while node.op == "call_function" and len(node.all_input_nodes) == 1:
-        if memory_of(node) != memory_of(node.all_input_nodes[0]):
-            return False
-        node = node.all_input_nodes[0]
-    return node.op == "placeholder" and node.meta["role"] in ("parameter", "constant")
