@@ -1,14 +1,4 @@
-"""The tree of errors: one class for each pass, so that the type of an error shows where it was raised.
-
-Error                     poptorch.Error: the base class of errors in a program or a run
-├── CaptureError          the model can't be traced: data-dependent Python, a rebound buffer, no loss
-├── PartitionError        blocks and stages don't fit together
-├── BatchError            a batch of other shapes, types or structure than was compiled for
-├── DataError             the data loader or its workers failed
-├── RunError              a piece failed while running: names ipu, stage, micro-batch and line
-├── RecoverableError      the device can be used again after `recovery_action`
-└── UnrecoverableError    the device or a process is lost
-"""
+"""Errors: one class for each pass, so that the type of an error shows where it was raised."""
 
 from __future__ import annotations
 
@@ -34,7 +24,7 @@ class Error(Exception):
     """
 
     type = "poptorch_py_error"
-    _place = ""
+    _raised_at = ""
 
     def __init__(self, message: str, location: str = "") -> None:
         self.message = message
@@ -42,9 +32,9 @@ class Error(Exception):
         super().__init__(str(self))
 
     def mark_as_engine_error(self, location: str) -> None:
-        """Set `type`, `location` (the engine's passes), and the line that raised the error."""
+        """Set `type` and `location` (the engine's passes), and begin the text with the line that raised."""
         *_, (frame, line) = traceback.walk_tb(self.__traceback__)
-        self._place = f"In {os.path.basename(frame.f_code.co_filename)}:{line}: "
+        self._raised_at = f"In {os.path.basename(frame.f_code.co_filename)}:{line}: "
         self.type, self.location = "poptorch_cpp_error", location
         self.args = (str(self),)
 
@@ -53,32 +43,32 @@ class Error(Exception):
         self.args = (str(self),)  # pickle and copy passed the whole text to `__init__`
 
     def __str__(self) -> str:
-        text = f"{self._place}'{self.type}': {self.message}"
+        text = f"{self._raised_at}'{self.type}': {self.message}"
         return f"{text}\n{self.location}" if self.location else text
 
 
 class CaptureError(Error):
-    """An error of a model that can't be traced into a graph."""
+    """The error of a model that can't be traced: data-dependent Python, a rebound buffer, no loss."""
 
 
 class PartitionError(Error):
-    """An error of blocks and stages that don't fit together."""
+    """The error of blocks and stages that don't fit together."""
 
 
 class BatchError(Error):
-    """An error of a batch with other shapes, types or structure than the executor was compiled for."""
+    """The error of a batch with other shapes, types or structure than the executor was compiled for."""
 
 
 class DataError(Error):
-    """An error of a data loader or one of its workers."""
+    """The error of a data loader or one of its workers that failed."""
 
 
 class RunError(Error):
-    """An error of a piece while it ran. The weights are those of the last finished update."""
+    """The error of a piece that failed while it ran. The weights are those of the last finished update."""
 
 
 class RecoverableError(Error):
-    """An error after which the device can be used again, once `recovery_action` ("IPU_RESET") is done."""
+    """The error of a device that can be used again, once `recovery_action` ("IPU_RESET") is done."""
 
     def __init__(self, message: str, recovery_action: str = "IPU_RESET", location: str = "") -> None:
         super().__init__(message, location)
@@ -86,4 +76,4 @@ class RecoverableError(Error):
 
 
 class UnrecoverableError(Error):
-    """An error after which the device or a process is lost."""
+    """The error of a device or process that is lost."""

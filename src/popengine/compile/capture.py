@@ -20,12 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
 from ..ir import Graph, Key
-from .recording.capture_contexts import (
-    interrupts_delayed,
-    modes_restored,
-    traced,
-    without_torch_compile,
-)
+from .recording.capture_contexts import interrupts_delayed, modes_restored, tracing_settings
 from .recording.current_capture import ENDED, Capture, active
 from .recording.functional import as_graph
 from .recording.graph_recorder import check_dense, empty_like, map_leaves, sources_of, user_line
@@ -81,8 +76,7 @@ def capture(
     random = torch.get_rng_state()
     try:
         with (
-            without_torch_compile(module),
-            traced(training, device),
+            tracing_settings(module, training, device),
             fake,
             stand_ins.put_in_module(),
             recorder,

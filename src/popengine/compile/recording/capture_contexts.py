@@ -59,15 +59,49 @@ def modes_restored() -> Iterator[None]:
                 _pop_mode(getattr(mode, "_mode_key", None))  # torch keeps its own modes by key
 
 
-# `traced` replaces state of the whole process: threads that capture take turns.
+# `tracing_settings` sets state of the whole process: threads that capture take turns.
 _CAPTURING = threading.RLock()
 
 
-def _is_called_by_torch_layer(reported: set[str]) -> bool:
-    """Return whether a torch layer calls `is_compiling` in a thread that captures; log the layer once.
+@contextlib.contextmanager
+def tracing_settings(module: nn.Module, training: bool, device: str) -> Iterator[None]:
+    """Set torch's global state while the body runs. Only one thread at a time can be in this context.
 
-    Torch's layers must not branch on data. For the model's own code the result is False, so that it takes the
-    branches of plain PyTorch. The layer is added to `reported`.
+    Torch's layers don't branch on data, gradients are on in training only, autograd has one thread, and anomaly
+    detection and garbage collection are off. Functions of torch.compile run uncompiled; a warning says so if
+    `module` has any. For an accelerator, oneDNN is off and attention is recorded as products and a softmax:
+    otherwise recurrent layers and attention would be operations that only CPUs have.
+    """
+    with _CAPTURING, contextlib.ExitStack() as contexts:
+        dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+        if dynamo is not None:  # unless it is loaded, nothing is compiled
+            contexts.enter_context(torch.compiler.set_stance("force_eager"))
+            modules = module.modules()
+            if any(
+                isinstance(m, dynamo.OptimizedModule) or m._compiled_call_impl is not None for m in modules
+            ):
+                logger.warning("torch.compile is left out of the compiled model, which runs as it is written")
+        if device != "cpu":
+            contexts.enter_context(torch.backends.mkldnn.flags(enabled=False))
+            contexts.enter_context(sdpa_kernel(SDPBackend.MATH))
+        contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
+        # Anomaly detection looks for NaN, and fake tensors have no values.
+        contexts.enter_context(torch.autograd.set_detect_anomaly(False))
+        contexts.enter_context(torch.set_grad_enabled(training))
+        is_compiling, reported = torch.compiler.is_compiling, set[str]()
+        contexts.callback(setattr, torch.compiler, "is_compiling", is_compiling)
+        torch.compiler.is_compiling = lambda: is_compiling() or _is_called_by_torch_layer(reported)
+        if gc.isenabled():
+            contexts.callback(gc.enable)
+        gc.disable()  # finalizers (of executors that write their weights back) would be recorded
+        yield
+
+
+def _is_called_by_torch_layer(reported: set[str]) -> bool:
+    """Return whether a torch layer calls `torch.compiler.is_compiling` in a thread that captures.
+
+    For torch's layers the result is True, so that they don't branch on data. For the model's own code it is
+    False, so that it takes the branches of plain PyTorch. Each layer is logged once, and added to `reported`.
     """
     code = sys._getframe(2).f_code
     if active.get() is None or not code.co_filename.startswith(TORCH):
@@ -77,39 +111,3 @@ def _is_called_by_torch_layer(reported: set[str]) -> bool:
         logger.info("%s takes its branch for compilers: its results may differ from plain PyTorch's", where)
     reported.add(where)
     return True
-
-
-def without_torch_compile(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which torch.compile's functions run uncompiled; warn if the model has any."""
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # unless it is loaded nothing is compiled by it
-    if dynamo is None:
-        return contextlib.nullcontext()
-    modules = module.modules()
-    if any(isinstance(m, dynamo.OptimizedModule) or m._compiled_call_impl is not None for m in modules):
-        logger.warning("torch.compile is left out of the compiled model, which runs as it is written")
-    return torch.compiler.set_stance("force_eager")
-
-
-@contextlib.contextmanager
-def traced(training: bool, device: str) -> Iterator[None]:
-    """Set torch's global state while the body runs. Only one thread at a time can be in this context.
-
-    Layers don't branch on data, gradients are on in training only, autograd has one thread, and anomaly
-    detection and garbage collection are off. For an accelerator, oneDNN is off and attention is recorded as
-    products and a softmax: otherwise recurrent layers and attention would be operations that only CPUs have.
-    """
-    with _CAPTURING, contextlib.ExitStack() as contexts:
-        is_compiling, reported = torch.compiler.is_compiling, set[str]()
-        if device != "cpu":
-            contexts.enter_context(torch.backends.mkldnn.flags(enabled=False))
-            contexts.enter_context(sdpa_kernel(SDPBackend.MATH))
-        contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
-        # Anomaly detection looks for NaN, and fake tensors have no values.
-        contexts.enter_context(torch.autograd.set_detect_anomaly(False))
-        contexts.enter_context(torch.set_grad_enabled(training))
-        contexts.callback(setattr, torch.compiler, "is_compiling", is_compiling)
-        torch.compiler.is_compiling = lambda: is_compiling() or _is_called_by_torch_layer(reported)
-        if gc.isenabled():
-            contexts.callback(gc.enable)
-        gc.disable()  # finalizers (of executors that write their weights back) would be recorded
-        yield

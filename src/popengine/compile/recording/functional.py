@@ -100,7 +100,7 @@ def functionalized(graph: fx.Graph, constants: dict[str, Tensor]) -> Recorder:
     return replayed(graph, constants, around=partial(torch.func.functionalize, remove="mutations"))
 
 
-def with_replayed(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any]) -> Graph:
+def with_nodes_replaced(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any]) -> Graph:
     """Return the graph of the operations that `run` runs in place of each node's (see `replayed`)."""
     code = replayed(graph.code, graph.constants, run).graph
     drop_aliases_and_dead_code(code)

@@ -7,6 +7,7 @@ converted once per step, as casts of weights are. Results differ from those of t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor, fx
 
 from ...ir import Graph
-from ..recording.functional import with_replayed
+from ..recording.functional import with_nodes_replaced
 
 aten = torch.ops.aten
 _OPERANDS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}  # number of leading operands
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by number of dimensions
+_CONTIGUOUS = dict.fromkeys((3, 4, 5), torch.contiguous_format)
 # Their kernels for CPUs are vectorised over rows of pixels or over channels: 2 to 10 times as fast in channels_last.
 _OVER_CHANNELS = {
     *(aten.max_pool2d_with_indices.default, aten.avg_pool2d.default),
@@ -42,6 +44,7 @@ def with_layout(graph: Graph, wanted: str) -> tuple[Graph, str]:
 
 
 def _has_pooling(graph: Graph) -> bool:
+    """Return whether the graph pools or resizes images of `_FEW` or more channels."""
     return any(
         node.target in _OVER_CHANNELS and node.all_input_nodes[0].meta["val"].shape[-3] >= _FEW
         for node in graph.code.nodes
@@ -57,22 +60,27 @@ def has_convolutions(graph: Graph) -> bool:
 
 
 def in_channels_last(graph: Graph) -> Graph:
-    """Return the graph with its convolutions' operands in channels_last (contiguous, where `_is_broken`)."""
-    converted: dict[Any, Tensor] = {}
+    """Return the graph with its convolutions' operands in channels_last (contiguous, where oneDNN has a bug)."""
+
+    @functools.cache
+    def converted(value: Tensor, layout: torch.memory_format) -> Tensor:
+        # With one channel or one pixel, strides fit both layouts: only a clone makes them contiguous.
+        is_contiguous = layout is torch.contiguous_format
+        return value.clone(memory_format=layout) if is_contiguous else value.to(memory_format=layout)
 
     def run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[misc]
         target: Any = node.target
         count = _OPERANDS.get(target, 0)
-        layout = torch.contiguous_format if _is_broken(target, args) else None
-        given = [_converted(value, layout, converted) for value in args[:count]] + list(args[count:])
-        return _ANY_LAYOUT.get(target, target)(*given, **kwargs)
+        formats = _CONTIGUOUS if _has_bug_in_channels_last(target, args) else _FORMATS
+        operands = [converted(v, formats[v.dim()]) if v.dim() in formats else v for v in args[:count]]
+        return _ANY_LAYOUT.get(target, target)(*operands, *args[count:], **kwargs)
 
-    return with_replayed(graph, run)
+    return with_nodes_replaced(graph, run)
 
 
-def _is_broken(target: Any, args: Any) -> bool:
-    """Return whether a convolution's backward must not be in channels_last, because of a bug of oneDNN.
+def _has_bug_in_channels_last(target: Any, args: Any) -> bool:
+    """Return whether an operation is a convolution's backward that oneDNN computes wrongly in channels_last.
 
     In torch 2.13, on processors with AVX2 but not AVX-512, `brgconv_strided:avx2` writes outside its memory
     for kernels of one pixel with a stride above 1 and fewer than 8 input channels. The rule is the same on
@@ -82,16 +90,3 @@ def _is_broken(target: Any, args: Any) -> bool:
         return False
     weight, stride = args[2], args[4]
     return weight.shape[1] < _FEW and all(size == 1 for size in weight.shape[2:]) and max(stride) > 1
-
-
-def _converted(value: Tensor, layout: torch.memory_format | None, converted: dict[Any, Tensor]) -> Tensor:
-    """Return the value in a layout (None: channels_last, if it is 4- or 5-D); cached in `converted`."""
-    layout = layout or _FORMATS.get(value.dim())
-    if layout is None:
-        return value
-    if (id(value), layout) not in converted:
-        # With one channel or one pixel, strides fit both layouts: only a clone makes them contiguous.
-        is_contiguous = layout is torch.contiguous_format
-        made = value.clone(memory_format=layout) if is_contiguous else value.to(memory_format=layout)
-        converted[id(value), layout] = made
-    return converted[id(value), layout]

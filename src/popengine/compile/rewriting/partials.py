@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from ...ir import Graph
-from ..recording.functional import with_replayed
+from ..recording.functional import with_nodes_replaced
 from ..recording.graph_recorder import PLACE, memory_of, run_node
 
 aten = torch.ops.aten
@@ -88,7 +88,7 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
         f"{n.target.overloadpacket.__name__} of {str(kind).removeprefix('torch.')}"
         for n, kind in wide.items()
     }
-    return with_replayed(graph, run), tuple(sorted(words))
+    return with_nodes_replaced(graph, run), tuple(sorted(words))
 
 
 def _half_type(node: fx.Node) -> torch.dtype | None:
