@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ..errors import CaptureError, PartitionError
-from ..ir import Graph, Line, Partition, Phase, Piece, Value, sources
+from ..ir import Graph, Line, Partition, Phase, Piece, Value
 from ..piece import GETITEM
 from ..settings import Strategy
 from .placement import Placement, place
@@ -65,7 +65,9 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
         if node in casts and node.name in needed:
             nodes = _with_sources([node], of_state, graph)
             prepared[node.name] = emit("F", _NO_STAGE, list(_operands_outside(nodes)), [node.name], nodes)
-    read = {of: set(sources(names, prepared)) for of, names in needs.items()}
+    read = {of: set(names) for of, names in needs.items()}  # with the weights of casts
+    for names in read.values():
+        names.update(*(prepared[name].reads for name in names & prepared.keys()))
     made = {node.name: maker for node, maker in where.items()}
     home = _home_stages(graph, made, read)
     for name, stage in _pass_through_stages(graph, home, read).items():

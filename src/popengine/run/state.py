@@ -74,7 +74,7 @@ class State:
             slot.name: slot for slot in signature.slots if slot.name in names
         }  # the slots whose values this state holds
         self._weights = [slot for slot in self._slots.values() if slot.role in WEIGHTS]
-        self._changed = [name for name in self._slots if name in signature.changed]
+        self._changed = [name for name in self._slots if name in signature.changed_buffers]
         self.trained = [r.key for r in signature.results if r.kind == "gradient"]
         replicas, trained = range(settings.counts.replicas), set(self.trained)
         with devices.running(device):
