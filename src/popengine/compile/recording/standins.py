@@ -40,10 +40,10 @@ class StandIns:
         }
         self.buffers = {name: empty_like(real) for name, real in module.named_buffers()}
         fakes = {**self.parameters, **self.buffers}
-        members = [_Member(name, real, fakes[name]) for name, real in _named_tensors(module)]
-        self._by_id = {id(member.real): member for member in members}
+        self.members = [_Member(name, real, fakes[name]) for name, real in _named_tensors(module)]
+        self._by_id = {id(member.real): member for member in self.members}
         self._by_memory: defaultdict[int, list[_Member]] = defaultdict(list)
-        for member in members:
+        for member in self.members:
             self._by_memory[_storage_id(member.real)].append(member)
         self._views: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # (real, kept alive; its stand-in)
         self.hooks: list[tuple[Any, str]] = []  # hooks of parameters, each with its name for errors
@@ -58,7 +58,7 @@ class StandIns:
         Raises:
             CaptureError: a parameter has a post-accumulate hook; a compiled model has no `.grad` for it
         """
-        for name, real, fake in self._by_id.values():
+        for name, real, fake in self.members:
             if real._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
                 raise CaptureError(
                     f"{name} has a hook of register_post_accumulate_grad_hook, which would never be called\n"
