@@ -157,8 +157,7 @@ class StrategyPart:
         """Destroy the executors after saving their random states; restore what `setup` has replaced."""
         self._save_random_state()
         for executor in self.poptorch_models.values():
-            executor.destroy()
-            executor._unmark()
+            executor._release()  # unlike destroy(), it also unmarks a model that is not compiled
         self._compiled_values, self._first_batch_rows, self._loader_stage = {}, {}, None
         self._undo.close()
         if isinstance(self.model, StepModule):

@@ -15,6 +15,8 @@ from typing import Any
 from popengine.settings import Counts, Settings, StepPart
 
 from ..data.loader import loaded_for
+from ..enums import OutputMode
+from ..options import Options
 from .arguments import BoundCall, CompiledInputs
 
 _WHOLE_STEP = StepPart()
@@ -56,23 +58,19 @@ class Run:
         return settings
 
 
-def split_into_runs(
-    call: BoundCall, counts: Counts, like: CompiledInputs | None, *, training: bool, every_n: bool
-) -> list[Run]:
-    """Return the runs of a call: one, unless all inputs have equally many rows, too few for a full batch.
+def split_into_runs(whole: Run, options: Options, training: bool, like: CompiledInputs | None) -> list[Run]:
+    """Return the runs of a call: `whole`, unless all inputs have equally many rows, too few for a full batch.
 
-    Args:
-        counts:  the factors of a complete combined batch
-        like:    inputs of the model's first plan, which give the rows of a micro-batch if no DataLoader does
-        every_n: whether the output mode is EveryN
+    Args: like: inputs of the model's first plan, which give the rows of a micro-batch if no DataLoader does
     """
+    call, counts = whole.call, whole.counts
     rows = {tensor.shape[0] for tensor in call.tensors if tensor.dim()}
     size = _micro_batch_rows(call, like)
     if len(rows) != 1 or not size or min(rows) >= size * counts.product:
-        return [Run(call, counts)]
+        return [whole]
     count, rest = divmod(rows.pop(), size)
     steps, left = divmod(count, counts.accumulation * counts.groups)
-    iteration = steps if every_n else None
+    iteration = steps if options.output_mode == OutputMode.EveryN else None
     parts: list[tuple[int, Counts, StepPart, int | None]] = []  # rows, and the fields of a run
     if steps:
         parts.append(((count - left) * size, replace(counts, iterations=steps), _WHOLE_STEP, None))

@@ -9,7 +9,7 @@ import hashlib
 import io
 import os
 import pickle
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,10 @@ class SavedExecutor:
     executables: tuple[Executable, ...]
     options: Options
     training: bool
-    model: Any
-    optimizer: Any
-    kept: KeptState
     per_replica_params: dict[str, Grouping]
+    model: Any = None
+    optimizer: Any = None
+    kept: KeptState = field(default_factory=KeptState)
 
 
 def write(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
@@ -109,18 +109,10 @@ def write_to_cache_folder(
     compiled = repr((_VERSIONS, facts_of_plan(executable.plan, settings, {}, seed=0), constants))
     name = hashlib.sha256(compiled.encode()).hexdigest()[:32]
     path = Path(popart["cachePath"]) / f"{name}.poptorch"
-    saved = SavedExecutor(
-        (replace(executable, graph=None),),
-        options,
-        settings.training,
-        None,
-        None,
-        KeptState(),
-        per_replica_params,
-    )
     try:
         if not path.exists():
-            write(path, saved)
+            without_graph = (replace(executable, graph=None),)
+            write(path, SavedExecutor(without_graph, options, settings.training, per_replica_params))
     except (OSError, AssertionError, Error) as error:
         logger.warning(
             "enableExecutableCaching: the compiled model is not written to %s: %s", path.parent, error
@@ -241,13 +233,13 @@ def _check_state(executor: Any, state: TrainingState) -> None:
             {n: list(value.shape) for n, value in values.items() if n not in executor.per_replica_params}
             for values in (executor._weights.on_host(), saved)
         )
-    other = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    other = [
+        f"{name} is {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
+        for name in sorted(here.keys() | there.keys())
+        if here.get(name) != there.get(name)
+    ]
     if other:
-        shown = [
-            f"{name} is {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
-            for name in other
-        ]
-        raise Error(f"the checkpoint is of another model: {'; '.join(shown[:5])}")
+        raise Error(f"the checkpoint is of another model: {'; '.join(other[:5])}")
     if len(state["rates"]) != len(executor._optimizer.param_groups):
         raise Error(
             f"the checkpoint's optimizer has {len(state['rates'])} groups, this one"

@@ -10,14 +10,13 @@ import contextlib
 import functools
 import inspect
 import threading
-import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor, nn
 
 from popengine.errors import Error
+from popengine.run.call import Results
 from popengine.settings import Settings
 
 from ..annotating.replica_groups import groups_of
@@ -26,7 +25,7 @@ from ..compiling.compilation_log import log_plan, progress
 from ..compiling.executable import compile_model
 from ..compiling.outputs import output_value
 from ..compiling.runs import Run, split_into_runs
-from ..enums import ConnectionType, OutputMode
+from ..enums import ConnectionType
 from ..logs import logger, repeats
 from ..optim import SGD
 from ..options import Options
@@ -34,20 +33,10 @@ from ..options.freeze_options import freeze, resolved
 from ..planning import exit_if_only_planning
 from ..reporting.reporter import Reporter, start_reporter
 from . import executable_file, marked_model
-from .device_lease import DeviceLease, LoadedPlan
-from .latest_call import LatestCall, joined, latest_call
+from .device_lease import LoadedPlan
+from .latest_call import LatestCall, latest_call
 from .marked_model import WrappedModel
-from .optimizer_link import OptimizerLink
 from .public_names import PublicNames, methods_outside_inference_mode
-from .weight_sync import WeightSync
-
-
-class _Function(nn.Module):
-    """A module whose forward is a plain function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.forward = function
 
 
 @final
@@ -56,30 +45,26 @@ class PoplarExecutor(PublicNames):
     """A wrapped model. The first call or `compile` compiles it, and attaches it to its devices."""
 
     def __init__(self, model: Any, options: Options | None, *, training: bool, optimizer: Any = None) -> None:
-        if options is not None and not isinstance(options, Options):
+        given = Options() if options is None else options
+        if not isinstance(given, Options):
             raise Error(
-                f"Invalid type: 'options' is {type(options)}, expected {Options}\n"
+                f"Invalid type: 'options' is {type(given)}, expected {Options}\n"
                 "  fix: options = poptorch.Options()"
             )
-        given = Options() if options is None else options
-        model = model if isinstance(model, nn.Module) else _Function(model)
+        if not isinstance(model, nn.Module):
+            function, model = model, nn.Module()
+            model.forward = function
         options = resolved(given, training, model)
         given._freeze()  # a later change would have no effect
         repeats.set_limit(options.max_repeat_logs)
         # The copy fixes the flags of the top-level module; submodules are shared with the user's model.
-        self._wrapped = WrappedModel(model, marked_model.shallow_copy(model), options, training)
+        super().__init__(WrappedModel(model, marked_model.shallow_copy(model), options, training))
         self._signature = inspect.signature(self._wrapped.traced.forward)
         self._most_plans = options("new_shapes") if options.exists("new_shapes") else 0  # 0: shapes are fixed
         # Made before the first plan, to record the waits for a loader from now on.
         self._next_reporter = start_reporter(self, options, training, 1)
-        self._lease = DeviceLease(options)
-        self._weights = WeightSync(self._wrapped, self._lease, weakref.ref(self))
-        self._optimizer_link = OptimizerLink(self._wrapped, self._lease)
         self._lock = threading.RLock()  # calls in several threads run one by one
-        self._latest, self._updates = LatestCall(), 0
         self._compiled_plans = 0  # dropped ones included
-        self._compilation_seconds: float | None = None
-        self._announced_methods: set[str] = set()
         if training:
             marked_model.check_buffers(model)
             self.setOptimizer(SGD(model.parameters(), lr=0.01) if optimizer is None else optimizer)
@@ -105,32 +90,30 @@ class PoplarExecutor(PublicNames):
         call = arguments.bind(self._signature, args, kwargs)
         with self._lock:
             self._updates, whole = 0, self._lease.current
-            runs, finished = self._runs_of(call), []
+            finished: list[tuple[Run, LoadedPlan, Results]] = []
             try:
-                for run in runs:
-                    finished.append(self._run(run))
+                for run in self._runs_of(call):
+                    plan, results = self._run(run)
+                    finished.append((run, plan, results))
                     if run.counts.replicas == self.options.replication_factor:
-                        whole = self._lease.current
+                        whole = plan
             finally:
-                if whole is not None and self._lease.current is not whole and self.isCompiled():
+                if whole is not None and self.isCompiled():
                     # The host reads and writes the buffers of all replicas, which only `whole` has.
                     self._lease.switch_to(whole, {})
             if self._most_plans:
-                self._lease.drop_oldest([run.key for run in runs], self._most_plans)
-            executable = self._lease.need_executable()
-            self._latest = joined(finished, runs, executable)
-            return output_value(executable.template, list(self._latest.outputs))
+                self._lease.drop_oldest([run.key for run, _, _ in finished], self._most_plans)
+            self._latest = latest_call(finished)
+            return output_value(finished[0][1].executable.template, list(self._latest.outputs))
 
     def _runs_of(self, call: arguments.BoundCall) -> list[Run]:
         """Return the runs of a call: one, unless `allowNewShapes` is set and the batch is incomplete."""
         run, first = Run(call, self.options._counts()), self._lease.first
         if not self._most_plans or run.key in self._lease.plans:
             return [run]
-        every_n = self.options.output_mode == OutputMode.EveryN
-        like = first and first.inputs
-        return split_into_runs(call, run.counts, like, training=self._wrapped.training, every_n=every_n)
+        return split_into_runs(run, self.options, self._wrapped.training, first and first.inputs)
 
-    def _run(self, run: Run) -> LatestCall:
+    def _run(self, run: Run) -> tuple[LoadedPlan, Results]:
         """Run the plan of `run`, and return its results. First compile the plan and attach, if not done.
 
         Uploads loaded optimizer state and, in inference, weights that another executor trained; writes new
@@ -153,14 +136,12 @@ class PoplarExecutor(PublicNames):
             self._weights.check_host()
             self._optimizer_link.check_changes()
             self._optimizer_link.upload()
-            engine, updates = lease.need_engine(), self._updates
-            recorder = plan.reporter.recorder if plan.reporter is not None else None
+            engine, recorder = lease.need_engine(), plan.reporter and plan.reporter.recorder
+            inputs = self._engine_inputs(run.call, plan)
             try:
-                results = engine.run(
-                    self._engine_inputs(run.call, plan), self._optimizer_link.hyper, recorder
-                )
+                results = engine.run(inputs, self._optimizer_link.hyper, recorder)
             finally:
-                self._updates = updates + engine.updates_done
+                self._updates += engine.updates_done
         except Exception:
             # The inputs may have caused the error: remove the plan, so that others can be compiled for.
             if is_new and not self.finished_updates:
@@ -169,18 +150,17 @@ class PoplarExecutor(PublicNames):
         if plan.reporter is not None:
             plan.reporter.after_call()
         arguments.write_back(run.call, plan.executable.plan.partition.signature, results.inputs())
-        return latest_call(plan.executable, results, None if plan.synthetic is None else len(plan.synthetic))
+        return plan, results
 
     def _engine_inputs(self, call: arguments.BoundCall, plan: LoadedPlan) -> list[Tensor]:
         """Return the call's tensors as the engine takes them, or the plan's synthetic inputs."""
-        mode = self.options._Popart.options.get("syntheticDataMode", 0)
-        if mode and plan.synthetic is not None:
-            return plan.synthetic
-        tensors = arguments.tensors_for_engine(call, plan.executable.inputs.wide)
-        if mode:
-            counts = plan.executable.settings.counts
-            tensors = plan.synthetic = arguments.synthetic_inputs(tensors, mode, counts)
-        return tensors
+        if plan.synthetic is None:
+            tensors = arguments.tensors_for_engine(call, plan.executable.inputs.wide)
+            mode = self.options._Popart.options.get("syntheticDataMode", 0)
+            if not mode:
+                return tensors
+            plan.synthetic = arguments.synthetic_inputs(tensors, mode, plan.executable.settings.counts)
+        return plan.synthetic
 
     # ---- compiling ---------------------------------------------------------------------------------------
 
@@ -262,16 +242,6 @@ class PoplarExecutor(PublicNames):
         self._wrapped.updatable_buffers()
         return settings
 
-    def _compile_arguments(
-        self, options: Options | None, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[nn.Module, Run, Options, Settings]:
-        """Return (model, run, options, settings) for `compile_model`. `options` None: the executor's."""
-        options = (
-            self.options if options is None else resolved(options, self._wrapped.training, self._user_model)
-        )
-        run = Run(arguments.bind(self._signature, args, kwargs), options._counts())
-        return self._wrapped.traced, run, options, self._checked_settings(run, options)
-
     # ---- devices -----------------------------------------------------------------------------------------
 
     def attachToDevice(self) -> None:
@@ -313,26 +283,20 @@ class PoplarExecutor(PublicNames):
         """Free devices and plans, copy the newest state to the model and the optimizer, and unlink both."""
         self._detach()
         self._optimizer_link.release()  # before the plans are gone: it needs them to read the state
-        self._clear_plans()
-        self._unmark()
-
-    def _clear_plans(self) -> None:
         self._lease.clear_plans()
         self._latest = LatestCall()
+        # The model's weak reference to this executor is None already when `__del__` runs.
+        if self._wrapped.training and marked_model.owner_of(self._user_model) in (self, None):
+            marked_model.unmark(self._user_model)
 
     def _remove_plan(self, key: Any, before: LoadedPlan | None) -> None:
         """Remove the plan of `key`, and make `before` current; None: detach, and remove all plans."""
         if before is None:
             self._detach()
-            self._clear_plans()
+            self._lease.clear_plans()
         else:
             self._lease.switch_to(before, {})
             self._lease.remove(key)
-
-    def _unmark(self) -> None:
-        # The model's weak reference to this executor is None already when `__del__` runs.
-        if self._wrapped.training and marked_model.owner_of(self._user_model) in (self, None):
-            marked_model.unmark(self._user_model)
 
     def __del__(self) -> None:
         # Copies the newest weights to the model, if it can: at the interpreter's exit parts of torch may be
@@ -365,10 +329,10 @@ class PoplarExecutor(PublicNames):
             tuple(replace(executable, graph=None) for executable in (first, *others)),
             self.options,
             self._wrapped.training,
+            self.per_replica_params,
             self._user_model if export_model else None,
             self._optimizer if export_model else None,
             kept if save_rng_state else replace(kept, random=None),
-            self.per_replica_params,
         )
         executable_file.write(filename, saved)
 

@@ -1,8 +1,8 @@
-"""The results of an executor's latest call: outputs, times, anchors and notes."""
+"""The results of an executor's latest call: outputs, anchors, notes and times."""
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ from popengine.errors import Error
 from popengine.run.call import Results
 from popengine.settings import Outputs
 
-from ..compiling.executable import Executable
 from ..compiling.runs import Run
 from ..nested_values import tensors_of, with_tensors
+from .device_lease import LoadedPlan
 
-Times = list[list[float]]  # seconds: [tensor][micro-batch, or kept output]
+Times = list[list[float]]  # seconds, by [tensor][micro-batch, or returned value of an output]
 Latency = tuple[float, float, float]  # min, max, mean, in seconds
 _KEYS = ("input", "input_complete", "output", "output_complete")
 
@@ -32,13 +32,13 @@ class LatestCall:
     outputs: Sequence[Tensor] = ()  # in the forward's order
 
     def latency(self, start: str, first: Callable[..., float], end: str) -> Latency:
-        """Return (min, max, mean) seconds from times of the key `start` of `counters` to those of `end`.
+        """Return (min, max, mean) seconds from the times `counters[start]` to the times `counters[end]`.
 
         A span begins at the `first` (min or max) of the tensors' times, and ends at their latest time. If
         there are k begins for each end, the earliest of k counts. Zeros if nothing was measured.
         """
-        begun = [first(row) for row in zip(*self.counters[start], strict=True)]
-        ended = [max(row) for row in zip(*self.counters[end], strict=True)]
+        begun = [first(times) for times in zip(*self.counters[start], strict=True)]
+        ended = [max(times) for times in zip(*self.counters[end], strict=True)]
         if not begun or not ended:
             return 0.0, 0.0, 0.0
         group = max(1, len(begun) // len(ended))
@@ -48,58 +48,47 @@ class LatestCall:
         return min(spans), max(spans), sum(spans) / len(spans)
 
 
-def latest_call(executable: Executable, results: Results, synthetic_inputs: int | None) -> LatestCall:
-    """Return outputs, anchors, notes and times of one run of a plan, from the engine's results.
+def latest_call(finished: Sequence[tuple[Run, LoadedPlan, Results]]) -> LatestCall:
+    """Return the results of a call, joined from those of its finished runs.
 
-    Args: synthetic_inputs: their number; then inputs and outputs have no times. None: inputs are the user's
-    """
-    arrivals = results.copy_times()[: executable.outputs]
-    started, finished = ([list(times[which]) for times in arrivals] for which in (0, 1))
-    times = [results.load_started, results.loaded, started, finished]
-    if synthetic_inputs is not None:
-        times = [[[]] * count for count in (synthetic_inputs, synthetic_inputs, *[executable.outputs] * 2)]
-    counts = executable.settings.counts
-    return LatestCall(
-        dict(zip(_KEYS, times, strict=True)),
-        executable.anchors.values(results),
-        [(note.what, note.value(results, counts)) for note in executable.notes],
-        True,
-        results.outputs()[: executable.outputs],
-    )
-
-
-def joined(calls: Sequence[LatestCall], runs: Sequence[Run], executable: Executable) -> LatestCall:
-    """Return the results of a call, joined from `calls`, the results of its runs.
-
-    Args: executable: that of any run
     Raises: Error, if the output mode is Sum, and micro-batches differ in size
     """
-    if len(calls) == 1:
-        return calls[0]
+    executable = finished[0][1].executable
+    replicas = [run.counts.replicas for run, _, _ in finished]
+    times = [_times(plan, results) for _, plan, results in finished]
     counters = {
-        key: [
-            [*itertools.chain(*times)] for times in zip(*(call.counters[key] for call in calls), strict=True)
-        ]
-        for key in _KEYS
+        key: [[*chain(*spans)] for spans in zip(*of_runs, strict=True)]
+        for key, *of_runs in zip(_KEYS, *times, strict=True)
     }
-    replicas = [run.counts.replicas for run in runs]
-    values_of_outputs = zip(*(call.outputs for call in calls), strict=True)
-    outputs = [_joined(values, executable.settings.outputs, replicas) for values in values_of_outputs]
+    returned = zip(*(results.outputs()[: executable.outputs] for _, _, results in finished), strict=True)
+    outputs = [_joined(values, executable.settings.outputs, replicas) for values in returned]
+    anchors = [plan.executable.anchors.values(results) for _, plan, results in finished]
     # A weight, and the loss scaling, has one value in a step: that of the run which ends the step.
-    last = [i for i, run in enumerate(runs) if run.part.ends_step]
+    last = [i for i, (run, _, _) in enumerate(finished) if run.part.ends_step]
     anchored = {}
     for name, anchor in executable.anchors.by_name.items():
-        chosen = last if anchor is None or anchor.is_weight else range(len(runs))
-        values, mode = (
-            [calls[i].anchored[name] for i in chosen],
-            "final" if anchor is None else anchor.outputs,
-        )
-        anchored[name] = _joined(values, mode, [replicas[i] for i in chosen])
+        chosen = last if anchor is None or anchor.is_weight else range(len(finished))
+        mode = "final" if anchor is None else anchor.outputs
+        anchored[name] = _joined([anchors[i][name] for i in chosen], mode, [replicas[i] for i in chosen])
     notes = []
-    for parts in zip(*(call.notes for call in calls), strict=True):
-        (what, first), tensors = parts[0], zip(*(tensors_of(value) for _, value in parts), strict=True)
-        notes.append((what, with_tensors(first, map(_concatenated, tensors))))
+    for parts in zip(*(plan.executable.notes for _, plan, _ in finished), strict=True):
+        values = [
+            note.value(results, run.counts) for note, (run, _, results) in zip(parts, finished, strict=True)
+        ]
+        tensors = zip(*map(tensors_of, values), strict=True)
+        joined = (_joined(of_runs, "all", replicas) for of_runs in tensors)
+        notes.append((parts[0].what, with_tensors(values[0], joined)))
     return LatestCall(counters, anchored, notes, True, outputs)
+
+
+def _times(plan: LoadedPlan, results: Results) -> list[Times]:
+    """Return the times of a run in the order of `_KEYS`; empty lists for synthetic inputs."""
+    outputs = plan.executable.outputs
+    if plan.synthetic is not None:
+        return [[[]] * count for count in (*[len(plan.synthetic)] * 2, *[outputs] * 2)]
+    copies = results.copy_times()[:outputs]
+    started, finished = ([list(times[which]) for times in copies] for which in (0, 1))
+    return [results.load_started, results.loaded, started, finished]
 
 
 def _joined(values: Sequence[Tensor], mode: Outputs, replicas: Sequence[int]) -> Tensor:
@@ -108,10 +97,10 @@ def _joined(values: Sequence[Tensor], mode: Outputs, replicas: Sequence[int]) ->
     Args: replicas: the number of replicas of each run
     Raises: Error, if values of different shapes would be added
     """
-    if mode == "final":
+    if mode == "final" or len(values) == 1:
         return values[-1]
     if mode != "sum":
-        return _concatenated(values)
+        return torch.cat([value if value.dim() else value.reshape(1) for value in values])
     total = values[0].clone()
     for value, count in zip(values[1:], replicas[1:], strict=True):
         value = value.reshape(1) if total.dim() > value.dim() else value
@@ -125,7 +114,3 @@ def _joined(values: Sequence[Tensor], mode: Outputs, replicas: Sequence[int]) ->
             )
         part += value
     return total
-
-
-def _concatenated(values: Sequence[Tensor]) -> Tensor:
-    return torch.cat([value.reshape(1) if not value.dim() else value for value in values])

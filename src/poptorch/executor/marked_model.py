@@ -6,7 +6,6 @@ executor's `copyWeightsToHostIfNeeded`. Copies and pickles have the original cla
 
 import copy
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
@@ -154,18 +153,6 @@ class HostForward:
         )
 
 
-def announce_host_method(model: nn.Module, name: str, value: Any) -> None:
-    """Warn that `value` (model.name) runs on the host, if it is a public method of the user's class."""
-    of_torch = name.startswith("_") or hasattr(nn.Module, name)
-    if inspect.ismethod(value) and value.__self__ is model and not of_torch:
-        logger.warning(
-            "%s.%s runs on the host, uncompiled, with the newest weights\n"
-            "  fix: none, if that is meant; what forward calls is compiled, and so is a call of the executor",
-            plain_class(model).__name__,
-            name,
-        )
-
-
 def is_marked(model: Any) -> bool:
     return isinstance(model, _MarkedModel)
 
@@ -209,7 +196,20 @@ def mark(model: nn.Module, owner: Any) -> None:
     if owner_of(model) is not owner:
         check_not_wrapped(model)
         unmark(model)  # removes the mark of an executor that is gone
-        _warn_of_sharing(model)
+        shared = [
+            name
+            for name, parameter in model.named_parameters()
+            if isinstance(parameter, _Marked)
+            and (other := vars(parameter).get("_owner"))
+            and other() is not None
+        ]
+        if shared:
+            logger.warning(
+                "another executor trains %s, too: each trains a copy of its own, and the host has the one that was"
+                " copied last\n"
+                "  fix: train them in one model; or call detachFromDevice() on one executor before the other is called",
+                listed(shared),
+            )
         kind = type(model)
         own = {"__module__": kind.__module__, "_pando_owner": link}
         model.__class__ = type(f"Poptorch{kind.__name__}", (_MarkedModel, kind), own)
@@ -238,8 +238,8 @@ def unmark(model: nn.Module) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, _Marked):
             vars(tensor).pop("_owner")
-            kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
-            tensor.__class__ = kind  # pyright: ignore[reportAttributeAccessIssue]
+            kind: Any = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+            tensor.__class__ = kind
 
 
 def shallow_copy(model: Any) -> Any:
@@ -247,22 +247,6 @@ def shallow_copy(model: Any) -> Any:
     plain = object.__new__(plain_class(model))
     plain.__dict__.update(copy.copy(model).__dict__)
     return plain
-
-
-def _warn_of_sharing(model: nn.Module) -> None:
-    """Warn if another executor trains some of the model's parameters."""
-    shared = [
-        name
-        for name, parameter in model.named_parameters()
-        if isinstance(parameter, _Marked) and (link := vars(parameter).get("_owner")) and link() is not None
-    ]
-    if shared:
-        logger.warning(
-            "another executor trains %s, too: each trains a copy of its own, and the host has the one that was"
-            " copied last\n"
-            "  fix: train them in one model; or call detachFromDevice() on one executor before the other is called",
-            listed(shared),
-        )
 
 
 # ---- the model of an executor ------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import inspect
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from operator import attrgetter
@@ -72,14 +74,14 @@ def _delegated(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[
 class PublicNames:
     """The base class of the executor: public methods for other than calls, compilation, devices and files."""
 
-    _wrapped: WrappedModel
-    _lease: DeviceLease
-    _weights: WeightSync
-    _optimizer_link: OptimizerLink
-    _latest: LatestCall
-    _updates: int
-    _compilation_seconds: float | None
-    _announced_methods: set[str]
+    def __init__(self, wrapped: WrappedModel) -> None:
+        self._wrapped = wrapped
+        self._lease = DeviceLease(wrapped.options)
+        self._weights = WeightSync(wrapped, self._lease, weakref.ref(self))
+        self._optimizer_link = OptimizerLink(wrapped, self._lease)
+        self._latest, self._updates = LatestCall(), 0
+        self._compilation_seconds: float | None = None
+        self._announced_methods: set[str] = set()
 
     # ---- weights, optimizer, random state ----------------------------------------------------------------
 
@@ -280,9 +282,15 @@ class PublicNames:
         if name.startswith("_") and "_wrapped" not in self.__dict__:
             raise AttributeError(name)  # while the executor is being made
         value = getattr(self.model, name)
-        if name not in self._announced_methods:
+        is_users = inspect.ismethod(value) and value.__self__ is self.model and not hasattr(nn.Module, name)
+        if is_users and not name.startswith("_") and name not in self._announced_methods:
             self._announced_methods.add(name)
-            marked_model.announce_host_method(self.model, name, value)
+            logger.warning(
+                "%s.%s runs on the host, uncompiled, with the newest weights\n"
+                "  fix: none, if that is meant; what forward calls is compiled, and so is a call of the executor",
+                marked_model.plain_class(self.model).__name__,
+                name,
+            )
         if isinstance(value, nn.Parameter) and name in self._wrapped.user._parameters:
             groupings = None if self.isCompiled() else self.per_replica_params
             return GroupableParameter.of(value, name, groupings)

@@ -9,11 +9,15 @@ import torch
 from torch import nn
 
 from popengine.errors import Error
+from popengine.settings import Settings
 
+from ..compiling.arguments import bind
 from ..compiling.compilation_log import Overview, overview
 from ..compiling.executable import compile_model
+from ..compiling.runs import Run
 from ..logs import logger
 from ..options import Options
+from ..options.freeze_options import resolved
 from ..planning import profiles
 from . import executable_file, marked_model
 from .executor import PoplarExecutor
@@ -112,8 +116,7 @@ def describe(
         training: for a module: compile as `trainingModel` does; False: as `inferenceModel` does
     Raises: Error, if the model can't be compiled for such a batch
     """
-    with _executor_of(model, options, training) as (executor, own):
-        program = executor._compile_arguments(own, *arguments_of(batch))
+    with _compile_arguments(model, options, batch, training) as (_, program):
         compiled = compile_model(*program, is_plan_only=True)
         return overview(compiled.plan, compiled.settings, compiled.graph)
 
@@ -147,8 +150,7 @@ def plan(
 
     chosen = machines(on)
     kinds = list(dict.fromkeys(machine.kind for machine in chosen))
-    with _executor_of(model, options, training) as (executor, own):
-        program = executor._compile_arguments(own, *arguments_of(batch))
+    with _compile_arguments(model, options, batch, training) as (executor, program):
         found = profiles(*program, executor._optimizer_link.hyper, kinds)
     return Estimates.of(found, chosen, replicas, accumulation)
 
@@ -161,23 +163,30 @@ def arguments_of(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _executor_of(
-    model: Any, options: Options | None, training: bool
-) -> Iterator[tuple[PoplarExecutor, Options | None]]:
-    """Yield an executor for a model, and the options that replace the executor's (None: its own are used).
+def _compile_arguments(
+    model: Any, options: Options | None, batch: Any, training: bool
+) -> Iterator[tuple[PoplarExecutor, tuple[nn.Module, Run, Options, Settings]]]:
+    """Yield an executor for a model, and the arguments of `compile_model` for a batch.
 
     The executor is `model`, or the executor that trains it, or a temporary one, which is released at the end.
+
+    Args: options: None: those of the executor
     """
+    executor, is_temporary = model, False
     if not isinstance(model, PoplarExecutor):
         model = _module_of(model)
-        owner = marked_model.owner_of(model) if training else None
-        if owner is None:
-            own = None if options is None else options.clone()
-            made = PoplarExecutor(model, own, training=training)
-            try:
-                yield made, None
-            finally:
-                made._release()
-            return
-        model = owner
-    yield model, options
+        executor = marked_model.owner_of(model) if training else None
+        if executor is None:
+            executor, is_temporary = (
+                PoplarExecutor(model, options and options.clone(), training=training),
+                True,
+            )
+            options = None
+    try:
+        wrapped, (args, kwargs) = executor._wrapped, arguments_of(batch)
+        own = wrapped.options if options is None else resolved(options, wrapped.training, wrapped.user)
+        run = Run(bind(executor._signature, args, kwargs), own._counts())
+        yield executor, (wrapped.traced, run, own, executor._checked_settings(run, own))
+    finally:
+        if is_temporary:
+            executor._release()
