@@ -75,7 +75,7 @@ class OptimizerLink:
             )
         inner = getattr(
             optimizer, "optimizer", None
-        )  # of a wrapper such as accelerate's AcceleratedOptimizer
+        )  # in a wrapper such as accelerate's AcceleratedOptimizer
         optimizer = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
         compiled = self._lease.executable is not None
         frozen, hyper = self._guard.accept(optimizer, self._model.parameter_names(), compiled)
@@ -83,7 +83,14 @@ class OptimizerLink:
             if self.optimizer is not None and frozen.kind != self.frozen.kind:
                 self._lease.kept = replace(self._lease.kept, optimizer=None)  # it is of another update rule
             self.frozen = frozen
-            self._set_reduction_strategy(optimizer)
+            if frozen.accumulator_type == torch.float16 and not getattr(
+                optimizer, "use_combined_accum", False
+            ):
+                # Running means do not overflow in float16.
+                update = self._model.options.Training
+                self._model.options._unfreeze()
+                update.setMeanAccumulationAndReplicationReductionStrategy(MeanReductionStrategy.Running)
+                self._model.options._freeze()
             with torch._C.DisableTorchFunctionSubclass():
                 trained = [name for name, parameter in self._model.parameters() if parameter.requires_grad]
             lost = [name for name in trained if name not in frozen.group_of]
@@ -94,17 +101,9 @@ class OptimizerLink:
             self.release()
             self.optimizer = optimizer
             self.connect(take=not compiled)  # after compilation the state on the devices is newer
-        self._use_rates(hyper)
-
-    def _set_reduction_strategy(self, optimizer: Any) -> None:
-        """Set MeanReductionStrategy.Running, which avoids overflow, in the options for float16 gradient sums,
-        unless the optimizer sets `use_combined_accum`."""
-        narrow = self.frozen.accumulator_type == torch.float16
-        if narrow and not getattr(optimizer, "use_combined_accum", False):
-            options = self._model.options
-            options._unfreeze()
-            options.Training.setMeanAccumulationAndReplicationReductionStrategy(MeanReductionStrategy.Running)
-            options._freeze()
+        self.hyper = hyper
+        if isinstance(optimizer, PoptorchOptimizer):
+            optimizer._has_loaded_rates = False
 
     def connect(self, take: bool = True) -> None:
         """Make the optimizer's `state_dict()` read from the devices, and `load_state_dict()` upload to them.
@@ -249,7 +248,8 @@ class OptimizerLink:
             optimizer._pending_state = None
         if is_ours and optimizer._has_loaded_rates:
             names = self._model.parameter_names()
-            self._use_rates(self._guard.accept(self.optimizer, names, compiled=True)[1])
+            _, self.hyper = self._guard.accept(self.optimizer, names, compiled=True)
+            optimizer._has_loaded_rates = False
 
     def _check_states(self, entries: Mapping[str, Tensor]) -> None:
         """Raise RuntimeError if a state in "ipu_state" has impossible values or not its parameter's shape."""
@@ -261,16 +261,10 @@ class OptimizerLink:
 
     # ---- rates -------------------------------------------------------------------------------------------
 
-    def _use_rates(self, hyper: settings.Hyper) -> None:
-        """Use these rates of the optimizer from the next call on."""
-        self.hyper = hyper
-        if isinstance(self.optimizer, PoptorchOptimizer):
-            self.optimizer._has_loaded_rates = False
-
     def check_changes(self) -> None:
         """Warn once if rates were changed without `setOptimizer`. Raises: Error, if `step()` has hooks"""
         used = self.hyper
-        if self.optimizer is None or used is None:
+        if used is None:
             return
         check_hooks(self.optimizer)
         if self._has_warned or getattr(self.optimizer, "_has_loaded_rates", False):  # `upload` reads these

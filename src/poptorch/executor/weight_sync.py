@@ -7,7 +7,7 @@ writes on the host reach the devices by `copyWeightsToDevice`; a call before it 
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,28 +33,28 @@ class WeightSync:
     def __init__(self, model: WrappedModel, lease: DeviceLease, executor: weakref.ref[Any]) -> None:
         self._model, self._lease, self._executor = model, lease, executor
         self.version = 0
-        self._is_behind = False  # another executor of the model has trained, or uploaded, newer weights
+        self._is_behind = False  # whether another executor of the model has trained or uploaded newer weights
         self._peers: weakref.WeakSet[WeightSync] = weakref.WeakSet()  # of executors that share a layer
-        self._synced: dict[str, Tensor] = {}  # the host's weights when they were last equal to the devices'
-        self._fingerprints: dict[str, Fingerprint] = {}  # of the weights in `_synced` at that time
         self._is_replaced = False  # whether a layer, parameter or buffer was replaced since the latest call
         self._warned: set[str] = set()
         self.note_compilation()
 
     def note_compilation(self) -> None:
         """Store the model's layers, their modes and `requires_grad`, to notice later changes to them."""
-        self._layers, self._flags = dict(self._model.traced.named_modules()), _flags(self._model.traced)
+        self._layers, self._flags = dict(self._model.traced.named_modules()), _flags_of(self._model.traced)
         self.mode = self._model.user.training
+        self._synced: dict[str, Tensor] = {}  # the host's weights when they were last equal to the devices'
+        self._fingerprints: dict[str, Fingerprint] = {}  # of the weights in `_synced` at that time
 
     @contextlib.contextmanager
     def flags_of_compilation(self) -> Iterator[None]:
         """In the body set modes and `requires_grad` to those of the compilation; restore them after it."""
-        now = _flags(self._model.traced)
-        _set_flags(self._flags)
+        now = _flags_of(self._model.traced)
+        _set_flags(self._model.traced, self._flags)
         try:
             yield
         finally:
-            _set_flags(now)
+            _set_flags(self._model.traced, now)
 
     def on_host(self) -> dict[str, Tensor]:
         """Return the user's parameters and buffers by canonical name.
@@ -122,19 +122,17 @@ class WeightSync:
 
     def copyWeightsToDevice(self) -> None:
         """Upload the user's weights. Updates on the devices since the last copy to the host are lost."""
-        self.upload()
+        self._upload()
         self._notify_peers()
 
-    def upload(self) -> None:
-        """Upload the user's weights to this executor's devices, and leave its peers as they are."""
-        engine = self._lease.need_engine()
-        weights = self.on_host()
-        with (
-            recording_event(self._lease.reporter, "weights to devices"),
-            torch._C.DisableTorchFunctionSubclass(),
-        ):
+    def _upload(self, names: Sequence[str] | None = None) -> None:
+        """Upload the user's weights (only those with these canonical names), without notifying the peers."""
+        engine, host = self._lease.need_engine(), self.on_host()
+        weights = host if names is None else {name: host[name] for name in names}
+        event = recording_event(self._lease.reporter, "weights to devices")
+        with event, torch._C.DisableTorchFunctionSubclass():
             engine.write(weights)
-        self._note_synced(weights)
+        self._note_synced(weights, is_behind=self._is_behind and names is not None)
 
     def copyNamedBuffersToDevice(self) -> None:
         """Upload only the buffers of `Options.updatableNamedBuffers`. Raises: Error, if it names none"""
@@ -144,12 +142,7 @@ class WeightSync:
                 "No named buffers marked as updatable\n"
                 "  fix: options.updatableNamedBuffers(['name']) before wrapping"
             )
-        host = self.on_host()
-        buffers = {name: host[name] for name in names}
-        with torch._C.DisableTorchFunctionSubclass():
-            self._lease.need_engine().write(buffers)
-        self._synced |= buffers
-        self._fingerprints |= _fingerprints_of(buffers)
+        self._upload(names)
         self._notify_peers()
 
     # ---- what is changed on the host ---------------------------------------------------------------------
@@ -197,11 +190,10 @@ class WeightSync:
         if not self._model.training:
             return
         results = self._lease.need_executable().plan.partition.signature.results
-        trained = {result.key for result in results if result.kind == "gradient"}
+        trained = [result.key for result in results if result.kind == "gradient"]
         with torch._C.DisableTorchFunctionSubclass():
-            frozen = [n for n, w in host.items() if n in trained and not w.requires_grad]
-            untrained = [n for n, w in host.items() if n not in trained and w.requires_grad]
-        freed = [n for n in untrained if n in self._fingerprints and not self._fingerprints[n][2]]
+            frozen = [name for name in trained if not host[name].requires_grad]
+            freed = [n for n, weight in host.items() if weight.requires_grad and self._flags.get(n) is False]
         if frozen:
             self._warn(f"{listed(frozen)} was frozen after the compilation", "trains it as before")
         if freed:
@@ -226,9 +218,11 @@ class WeightSync:
             if self._synced.get(n) is not w or self._fingerprints[n][:2] != now[n][:2]
         ]
 
-    def _note_synced(self, host: dict[str, Tensor]) -> None:
-        """Record that the host's weights, by name, are now equal to those of the devices."""
-        self._synced, self._fingerprints, self._is_behind = host, _fingerprints_of(host), False
+    def _note_synced(self, weights: dict[str, Tensor], is_behind: bool = False) -> None:
+        """Record that these weights of the host, by canonical name, are now equal to the devices'."""
+        self._synced |= weights
+        self._fingerprints |= _fingerprints_of(weights)
+        self._is_behind = is_behind
 
     # ---- other executors of the model ----------------------------------------------------------------------
 
@@ -255,7 +249,7 @@ class WeightSync:
         """Upload the weights if another executor of the model has trained or uploaded newer ones."""
         self._copy_from_trainers()
         if self._is_behind:
-            self.upload()
+            self._upload()
 
     def _copy_from_trainers(self) -> None:
         """Copy to the host the newest weights of the model's other training executors."""
@@ -321,17 +315,17 @@ def _fingerprints_of(weights: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
         }
 
 
-def _flags(model: nn.Module) -> list[tuple[nn.Module | nn.Parameter, bool]]:
-    """Return each layer of a model with its mode, and each parameter with its `requires_grad`."""
+def _flags_of(model: nn.Module) -> dict[str, bool]:
+    """Return the mode (`training`) of each layer, and `requires_grad` of each parameter, by name."""
     with torch._C.DisableTorchFunctionSubclass():
-        trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-        return [*((layer, layer.training) for layer in model.modules()), *trained]
+        modes = {name: layer.training for name, layer in model.named_modules()}
+        return modes | {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
 
-def _set_flags(flags: list[tuple[nn.Module | nn.Parameter, bool]]) -> None:
+def _set_flags(model: nn.Module, flags: Mapping[str, bool]) -> None:
+    """Set the modes of layers and `requires_grad` of parameters to those of `_flags_of`, in place."""
     with torch._C.DisableTorchFunctionSubclass():
-        for part, flag in flags:
-            if isinstance(part, nn.Module):
-                part.__dict__["training"] = flag
-            elif part.requires_grad != flag:
-                part.requires_grad_(flag)
+        for name, layer in model.named_modules():
+            vars(layer)["training"] = flags.get(name, layer.training)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = flags.get(name, parameter.requires_grad)
