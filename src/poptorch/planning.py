@@ -15,7 +15,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from popengine.compile import compile_graph
 from popengine.compile.describe import describe, peak_bytes
-from popengine.environment import PLAN_WISH
 from popengine.ir import Graph, Line, Piece, Plan, Value
 from popengine.piece import GETITEM
-from popengine.profile import Profile
+from popengine.profile import PLAN_WISH, Profile
 from popengine.run.engine import Engine
 from popengine.run.piece_costs import Sample, sharing, with_threads
 from popengine.run.ready_queue import JUDGED
@@ -130,12 +129,19 @@ def profiles(
     location = options.TensorLocations.location_optimizer.toDict()
     found = {}
     for kind in kinds:
-        chosen, attention = settings, contextlib.nullcontext()
+        chosen, kernels = settings, torch.backends.cuda
+        may_reduce_in_half = kernels.fp16_bf16_reduction_math_sdp_allowed()
         if kind == "apart":  # neighbouring stages of an ipu are one, and attention is products and a softmax
             chosen = replace(settings, device="cuda", strategy=replace(settings.strategy, joined=True))
-            attention = _attention_without_casts()
-        with attention:
-            executable = _in_one_process(compile_model(model, run, options, chosen, is_plan_only=True))
+            kernels.allow_fp16_bf16_reduction_math_sdp(True)  # attention has no casts to float32
+        try:
+            executable = compile_model(model, run, options, chosen, is_plan_only=True)
+        finally:
+            kernels.allow_fp16_bf16_reduction_math_sdp(may_reduce_in_half)
+        counts = executable.settings.counts
+        groups = counts.groups * counts.instances
+        one = replace(counts, replicas=counts.global_replicas, groups=groups, instances=1, instance=0)
+        executable = replace(executable, settings=replace(executable.settings, counts=one))
         plan, graph = executable.plan, executable.graph
         assert graph is not None
         # More micro-batches need no more memory; popvision computes the times of all micro-batches.
@@ -155,14 +161,6 @@ def profiles(
             facts["measured"] = measured_times(executable, hyper, sum(row.flops for row in made.operations))
         found[kind] = replace(made, facts=facts)
     return found
-
-
-def _in_one_process(executable: Executable) -> Executable:
-    """Return the executable with the replicas of all processes in one process."""
-    settings, counts = executable.settings, executable.settings.counts
-    groups = counts.groups * counts.instances
-    counts = replace(counts, replicas=counts.global_replicas, groups=groups, instances=1, instance=0)
-    return replace(executable, settings=replace(settings, counts=counts))
 
 
 def planned_profile(plan: Plan, settings: Settings, graph: Graph) -> Profile:
@@ -201,20 +199,6 @@ def _most_bytes_in_transit(found: Profile, ipu: int) -> int:
             count = min(micro_batches, ahead if found.training else found.facts["in_flight"])
         total += count * part.bytes
     return total
-
-
-@contextlib.contextmanager
-def _attention_without_casts() -> Iterator[None]:
-    """In the body, let torch compute attention in half precision without casts to float32."""
-    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
-
-
-# ---- this machine ----------------------------------------------------------------------------------------
 
 
 def measured_times(found: Executable, hyper: Hyper | None, flops: int) -> dict[str, Any]:

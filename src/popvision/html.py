@@ -1,6 +1,6 @@
-"""The page of profiles: the viewer's scripts and the profiles' data in one HTML file, which needs no other file.
+"""The page: the viewer's files and the profiles' data in one HTML file, which needs no other file.
 
-The scripts only draw: every figure is computed in Python, by `analysis` and `memory`.
+The viewer draws; every figure that it shows is computed in Python, by `analysis` and `memory`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from .memory import curve, detailed
 from .times import with_stage_costs
 
 PROFILE, REPORT = "profile.pop", "report.html"
-_SCRIPTS = [  # in this order
+SCRIPTS = [  # in this order
     *("base", "lanes", "trace", "steer", "inspect"),
     *("memory", "operations", "diagram", "panels", "viewer"),
 ]
 
 
 def profiles_at(path: Path) -> list[Path]:
-    """Return the paths of profiles, training first. Raises: ProfileError, if there is none.
+    """Return the profiles' paths, training first. `path`: a profile, its folder, or a folder of such folders.
 
-    Args: path: a profile's file, its folder, or a folder of such folders
+    Raises:
+        ProfileError: there is no profile
     """
     if path.is_file():
         return [path]
@@ -47,8 +48,11 @@ def profiles_at(path: Path) -> list[Path]:
 
 
 def write_report(directory: Path) -> Path:
-    """Write `report.html` beside the profiles' folders, and return its path. Raises: ProfileError, if there is
-    no profile."""
+    """Write `report.html` beside the profiles' folders, and return its path.
+
+    Raises:
+        ProfileError: there is no profile
+    """
     target = directory / REPORT
     entries = [entry(path) for path in profiles_at(directory)]
     target.write_text(page(entries, f"Profile of {directory.resolve().name}"))
@@ -56,12 +60,7 @@ def write_report(directory: Path) -> Path:
 
 
 def page(entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, Any]] | None = None) -> str:
-    """Return the HTML of a page of profiles.
-
-    Args:
-        entries:     the data of each profile, see `entry`
-        comparisons: of two profiles: {"first", "second"}, indices in `entries`, and {"rows"}, see `Row.to_dict`
-    """
+    """Return the HTML of a page about profiles (see `entry`), and about comparisons of two of them."""
     viewer = files("popvision") / "viewer"
     data = json.dumps(
         {"title": title, "entries": entries, "comparisons": comparisons or []}, separators=(",", ":")
@@ -71,16 +70,16 @@ def page(entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, 
     parts = {
         "title": html.escape(title),
         "style": (viewer / "viewer.css").read_text(),
-        "script": "\n".join((viewer / f"{name}.js").read_text() for name in _SCRIPTS),
+        "script": "\n".join((viewer / f"{name}.js").read_text() for name in SCRIPTS),
         "data": data,
     }
-    # All marks are replaced in one pass, since an inserted text may contain a mark.
+    # All marks are replaced in one pass, since the text of a part may contain a mark.
     return re.sub(r"{{(\w+)}}", lambda mark: parts[mark[1]], (viewer / "index.html").read_text())
 
 
 def entry(path: Path) -> dict[str, Any]:
-    """Return the data for the page of the profile in a file: `label` (its folder's name) and those of
-    `page_data`; of a profile that can't be read `label` and `error`, the reason."""
+    """Return the page's data of the profile in a file: its `label` and `page_data`; if it can't be read: its
+    `label`, and the reason as `error`."""
     label = path.parent.name
     try:
         profile = load(path)
@@ -92,7 +91,7 @@ def entry(path: Path) -> dict[str, Any]:
 
 
 def page_data(profile: Profile, found: Figures) -> dict[str, Any]:
-    """Return the dictionary of "profile", "groups", "figures" and "curves" (of memory) that the scripts draw."""
+    """Return a profile, its figures, and its memory curves as plain values."""
     plain = asdict(found)
     said = {
         "warnings": sentences(profile, found),
@@ -111,10 +110,10 @@ def page_data(profile: Profile, found: Figures) -> dict[str, Any]:
 
 
 def write_comparison(first: Path, second: Path, target: Path) -> str:
-    """Write a page that compares the profiles in two folders (see `profiles_at`) to the file `target`, and
-    return the comparison as a text for the terminal.
+    """Write a page that compares two runs, and return the comparison as a text for the terminal.
 
-    Raises: ProfileError, if a profile can't be read, or the runs have no profile of the same kind
+    Raises:
+        ProfileError: a profile can't be read, or the runs have no profile of the same kind
     """
     found = [
         {

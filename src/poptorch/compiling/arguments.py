@@ -254,12 +254,11 @@ class CompiledInputs:
     wide: bool
 
     @property
-    def micro_batch(self) -> Any:
-        """Return (structure, dtypes, shapes) of a micro-batch. Plans with equal ones can share a graph."""
-        shapes = (
-            (shape[0] // self.counts.product, *shape[1:]) if shape else () for _, shape in self.kind.tensors
-        )
-        return self.kind.specs, tuple(dtype for dtype, _ in self.kind.tensors), tuple(shapes)
+    def micro_batch(self) -> InputKind:
+        """Return the inputs of one micro-batch. Plans with equal micro-batches can share a graph."""
+        n, tensors = self.counts.product, self.kind.tensors
+        cut = ((dtype, torch.Size([size[0] // n, *size[1:]]) if size else size) for dtype, size in tensors)
+        return self.kind._replace(tensors=tuple(cut))
 
     def check(self, call: BoundCall, any_shape: bool = False) -> None:
         """Raise BatchError unless a call has the compiled structure, constants, dtypes and shapes.
@@ -268,33 +267,26 @@ class CompiledInputs:
         """
         pairs = zip(self.kind.specs, call.kind.specs, strict=True)
         for index, ((name, compiled), (_, found)) in enumerate(pairs):
-            if found == compiled:
-                continue
             kind = call.bound.signature.parameters[name].kind
             # An argument that one of the calls leaves out has its default there.
-            is_left_out = index >= min(call.positional, self.positional)
-            may_differ = any_shape or call.positional == self.positional
-            if (is_left_out or kind is inspect.Parameter.VAR_POSITIONAL) and not may_differ:
-                what = f"Number of positional arguments mismatch: expected {self.positional} arguments"
-                raise BatchError(f"{what} but got {call.positional}{_HINT}")
+            may_be_left_out = index >= min(call.positional, self.positional) or kind is kind.VAR_POSITIONAL
+            if found != compiled and may_be_left_out and not any_shape:
+                counts = (f"{count} arguments" for count in (self.positional, call.positional))
+                _check_equal("Number of positional arguments mismatch", *counts)
             _check_spec(compiled, found, name, any_shape, kind is inspect.Parameter.VAR_KEYWORD)
         compiled_tensors = dict(zip(self.paths, self.kind.tensors, strict=True))
         for path, tensor in call.named.items():
             dtype, shape = compiled_tensors.get(path, (tensor.dtype, tensor.shape))
             _check_equal(f"Data type mismatch for {path}", dtype, tensor.dtype)
-            if not any_shape:
-                explained = self._explained(shape, tensor.shape)
-                _check_equal(f"Shape mismatch for {path}", shape, tensor.shape, explained)
-
-    def _explained(self, expected: torch.Size, found: torch.Size) -> str:
-        """Return a fix for an input that is one micro-batch, as torch's DataLoader yields; else ""."""
-        whole = self.counts.product
-        if whole == 1 or not found or found[1:] != expected[1:] or found[0] * whole != expected[0]:
-            return ""
-        return (
-            f"\n  {expected[0]} = micro-batch {found[0]} x {factors(self.counts)}\n"
-            f"  fix: load combined batches: poptorch.DataLoader(options, dataset, batch_size={found[0]})"
-        )
+            if any_shape:
+                continue
+            fix, whole = "", self.counts.product
+            if whole > 1 and tensor.dim() and shape == (len(tensor) * whole, *tensor.shape[1:]):
+                fix = (  # the input is one micro-batch, as torch's DataLoader yields
+                    f"\n  {shape[0]} = micro-batch {len(tensor)} x {factors(self.counts)}\n"
+                    f"  fix: load combined batches: poptorch.DataLoader(options, dataset, batch_size={len(tensor)})"
+                )
+            _check_equal(f"Shape mismatch for {path}", shape, tensor.shape, fix)
 
 
 def _check_spec(expected: Spec, found: Spec, path: str, any_shape: bool, keywords: bool = False) -> None:

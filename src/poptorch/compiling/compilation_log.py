@@ -39,28 +39,26 @@ def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], N
 
     Args:
         shown: whether the bar is drawn
-        times: filled with the seconds of each pass
+        times: an empty dictionary, which gets the seconds of each pass, by name
     """
-    finished, since = 0, time.perf_counter()
+    since = time.perf_counter()
     layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
     with tqdm(total=len(_PASSES), desc="Graph compilation", disable=not shown, bar_format=layout) as bar:
 
         def done(name: str) -> None:
-            nonlocal finished, since
+            nonlocal since
             now = time.perf_counter()
             times[name], since = now - since, now
             logger.debug("compilation: pass %s took %.1f ms", name, 1000 * times[name])
-            finished = _PASSES.index(name) + 1
-            bar.update(finished - bar.n)
+            bar.update()
 
         try:
             yield done
             each = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items())
             logger.info("compiled in %.2f s: %s", sum(times.values()), each)
         except (CaptureError, PartitionError) as error:  # the message stays as it is
-            error.mark_as_engine_error(
-                f"Error raised in:\n  [0] {_PASSES[finished]}\n  [1] PoplarExecutor.compile"
-            )
+            failed = _PASSES[len(times)]
+            error.mark_as_engine_error(f"Error raised in:\n  [0] {failed}\n  [1] PoplarExecutor.compile")
             raise
 
 
@@ -143,7 +141,8 @@ class Overview:
         ]
         lines += [""] if self.transfers else []
         lines += [
-            f"ipu {a} -> ipu {b}: {_bytes(size)} a {per} {when}" for a, b, size, per, when in self.transfers
+            f"ipu {a} -> ipu {b}: {'an unknown number of' if size is None else f'{size:,}'} bytes a {per} {when}"
+            for a, b, size, per, when in self.transfers
         ]
         lines += ["", self.schedule, ""]
         lines += [
@@ -182,7 +181,3 @@ def overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overview:
             for piece in partition.pieces
         ),
     )
-
-
-def _bytes(size: int | None) -> str:
-    return "an unknown number of bytes" if size is None else f"{size:,} bytes"

@@ -89,28 +89,23 @@ def compile_model(
     settings, call, wide = run.settings(settings), run.call, has_float64_weights(model)
     inputs = CompiledInputs(call.kind, list(call.named), call.positional, run.counts, wide)
     samples = [narrowed(sample(tensor, run.counts), wide) for tensor in call.tensors]
-    like = next(
-        (e for e in earlier if e.graph is not None and e.inputs.micro_batch == inputs.micro_batch), None
-    )
-    new = like
-    if new is None:
-        layout = earlier[0].memory_format if earlier else None
-        new = _captured(
-            model, inputs, call, options, settings, samples, layout, needs_values=not is_plan_only
-        )
-    graph, chosen = new.graph, new.settings
+    same = [e for e in earlier if e.graph is not None and e.inputs.micro_batch == inputs.micro_batch]
+    layout = earlier[0].memory_format if earlier else None
+    new = same[0] if same else _captured(model, call, options, settings, samples, layout, is_plan_only)
+    graph = new.graph
     assert graph is not None
-    settings = replace(settings, anchors=chosen.anchors, products_in_float32=chosen.products_in_float32)
+    anchors = [anchor for anchor in new.anchors.by_name.values() if anchor is not None]
+    anchors += [anchor for note in new.notes for anchor in note.anchors]
+    settings = replace(settings, anchors=tuple(anchors), products_in_float32=new.settings.products_in_float32)
     if settings.counts.replicas > 1 and options.broadcast_buffers:
         _check_buffers(graph, settings.counts.replicas)
     done("capture")
-    if like is None and not is_plan_only:
+    if not same and not is_plan_only:
         hints = measured_hints(graph, settings, options, new.memory_format, model, samples)
         new = replace(new, hints=hints)
     if settings.strategy.auto == "balance":
-        settings = with_balanced_stages(
-            graph, settings, weights_of(model), samples, together=not is_plan_only
-        )
+        weights = weights_of(model)
+        settings = with_balanced_stages(graph, settings, weights, samples, together=not is_plan_only)
     settings = with_filled_pipeline(graph.visits, used_visits(graph), settings)
     plan = compile_graph(graph, settings, done)
     compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
@@ -119,20 +114,19 @@ def compile_model(
 
 def _captured(
     model: nn.Module,
-    inputs: CompiledInputs,
     call: BoundCall,
     options: Options,
     settings: Settings,
     samples: list[Tensor],
     layout: str | None,
-    needs_values: bool,
+    is_plan_only: bool,
 ) -> Executable:
     """Capture a model between its compile hooks, and rewrite the graph for half precision and memory format.
 
     Args:
         samples: the tensors of a micro-batch
         layout:  the memory format of an earlier plan, used in place of the option; None: the option's
-    Returns: an executable with the graph, and without a plan
+    Returns: an executable with the graph, without plan and inputs
     """
     requests = requests_of(options)
     wanted = {long_name for long_name, *_ in requests.values()}
@@ -148,15 +142,14 @@ def _captured(
                 training=settings.training,
                 device=settings.device,
                 given=call.in_words(samples),
-                needs_values=needs_values,
+                needs_values=not is_plan_only,
             )
     finally:
         options._execution_strategy.onEndTracing()
         _call_hooks("Post")
     _check_overlap(graph, options)
     graph, anchors = resolve_anchors(graph, forward.traced, requests, settings.training)
-    anchors = replace(anchors, noted=tuple(anchor for note in forward.notes for anchor in note.anchors))
-    settings, kernels = replace(settings, anchors=anchors.engine_anchors), options.Precision.half_kernels
+    kernels = options.Precision.half_kernels
     if settings.device == "cpu" and kernels != "native":
         is_chosen = is_faster_in_float32 if kernels == "auto" else lambda operation, dtype: True
         graph, widened = products_in_float32(graph, is_chosen)
@@ -167,9 +160,9 @@ def _captured(
     graph, memory_format = with_layout(graph, layout or chosen)
     if chosen == "auto":
         logger.info("memoryFormat auto: %s is used", memory_format)
-    unknown: Any = None  # `compile_model` sets the plan
+    unknown: Any = None  # `compile_model` sets plan and inputs
     outputs = forward.template, forward.returned
-    return Executable(unknown, settings, inputs, *outputs, anchors, forward.notes, graph, memory_format)
+    return Executable(unknown, settings, unknown, *outputs, anchors, forward.notes, graph, memory_format)
 
 
 @dataclass

@@ -70,17 +70,10 @@ class Anchors:
     Args:
         by_name: the anchor of each short name; None: the loss scaling
         names:   all names that could be anchored, for `getTensorNames`
-        noted:   the anchors of the forward's notes
     """
 
     by_name: dict[str, Anchor | None]
     names: tuple[str, ...]
-    noted: tuple[Anchor, ...] = ()
-
-    @property
-    def engine_anchors(self) -> tuple[Anchor, ...]:
-        """Return the anchors that the engine keeps: the user's, without the loss scaling, and the notes'."""
-        return (*(anchor for anchor in self.by_name.values() if anchor is not None), *self.noted)
 
     def values(self, results: Results) -> dict[str, Tensor]:
         """Return the anchors' values in one call, by short name."""
@@ -166,12 +159,8 @@ def _marked_as_output(value: Tensor) -> Tensor:
     """Return the same tensor; if it is floating point, its `backward()` now raises an Error with a fix."""
     if value.is_floating_point():
         value.backward = _refuse_backward
-        value.__getstate__ = _no_state  # so that a saved output is a plain tensor
+        value.__getstate__ = lambda: None  # so that a saved output is a plain tensor
     return value
-
-
-def _no_state() -> None:
-    return None
 
 
 def _refuse_backward(*args: Any, **kwargs: Any) -> None:

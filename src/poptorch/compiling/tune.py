@@ -5,7 +5,7 @@ speed with other options and the throughput of several threads; they do not chan
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from popengine.compile.rewriting.partials import is_faster_in_float32, products_
 from popengine.errors import PartitionError
 from popengine.ir import Graph
 from popengine.run.instances.all_reduce import all_gather_rows
-from popengine.run.instances.process_group import FIRST_TAG, ProcessGroup, group_of
+from popengine.run.instances.process_group import FIRST_TAG, group_of
 from popengine.run.piece_costs import measure, sample_of, sharing, speedups, with_threads
 from popengine.settings import Settings, StagePlan, Strategy
 from popengine.update.optimizer_rules import rule_of
@@ -71,27 +71,21 @@ def measured_hints(
     if with_threads(1, lambda: now.several(1)) > _MOST_SECONDS:
         return NO_HINTS
     alone = with_threads(1, lambda: min(now.several(1) for _ in range(_ROUNDS)))
+    others: dict[str, Graph] = {}  # by option, the graph that it would give
+    if memory_format == "preserve" and not options.exists("memory_format") and has_convolutions(graph):
+        others['options.memoryFormat("channels_last")'] = in_channels_last(graph)
+    if options.Precision.half_kernels == "native":
+        others['options.Precision.halfKernels("auto")'], _ = products_in_float32(graph, is_faster_in_float32)
     gains = {}
-    for name, other in _graphs_by_option(graph, options, memory_format).items():
-        changed = sample_of(partition(other, _EACH_ALONE), weights, samples)
-        gains[name] = with_threads(1, partial(speedups, now.several, changed.several, alone)).low
+    for name, other in others.items():
+        if other is not graph:
+            changed = sample_of(partition(other, _EACH_ALONE), weights, samples)
+            gains[name] = with_threads(1, partial(speedups, now.several, changed.several, alone)).low
     threads, rows = torch.get_num_threads(), []
     if threads > 1:
         gain, cost = sharing(now.several, threads, alone)
         rows.append([threads, *gain, cost])
     return {"hints": gains, "sharing": rows}
-
-
-def _graphs_by_option(graph: Graph, options: Options, memory_format: str) -> dict[str, Graph]:
-    """Return {option that is not set: the graph rewritten by it}, without options that leave it unchanged."""
-    others: dict[str, Callable[[Graph], Graph]] = {}
-    if memory_format == "preserve" and not options.exists("memory_format") and has_convolutions(graph):
-        others['options.memoryFormat("channels_last")'] = in_channels_last
-    if options.Precision.half_kernels == "native":
-        others['options.Precision.halfKernels("auto")'] = lambda graph: products_in_float32(
-            graph, is_faster_in_float32
-        )[0]
-    return {name: made for name, change in others.items() if (made := change(graph)) is not graph}
 
 
 def calls_user_code(graph: Graph) -> bool:
@@ -121,22 +115,15 @@ def with_balanced_stages(
     costs = _block_costs(graph, settings, weights, inputs)
     if together and settings.training and settings.counts.instances > 1:
         group = group_of(settings.counts.instances)
-        seconds = _seconds_of_instance_0(group, [cost.seconds for cost in costs])
+        mine = torch.tensor([[cost.seconds for cost in costs]], dtype=torch.float64)
+        facts = {"AutoBalance": {"blocks": str(len(costs))}}
+        gather = partial(all_gather_rows, group, range(group.size), FIRST_TAG, mine)
+        seconds = group.after_barrier("AutoBalance", facts, gather)[0].tolist()
         costs = [replace(cost, seconds=spent) for cost, spent in zip(costs, seconds, strict=True)]
     cut = balance(costs, settings.strategy.ipus, settings.strategy.capacity)
     logger.info("AutoBalance placed %d blocks:\n%s", len(costs), balance_in_words(costs, cut))
     stages = tuple(StagePlan(blocks, ipu) for ipu, blocks in enumerate(cut))
     return replace(settings, strategy=replace(settings.strategy, auto=None, stages=stages))
-
-
-def _seconds_of_instance_0(group: ProcessGroup, seconds: list[float]) -> list[float]:
-    """Return the `seconds` of instance 0, so that all instances choose the same stages."""
-    mine = torch.tensor([seconds], dtype=torch.float64)
-    facts = {"AutoBalance": {"blocks": str(len(seconds))}}
-    found = group.after_barrier(
-        "AutoBalance", facts, lambda: all_gather_rows(group, range(group.size), FIRST_TAG, mine)
-    )
-    return found[0].tolist()
 
 
 def _block_costs(
