@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 import poptorch
-from poptorch.data.rows import concatenated
+from poptorch.data.rows import concatenate_batches
 from poptorch.nested_values import tensors_of, with_tensors
 
 logger = logging.getLogger("poptorch::python")
@@ -41,7 +41,7 @@ def converted_loader(loader: Any, stage: Any, options: poptorch.Options, lightni
     predicts, n = stage == "predict", micro_batch_count(options, stage == "train")
     made: Any = None
     if type(loader).__iter__ is not DataLoader.__iter__:
-        made = Joined(loader, n, concatenated, keep_tail=predicts)
+        made = Joined(loader, n, concatenate_batches, keep_tail=predicts)
     elif predicts:
         made = _prediction_loader(loader, n, lightning)
     else:

@@ -15,7 +15,7 @@ from torch import Tensor
 from popengine.errors import BatchError, Error
 from popengine.ir import Signature
 from popengine.settings import Counts
-from poptorch.data.loader import loaded_for
+from poptorch.data.loader import loader_factors_of
 from poptorch.logs import logger
 from poptorch.nested_values import Spec, constants_of, describe, path_step, paths_of, tensors_of, with_tensors
 
@@ -147,7 +147,7 @@ def warn_about_inputs(call: BoundCall, counts: Counts, wide: bool) -> None:
         counts: the batch factors of the model's options
         wide:   whether the model has float64 weights or buffers
     """
-    loaded = {factors(theirs) for tensor in call.tensors if (theirs := loaded_for(tensor)[0])}
+    loaded = {factors(theirs) for tensor in call.tensors if (theirs := loader_factors_of(tensor)[0])}
     if others := loaded - {factors(counts)}:
         logger.warning(
             "the DataLoader and the model have different options: batches are loaded for %s, and the model"

@@ -17,7 +17,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from multiprocessing.util import Finalize
+from multiprocessing.util import Finalize, register_after_fork
 from typing import Any
 
 import torch.multiprocessing
@@ -25,16 +25,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset
 
 from popengine.errors import DataError
-from poptorch.data.loader_process import (
-    EpochEnd,
-    Loaded,
-    Restart,
-    WorkerSettings,
-    pickled,
-    serve,
-    unpacked,
-)
-from poptorch.data.loader_state import LoaderState
+from poptorch.data.loader_process import EpochEnd, Feeder, Loaded, Restart, SlotUnpickler, pickled, serve
+from poptorch.data.loader_state import LoaderState, with_epoch_ended
 from poptorch.enums import DataLoaderMode, SharingStrategy, by_name
 
 
@@ -69,12 +61,12 @@ class AsynchronousDataAccessor:
         rebatched_size: int | None = None,
     ) -> None:
         _check_arguments(dataset, buffer_size, miss_sleep_time_in_ms, rebatched_size)
-        self._length = _length(dataset, rebatched_size)  # a reference to the dataset could keep it alive
+        self._length = _batch_count(dataset, rebatched_size)  # a reference to the dataset could keep it alive
         slots = max(2, buffer_size)
         prefilled_slots = slots if early_preload else 1
         strategy = SharingStrategy(by_name(SharingStrategy, sharing_strategy))
-        settings = WorkerSettings(dataset, slots, prefilled_slots, load_indefinitely, rebatched_size)
-        self._process, self._connection = _start_worker(strategy, settings)
+        feeder = Feeder(dataset, slots, prefilled_slots, load_indefinitely, rebatched_size)
+        self._process, self._connection = _start_worker(strategy, feeder)
         # Before multiprocessing's own exit handler (priority 0), which would wait for the worker for ever.
         self._stop = Finalize(self, _stop, args=(self._process, self._connection), exitpriority=10)
         self._restart_count = 0
@@ -83,9 +75,11 @@ class AsynchronousDataAccessor:
         self._is_epoch_ended = False  # whether next() raises StopIteration until iter()
         # Whether iter() sends a Restart: after the first batch of an epoch, or if the worker waits.
         self._needs_restart = False
-        # Of a poptorch.DataLoader: the pickled state after the latest batch, and the state's "begun", one per epoch.
-        self._state = pickled(dataset.state_dict()) if hasattr(dataset, "_progress") else None  # type: ignore[union-attr]
-        self._begun: bytes | None = None
+        # Pickled states of a poptorch.DataLoader: when this epoch began, and after the latest batch without "begun".
+        self._start_state: bytes | None = None
+        if hasattr(dataset, "_progress"):
+            self._start_state = pickled(dataset._progress.next_state(dataset))  # type: ignore[union-attr]
+        self._state = self._start_state
         self._memory = self._receive("AsynchronousDataAccessor worker thread failed to start")
 
     def __len__(self) -> int:
@@ -96,11 +90,8 @@ class AsynchronousDataAccessor:
     def __iter__(self) -> Iterator[Any]:
         self._check_alive()
         if self._needs_restart:
-            epoch = None
-            if not self._is_epoch_ended and self._state is not None:
-                epoch = pickle.loads(self._state)["epoch"] + 1
-                self._state = None  # arrives with the next batch
-            self._restart(epoch=epoch)
+            after_break = not self._is_epoch_ended and self._state is not None
+            self._restart(with_epoch_ended(self._loader_state()) if after_break else None)
         self._is_epoch_ended = False
         return self
 
@@ -117,34 +108,35 @@ class AsynchronousDataAccessor:
                 for slot in self._slots_to_release:
                     self._send(slot)
                 self._slots_to_release, self._needs_restart = [message.slot], True
-                self._state, self._begun = message.state, message.begun or self._begun
-                return unpacked(message.content, self._memory[message.slot])
+                self._state = message.state
+                return SlotUnpickler(message.content, self._memory[message.slot]).load()
             else:
                 assert isinstance(message, EpochEnd)
                 self._is_epoch_ended, self._needs_restart = True, not message.is_continuing
-                self._state, self._begun = message.state, None
+                self._start_state = self._state = message.state
                 raise StopIteration
 
     def _loader_state(self) -> LoaderState:
-        """Return the loader's state after the latest batch; raise DataError between a break and a batch."""
-        if self._state is None:
-            raise DataError(
-                "after a break the order of the new epoch is known with its first batch\n"
-                "  fix: call state_dict() before iter(loader), or after a batch"
-            )
-        begun = {} if self._begun is None else {"begun": pickle.loads(self._begun)}
-        return {**pickle.loads(self._state), **begun}
+        """Return the state, after the latest batch, of the poptorch.DataLoader that the worker reads."""
+        assert self._start_state is not None and self._state is not None
+        start = pickle.loads(self._start_state)
+        if self._state is self._start_state:
+            return start
+        return {**pickle.loads(self._state), "begun": start["begun"] or start["now"]}
 
     def _resume(self, state: LoaderState) -> None:
         """Make the worker continue from a loader's `state_dict()`; batches loaded ahead are discarded."""
         self._check_alive()
-        self._state, self._begun, self._is_epoch_ended = pickled(state), None, False
-        self._restart(state=self._state)
+        self._is_epoch_ended = False
+        self._restart(state)
 
-    def _restart(self, epoch: int | None = None, state: bytes | None = None) -> None:
+    def _restart(self, state: LoaderState | None) -> None:
+        """Make the worker drop its epoch and continue from a loader's state; None: begin the next epoch."""
         self._restart_count += 1
         self._needs_restart = False
-        self._send(Restart(self._restart_count, epoch, state))
+        if state is not None:
+            self._start_state = self._state = pickled(state)
+        self._send(Restart(self._restart_count, None if state is None else self._state))
 
     def terminate(self) -> None:
         """End the worker process. Iterating afterwards raises FetcherError; the latest batch stays valid."""
@@ -165,10 +157,12 @@ class AsynchronousDataAccessor:
         raise FetcherError(f"{complaint}: {reason}")
 
     def _send(self, message: int | Restart) -> None:
+        """Send the worker a free slot's number, or a Restart; no effect if the worker is dead."""
         with suppress(OSError):  # _receive reports a dead worker, with the cause
             self._connection.send(message)
 
     def _check_alive(self) -> None:
+        """Raise FetcherError if the worker was terminated."""
         if not self._stop.still_active():
             raise FetcherError(
                 "the data accessor's worker was terminated: there is nothing left to iterate over\n"
@@ -177,6 +171,7 @@ class AsynchronousDataAccessor:
 
 
 def _check_arguments(dataset: Any, buffer_size: int, miss_sleep: float, rebatched_size: int | None) -> None:
+    """Raise AssertionError or DataError for arguments that an accessor does not take."""
     assert isinstance(buffer_size, int) and buffer_size > 0, f"buffer_size must be positive: {buffer_size}"
     assert miss_sleep >= 0, f"miss_sleep_time_in_ms must not be negative: {miss_sleep}"
     assert rebatched_size is None or rebatched_size > 1, (
@@ -198,8 +193,8 @@ def _check_arguments(dataset: Any, buffer_size: int, miss_sleep: float, rebatche
     )
 
 
-def _length(dataset: Any, rebatched_size: int | None) -> int | None:
-    """Return the number of batches in an epoch; None if not known."""
+def _batch_count(dataset: Any, rebatched_size: int | None) -> int | None:
+    """Return the number of batches that an accessor yields in an epoch; None if it is not known."""
     if not isinstance(dataset, TorchLoader) or dataset.batch_size is None or rebatched_size is None:
         rows = length_of(dataset)  # assuming one row per batch
     else:
@@ -210,7 +205,7 @@ def _length(dataset: Any, rebatched_size: int | None) -> int | None:
 
 
 def length_of(value: Any) -> int | None:
-    """Return the length of a dataset, loader or sampler; None if it has none."""
+    """Return `len(value)` for a dataset, loader or sampler; None if it has no length."""
     try:
         return len(value)
     except (TypeError, NotImplementedError):
@@ -235,38 +230,38 @@ def _generator_from_state(device: str, state: bytes) -> torch.Generator:
 ForkingPickler.register(
     torch.Generator, lambda g: (_generator_from_state, (str(g.device), g.get_state().numpy().tobytes()))
 )
-_GUARD = (
+_FIX_OF_SCRIPT = (
     'put the main part of the script under `if __name__ == "__main__":`, as the worker imports the script; or let the '
     'worker be a copy of this process: async_options={"sharing_strategy": "Fork"}'
 )
-_GRACE = 3.0  # seconds that a worker has to end its own workers
+_END_TIMEOUT = 3.0  # seconds that a worker has to end its own workers
 
 
-def _start_worker(strategy: SharingStrategy, settings: WorkerSettings) -> tuple[BaseProcess, Connection]:
+def _start_worker(strategy: SharingStrategy, feeder: Feeder) -> tuple[BaseProcess, Connection]:
     """Start a worker process; return the process, and this process's end of the connection to it.
 
     Raises: DataError, if the dataset can't be pickled, if the worker ends before it has read the dataset, or
         if this process is a worker that imports the script
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # a worker that imports the script
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise DataError(
-            f"an asynchronous loader is made while its own worker process starts\n  fix: {_GUARD}"
+            f"an asynchronous loader is made while its own worker process starts\n  fix: {_FIX_OF_SCRIPT}"
         )
     context: Any = torch.multiprocessing.get_context(_START_METHODS[strategy])
     if strategy == SharingStrategy.ForkServer:
         context.set_forkserver_preload(["__main__", "poptorch.data.loader_process"])
     ours, theirs = context.Pipe()
-    inherited = ours if strategy == SharingStrategy.Fork else None
+    register_after_fork(ours, Connection.close)  # a forked process that holds it would keep the worker alive
     as_bytes = strategy in (SharingStrategy.ForkServer, SharingStrategy.FileSystem)
     try:
-        arguments = (theirs, inherited, pickle.dumps(settings) if as_bytes else settings)
+        arguments = (theirs, pickle.dumps(feeder) if as_bytes else feeder)
         process = context.Process(target=serve, args=arguments, name="poptorch-data", daemon=False)
         process.start()
     except BrokenPipeError as error:
         ours.close()
         raise DataError(
             f"the loader's worker process ended before it had read the dataset: see its output above\n"
-            f"  why: usually it imports the script, which makes another loader\n  fix: {_GUARD}"
+            f"  why: usually it imports the script, which makes another loader\n  fix: {_FIX_OF_SCRIPT}"
         ) from error
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         ours.close()
@@ -282,23 +277,24 @@ def _start_worker(strategy: SharingStrategy, settings: WorkerSettings) -> tuple[
 
 
 def _stop(process: BaseProcess, connection: Connection) -> None:
-    """End the worker, within 3 s, and then all processes that it started; close the connection."""
+    """Close the connection; end the worker, by SIGKILL after 3 s, and all processes that it started."""
     process.terminate()
     connection.close()
-    process.join(_GRACE)
+    process.join(_END_TIMEOUT)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid or 0, signal.SIGKILL)
     process.join()
 
 
 def _cause_of_death(process: BaseProcess) -> str:
-    """Return, as text, why a worker process has ended, and a fix. Waits up to 3 s for its exit code."""
-    process.join(_GRACE)
+    """Wait up to 3 s for a worker process to end, and return the cause and a fix, as text."""
+    process.join(_END_TIMEOUT)
     code = process.exitcode
     if code is None or code >= 0:
         return (
             f"the worker process ended with exit code {code}: see its output above\n"
-            f"  why: where that is about a process that starts, the worker has run the script anew\n  fix: {_GUARD}"
+            f"  why: where that is about a process that starts, the worker has run the script anew\n"
+            f"  fix: {_FIX_OF_SCRIPT}"
         )
     hints = {
         signal.SIGKILL: "usually the machine is out of memory: use fewer workers or a smaller buffer_size",

@@ -6,7 +6,7 @@ Otherwise as in PopTorch: each process has a contiguous share of the order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,41 +18,44 @@ from poptorch.logs import logger
 from poptorch.options import Options
 
 
-def partition_of(
+def sampler_of_process(
     options: Options,
     dataset: Any,
     micro_batch: int | None,
     shuffle: bool,
     drop_last: bool,
-    given: str | None,
-    generator: torch.Generator | None = None,
+    others: Mapping[str, Any],
 ) -> Sampler[int] | None:
-    """Return a sampler of this process's rows. Warn if processes have different numbers of batches.
+    """Return a sampler of the rows that this process reads. Warn if another process has more batches.
 
-    For one process None (torch's sampler), unless rows belong to replicas and the options' seed shuffles.
+    Return None for a single process, whose rows torch's own sampler chooses, unless rows belong to replicas
+    and the options' seed shuffles them.
 
     Args:
         micro_batch: rows of a micro-batch; None if the dataset itself yields batches
-        given:     the name of the argument by which the user gave a sampler, if any
-        generator: the user's generator; it replaces the options' seed in a single process
+        others: further arguments of torch's loader; a "generator" replaces the seed in a single process
 
     Raises:
-        DataError: several processes and a sampler of the user; or, with drop_last, no batch for each process
+        DataError: several processes and a sampler in `others`; or `drop_last` and too few rows for each
         AssertionError: several processes and an IterableDataset, no `micro_batch`, or `shuffle` without seed
     """
     distributed, counts = options.Distributed, options._counts()
     processes, by_replica = distributed.numProcesses, distributed.rows_by_replica
+    users_sampler = next(
+        (name for name in ("batch_sampler", "sampler") if others.get(name) is not None), None
+    )
     is_iterable = isinstance(dataset, IterableDataset)
     if processes == 1:
         # The options' seed orders the rows of a single process, too: any number of processes has the same order.
-        is_seeded = by_replica and shuffle and options.exists("random_seed") and generator is None
-        if not is_seeded or given or micro_batch is None or is_iterable:
+        has_seed = options.exists("random_seed") and others.get("generator") is None
+        is_seeded = by_replica and shuffle and has_seed
+        if not is_seeded or users_sampler or micro_batch is None or is_iterable:
             return None
-    if given:
+    if users_sampler:
         raise DataError(
-            f"{given} is mutually exclusive with auto_distributed_partitioning=True: both decide "
+            f"{users_sampler} is mutually exclusive with auto_distributed_partitioning=True: both decide "
             f"what process {distributed.processId} of {processes} reads\n"
-            f"  fix: auto_distributed_partitioning=False, and a {given} that reads one share"
+            f"  fix: auto_distributed_partitioning=False, and a {users_sampler} that reads one share"
         )
     assert not is_iterable, (
         "auto_distributed_partitioning not supported for IterableDataset: yield each process's own share "
@@ -96,10 +99,11 @@ class ProcessSampler(Sampler[int]):
     """A sampler of the rows of one process, from an order of all rows that is the same in all processes.
 
     Args:
-        seed: of the order of all `rows`, which is shuffled anew in each epoch; None: the dataset's order
-        get_indices: returns the process's indices into the order, which are taken modulo `rows`
-        leftovers: number of rows that no process reads. With a seed, it is added to the indices in each odd
-            epoch (the first, the third, ...), so that two epochs reach every index
+        rows: number of rows of the dataset
+        seed: of the random order of the rows, drawn anew in each epoch; None: the order is the dataset's
+        get_indices: returns the process's indices into that order, which are taken modulo `rows`
+        leftovers: number of rows that no process reads. With a seed, this number is added to the indices in
+            the first, third, ... epoch, so that every index is read in one of two epochs
     """
 
     def __init__(
@@ -122,12 +126,12 @@ class ProcessSampler(Sampler[int]):
 def _indices_of_process(index_count: int, width: int | None, processes: int, process: int) -> torch.Tensor:
     """Return the indices, into the order of the rows, that a process reads.
 
-    Without `width`: a contiguous share. With it, groups of `width` rows are assigned to the processes in
-    turn, so that a replica's rows in an update are the same for any number of processes.
-
     Args:
         index_count: number of indices to divide among the processes
-        width:       rows that the replicas of one process read together: a micro-batch of each input group
+        width:       rows that the replicas of a process read at a time. Groups of so many rows are assigned
+            to the processes in turn, so that a replica's rows in an update are the same for any number of
+            processes. None: each process reads a contiguous share
+        process:     index of the process
     """
     indices = torch.arange(index_count)
     if width is None:

@@ -17,25 +17,24 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from popengine.errors import DataError
 from popengine.settings import Counts
 from poptorch.data.accessor import AsynchronousDataAccessor, length_of
-from poptorch.data.dataset_shares import partition_of
-from poptorch.data.loader_state import Progress, Resumable, checked
-from poptorch.data.rows import grouped, rebatched
+from poptorch.data.dataset_shares import sampler_of_process
+from poptorch.data.loader_state import Progress, ResumableSampler, adapted_state
+from poptorch.data.rows import group_batches, rebatch_rows
 from poptorch.enums import DataLoaderMode, by_name
 from poptorch.logs import logger
 from poptorch.nested_values import tensors_of
 from poptorch.options import Options
 
-# Recorders of profiles. After each wait for a batch, `note("loader", start)` of all recorders is called, since a loader
-# has no reference to its executor. `start`: when the wait began (`time.perf_counter_ns`).
-listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+# Recorders of profiles, to which each wait for a batch is reported, since a loader has no reference to its executor.
+wait_recorders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 # The batch factors and rows of a micro-batch for which a combined batch was loaded, by the batch's first tensor.
 _loaded = WeakTensorKeyDictionary()
 
 
-def loaded_for(tensor: torch.Tensor) -> tuple[Counts | None, int | None]:
-    """Return the batch factors, and the rows of a micro-batch (None: not known), for which a DataLoader made
-    the batch with this first tensor; (None, None) for other tensors."""
+def loader_factors_of(tensor: torch.Tensor) -> tuple[Counts | None, int | None]:
+    """Return the batch factors of the DataLoader whose batch has this first tensor, and the rows of its
+    micro-batches (None: not known). Return (None, None) for a tensor that no loader made."""
     return _loaded.get(tensor) or (None, None)
 
 
@@ -57,10 +56,6 @@ class DataLoader(torch.utils.data.DataLoader):
         rebatched_worker_size: rows that each worker loads at once, where rows are regrouped (default C).
         batch_sampler: yields the row indices of each micro-batch; excludes batch_size and shuffle.
     """
-
-    options: Options
-    mode: DataLoaderMode
-    drops_last: bool  # whether an incomplete combined batch is left out; `drop_last` is the argument of torch's loader
 
     def __init__(
         self,
@@ -85,37 +80,40 @@ class DataLoader(torch.utils.data.DataLoader):
         self._save_arguments({**locals(), **kwargs})
         self.options, self._progress = options, Progress()
         self.mode = DataLoaderMode(by_name(DataLoaderMode, mode))
-        self.drops_last = drop_last
+        self.drops_last = (
+            drop_last  # whether an incomplete combined batch is left out; torch's is `drop_last`
+        )
         self._accessor: AsynchronousDataAccessor | None = None
         assert "rebatched_size" not in (async_options or {}), (
             "'rebatched_size' is what the loader computes: use mode=poptorch.DataLoaderMode.AsyncRebatched"
         )
 
+        if batch_sampler is not None and (batch_size != 1 or shuffle):
+            raise DataError(
+                "batch_sampler is mutually exclusive with batch_size and shuffle: it decides both\n"
+                "  fix: DataLoader(options, dataset, batch_sampler=sampler)"
+            )
         micro_batch_count = options._counts().product  # micro-batches of a combined batch
         # Elements of the sampler per combined batch.
         self._elements_per_batch = 1 if batch_sampler is None else micro_batch_count
-        self._micro_batch = micro_batch = _rows_of_a_micro_batch(batch_size, shuffle, batch_sampler)
-        self._combined_batch_size = None if micro_batch is None else micro_batch * micro_batch_count
-        self._worker_size = self._rows_to_regroup(rebatched_worker_size, batch_sampler)
+        # Rows of a micro-batch; None: not known.
+        self._micro_batch = getattr(batch_sampler, "batch_size", None) if batch_sampler else batch_size
+        self._combined_batch_size = self._micro_batch and self._micro_batch * micro_batch_count
+        self._worker_size = self._worker_batch_size(rebatched_worker_size, batch_sampler)
         self._share_count = options.Distributed.numProcesses  # processes that count batches separately
-        if auto_distributed_partitioning:
-            others = {"batch_sampler": batch_sampler, "sampler": kwargs.get("sampler")}
-            given = next((name for name, value in others.items() if value is not None), None)
-            sampler = partition_of(
-                options, dataset, batch_size, bool(shuffle), drop_last, given, kwargs.get("generator")
-            )
-            if sampler is not None:
-                kwargs["sampler"], shuffle = sampler, None
-            if options.Distributed.rows_by_replica:
-                self._share_count = 1
-
-        num_workers = _worker_count(num_workers, dataset, kwargs.get("worker_init_fn"))
         if batch_sampler is not None:
             kwargs["batch_sampler"] = batch_sampler
         else:
             kwargs["batch_size"] = self._worker_size or self._combined_batch_size
             kwargs["drop_last"] = drop_last and batch_size is not None and self._worker_size is None
             kwargs["shuffle"] = shuffle
+        if auto_distributed_partitioning:
+            sampler = sampler_of_process(options, dataset, batch_size, bool(shuffle), drop_last, kwargs)
+            if sampler is not None:
+                kwargs |= {"sampler": sampler, "shuffle": None}
+            if options.Distributed.rows_by_replica:
+                self._share_count = 1
+        num_workers = _worker_count(num_workers, dataset, kwargs.get("worker_init_fn"))
         super().__init__(
             dataset,
             num_workers=num_workers,
@@ -123,17 +121,12 @@ class DataLoader(torch.utils.data.DataLoader):
             **kwargs,
         )
         if not drop_last and not options.exists("new_shapes"):
-            if batch_sampler is not None:
-                _warn_of_incomplete_batch(length_of(batch_sampler), micro_batch_count, "micro-batches")
-            elif (rows := self._row_count()) is not None:
-                _warn_of_incomplete_batch(rows, self._combined_batch_size or 1, "rows")
+            self._warn_of_incomplete_batch(batch_sampler)
         if self.mode != DataLoaderMode.Sync:
             if self.pin_memory:
                 self.pin_memory = False
-                logger.warning(
-                    "pin_memory=True has no effect in mode %s: batches arrive in shared memory",
-                    self.mode.name,
-                )
+                why = "batches arrive in shared memory"
+                logger.warning("pin_memory=True has no effect in mode %s: %s", self.mode.name, why)
             self._accessor = AsynchronousDataAccessor(self, **(async_options or {}))
 
     @property
@@ -143,6 +136,7 @@ class DataLoader(torch.utils.data.DataLoader):
 
     @property
     def is_asynchronous(self) -> bool:
+        """Return whether batches come from a worker process (modes Async and AsyncRebatched)."""
         return self._accessor is not None
 
     def terminate(self) -> None:
@@ -156,9 +150,6 @@ class DataLoader(torch.utils.data.DataLoader):
 
         `"epoch"` counts the epochs that have ended, `"position"` the batches yielded in the current epoch.
         Random numbers that a dataset draws in processes of `num_workers` are not part of the state.
-
-        Raises:
-            DataError: an asynchronous loader has begun a new epoch after a break, without a batch so far
         """
         return self._progress.state(self) if self._accessor is None else self._accessor._loader_state()
 
@@ -172,17 +163,16 @@ class DataLoader(torch.utils.data.DataLoader):
         Raises:
             DataError: the value is not a loader's state, or this loader can't go on from it
         """
-        state = checked(state_dict, self)
+        state = adapted_state(state_dict, self)
         if self._accessor is None:
             self._progress.loaded_state = state
         else:
             self._accessor._resume(state)
 
     def __len__(self) -> int:
+        parts, size = self._row_count(), self._combined_batch_size or 1
         if self._worker_size is None:
             parts, size = super().__len__(), self._elements_per_batch
-        else:
-            parts, size = self._row_count(), self._combined_batch_size or 1
         if parts is None:
             raise TypeError(f"{type(self.dataset).__name__} has no length")
         return parts // size if self.drops_last else -(-parts // size)
@@ -191,36 +181,37 @@ class DataLoader(torch.utils.data.DataLoader):
         batches = self._progress.begin_epoch(self) if self._accessor is None else iter(self._accessor)
         return _record_batches(batches, self.options._counts(), self._micro_batch)
 
-    def _begin_epoch(self, head: int = 0) -> Iterator[Any]:
-        """Begin an epoch, and return its batches as an iterator; if rows are regrouped, skip `head` rows."""
+    def _begin_epoch(self, skipped: int = 0) -> Iterator[Any]:
+        """Begin an epoch, and return an iterator over its batches; if rows are regrouped, without the first
+        `skipped` rows."""
         batches = super().__iter__()
         if self._worker_size is not None:
-            return rebatched(batches, self._combined_batch_size or 1, not self.drops_last, head)
-        return (
-            batches
-            if self._elements_per_batch == 1
-            else grouped(batches, self._elements_per_batch, not self.drops_last)
-        )
+            return rebatch_rows(batches, self._combined_batch_size or 1, not self.drops_last, skipped)
+        if self._elements_per_batch == 1:
+            return batches
+        return group_batches(batches, self._elements_per_batch, not self.drops_last)
 
-    def _elements_before(self, position: int) -> tuple[int, int]:
-        """Return how many sampler elements, and rows of the next element, precede a batch of an epoch."""
+    def _offset_in_sampler(self, position: int) -> tuple[int, int]:
+        """Return the number of whole sampler elements before the batch with this index in an epoch, and the
+        number of rows of the next element that are before the batch, too."""
         if self._worker_size is None:
             return position * self._elements_per_batch, 0
         return divmod(position * (self._combined_batch_size or 1), self._worker_size)
 
     @property
     def _index_sampler(self) -> Any:
-        return Resumable(super()._index_sampler, self._progress)
+        """Return torch's sampler of indices, wrapped so that an iteration can start at a loaded state."""
+        return ResumableSampler(super()._index_sampler, self._progress)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for a copy or pickle of the loader, without its worker processes."""
         return {**self.__dict__, "_accessor": None, "_iterator": None}
 
     def _save_arguments(self, arguments: dict[str, Any]) -> None:
-        """Save the constructor's arguments under the names by which Lightning reads them to rebuild a loader.
+        """Save the constructor's arguments in the attributes from which Lightning rebuilds a loader.
 
-        Lightning itself would save those of torch's constructor, with the combined batch size. No effect in a
-        subclass, or if arguments are saved already.
+        Lightning itself would save the arguments of torch's constructor, with the combined batch size. No
+        effect in a subclass, or if arguments are saved already.
         """
         if type(self) is DataLoader and "__pl_saved_args" not in self.__dict__:
             for name in ("self", "kwargs", "__class__"):  # locals of the constructor that are not arguments
@@ -229,21 +220,19 @@ class DataLoader(torch.utils.data.DataLoader):
             self.__dict__.update({f"__pl_saved_{name}": value for name, value in saved.items()})
             self.__dict__["__dataset"] = arguments["dataset"]
 
-    def _rows_of_a_call(self) -> int | None:
-        """Return the rows of a call of all processes (with shares, of this process); None if not known."""
-        if self._combined_batch_size is None:
-            return None
-        return self._combined_batch_size * (
-            1 if self._share_count > 1 else self.options.Distributed.numProcesses
-        )
+    def _rows_per_call(self) -> int | None:
+        """Return the number of rows that an executor's call reads, in all processes together, or only in this
+        process if each has its own share of the dataset; None if the micro-batch is not known."""
+        processes = 1 if self._share_count > 1 else self.options.Distributed.numProcesses
+        return self._combined_batch_size and self._combined_batch_size * processes
 
     def _row_count(self) -> int | None:
-        """Return the number of rows that this process reads in an epoch; None if not known."""
+        """Return the number of rows that this process reads in an epoch; None for a stream without length."""
         return length_of(self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler)
 
-    def _rows_to_regroup(self, worker_size: int | None, batch_sampler: Any) -> int | None:
-        """Return the batch size of torch's loader if its batches are to be regrouped, else None. Raises
-        AssertionError if `worker_size` exceeds the combined batch size."""
+    def _worker_batch_size(self, worker_size: int | None, batch_sampler: Any) -> int | None:
+        """Return the rows of a batch of torch's loader if rows are regrouped into combined batches, else
+        None. Raises AssertionError if `worker_size` exceeds the combined batch size."""
         combined = self._combined_batch_size
         assert worker_size is None or combined is None or worker_size <= combined, (
             f"rebatched_worker_size={worker_size} must not be larger than the combined batch size {combined}"
@@ -255,9 +244,23 @@ class DataLoader(torch.utils.data.DataLoader):
             return None
         return worker_size or combined
 
+    def _warn_of_incomplete_batch(self, batch_sampler: Any) -> None:
+        """Log a warning if the last batch is incomplete, or may be as `batch_sampler` has no length."""
+        parts, whole, unit = self._row_count() or 0, self._combined_batch_size or 1, "rows"
+        if batch_sampler is not None:
+            parts, whole, unit = length_of(batch_sampler), self._elements_per_batch, "micro-batches"
+        if parts is None or parts % whole:
+            size = "may be incomplete" if parts is None else f"has {parts % whole} of {whole} {unit}"
+            logger.warning(
+                "drop_last=False: the last combined batch %s. An executor can't run it without"
+                " options.allowNewShapes(); drop_last=True leaves it out",
+                size,
+            )
+
     def _warn_of_no_batch(self) -> None:
-        if self.mode == DataLoaderMode.Sync:  # an asynchronous loader raises
-            rows, combined = self._row_count(), self.combinedBatchSize
+        """Log a warning that the dataset has too few rows; no effect in asynchronous modes, which raise."""
+        if self.mode == DataLoaderMode.Sync:
+            rows, combined = self._row_count(), self._combined_batch_size
             logger.warning(
                 "the DataLoader yields no batch: its dataset has %s rows, and a call takes %s (batch_size x device "
                 "iterations x accumulation x replicas). Use more data, or lower one of these",
@@ -266,27 +269,16 @@ class DataLoader(torch.utils.data.DataLoader):
             )
 
 
-def _rows_of_a_micro_batch(batch_size: int | None, shuffle: bool | None, batch_sampler: Any) -> int | None:
-    """Return the rows of a micro-batch; None: not known. Raises DataError if arguments exclude each other."""
-    if batch_sampler is None:
-        return batch_size
-    if batch_size != 1 or shuffle:
-        raise DataError(
-            "batch_sampler is mutually exclusive with batch_size and shuffle: it decides both\n"
-            "  fix: DataLoader(options, dataset, batch_sampler=sampler)"
-        )
-    return getattr(batch_sampler, "batch_size", None)
-
-
 def _record_batches(batches: Iterator[Any], counts: Counts, micro_batch: int | None) -> Iterator[Any]:
-    """Yield the batches; report each wait to `listeners`, and store the other arguments for `loaded_for`."""
+    """Yield the batches. Report the wait for each batch to `wait_recorders`, and store `counts` and the rows
+    of a micro-batch for `loader_factors_of`."""
     while True:
         start = time.perf_counter_ns()
         try:
             batch = next(batches)
         except StopIteration:
             return
-        for listener in list(listeners):
+        for listener in list(wait_recorders):
             listener.note("loader", start)
         for tensor in tensors_of(batch)[:1]:
             _loaded[tensor] = counts, micro_batch
@@ -296,7 +288,7 @@ def _record_batches(batches: Iterator[Any], counts: Counts, micro_batch: int | N
 
 def _worker_count(num_workers: int, dataset: Any, worker_init_fn: Any) -> int:
     """Return `num_workers`, at most one per core; for an IterableDataset unchanged. Log a warning if the
-    number is reduced, or if the workers of an IterableDataset all read the same rows."""
+    number is reduced, or if each of several workers would yield all rows of an IterableDataset."""
     if isinstance(dataset, IterableDataset):
         if num_workers > 1 and worker_init_fn is None:
             logger.warning(
@@ -310,15 +302,3 @@ def _worker_count(num_workers: int, dataset: Any, worker_init_fn: Any) -> int:
     if num_workers > cores:
         logger.warning("num_workers=%d is more than this machine's cores: using %d", num_workers, cores)
     return min(num_workers, cores)
-
-
-def _warn_of_incomplete_batch(parts: int | None, whole: int, unit: str) -> None:
-    """Log a warning if the last batch is, or may be, incomplete. `parts`: number of `unit` (rows or
-    micro-batches) in an epoch, None if not known; `whole`: in a complete batch."""
-    if parts is None or parts % whole:
-        size = "may be incomplete" if parts is None else f"has {parts % whole} of {whole} {unit}"
-        logger.warning(
-            "drop_last=False: the last combined batch %s. An executor can't run it without options.allowNewShapes();"
-            " drop_last=True leaves it out",
-            size,
-        )

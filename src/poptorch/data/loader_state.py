@@ -1,8 +1,9 @@
-"""The state of a loader within its epochs, from which another process goes on with the same rows.
+"""The state of a loader, from which another process continues in the middle of an epoch with the same rows.
 
-The rows of an epoch depend on random numbers that are drawn when it begins. So a state has the states of the
-generators at the beginning of the epoch ("begun") and at present ("now"). To resume, the epoch begins with
-the first; the rows that were yielded are skipped without being loaded; then the second is set.
+The rows of an epoch depend on random numbers that are drawn when the epoch begins. So a state has the states
+of the generators at the beginning of the epoch ("begun"; None between two epochs) and at present ("now"). To
+resume, the generators are set to "begun" and the epoch begins; the rows that were yielded are skipped without
+being loaded; then the generators are set to "now".
 """
 
 import random
@@ -22,7 +23,8 @@ LoaderState = dict[str, Any]
 
 
 def random_state() -> RandomState:
-    """Return the states of the global random generators, in types for `torch.load(weights_only=True)`."""
+    """Return the states of the global generators of torch, numpy and Python, in types that
+    `torch.load(weights_only=True)` reads."""
     numpys: Any = numpy.random.get_state(legacy=False)
     key = torch.from_numpy(numpys["state"]["key"].astype("int64"))
     return {
@@ -43,6 +45,13 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(numbers), gauss))
 
 
+def with_epoch_ended(state: LoaderState) -> LoaderState:
+    """Return the state after the current epoch is left by a `break`; a state between two epochs unchanged."""
+    if state["begun"] is None:
+        return state
+    return {**state, "epoch": state["epoch"] + 1, "position": 0, "begun": None}
+
+
 class Progress:
     """The position of a loader: the number of ended epochs, and of batches yielded in the current epoch."""
 
@@ -50,7 +59,8 @@ class Progress:
         self.epoch, self.position = 0, 0
         self.begun: LoaderState | None = None  # generators when this epoch began; None between two epochs
         self.loaded_state: LoaderState | None = None  # from which the next epoch continues
-        self.iterate: Callable[[Iterable[Any]], Iterator[Any]] = iter  # of `Resumable`, at its next `iter()`
+        # The function by which ResumableSampler iterates over its sampler the next time.
+        self.iterate: Callable[[Iterable[Any]], Iterator[Any]] = iter
 
     def state(self, loader: Any) -> LoaderState:
         """Return the state of a loader; if a state was loaded, that state until the next epoch begins."""
@@ -59,29 +69,34 @@ class Progress:
         position = {"epoch": self.epoch, "position": self.position}
         return {**position, **_layout(loader), "begun": self.begun, "now": _generator_states(loader)}
 
+    def next_state(self, loader: Any) -> LoaderState:
+        """Return the loaded state, if there is one, else the state at the beginning of the next epoch."""
+        return self.loaded_state or with_epoch_ended(self.state(loader))
+
     def begin_epoch(self, loader: Any) -> Iterator[Any]:
         """Begin the loader's next epoch, and return an iterator over its batches. If a state was loaded,
         clear it, restore its random generators, and continue its epoch after the batches already yielded."""
-        loaded_state, self.loaded_state = self.loaded_state, None
-        if loaded_state is None:
-            self.epoch += self.begun is not None  # a `break` has ended the one before
-            self.position, self.begun = 0, _generator_states(loader)
+        state, is_loaded = self.next_state(loader), self.loaded_state is not None
+        self.loaded_state = None
+        self.epoch, self.position = state["epoch"], state["position"]
+        self.begun = begun = state["begun"] or state["now"]
+        if not is_loaded:
             return self._count_batches(loader, loader._begin_epoch())
-        self.epoch, self.position = loaded_state["epoch"], loaded_state["position"]
-        self.begun = begun = loaded_state["begun"] or loaded_state["now"]
-        now = None if loaded_state["begun"] is None else loaded_state["now"]["random"]
-        loader._iterator = None  # persistent workers may have begun another epoch
+        now = None if state["begun"] is None else state["now"]["random"]
+        if now is not None or begun["fresh"]:
+            loader._iterator = None  # persistent workers may have begun another epoch
         _set_generators(loader, begun)
         if isinstance(loader.dataset, IterableDataset):
             return self._count_batches(
                 loader, _after_skip(loader._begin_epoch(), self.position, now, ahead=0)
             )
         begin = None if begun["fresh"] else partial(_set_generators, loader, begun)
-        parts, head = loader._elements_before(self.position)
+        parts, head = loader._offset_in_sampler(self.position)
         self.iterate = partial(_after_skip, count=parts, random=now, ahead=1, begin=begin)
         return self._count_batches(loader, loader._begin_epoch(head))
 
     def _count_batches(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches and count them; then count the epoch, and warn if the first epoch was empty."""
         for batch in batches:
             self.position += 1
             yield batch
@@ -91,8 +106,8 @@ class Progress:
         self.epoch, self.position, self.begun = self.epoch + 1, 0, None
 
 
-class Resumable:
-    """A wrapper of a sampler; the first iteration after a state was loaded skips elements already yielded."""
+class ResumableSampler:
+    """A wrapper of a sampler, whose next iteration is by `progress.iterate`, and later ones by `iter`."""
 
     def __init__(self, sampler: Any, progress: Progress) -> None:
         self.sampler, self.progress = sampler, progress
@@ -113,7 +128,9 @@ def _after_skip(
     ahead: int,
     begin: Callable[[], None] | None = None,
 ) -> Iterator[Any]:
-    """Yield the elements after the first `count`. (A generator: new workers of torch draw a seed before.)
+    """Yield the elements of `parts` after the first `count`.
+
+    It must be a generator: new workers of torch draw a seed between the call and the first `next()`.
 
     Args:
         random: state for the global generators, set after the skipped elements and `ahead` more; or None
@@ -131,8 +148,8 @@ def _after_skip(
     yield from rest
 
 
-def checked(state: Mapping[str, Any], loader: Any) -> LoaderState:
-    """Return a checked copy of a loader's state, with the position counted in batches of this loader.
+def adapted_state(state: Mapping[str, Any], loader: Any) -> LoaderState:
+    """Return a copy of another loader's state, with the position counted in batches of this loader.
 
     Raises:
         DataError: the value is not a loader's state, it has other random generators than this loader, or rows
@@ -166,10 +183,11 @@ def checked(state: Mapping[str, Any], loader: Any) -> LoaderState:
 
 def _layout(loader: Any) -> dict[str, Any]:
     """Return the number of processes with shares of their own (1: no shares), and the rows of a call."""
-    return {"shares": loader._share_count, "rows": loader._rows_of_a_call()}
+    return {"shares": loader._share_count, "rows": loader._rows_per_call()}
 
 
 def _describe_layout(layout: Mapping[str, Any]) -> str:
+    """Return a result of `_layout` as text for an error message."""
     shares = (
         f"{layout['shares']} processes with a share each" if layout["shares"] > 1 else "one order for all"
     )
@@ -184,7 +202,7 @@ def _own_generators(loader: Any) -> list[torch.Generator]:
 
 
 def _generator_states(loader: Any) -> LoaderState:
-    """Return the states of the random generators on which a loader's rows depend."""
+    """Return the states of the global generators and the loader's own, and whether an epoch changes them."""
     return {
         "random": random_state(),
         "own": [generator.get_state() for generator in _own_generators(loader)],

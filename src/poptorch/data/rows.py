@@ -1,4 +1,4 @@
-"""Rows: batches concatenated or cut along dimension 0 of their tensors."""
+"""Concatenate and cut batches along dimension 0 of their tensors."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -10,8 +10,9 @@ from popengine.errors import DataError
 from poptorch.nested_values import describe, tensors_of, with_tensors
 
 
-def concatenated(batches: Sequence[Any]) -> Any:
-    """Return one batch with the rows of all batches. Raises DataError if more than their tensors differs."""
+def concatenate_batches(batches: Sequence[Any]) -> Any:
+    """Return a batch whose tensors are concatenated from those of all batches. Raises DataError if the
+    batches differ in structure or constants."""
     if len(batches) == 1:
         return batches[0]
     if any(describe(batch) != describe(batches[0]) for batch in batches[1:]):
@@ -24,35 +25,38 @@ def concatenated(batches: Sequence[Any]) -> Any:
     return with_tensors(batches[0], (torch.cat(column) for column in columns))
 
 
-def grouped(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterator[Any]:
-    """Yield each `size` consecutive batches as one batch; with `keep_tail` also the last, fewer ones."""
+def group_batches(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterator[Any]:
+    """Yield a concatenation of each `size` consecutive batches; with `keep_tail` also of fewer, at the
+    end."""
     source = iter(batches)
     while group := list(islice(source, size)):
         if len(group) == size or keep_tail:
-            yield concatenated(group)
+            yield concatenate_batches(group)
 
 
-def rebatched(batches: Iterable[Any], size: int, keep_tail: bool, head: int = 0) -> Iterator[Any]:
-    """Yield the rows, from row `head` on, in batches of `size`; with `keep_tail` also an incomplete one."""
+def rebatch_rows(batches: Iterable[Any], size: int, keep_tail: bool, skipped: int = 0) -> Iterator[Any]:
+    """Yield the rows of all batches but the first `skipped`, in batches of `size` rows; with `keep_tail` also
+    a last batch of fewer rows."""
     parts: list[Any] = []
     missing = size
     for batch in batches:
-        start, rows = head, rows_of(batch)
-        head = 0
+        start, rows = skipped, row_count_of(batch)
+        skipped = 0
         while start < rows:
             taken = min(rows - start, missing)
             cut = (tensor.narrow(0, start, taken) for tensor in tensors_of(batch))
             parts.append(with_tensors(batch, cut) if taken < rows else batch)
             start, missing = start + taken, missing - taken
             if not missing:
-                yield concatenated(parts)
+                yield concatenate_batches(parts)
                 parts, missing = [], size
     if keep_tail and parts:
-        yield concatenated(parts)
+        yield concatenate_batches(parts)
 
 
-def rows_of(batch: Any) -> int:
-    """Return the size of dimension 0 of all tensors in `batch`. Raises DataError if there is not one size."""
+def row_count_of(batch: Any) -> int:
+    """Return the size of dimension 0 of a batch's tensors. Raises DataError if their sizes differ, or a
+    tensor has no dimension, or there is no tensor."""
     counts = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(batch)}
     if len(counts) != 1 or None in counts:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_of(batch)) or "no tensors"

@@ -29,7 +29,7 @@ from popengine.settings import Optimizer
 from popengine.update.optimizer_rules import RULES
 from poptorch.compiling.executable import Executable
 
-from ..data.loader import listeners
+from ..data.loader import wait_recorders
 from ..logs import counted, logger
 from ..options import Options
 from ..options.freeze_options import resolved
@@ -154,7 +154,7 @@ def start_reporter(executor: Any, options: Options, training: bool, number: int)
         directory = directory.with_name(f"{directory.name}_{number}")
     reporter = Reporter(directory / "profile.pop", options, number)
     weakref.finalize(executor, reporter.on_release)
-    listeners.add(reporter.recorder)
+    wait_recorders.add(reporter.recorder)
     _live_reporters.add(reporter)
     if threading.current_thread() is threading.main_thread() and (
         signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

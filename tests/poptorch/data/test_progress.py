@@ -167,13 +167,30 @@ def test_what_is_no_state_is_refused():
         loader.terminate()
 
 
-def test_after_a_break_an_asynchronous_loader_has_to_take_a_batch_first():
-    loader = plain(ASYNC)
-    next(iter(loader))
-    iter(loader)
-    with pytest.raises(DataError, match=r"call state_dict\(\) before iter\(loader\), or after a batch"):
-        loader.state_dict()
-    loader.terminate()
+@pytest.mark.parametrize("dataset, workers", [(Rows, 0), (Rows, 2), (Noisy, 0)])
+def test_after_a_break_all_modes_go_on_with_the_same_rows(dataset, workers):
+    seen = []
+    for mode in (DataLoaderMode.Sync, ASYNC, REBATCHED):
+        torch.manual_seed(1)
+        loader = plain(mode, dataset=dataset(ROWS), shuffle=True, num_workers=workers)
+        first = numbers([next(iter(loader))])
+        batches = iter(loader)
+        if mode != DataLoaderMode.Sync:
+            assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (1, 0)
+        seen.append((first, numbers(batches), numbers(loader)))
+        loader.terminate()
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_a_state_from_between_a_break_and_a_batch_goes_on_with_the_next_epoch():
+    torch.manual_seed(1)
+    first, second = plain(ASYNC, shuffle=True), plain(ASYNC, shuffle=True)
+    next(iter(first))
+    batches = iter(first)
+    second.load_state_dict(first.state_dict())
+    assert numbers(batches) == numbers(second)
+    first.terminate()
+    second.terminate()
 
 
 @pytest.mark.parametrize("mode", DataLoaderMode, ids=lambda mode: mode.name)
