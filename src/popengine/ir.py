@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -94,6 +94,7 @@ class Graph(Signature):
     """
 
     code: fx.Graph
+    held: tuple[Any, ...] = field(default=(), repr=False)  # objects to which the code refers by a number
 
     @property
     def signature(self) -> Signature:

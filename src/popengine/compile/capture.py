@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def capture(
     ]
     graph = as_graph(recorder, results, tuple(state.visits), set(stand_ins.trained_parameters()))
     stand_ins.check_shared({result.key for result in graph.results if result.kind in ("gradient", "buffer")})
-    return graph
+    return replace(graph, held=tuple(state.held))
 
 
 @contextlib.contextmanager

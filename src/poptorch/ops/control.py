@@ -11,7 +11,7 @@ from popengine.compile.recording.branches_and_loops import trace
 from popengine.compile.recording.current_capture import Capture, current
 from popengine.errors import Error
 
-from .library import check_tensors, listed
+from .library import check_tensors, listed, shapes_of
 
 
 def cond(
@@ -88,11 +88,10 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
             "poptorch.for_loop() takes at least one input: it returns what the last turn has made of it"
         )
     traced, outer = trace(capture, partial(_outputs, "for_loop", body), inputs)
-    expected = tuple((tuple(value.shape), value.dtype) for value in inputs)
-    if traced.outputs != expected:
+    if traced.outputs != shapes_of(inputs):
         raise Error(
             "the body of poptorch.for_loop() must return tensors of the shapes and types of its inputs, which are"
-            f" fed to the next turn\n  it takes {listed(expected)}\n  it returns {listed(traced.outputs)}"
+            f" fed to the next turn\n  it takes {listed(shapes_of(inputs))}\n  it returns {listed(traced.outputs)}"
         )
     run = torch.ops.popengine.loop_that_draws if traced.draws else torch.ops.popengine.loop
     return list(run(count, traced.packed(), list(inputs), outer))

@@ -1,8 +1,8 @@
 """Python functions that a compiled graph calls on the host: `poptorch.CPU` and custom operations.
 
-Functions can't be saved in a graph, so the graph holds a handle, the number of a function in this process.
-C++ operators for IPUs can't run here, so `custom_op` uses an implementation of the same name in Python: one
-registered by `registerCustomOp`, else one of `known_operations.py`.
+A function can't be saved in a graph, so the graph contains a handle, the number of a HostCall in this process.
+C++ operators for IPUs can't run here, so `custom_op` runs an implementation of the same name in Python, which
+was registered by `registerCustomOp` or is in `known_operations.py`.
 """
 
 import itertools
@@ -22,16 +22,17 @@ from popengine.errors import Error
 from popengine.ir import Plan
 from popengine.operations import calls_within
 
-from .known_operations import KNOWN, computed_here
-from .library import check_tensors, listed, register_computed
+from .known_operations import KNOWN, compute_known
+from .library import check_tensors, listed, register_computed, shapes_of
 
 
 @dataclass(frozen=True)
 class HostCall:
-    """A function that graphs call on the host.
+    """A function that a graph calls on the host.
 
     Args:
-        outputs:   shape and dtype of each tensor that the function returns
+        outputs:   shape and dtype of each tensor that the call returns: the function's, then those of `writes`
+        writes:    indices of the inputs that the function changes in place
         unchanged: indices of the inputs that the function must not change
         weights:   names and references of the model's tensors on the host, which it must not change either
     """
@@ -39,64 +40,68 @@ class HostCall:
     name: str
     function: Callable[..., Sequence[Tensor]]
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    writes: tuple[int, ...]
     unchanged: tuple[int, ...]
     weights: tuple[tuple[str, weakref.ref[Tensor]], ...]
 
 
-_calls: dict[int, HostCall] = {}  # by handle; never deleted, as graphs hold handles
+# By handle; a call lives as long as the graph that contains the handle.
+_host_calls: weakref.WeakValueDictionary[int, HostCall] = weakref.WeakValueDictionary()
 # Handles start at a random number, so that a graph of another process has no handle of this process.
 _handles = itertools.count(secrets.randbits(40) << 20)
 
 
-def host_call(
+def _record_host_call(
     name: str,
     function: Callable[..., Sequence[Tensor]],
     inputs: Sequence[Tensor],
     like: Sequence[Tensor],
-    writes: Sequence[int] = (),
+    writes: tuple[int, ...] = (),
     scratch: Sequence[int] = (),
 ) -> list[Tensor]:
-    """Return the outputs of a new operation that calls `function(*inputs)` each time the graph runs.
+    """Record an operation that calls `function(*inputs)` each time the graph runs, and return its outputs.
 
     Args:
-        like:    tensors with the shapes and dtypes of the outputs
+        like:    tensors with the shapes and dtypes of the function's outputs
         writes:  indices of inputs that the function changes in place; their new values follow the outputs
         scratch: indices of inputs that the function may change; their new values are dropped
     """
     check_tensors(f"{name} must return a tensor, or a list or tuple of tensors", *like)
-    handle = next(_handles)
-
-    def run(*given: Tensor) -> list[Tensor]:
-        return [*function(*given), *(given[position] for position in writes)]
-
-    shapes = tuple((tuple(v.shape), v.dtype) for v in (*like, *(inputs[position] for position in writes)))
-    unchanged = tuple(i for i in range(len(inputs)) if i not in writes and i not in scratch)
     capture = current()
-    weights = tuple(
-        (member.name, weakref.ref(member.real)) for member in (capture.stand_ins.members if capture else ())
-    )
-    _calls[handle] = HostCall(name, run, shapes, unchanged, weights)
+    assert capture is not None
+    outputs = shapes_of([*like, *(inputs[i] for i in writes)])
+    unchanged = tuple(i for i in range(len(inputs)) if i not in writes and i not in scratch)
+    weights = tuple((member.name, weakref.ref(member.real)) for member in capture.stand_ins.members)
+    handle = next(_handles)
+    _host_calls[handle] = call = HostCall(name, function, outputs, writes, unchanged, weights)
+    capture.held.append(call)
     return list(torch.ops.poptorch.host_call(list(inputs), handle))
 
 
-def _call_of_handle(handle: int) -> HostCall:
-    if handle not in _calls:
+def _find_host_call(handle: int) -> HostCall:
+    """Return the call with this handle. Raises Error for a handle of another process."""
+    call = _host_calls.get(handle)
+    if call is None:
         raise Error(
             "this graph calls a Python function on the host, and was compiled by another process, which had it\n"
             "  why: poptorch.CPU and custom_op can't be saved in an executable\n"
             "  fix: compile the model in this process, instead of loading an executable"
         )
-    return _calls[handle]
+    return call
 
 
 def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
-    call = _call_of_handle(handle)
+    """Return the outputs of a HostCall for copies of the inputs in the host's memory.
+
+    Raises: Error, if the function changes an input or a weight that it must not change, or returns other shapes
+    """
+    call = _find_host_call(handle)
     device = inputs[0].device if inputs else torch.device("cpu")
     # Copies, and no inference tensors: the function may keep its inputs or convert them to numpy.
     with torch.inference_mode(False), torch.no_grad():
         given = [value.to("cpu", copy=True) for value in inputs]
         versions, weights = [value._version for value in given], _version_counters(call)
-        made = [value.to(device) for value in call.function(*given)]
+        made = [value.to(device) for value in (*call.function(*given), *(given[i] for i in call.writes))]
         if changed := [name for name, version in _version_counters(call).items() if version != weights[name]]:
             raise Error(
                 f"{call.name} changes {', '.join(changed)} of the model on the host, and the compiled model keeps its"
@@ -112,17 +117,16 @@ def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
                     f"  fix: work on a copy, `inputs[{i}].clone()`; a forward may declare the write: writes=[{i}] of"
                     " poptorch.registerCustomOp or poptorch.CPU"
                 )
-    found = tuple((tuple(value.shape), value.dtype) for value in made)
-    if found != call.outputs:
+    if shapes_of(made) != call.outputs:
         raise Error(
-            f"{call.name} returned {listed(found)}; the graph was compiled for {listed(call.outputs)}\n"
+            f"{call.name} returned {listed(shapes_of(made))}; the graph was compiled for {listed(call.outputs)}\n"
             "  fix: return the same shapes and types at every call"
         )
     return [value.contiguous() for value in made]
 
 
 def _version_counters(call: HostCall) -> dict[str, int]:
-    """Return, by name, the version counters of the model's tensors on the host; each write increments one."""
+    """Return the version counters of the model's tensors on the host, by name; a write increments a counter."""
     with torch._C.DisableTorchFunctionSubclass():  # reading a marked tensor would copy weights to the host
         return {name: value._version for name, link in call.weights if (value := link()) is not None}
 
@@ -134,24 +138,22 @@ def _has_same_bits(value: Tensor, before: Tensor) -> bool:
 
 
 def _fake_outputs(inputs: list[Tensor], handle: int) -> list[Tensor]:
-    device = inputs[0].device if inputs else "cpu"
-    return [
-        torch.empty(shape, dtype=dtype, device=device) for shape, dtype in _call_of_handle(handle).outputs
-    ]
+    device, outputs = inputs[0].device if inputs else "cpu", _find_host_call(handle).outputs
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs]
 
 
 register_computed("host_call", _call_on_host, _fake_outputs)
 
 
 def calls_host(plan: Plan) -> bool:
-    """Return whether a compiled model, or a body of its `cond` or `for_loop`, calls Python functions."""
-    calls = {call for piece in plan.partition.pieces for call in calls_within(piece)}
+    """Return whether a compiled model, or a body of its `cond` or `for_loop`, calls functions on the host."""
+    calls = (call for piece in plan.partition.pieces for call in calls_within(piece))
     return any(call.startswith("poptorch.host_call.") for call in calls)
 
 
 @dataclass(frozen=True)
 class HostFunction:
-    """A function that runs on the host each time a graph that calls it runs.
+    """A function, and its backward, that run on the host each time a graph runs.
 
     Args:
         backward: `backward(gradients, inputs)` returns a gradient, or None, for each input; by default
@@ -165,26 +167,28 @@ class HostFunction:
     writes: tuple[int, ...] = ()
 
     def __call__(self, inputs: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs, with shapes and dtypes of `like`; write new values to the inputs `writes`."""
-        wrong = [position for position in self.writes if not 0 <= position < len(inputs)]
+        """Record a call of the function, and return its outputs, which have the shapes and dtypes of `like`;
+        the graph then copies the new values of the inputs `writes` into them. Raises Error if there is no such
+        input."""
+        wrong = [index for index in self.writes if not 0 <= index < len(inputs)]
         if wrong:
             raise Error(f"{self.name} writes input {wrong[0]}, and has {len(inputs)} inputs")
-        made = list(_HostFunctionGradient.apply(self, like, *inputs))
+        made = list(_HostAutogradFunction.apply(self, like, *inputs))
         with torch.no_grad():
-            for position, value in zip(self.writes, made[len(like) :], strict=True):
-                inputs[position].copy_(value)
+            for index, value in zip(self.writes, made[len(like) :], strict=True):
+                inputs[index].copy_(value)
         return made[: len(like)]
 
 
-class _HostFunctionGradient(torch.autograd.Function):
-    """The autograd function of a HostFunction: a host call in forward, and another in backward."""
+class _HostAutogradFunction(torch.autograd.Function):
+    """The autograd function of a HostFunction: a HostCall in forward, and another in backward."""
 
     @staticmethod
     def forward(ctx: Any, op: HostFunction, like: Sequence[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.op = op
         # Backward reads the values that the inputs had before forward changed them.
         ctx.save_for_backward(*(v.clone() if i in op.writes else v for i, v in enumerate(inputs)))
-        made = host_call(op.name, lambda *given: as_list(op.forward(*given)), inputs, like, op.writes)
+        made = _record_host_call(op.name, lambda *given: as_list(op.forward(*given)), inputs, like, op.writes)
         ctx.mark_non_differentiable(*made[len(like) :])
         return tuple(made)
 
@@ -204,14 +208,9 @@ class _HostFunctionGradient(torch.autograd.Function):
         # A backward may change its gradients. Without one, autograd runs forward again, which may change the inputs.
         scratch = range(count if op.backward is not None else count + len(inputs))
         given, like = [*gradients[:count], *inputs], [inputs[i] for i in wanted]
-        made = dict(
-            zip(
-                wanted,
-                host_call(f"the backward of {op.name}", run, given, like, scratch=scratch),
-                strict=True,
-            )
-        )
-        return (None, None, *(made.get(i) for i in range(len(inputs))))
+        made = _record_host_call(f"the backward of {op.name}", run, given, like, scratch=scratch)
+        by_index = dict(zip(wanted, made, strict=True))
+        return (None, None, *(by_index.get(i) for i in range(len(inputs))))
 
 
 def _autograd_gradients(
@@ -222,13 +221,9 @@ def _autograd_gradients(
         leaves = [value.requires_grad_(i in wanted) for i, value in enumerate(inputs)]
         pairs = zip(as_list(forward(*leaves)), gradients, strict=True)
         pairs = [(output, gradient) for output, gradient in pairs if output.requires_grad]
-        found = torch.autograd.grad(
-            [output for output, _ in pairs],
-            [leaves[i] for i in wanted],
-            [gradient for _, gradient in pairs],
-            allow_unused=True,
-            materialize_grads=True,
-        )
+        outputs, sums = [output for output, _ in pairs], [gradient for _, gradient in pairs]
+        sources = [leaves[i] for i in wanted]
+        found = torch.autograd.grad(outputs, sources, sums, allow_unused=True, materialize_grads=True)
     return list(found)
 
 
@@ -266,7 +261,7 @@ class CPU:
         return type(example)(made) if isinstance(example, (list, tuple)) else made[0]
 
     def _example(self, inputs: Sequence[Tensor]) -> Any:
-        """Return the layer's outputs for fake tensors, or for zeros if it fails with fake tensors."""
+        """Return the layer's outputs, unrecorded, for fake tensors, or for zeros if these make it fail."""
         with hidden() as fake, torch.no_grad():
             try:
                 with fake:  # during capture the model's weights are fake
@@ -276,6 +271,7 @@ class CPU:
 
 
 def as_list(value: Any) -> list[Tensor]:
+    """Return a function's result, which is a tensor or a sequence of tensors, as a list."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
@@ -330,7 +326,7 @@ def custom_op(
     _check_attributes(attributes)
     found = _registered.get((name, domain, domain_version))
     if found is None and name in KNOWN:
-        return computed_here(name, inputs, attributes, example_outputs)
+        return compute_known(name, inputs, attributes, example_outputs)
     if current() is None:
         if found is None:
             return [torch.zeros_like(example) for example in example_outputs]
@@ -349,6 +345,7 @@ def custom_op(
 
 
 def _check_attributes(attributes: dict[str, Any]) -> None:
+    """Raise ValueError for a wrong type of an attribute, and Error for a float beyond the range of float32."""
     largest = torch.finfo(torch.float32).max
     for key, value in attributes.items():
         items = list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,7 +1,8 @@
-"""Implementations in torch, by name, of custom operations that public programs load from compiled libraries.
+"""Implementations in torch of custom operations that public programs load from compiled libraries.
 
-They become part of the captured graph: autograd differentiates them, the engine draws their random numbers,
-and executables contain them. An operation of the same name registered by `registerCustomOp` takes precedence.
+The graph contains the torch operations that an implementation calls: autograd differentiates them, the engine
+draws their random numbers, and executables contain them. `custom_op` prefers an implementation that the user
+has registered under the same name (`registerCustomOp`).
 """
 
 import inspect
@@ -15,11 +16,11 @@ from popengine.errors import Error
 
 from ..logs import logger
 from .ctc import ctc_loss
-from .library import listed
+from .library import listed, shapes_of
 
-_NO_EFFECT = ("root_path", "grain_size")  # attributes: path of code for IPUs, and its layout there
-_REDUCTIONS = ("sum", "mean", "none")  # by the number of popart's enum
-_reported: set[str] = set()
+_IGNORED_ATTRIBUTES = ("root_path", "grain_size")  # the path of code for IPUs, and its layout there
+REDUCTIONS = ("sum", "mean", "none")  # by the number of popart's enum
+_warned_names: set[str] = set()  # of operations of which a warning was logged
 
 
 def copy_tensor(x: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ def ctc(
     zero_infinity: int = False,
 ) -> Tensor:
     """Return `torch.nn.functional.ctc_loss`; reduction: also popart's 0 (sum), 1 (mean) or 2 (none)."""
-    name = _REDUCTIONS[reduction] if isinstance(reduction, int) else reduction.lower()
+    name = REDUCTIONS[reduction] if isinstance(reduction, int) else reduction.lower()
     return ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, name, bool(zero_infinity))
 
 
@@ -51,7 +52,9 @@ def moving_average(average: Tensor, value: Tensor, factor: Tensor | float) -> Te
     return (factor * average + (1 - factor) * value).to(average.dtype)
 
 
-class _Proxy(torch.autograd.Function):
+class _AutogradProxy(torch.autograd.Function):
+    """The autograd function of `autograd_proxy`."""
+
     @staticmethod
     def forward(ctx: Any, value: Tensor, proxy: Tensor) -> Tensor:
         return value.clone()
@@ -62,8 +65,8 @@ class _Proxy(torch.autograd.Function):
 
 
 def autograd_proxy(value: Tensor, proxy: Tensor) -> Tensor:
-    """Return a copy of the first input, whose gradient goes to the second input only."""
-    return _Proxy.apply(value, proxy)  # type: ignore[return-value]
+    """Return a copy of the first input; the gradient of the copy goes to the second input only."""
+    return _AutogradProxy.apply(value, proxy)  # type: ignore[return-value]
 
 
 def l1_distance(first: Tensor, second: Tensor) -> Tensor:
@@ -95,7 +98,9 @@ def quantised(x: Tensor, exponent_bits: int, mantissa_bits: int, rounding: str) 
     return torch.ldexp(steps, exponent).to(x.dtype)
 
 
-class _Quantised(torch.autograd.Function):
+class _QuantisedFunction(torch.autograd.Function):
+    """The autograd function of `simulated_quant`; `how` are the arguments of `quantised` after `x`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, fwd: int, bwd: int, *how: Any) -> Tensor:
         ctx.bwd, ctx.how = bwd, how
@@ -114,10 +119,10 @@ def simulated_quant(
     fwd: int = 1,
     bwd: int = 0,
 ) -> Tensor:
-    """Return the values, rounded by `quantised` if `fwd` is set; gradients are rounded if `bwd` is set."""
+    """Return the values, rounded as by `quantised` if `fwd` is not 0; likewise gradients if `bwd` is not 0."""
     if rounding not in ("nearest", "stochastic"):
         raise Error(f'SimulatedQuant has rounding {rounding!r}\n  fix: rounding="nearest", or "stochastic"')
-    return _Quantised.apply(x, fwd, bwd, exponent_bits, mantissa_bits, rounding)  # type: ignore[return-value]
+    return _QuantisedFunction.apply(x, fwd, bwd, exponent_bits, mantissa_bits, rounding)  # type: ignore[return-value]
 
 
 KNOWN: dict[str, Callable[..., Tensor]] = {
@@ -132,17 +137,19 @@ KNOWN: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def computed_here(
+def compute_known(
     name: str, inputs: Sequence[Tensor], attributes: dict[str, Any], examples: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return, in a list, an operation's output, with the example's shape and dtype; warn once per name.
+    """Return a list of the output of the operation `KNOWN[name]`; log a warning at the first call for a name.
 
+    Args:
+        examples: one tensor, whose shape and dtype the output gets
     Raises:
-        Error: inputs, attributes or an example that don't fit the operation
+        Error: inputs, attributes or examples that don't fit the operation
     """
     function = KNOWN[name]
     signature = inspect.signature(function)
-    given = {key: value for key, value in attributes.items() if key not in _NO_EFFECT}
+    given = {key: value for key, value in attributes.items() if key not in _IGNORED_ATTRIBUTES}
     try:
         signature.bind(*inputs, **given)
     except TypeError as error:
@@ -151,13 +158,13 @@ def computed_here(
             f"  why: the one that is known here takes {signature}: {error}\n"
             f"  fix: poptorch.registerCustomOp({name!r}, domain, version, forward) says what yours computes"
         ) from None
-    if name not in _reported:
-        _reported.add(name)
+    if name not in _warned_names:
+        _warned_names.add(name)
         summary = (inspect.getdoc(function) or "").split("\n")[0]
         logger.warning("the custom operation %s is computed by poptorch's own: %s", name, summary)
     made = function(*inputs, **given)
     if [made.numel()] != [example.numel() for example in examples]:
-        found, wanted = (listed((tuple(v.shape), v.dtype) for v in values) for values in ([made], examples))
+        found, wanted = listed(shapes_of([made])), listed(shapes_of(examples))
         raise Error(
             f"the custom operation {name} makes {found}; the program's example_outputs are {wanted}\n"
             f"  fix: an example of that shape, or poptorch.registerCustomOp({name!r}, domain, version, forward)"

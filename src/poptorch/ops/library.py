@@ -1,7 +1,8 @@
-"""Register operations as `torch.ops.poptorch.*`, of three kinds.
+"""Register operations in `torch.ops.poptorch`, of three kinds; check and describe tensors.
 
-A mark is an identity that stays in the captured graph under its name. A computed operation is opaque: the
-graph doesn't hold the operations that it calls. A shorthand is transparent: the graph holds only these.
+A mark is an identity operation that the captured graph contains under its name. A computed operation is one
+node of the graph, whatever torch operations compute it. A shorthand is replaced in the graph by the torch
+operations that it calls.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,9 +28,7 @@ def register_mark(
         run:      called with the arguments each time a compiled graph runs the operation
         gradient: called with (gradient, *settings), returns the gradient of the input
     """
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema)
-
+    name = LIBRARY.define(schema)
     operation = getattr(torch.ops.poptorch, name).default
 
     def identity(first: Tensor, *settings: Any) -> Tensor:
@@ -39,20 +38,20 @@ def register_mark(
     def differentiable(first: Tensor, *settings: Any) -> Tensor:
         if torch._C._len_torch_dispatch_stack() == 0:  # no capture
             return first
-        return _MarkFunction.apply(operation, gradient, first, *settings)
+        return _MarkAutogradFunction.apply(operation, gradient, first, *settings)
 
     LIBRARY.impl(name, identity, "CompositeExplicitAutograd")
     LIBRARY.impl(name, differentiable, "Autograd")
-    torch.library.register_fake(f"poptorch::{name}", _fake_like, lib=LIBRARY)
+    torch.library.register_fake(f"poptorch::{name}", _fake_copy, lib=LIBRARY)
 
 
-def _fake_like(first: Tensor, *settings: Any) -> Tensor:
+def _fake_copy(first: Tensor, *settings: Any) -> Tensor:
     """Return a new fake tensor like `first`, not a view: a view with its own backward can't be written to."""
     return torch.empty_strided(first.size(), first.stride(), dtype=first.dtype, device=first.device)
 
 
-class _MarkFunction(torch.autograd.Function):
-    """The autograd function of a mark: the identity in forward, the registered gradient in backward."""
+class _MarkAutogradFunction(torch.autograd.Function):
+    """The autograd function of a mark: calls the mark's operation in forward, and its gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, operation: Any, gradient: Any, first: Tensor, *settings: Any) -> Tensor:
@@ -62,33 +61,37 @@ class _MarkFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        """Return the result of the registered gradient function; the other inputs have no gradient."""
         return (None, None, ctx.gradient(*grad_outputs, *ctx.settings), *[None] * len(ctx.settings))
 
 
-def register_computed(name: str, function: Callable[..., Any], pretend: Callable[..., Any]) -> None:
-    """Register `function` as a computed operation, without a gradient; its annotations give the schema.
+def register_computed(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register a computed operation without a gradient; the annotations of `function` give the schema.
 
-    `pretend` is the implementation for fake tensors.
+    Args:
+        fake: called instead of `function` with fake tensors, returns empty outputs of the right shapes
     """
     LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"poptorch::{name}", pretend, lib=LIBRARY)
+    torch.library.register_fake(f"poptorch::{name}", fake, lib=LIBRARY)
+
+
+def register_shorthand(schema: str, function: Callable[..., Any]) -> None:
+    """Register a shorthand, whose implementation is `function`."""
+    LIBRARY.impl(LIBRARY.define(schema), function, "CompositeImplicitAutograd")
 
 
 def check_tensors(rule: str, *values: Any, error: type[Exception] = Error) -> None:
-    """Raise `error` unless all values are tensors; the message is `rule` and the types of other values."""
+    """Raise `error` unless all values are tensors. The message is `rule` and the types of the wrong values."""
     wrong = [type(value).__name__ for value in values if not isinstance(value, Tensor)]
     if wrong:
         raise error(f"{rule}; found {', '.join(wrong)}")
 
 
-def listed(outputs: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> str:
-    """Return dtypes and shapes as text; "nothing" if there are none."""
-    return ", ".join(f"{dtype} {shape}" for shape, dtype in outputs) or "nothing"
+def shapes_of(values: Iterable[Tensor]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Return the shape and dtype of each tensor."""
+    return tuple((tuple(value.shape), value.dtype) for value in values)
 
 
-def register_shorthand(schema: str, function: Callable[..., Any]) -> None:
-    """Register a shorthand: a call becomes the operations that `function` calls."""
-    LIBRARY.define(schema)
-    LIBRARY.impl(schema.partition("(")[0], function, "CompositeImplicitAutograd")
+def listed(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    """Return a result of `shapes_of` as text; "nothing" if it is empty."""
+    return ", ".join(f"{dtype} {shape}" for shape, dtype in shapes) or "nothing"

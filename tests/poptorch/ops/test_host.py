@@ -1,5 +1,8 @@
 """Python on the host in the middle of a graph: CPU layers and custom operations."""
 
+import gc
+import weakref
+
 import numpy
 import pytest
 import torch
@@ -78,6 +81,32 @@ def test_cpu_is_refused_in_training_and_its_failure_is_reported():
     grows.append(1)
     with pytest.raises(poptorch.Error, match="'grows' returned"):
         model(X)
+
+
+def with_custom_op(function):
+    poptorch.registerCustomOp("Tanh", "test.ops", 1, function)
+    return lambda x: poptorch.custom_op([x], "Tanh", "test.ops", 1, [x])[0]
+
+
+def with_cpu_layer(function):
+    layer = poptorch.CPU(function, "tanh")
+    return lambda x: layer(x)
+
+
+@pytest.mark.parametrize("make", [with_custom_op, with_cpu_layer])
+def test_a_function_lives_as_long_as_the_model_that_calls_it(make):
+    function = nn.Tanh()
+    link = weakref.ref(function)
+    model = poptorch.inferenceModel(make(function), poptorch.Options().allowNewShapes())
+    del function
+    for rows in (X, X[:1]):
+        assert torch.equal(model(rows), rows.tanh())
+        gc.collect()
+    poptorch.registerCustomOp("Tanh", "test.ops", 1, torch.tanh)  # in place of `function`
+    assert torch.equal(model(X), X.tanh())
+    del model
+    gc.collect()
+    assert link() is None
 
 
 def test_a_model_that_calls_the_host_is_not_cached(tmp_path):

@@ -170,7 +170,7 @@ def test_stochastic_quantisation_is_right_on_average_and_the_same_in_every_layou
 
 
 def test_a_known_operation_is_logged_once(caplog):
-    known_operations._reported.clear()
+    known_operations._warned_names.clear()
     for _ in range(2):
         used("RemapCE", X)
     said = "the custom operation RemapCE is computed by poptorch's own: Return the same values; on IPUs their"
