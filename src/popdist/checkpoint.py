@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,9 @@ class Checkpoint:
         self._model: Any = None
         self._parts: dict[str, Any] = {}
         self._run = ""  # random and equal in all instances: distinguishes the files of a killed run
-        self._writing: files.Writing | None = None
-        self._saved_call = 0
+        self._writing: threading.Thread | None = None
+        self._failure = ""  # the text of the newest checkpoint's error
+        self._saved_call = 0  # `calls` at the newest checkpoint
         self.calls = 0
         """Calls that the training has made, including those before the restored checkpoint."""
 
@@ -88,51 +90,56 @@ class Checkpoint:
             self.save()
 
     def save(self) -> None:
-        """Copy the state, and start a thread that writes a checkpoint; first `wait` for the previous one.
+        """Copy the state, and start to write it in the background; first `wait` for the previous checkpoint.
 
-        If writing fails, the next `wait` warns; older checkpoints stay. Raises: Error, before `restore`
+        If writing fails, the next `wait` warns, and older checkpoints stay. Raises: Error, before `restore`
         """
         if self._model is None:
             raise poptorch.Error(
                 "popdist.Checkpoint doesn't know what to save\n  fix: call restore(model, loader) before the training"
             )
         self.wait()
-        place = files.Place(
-            self._directory, self.calls, self._run, self._launch.instance, self._launch.instances
-        )
-        replicas = self._launch.instances * self._model._options.replication_factor
-        self._writing = files.Writing(place, self._state(), replicas, self._keep)
-        self._writing.start()
         self._saved_call = self.calls
+        self._writing = threading.Thread(target=self._write, args=(self._state(),), daemon=True)
+        self._writing.start()
+
+    def _write(self, state: dict[str, Any]) -> None:
+        folder = self._directory / f"call-{self._saved_call}.{self._run}{files.UNFINISHED}"
+        replicas = self._launch.instances * self._model._options.replication_factor
+        self._failure = files.write(
+            folder, self._launch.instance, self._launch.instances, state, replicas, self._keep
+        )
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait for the thread that writes, if any; warn if it failed or isn't done after `seconds`."""
+        """Wait until the checkpoint that is being written, if any, is complete; warn if writing it failed, or
+        has not ended after `seconds` (None: no limit)."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
         writing.join(seconds)
         if writing.is_alive():
-            logger.warning("the checkpoint of call %d is not complete, and is left", writing.place.calls)
-        elif writing.failure:
+            logger.warning("the checkpoint of call %d is not complete, and is left", self._saved_call)
+        elif self._failure:
             logger.warning(
                 "the checkpoint of call %d could not be written: %s; the training goes on, older checkpoints stay",
-                writing.place.calls,
-                writing.failure,
+                self._saved_call,
+                self._failure,
             )
 
     # ---- contents ----------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """Return the contents of this instance's file: a share of weights and optimizer state, and the rest.
+        """Return the contents of this instance's file.
 
-        The share is every n-th name of n instances, or the shard of a sharded optimizer state. The rest is
-        buffers, rates, random state and the states of the loader and others.
+        Of n instances each saves every n-th parameter's weight and optimizer state (of a sharded state: its
+        shard), and all of its buffers, rates, random state, and the states of the loader and others.
         """
         training = training_state(self._model)
         has_shard = training.pop("shares_state")
+        differing = getattr(self._model, "per_replica_params", {})  # their values differ between instances
         for kind in ("weights", "optimizer"):
             names = sorted(training[kind])
-            chosen = {*names[self._launch.instance :: self._launch.instances], *self._differing_parameters()}
+            chosen = {*names[self._launch.instance :: self._launch.instances], *differing}
             if kind == "weights" or not has_shard:
                 training[kind] = {name: training[kind][name] for name in names if name in chosen}
         return {
@@ -142,25 +149,25 @@ class Checkpoint:
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
         }
 
-    def _differing_parameters(self) -> set[str]:
-        """Return the names of the parameters that have different values in different instances."""
-        return set(getattr(self._model, "per_replica_params", {}))
-
     def _load(self, folder: Path) -> None:
-        """Load a checkpoint of any number of instances into the arguments of `restore`. Raises: Error."""
+        """Load a checkpoint of any number of instances into the arguments of `restore`.
+
+        Raises: Error, if it is of another model or of other arguments
+        """
         count, saved = files.read(folder)
         each = count // len(saved)
         here = self._model._options.replication_factor
-        # The index of the saved replica for each replica of this instance; then the file of the first one.
+        # The index of the saved replica for each replica of this instance.
         replicas = [(self._launch.instance * here + i) % count for i in range(here)]
         own = saved[replicas[0] // each]
+        differing = getattr(self._model, "per_replica_params", {})
         state = dict(own)
         for kind in ("weights", "optimizer"):
             state[kind] = {name: value for file in saved for name, value in file[kind].items()}
-            state[kind] |= {name: own[kind][name] for name in self._differing_parameters() & own[kind].keys()}
+            state[kind] |= {name: value for name, value in own[kind].items() if name in differing}
         # Before the first call there is one set of buffers for all replicas of an instance.
         sets = [(saved[r // each]["buffers"], r % each) for r in replicas]
-        state["buffers"] = [dict(found[place if place < len(found) else 0]) for found, place in sets]
+        state["buffers"] = [dict(found[i if i < len(found) else 0]) for found, i in sets]
         set_training_state(self._model, state)
         unknown = sorted(set(self._parts) ^ set(own["parts"]))
         if unknown:
@@ -181,7 +188,7 @@ def resumable(
     """Restore the newest checkpoint, yield the remaining batches of `epochs` epochs, and save when due.
 
     All instances must make one call of the executor for each batch. The state after the last call is saved,
-    too, so that a program that is started again after its end yields no batch.
+    too: in a program that is started again after its end, no batch is left.
 
     Args: loader, executor, others: as in `Checkpoint.restore`
     """
@@ -197,6 +204,6 @@ def resumable(
 
 
 def _gather(texts: list[str]) -> list[str]:
-    """Return the texts of all instances, in the order of the instances: a collective call."""
+    """Return the texts of all instances, in the order of the instances. All instances must call it."""
     found = collectives.all_gather_bytes("".join(f"{text}\0" for text in texts).encode())
     return found.decode().split("\0")[:-1]

@@ -1,7 +1,7 @@
 """Collectives of instances outside the model: to reduce metrics, broadcast weights, gather results.
 
-Inside `execute_on_instances` only its instances take part. They make the same call with the same shapes. If
-one of them does not, or has ended, all others raise an error within seconds.
+All instances make the same call with the same shapes; inside `execute_on_instances` only its instances do. If
+one of them makes another call, or has ended, the others raise an error within seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from popengine.run.instances.process_group import ProcessGroup, group_of
 T = TypeVar("T")
 
 _TAG = 4  # the tag of messages; those of models begin at process_group.FIRST_TAG
-_chosen: Sequence[int] | None = None  # instances of execute_on_instances
+_chosen: Sequence[int] | None = None  # indices of the instances that take part; None: all
 
 
 def all_reduce(value: Tensor | float, op: str = "sum") -> Any:
@@ -86,27 +86,26 @@ def broadcast(values: Any, root: int = 0) -> Any:
 def all_gather(value: Tensor) -> Tensor:
     """Return the rows of all instances, in the order of the instances; the numbers of rows may differ.
 
-    Args: value: [rows, ...], with the same dtype and shape beyond the rows in all instances
+    Args: value: [rows, ...], with the same dtype and shape of a row in all instances
     Raises: ValueError, for a scalar tensor
     """
     if not value.dim():
         raise ValueError("all_gather: the value has no rows; fix: value.unsqueeze(0)")
     row = value.new_empty(1, *value.shape[1:])
-    found = _all_gather_bytes(_bytes_of(value).numpy().tobytes(), {"a row": row})
+    found = all_gather_bytes(_bytes_of(value).numpy().tobytes(), row)
     flat = torch.frombuffer(bytearray(found + b"\0"), dtype=torch.uint8)[:-1]  # a buffer must not be empty
     return flat.view(value.dtype).view(-1, *value.shape[1:]).to(value.device)
 
 
-def all_gather_bytes(value: bytes) -> bytes:
-    """Return the bytes of all instances, concatenated in the order of the instances."""
-    return _all_gather_bytes(value, {})
+def all_gather_bytes(value: bytes, row: Tensor | None = None) -> bytes:
+    """Return the bytes of all instances, concatenated in the order of the instances.
 
-
-def _all_gather_bytes(value: bytes, tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the bytes of all instances, joined. Raises: Error, if `tensors` differ in shape or dtype."""
+    Raises: Error, if `row` has another shape or dtype in another instance
+    """
     group, what = _group(), "popdist.collectives.all_gather"
     if group is None:
         return value
+    tensors = {} if row is None else {"a row": row}
     return b"".join(_after_barrier(group, what, tensors, lambda: group.all_gather_bytes(value, _TAG, what)))
 
 
@@ -123,13 +122,19 @@ def barrier(what: str = "popdist.collectives.barrier()") -> None:
 
 
 def _after_barrier(group: ProcessGroup, what: str, tensors: Mapping[str, Tensor], work: Callable[[], T]) -> T:
-    """Wait for all instances, check that shapes and dtypes of `tensors` are equal, and return `work()`."""
+    """Wait for all instances, check that `tensors` have equal shapes and dtypes in them, return `work()`.
+
+    Args: what: the name of the call in errors
+    """
     shapes = {name: f"{tuple(value.shape)} {value.dtype}" for name, value in tensors.items()}
     return group.after_barrier(what, {"shape": shapes}, work)
 
 
 def _group() -> ProcessGroup | None:
-    """Return the process group that takes part; None for one instance. Raises: Error, before `init`."""
+    """Return the process group of the instances that take part; None if this is the only one.
+
+    Raises: Error, before `popdist.init`
+    """
     size = read().instances
     if size == 1:
         return None
@@ -141,7 +146,7 @@ def _group() -> ProcessGroup | None:
 
 @contextmanager
 def among(chosen: Sequence[int]) -> Iterator[None]:
-    """Restrict collectives inside the `with` statement to the instances with these indices."""
+    """Restrict collectives inside the `with` statement to the instances with these indices, sorted."""
     global _chosen
     before, _chosen = _chosen, chosen
     try:

@@ -13,7 +13,7 @@ __all__ = ["Options"]
 
 
 def _refusing_method(name: str) -> Callable[..., NoReturn]:
-    """Return a method that always raises a RuntimeError: calls of `name` would contradict poprun."""
+    """Return a method that raises a RuntimeError: `name` can't be called, since poprun decides its value."""
 
     def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
@@ -25,7 +25,7 @@ def _refusing_method(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-class _FixedDistributed(Distributed):  # the process numbers are the launcher's
+class _FixedDistributed(Distributed):  # the launcher decides the number and index of processes
     disable = _refusing_method("Distributed.disable")
     setEnvVarNames = _refusing_method("Distributed.setEnvVarNames")
     configureProcessId = _refusing_method("Distributed.configureProcessId")

@@ -1,4 +1,4 @@
-"""`popdist.init`: connects all instances through a store at one address, within a time limit."""
+"""The connection of all instances by `popdist.init`, through a store at one address, within a time limit."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ logger = logging.getLogger("popengine")
 TIMEOUT = "POPDIST_INIT_TIMEOUT"
 _SIOCGIFADDR = 0x8915
 _stores: list[Any] = []  # torch keeps no reference to a store written in Python
-_PATIENCE = 0.2  # seconds for threads to end before their connections are closed
-_PATIENCE_AT_EXIT = 2.0  # seconds for threads to end after that
+_PATIENCE = 0.2  # seconds for threads to end before the connection to the store is closed
+_PATIENCE_AT_EXIT = 2.0  # seconds for threads to end afterwards
 
 
 def connect(launch: Launch) -> None:
-    """Connect to the other instances, by torch.distributed if it is initialized; disconnect at exit.
+    """Initialize torch.distributed and Pando's process group for all instances; disconnect at exit.
 
-    Raises: Error, if the address is missing or in use, or the store or an instance is missing after a limit
+    If torch.distributed is initialized already, use its store. Raises: Error, as `popdist.init`
     """
     if dist.is_initialized():
         process_group.current()
@@ -53,9 +53,10 @@ def connect(launch: Launch) -> None:
 
 
 def _leave() -> None:
-    """Notify peers that this process ends, and wait for its threads; if they don't end, close the store."""
+    """Write to the store that this process ends, and wait for its threads. If they don't end soon, since the
+    store's process may be stopped or ending, close the connection to the store, which ends their waits."""
     process_group.leave()
-    if not process_group.join_threads(_PATIENCE):  # the store's server may be stopped, or ending
+    if not process_group.join_threads(_PATIENCE):
         for store in _stores:
             if isinstance(store, SignedStore):
                 store.close()
@@ -63,7 +64,7 @@ def _leave() -> None:
 
 
 def _store_address() -> tuple[str, int]:
-    """Return the host and port of the store, from environment variables. Raises: Error, if there is none."""
+    """Return the store's host and port from environment variables. Raises: Error, if one is not set."""
     if STORE in os.environ:
         address, _, port = os.environ[STORE].rpartition(":")
         return address, int(port)
@@ -83,15 +84,15 @@ def _store_address() -> tuple[str, int]:
 
 
 def _connect_instances(launch: Launch, address: str, port: int, seconds: float) -> Any:
-    """Wait until all instances use the store, initialize torch.distributed with it, and return the store.
+    """Connect to the store, wait for all instances there, initialize torch.distributed; return the store.
 
-    Sets GLOO_SOCKET_IFNAME, if it is not set. Raises: Error, if an instance is missing after `seconds`
+    Sets GLOO_SOCKET_IFNAME, if it is not set. Raises: Error, if the store or an instance is missing after `seconds`
     """
     until = time.monotonic() + seconds
     store = _open_store(launch, address, port, seconds)
     store.set(f"here/{launch.instance}", "1")
     missing = list(range(launch.instances))
-    looks = 0
+    polls = 0
     while missing := [other for other in missing if not store.check([f"here/{other}"])]:
         if time.monotonic() > until:
             raise Error(
@@ -99,10 +100,10 @@ def _connect_instances(launch: Launch, address: str, port: int, seconds: float) 
                 f" {', '.join(map(str, missing))} of {launch.instances} had not come to {address}:{port}\n"
                 f"  fix: see what they print; {TIMEOUT} is the limit in seconds"
             )
-        if looks % 50 == 0:  # about once per second, so that poprun can kill a peer that hangs
-            news = {"for": missing[0], "what": "popdist.init()", "count": looks}
-            store.set(f"pando/waits/{launch.instance}", json.dumps(news))
-        looks += 1
+        if polls % 50 == 0:  # about once per second, so that poprun can kill a peer that hangs
+            wait = {"for": missing[0], "what": "popdist.init()", "count": polls}
+            store.set(f"pando/waits/{launch.instance}", json.dumps(wait))
+        polls += 1
         time.sleep(0.02)
     store.set(f"pando/waits/{launch.instance}", "")
     interface = _network_interface(address)
@@ -118,7 +119,7 @@ def _connect_instances(launch: Launch, address: str, port: int, seconds: float) 
 
 
 def _open_store(launch: Launch, address: str, port: int, seconds: float) -> Any:
-    """Connect to the store of poprun or torchrun; else to that of instance 0, which starts its server here.
+    """Return a connection to the store of poprun or torchrun, else to that of instance 0, which starts it here.
 
     Raises: Error, if the address is in use, or no store with the same secret is there after `seconds`
     """
@@ -151,7 +152,7 @@ def _open_store(launch: Launch, address: str, port: int, seconds: float) -> Any:
 
 
 def _network_interface(address: str) -> str | None:
-    """Return the network interface on the route to `address`; None, if unknown: gloo then chooses one."""
+    """Return the name of this host's network interface on the route to `address`; None if unknown."""
     names = [name for _, name in socket.if_nameindex()]
     with suppress(OSError):
         own = own_address(address)

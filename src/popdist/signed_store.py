@@ -71,7 +71,10 @@ class _Channel:
         self._socket.sendall(struct.pack("!I", len(body)) + self._next_signature(0, body) + body)
 
     def receive(self, largest: int | None = None) -> Any:
-        """Return the next message. Raises: OSError, if it is forged or too large, or the peer is gone."""
+        """Return the next message.
+
+        Raises: OSError, if it is larger than `largest` bytes or wrongly signed, or if the connection is closed
+        """
         (size,) = struct.unpack("!I", self._read(4))
         if largest is not None and size > largest:
             raise OSError(f"a message of {size} bytes")
@@ -101,7 +104,7 @@ class Server:
         host:    the name or address to listen on
         port:    0: any free port
         secret:  the secret that callers must know; "": every caller is served
-        is_open: whether other hosts connect; a loopback `host` is then served at `own_address(host)`, too
+        is_open: whether other hosts connect; if `host` is loopback, also listen on `own_address(host)`
     Raises: OSError, if the address is not one of this host, or is in use
     """
 
@@ -115,7 +118,7 @@ class Server:
         if is_open and is_loopback(address) and not is_loopback(own_address(host)):
             addresses.append(own_address(host))
         is_local = all(map(is_loopback, addresses))
-        self.warning = "" if secret or is_local else _WARNING.format(host)  # for the log; "": none
+        self.warning = "" if secret or is_local else _WARNING.format(host)  # for the caller's log
         for each in addresses:
             listening = socket.create_server((each, port), family=family, backlog=1024)
             self._sockets.add(listening)
@@ -130,14 +133,14 @@ class Server:
             each.close()
 
     def _accept(self, listening: socket.socket) -> None:
-        """Start a thread that serves each connection, until the socket is closed."""
+        """Accept connections, and serve each in a thread, until the listening socket is closed."""
         with suppress(OSError):  # closed
             while True:
                 connected, _ = listening.accept()
                 threading.Thread(target=self._serve, args=(connected,), daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
-        """Answer messages until the connection ends or a message is invalid; then delete the held keys."""
+        """Answer messages until the connection ends or a message is invalid; then delete its held keys."""
         held: set[str] = set()
         self._sockets.add(connected)
         with connected, suppress(OSError, ValueError, TypeError):
@@ -156,9 +159,10 @@ class Server:
 
 
 def _execute(values: dict[str, str], held: set[str], message: Sequence[Any]) -> Any:
-    """Apply a message to `values` in place, and return the answer. Raises: ValueError, if it is unknown.
+    """Apply a client's message to `values` in place, and return the answer.
 
-    Args: held: keys that are deleted when the caller's connection ends; the message "hold" adds one, in place
+    Args: held: keys that are deleted when the client's connection ends; the message "hold" adds one, in place
+    Raises: ValueError, if the message is unknown
     """
     match message:
         case "get", keys:
@@ -190,8 +194,8 @@ class SignedStore(dist.Store):
     """A connection to a `Server`, with the interface of a torch.distributed store.
 
     Args:
-        patience: seconds to wait for the server to listen, and for keys in `get` and `wait`
-        timeout:  seconds after which a server that does not answer is gone; None: no limit
+        patience: seconds to wait until the server listens, and in `get` and `wait` until keys are set
+        timeout:  seconds to wait for each answer; None: no limit
     Raises: StoreError, if no server accepts in time; SecretError, if it has another secret or is no store
     """
 
@@ -200,7 +204,16 @@ class SignedStore(dist.Store):
     ) -> None:
         super().__init__()
         self._patience, self._lock = patience, threading.Lock()
-        self._socket = _connect(host, port, patience)
+        until = time.monotonic() + patience
+        while True:
+            try:
+                limit = max(until - time.monotonic(), 0.1)
+                self._socket = socket.create_connection((host, port), timeout=limit)
+                break
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise StoreError(str(error)) from None
+            time.sleep(0.05)
         try:
             self._socket.settimeout(timeout)
             self._channel = _Channel(self._socket, secret, is_server=False)
@@ -217,11 +230,11 @@ class SignedStore(dist.Store):
         self._socket.close()
 
     def hold(self, key: str, value: str) -> bool:
-        """Set a key until this connection ends; return False if another connection or `set` has set it."""
+        """Set a key until this connection ends; return False if it has been set in another way."""
         return self._call("hold", key, value)
 
     def read(self, keys: Sequence[str]) -> list[str | None]:
-        """Return the current values of these keys; None for each key that is not set."""
+        """Return the values of these keys, in their order; None for a key that is not set."""
         return self._call("get", list(keys))
 
     def find(self, prefix: str) -> dict[str, str]:
@@ -270,34 +283,22 @@ class SignedStore(dist.Store):
 
 
 def _text(value: str | bytes) -> str:
-    """Return bytes (of a text: in UTF-8) as a text with one latin-1 character per byte, for JSON."""
+    """Return bytes, or a text's bytes in UTF-8, as a text of one latin-1 character per byte, for JSON."""
     return (value.encode() if isinstance(value, str) else value).decode("latin-1")
 
 
-def _connect(host: str, port: int, patience: float) -> socket.socket:
-    """Return a connected socket. Raises: StoreError, if no server accepts within `patience` seconds."""
-    until = time.monotonic() + patience
-    while True:
-        try:
-            return socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.1))
-        except OSError as error:
-            if time.monotonic() > until:
-                raise StoreError(str(error)) from None
-        time.sleep(0.05)
-
-
 def _resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, str]:
-    """Return the family and IP address of a host name: an IPv4 address, if the name has one."""
+    """Return a host's IPv4 address, or without one its IPv6 address, after the address's family."""
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, *_, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)
     return family, str(address[0])
 
 
 def own_address(host: str = _OUTSIDE_ADDRESS) -> str:
-    """Return this host's IP address on the route to `host` (by default, the default route).
+    """Return this host's IP address on the route to `host`, by default on the default route.
 
     `host` need not answer. Debian's hosts file maps the host's own name to a loopback address: for this name
-    the result is the address of the default route, by which other hosts reach this one.
+    the result is the address on the default route, by which other hosts reach this one.
     """
     family, address = _resolve(host)
     if is_loopback(address) and host not in ("localhost", address):

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import subprocess
+import threading
 import time
 
 import pytest
@@ -169,21 +170,22 @@ def test_on_a_disk_that_is_really_full_older_checkpoints_stay_and_the_next_is_wr
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_what_several_instances_could_not_write_goes_though_one_of_them_comes_late(small_disk, late):
-    def writing(instance):
-        state = {"a": torch.ones(200_000 if instance != late else 1), "b": torch.ones(1)}
-        return files.Writing(files.Place(small_disk / "c", 27, "run", instance, 2), state, 2, keep=2)
+    folder, failures = small_disk / "c" / "call-27.run.unfinished", {}
 
-    early, late_one = writing(1 - late), writing(late)
+    def write(instance):
+        state = {"a": torch.ones(200_000 if instance != late else 1), "b": torch.ones(1)}
+        failures[instance] = files.write(folder, instance, 2, state, replicas=2, keep=2)
+
+    early, late_one = (threading.Thread(target=write, args=(instance,)) for instance in (1 - late, late))
     early.start()
     until = time.monotonic() + 240
-    while early.is_alive() and not list(small_disk.glob("c/*/*.failed")) and time.monotonic() < until:
+    while early.is_alive() and not list(folder.glob("*.failed")) and time.monotonic() < until:
         time.sleep(0.01)
     late_one.start()
     early.join(240), late_one.join(240)
     assert list((small_disk / "c").iterdir()) == []
     cause = f"[Errno 28] No space left on device: '{small_disk / 'c'}'"
-    assert early.failure == cause
-    assert late_one.failure == ("" if late else f"instance 1: {cause}")
+    assert failures == {1 - late: cause, late: "" if late else f"instance 1: {cause}"}
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_says_what_differs(tmp_path):
