@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -13,11 +13,14 @@ from popengine.environment import NUM_NODES
 
 from . import Log, guard, hosts
 from .command_line import CommandLine, parse
-from .topology import Node, local_instances, node_of, table
+from .topology import local_instances, node_of, table
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run poprun with arguments (None: this process's), and return its exit code: 2 if it can't start."""
+    """Run poprun with command-line arguments (None: those of this process); return its exit code.
+
+    The exit code is 2 if poprun can't start here. Raises: SystemExit, as `parse`
+    """
     words = sys.argv[1:] if words is None else words
     request = parse(words)
     log = Log(request.verbosity)
@@ -30,34 +33,32 @@ def main(words: Sequence[str] | None = None) -> int:
         )
         return 2
     try:
-        if len(request.hosts) > 1 and NUM_NODES not in os.environ:
-            _announce(request, request.hosts, log)
-            return guard.run(lambda: hosts.work(request, words, log))
         node = node_of(os.environ)
-        local_instances(request, node.count)
-        if NUM_NODES not in os.environ:
-            _announce(request, ["localhost"], log)
-        elif hosts.WATCH not in os.environ and node.rank == 0:
-            _announce(request, [f"node {rank}" for rank in range(node.count)], log)
+        starts_hosts = len(request.hosts) > 1 and NUM_NODES not in os.environ
+        local_instances(request, len(request.hosts) if starts_hosts else node.count)
     except ValueError as error:
         log.error(f"error: {error}")
         return 2
-    folder = tempfile.mkdtemp(prefix="poprun-")
-    try:
-        return guard.run(lambda: _run_agent(request, node, log, folder))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    if node.rank == 0 and hosts.WATCH not in os.environ:  # else another poprun of this training prints this
+        names = [f"node {rank}" for rank in range(node.count)] if NUM_NODES in os.environ else ["localhost"]
+        _print_summary(request, request.hosts if starts_hosts else names, log)
+    if starts_hosts:
+        return guard.run(lambda: hosts.run_on_hosts(request, words, log))
+
+    def run_agent() -> int:
+        from . import agent  # loads torch, which the guard does not use
+
+        return agent.run_node(request, node, log, folder)
+
+    with tempfile.TemporaryDirectory(prefix="poprun-", ignore_cleanup_errors=True) as folder:
+        return guard.run(run_agent)
 
 
-def _run_agent(request: CommandLine, node: Node, log: Log, folder: str) -> int:
-    """Run the agent and return its exit code."""
-    from . import agent  # loads torch, which the guard does not use
+def _print_summary(request: CommandLine, names: Sequence[str], log: Log) -> None:
+    """Log options without effect, the number of instances and the program; if wanted, print the topology.
 
-    return agent.work(request, node, log, folder)
-
-
-def _announce(request: CommandLine, names: Sequence[str], log: Log) -> None:
-    """Log the options that have no effect, and print the topology if it is wanted."""
+    Args: names: of the hosts or nodes, in the order of their instances
+    """
     if request.recorded:
         options = ", ".join(f"--{name}" for name in request.recorded)
         log.warning(f"of no effect without IPUs: {options}")
@@ -69,7 +70,8 @@ def _announce(request: CommandLine, names: Sequence[str], log: Log) -> None:
 
 
 def _end_with_stdin() -> None:
-    """Wait until standard input ends, since the poprun that started this one has; then send SIGTERM here."""
+    """Read standard input until its end, at which the poprun that started this one has ended; then send
+    SIGTERM to this process."""
     while os.read(0, 4096):
         pass
-    os.kill(os.getpid(), 15)
+    os.kill(os.getpid(), signal.SIGTERM)

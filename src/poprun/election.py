@@ -3,8 +3,8 @@
     .poprun/secret     the secret that the leader's store requires; only the file's owner can read it
     .poprun/leader-3   the third leader: node, host, address, and a digest of the command
 
-A node that can't connect to the newest leader serves a store of its own and creates the next file; of several nodes
-that try, one succeeds, since a hard link to a name that exists fails. The others connect to that node.
+A node that can't connect to the newest leader starts a store's server and creates the next file. If several nodes
+do this, one succeeds, since a hard link to a name that exists fails; the others connect to this one.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from .topology import Node
 
 _HOST = socket.gethostname()
 _PATIENCE = 3.0  # seconds to try to connect to a leader on another host
-_SLOWEST = 30.0  # seconds for a leader to answer, also if --hang-timeout is shorter
+_SHORTEST_TIMEOUT = 30.0  # seconds for a leader to answer, also if --hang-timeout is shorter
 
 
 class Misfit(Exception):
-    """An error: this poprun can't take part in the training of its checkpoint folder."""
+    """Raised if this poprun can't take part in the training of its checkpoint folder."""
 
 
 class Lost(Exception):
-    """An error: the nodes that are left can't go on. Its text is empty if the cause has been printed."""
+    """Raised if the training can't go on. Its text is empty if the cause has been printed."""
 
 
 class FirstNode:
-    """The connection to node 0, which leads a training of a fixed size. It has the methods of `Election`."""
+    """This node's connection to node 0, the leader of a training that is not elastic; like `Election`."""
 
     leader = "0"
 
@@ -50,7 +50,10 @@ class FirstNode:
         self.secret = os.environ.get(SECRET) or (secrets.token_hex(32) if node.count == 1 else "")
 
     def join(self) -> tuple[Server | None, SignedStore, str]:
-        """Connect to the store, which node 0 starts first. Return as `Election.join`, or raise `Lost`."""
+        """Connect to the store, after starting its server if this is node 0. Returns: as `Election.join`
+
+        Raises: Lost, if node 0 can't be reached, or can't listen
+        """
         node, until = self._node, time.monotonic() + self._node.patience
         server = self._start_server(until) if node.rank == 0 else None
         port = server.port if server else node.port
@@ -94,7 +97,7 @@ class FirstNode:
 
 
 class Election:
-    """This node's connection to the leader of an elastic training, which can be this node itself."""
+    """This node's connection to the leader of an elastic training: another node, or this node itself."""
 
     def __init__(self, request: CommandLine) -> None:
         self.name = f"{_HOST}-{os.getpid()}"
@@ -105,7 +108,7 @@ class Election:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Misfit(f"--checkpoint-dir {self._checkpoints}: {error.strerror}") from None
-        self._timeout = max(request.hang_timeout, _SLOWEST) if request.hang_timeout else None
+        self._timeout = max(request.hang_timeout, _SHORTEST_TIMEOUT) if request.hang_timeout else None
         if SECRET not in os.environ:
             self._create_file("secret", secrets.token_hex(32))
         self.secret = os.environ.get(SECRET) or (self._folder / "secret").read_text()
@@ -149,7 +152,10 @@ class Election:
             (self._folder / f"leader-{number}").unlink()
 
     def _connect(self, leader: dict[str, str]) -> SignedStore | None:
-        """Return a connection to a leader's store; None, if there is no answer. Raises: Misfit, as `join`."""
+        """Return a connection to the store of the leader that a file describes. Raises: Misfit, as `join`.
+
+        Returns None if no store answers there, or, of a leader with this secret, something else (a reused port).
+        """
         host, _, port = leader["address"].rpartition(":")
         is_here = leader["host"] == _HOST
         if is_loopback(host) and not is_here:
@@ -172,14 +178,14 @@ class Election:
         return store
 
     def _newest_leader(self) -> tuple[int, dict[str, str]]:
-        """Return the number of the newest leader (0: none), and the contents of its file (empty: removed)."""
+        """Return the number of the newest leader (0: none), and its file's contents ({}: there is no file)."""
         number = max((int(path.name[7:]) for path in self._folder.glob("leader-*")), default=0)
         with suppress(OSError):
             return number, json.loads((self._folder / f"leader-{number}").read_text())
         return number, {}
 
     def _create_file(self, name: str, text: str) -> bool:
-        """Create a file with its contents, readable by its owner only; return False if the file exists."""
+        """Create a file, readable by its owner only, at once with its contents; return False if it exists."""
         with tempfile.NamedTemporaryFile("w", dir=self._folder, prefix=".") as file:
             file.write(text)
             file.flush()
@@ -192,7 +198,10 @@ class Election:
 
 
 def _own_host() -> str:
-    """Return this host's address on the route to MASTER_ADDR (unknown: the default route), else 127.0.0.1."""
+    """Return this host's address on the route to MASTER_ADDR, or 127.0.0.1 if that is not set.
+
+    If MASTER_ADDR is no known host, return the address on the default route.
+    """
     named = os.environ.get("MASTER_ADDR")
     try:
         return own_address(named) if named else "127.0.0.1"

@@ -22,14 +22,15 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run(work: Callable[[], int]) -> int:
-    """Call `work` in a child process, to which signals are forwarded; kill all descendants after a failure.
+    """Call `work` in a child process, and forward signals to it; if it fails, kill all descendants.
 
-    Returns: the exit code of `work`, or 128 + n if signal n was received or has ended the child
+    Returns: the exit code that `work` returned; 128 + n if this process received signal n (the first one
+        counts), or if signal n ended the child
     """
     _prctl(_SET_CHILD_SUBREAPER, 1)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Signals are held back until the child can receive them.
+    # Signals are blocked until both processes have handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     guard = os.getpid()
     child = os.fork()
@@ -59,12 +60,15 @@ def exit_code(code: int) -> int:
 
 
 def _run_child(work: Callable[[], int], guard: int) -> int:
-    """Call `work` in the child process and return its exit code; after a failure kill all descendants."""
+    """Call `work` in the child process and return its exit code; if it is not 0, kill all descendants.
+
+    The exit code is 128 + n after signal n, and 1 if `work` raises an exception, which is printed.
+    """
     os.setpgid(0, 0)  # Ctrl-C in a terminal then reaches the guard only, which forwards it
-    _handle_signals(_exit_at_signal)
+    _handle_signals(lambda number, _: sys.exit(128 + number))
     code = 1
     try:
-        _prctl(_SET_CHILD_SUBREAPER, 1)  # to kill the descendants even if the guard has been killed
+        _prctl(_SET_CHILD_SUBREAPER, 1)  # so that orphans are adopted even if the guard was killed
         _prctl(_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != guard:  # the guard ended before the call
             return 128 + signal.SIGTERM
@@ -81,20 +85,16 @@ def _run_child(work: Callable[[], int], guard: int) -> int:
 
 
 def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Install a handler for each forwarded signal that this process does not ignore; unblock all of them."""
+    """Install a handler for the signals that are forwarded, except those that this process ignores; then
+    unblock these signals."""
     for number in _FORWARDED:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
 
 
-def _exit_at_signal(number: int, _: FrameType | None) -> None:
-    """Exit with 128 plus the number of a signal."""
-    sys.exit(128 + number)
-
-
 def _kill_descendants() -> None:
-    """Kill all child and adopted processes, and those adopted because of this, until none is left."""
+    """Kill all child processes and adopted orphans until this process has no children."""
     while adopted := children(os.getpid()):
         for pid in adopted:
             with suppress(ProcessLookupError):
@@ -104,7 +104,7 @@ def _kill_descendants() -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Return the ids of the processes that a process has started or adopted."""
+    """Return the process ids of a process's children, also of adopted orphans."""
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
@@ -113,5 +113,5 @@ def children(pid: int) -> list[int]:
 
 
 def _prctl(what: int, value: int) -> None:
-    """Call Linux's prctl, without a check of its result."""
+    """Call Linux's prctl; an error is ignored."""
     ctypes.CDLL(None).prctl(what, value, 0, 0, 0)

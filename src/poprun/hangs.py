@@ -27,9 +27,9 @@ from .command_line import CommandLine
 from .guard import children
 from .nodes import Round
 
-_STALE = 5.0  # seconds after which an unchanged record of a wait does not count: the instance itself hangs
+_STALE = 5.0  # seconds after which an unchanged record of a wait is ignored: its writer may hang
 _TICKS = os.sysconf("SC_CLK_TCK")  # clock ticks of processor time per second
-_IDLE = 0.01  # share of a core that an idle process may use: some threads poll
+_IDLE = 0.01  # processor time per second that an idle instance may use, since its threads may poll
 _STATES = {"T": "stopped by a signal", "D": "waiting for a disk"}
 _STACK_PATIENCE = 2.0  # seconds for a process to write its stack
 _LIBRARIES = (
@@ -39,15 +39,15 @@ _LIBRARIES = (
 
 
 def stack_file(folder: str, current: Round, instance: int) -> str:
-    """Return the path of the file to which an instance writes its stacks."""
+    """Return the path of the file to which an instance writes the stacks of its threads."""
     return f"{folder}/stack-{current.number}-{instance}"
 
 
 class Hangs:
-    """A check for hanging instances of this node during one round.
+    """Finds and kills hanging instances of this node during one round.
 
     Args:
-        store:  instances write into it for which peer they wait
+        store:  into which each instance writes the peer that it waits for
         folder: of the instances' stack files
     """
 
@@ -56,17 +56,17 @@ class Hangs:
     ) -> None:
         self._store, self._round, self._folder = store, current, folder
         self._request, self._log = request, log
-        # By instance: its record, and the time at which the record changed.
+        # By instance: its newest record of a wait, as JSON, and the time of its last change.
         self._waits: dict[int, tuple[str, float]] = {}
         # By instance: the time of its last progress, and its processor time then.
         self._progress: dict[int, tuple[float, float]] = {}
         self._next = 0.0
 
     def kill(self, running: Mapping[int, int]) -> None:
-        """Kill each instance that has made no progress for the time limit, and print where it hangs.
+        """Kill each instance that has made no progress for `hang_timeout`, and log at which line it hangs.
 
-        Checks at most once per second, and without `ends_idle` only instances for which a peer waits.
-        Args: running: process ids of this node's instances, by instance
+        Instances that wait for a peer are spared; without `ends_idle` also those that no peer waits for. A call
+        less than a second after the last check does nothing. Args: running: process ids, by instance
         """
         now, limit = time.monotonic(), self._request.hang_timeout
         if not limit or now < self._next:
@@ -80,9 +80,10 @@ class Hangs:
                 continue
             family = list(_process_tree(pid))
             states, times = zip(*map(_state_and_time, family), strict=True)
-            since, used = self._progress.setdefault(instance, (now, sum(times)))
-            if sum(times) - used > _IDLE * (now - since) + 0.05:
-                self._progress[instance] = (now, sum(times))
+            used = sum(times)
+            since, used_before = self._progress.setdefault(instance, (now, used))
+            if used - used_before > _IDLE * (now - since) + 0.05:
+                self._progress[instance] = (now, used)
             elif now - since >= limit:
                 how = next((f" (it is {_STATES[state]})" for state in states if state in _STATES), "")
                 how += _blocked_line(Path(stack_file(self._folder, self._round, instance)), family)
@@ -99,7 +100,7 @@ class Hangs:
                         os.kill(each, signal.SIGKILL)
 
     def _recent_waits(self, now: float) -> dict[int, dict[str, Any]]:
-        """Return, by instance, the wait records ("for": peer, "what") that changed in the last `_STALE` s."""
+        """Return, by instance, the waits that changed in the last `_STALE` s: "for": peer, "what": purpose."""
         prefix = f"attempt/{self._round.number}/pando/waits/"
         for key, text in self._store.find(prefix).items():
             instance = int(key.removeprefix(prefix))
@@ -113,11 +114,11 @@ class Hangs:
 
 
 def _blocked_line(path: Path, family: list[int]) -> str:
-    """Return ", at FILE:LINE in FUNCTION" for the line that the user's program executes; "" if unknown.
+    """Return ", at FILE:LINE in FUNCTION", where the user's program is in an instance; "" if unknown.
 
     `popdist` has registered a signal handler that appends the stacks of all threads to the file, which begins
     with the process id. SIGCONT continues a stopped process, so that it runs the handler. The main thread's
-    stack is the last one.
+    stack is the last one. Args: path: of this file; family: process ids of the instance
     """
     with suppress(OSError, ValueError):
         pid = int(path.read_text().split()[0])
@@ -135,14 +136,14 @@ def _blocked_line(path: Path, family: list[int]) -> str:
 
 
 def _process_tree(pid: int) -> Iterator[int]:
-    """Yield the ids of a process and of its descendants."""
+    """Yield the process ids of a process and of all its descendants."""
     yield pid
     for child in children(pid):
         yield from _process_tree(child)
 
 
 def _state_and_time(pid: int) -> tuple[str, float]:
-    """Return the letter of a process's state ("Z" if it has ended), and its processor time in seconds."""
+    """Return Linux's letter for a process's state ("Z": ended), and its processor time in seconds."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], sum(map(int, fields[11:13])) / _TICKS

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from popengine.environment import NODE_RANK, NUM_NODES, SECRET
@@ -17,27 +17,26 @@ from popengine.environment import NODE_RANK, NUM_NODES, SECRET
 from . import Log
 from .command_line import CommandLine
 from .guard import exit_code
-from .topology import PORT, local_instances
+from .topology import PORT
 
 _HERE = ("localhost", socket.gethostname())
 _PATIENCE = 8  # seconds for a host to end after another has failed: longer than `agent.PATIENCE`
 _PATIENCE_FOR_CAUSE = 30  # seconds for the host that failed first to end, after another has ended
+WATCH = "POPRUN_ENDS_WITH_STDIN"  # environment variable: if set, poprun ends when its standard input ends
 CONSEQUENCE = 75  # exit code of a poprun with WATCH that ended because another host failed
-WATCH = "POPRUN_ENDS_WITH_STDIN"  # variable: this poprun ends as soon as its standard input does
 
 
-def work(request: CommandLine, words: Sequence[str], log: Log) -> int:
-    """Run poprun with `words` on every host; return 0, or the first failed host's exit code.
+def run_on_hosts(request: CommandLine, words: Sequence[str], log: Log) -> int:
+    """Run poprun with the arguments `words` on every host; return 0, or the first failed host's exit code.
 
-    After a failure the other hosts are ended, but not in an elastic training.
+    After a failure the popruns of the other hosts are ended, except in an elastic training.
     """
-    local_instances(request, len(request.hosts))
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
     running: dict[int, subprocess.Popen[bytes]] = {}
     code = 0
     try:
-        for rank, host in enumerate(request.hosts):
-            running[rank] = _start(host, words, _host_variables(request, rank, secret), log)
+        for rank in range(len(request.hosts)):
+            running[rank] = _start_poprun(request, rank, words, secret, log)
         deadline = float("inf")
         while running and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -53,8 +52,9 @@ def work(request: CommandLine, words: Sequence[str], log: Log) -> int:
                     deadline = time.monotonic() + _PATIENCE
                     log.error(f"host {host} failed first, with exit code {ended}")
                     if ended == 255:
-                        fix = "`ssh HOST true` has to work without a question"
-                        log.error(f"ssh could not connect\n  fix: {fix}")
+                        log.error(
+                            "ssh could not connect\n  fix: `ssh HOST true` has to work without a question"
+                        )
                     _close_stdin(running)
     finally:
         _close_stdin(running)
@@ -65,19 +65,24 @@ def work(request: CommandLine, words: Sequence[str], log: Log) -> int:
 
 
 def _close_stdin(running: dict[int, subprocess.Popen[bytes]]) -> None:
-    """Close the standard input of each process, so that its poprun ends: ssh forwards no signals."""
+    """Close the standard input of each process, so that its poprun ends: ssh does not forward signals."""
     for process in running.values():
         assert process.stdin is not None
         with suppress(BrokenPipeError):
             process.stdin.close()
 
 
-def _host_variables(request: CommandLine, rank: int, secret: str) -> dict[str, str]:
-    """Return the environment variables of the poprun of host number `rank`."""
-    address = os.environ.get("MASTER_ADDR") or request.hosts[0]
-    if address == "localhost" and any(name not in _HERE for name in request.hosts):
+def _start_poprun(
+    request: CommandLine, rank: int, words: Sequence[str], secret: str, log: Log
+) -> subprocess.Popen[bytes]:
+    """Start the poprun of host number `rank` with the arguments `words`, by ssh or here; return its process.
+
+    Its environment variables are sent to its standard input, since all users of a host see command lines.
+    """
+    host, address = request.hosts[rank], os.environ.get("MASTER_ADDR") or request.hosts[0]
+    if address == "localhost" and not set(request.hosts) <= set(_HERE):
         address = socket.gethostname()  # the name by which the other hosts know this one
-    return {
+    variables = {
         NUM_NODES: str(len(request.hosts)),
         NODE_RANK: str(rank),
         "MASTER_ADDR": address,
@@ -86,12 +91,6 @@ def _host_variables(request: CommandLine, rank: int, secret: str) -> dict[str, s
         **dict(request.variables),
         SECRET: secret,
     }
-
-
-def _start(
-    host: str, words: Sequence[str], variables: Mapping[str, str], log: Log
-) -> subprocess.Popen[bytes]:
-    """Start the poprun of a host; return its process. Variables go to its stdin: command lines are public."""
     settings = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
     poprun = shlex.join([sys.executable, "-m", "poprun", *words])
     count = settings.count("\n")
@@ -102,7 +101,7 @@ def _start(
     log.debug(shlex.join(command))
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # ssh has failed: `work` reads its exit code
+    with suppress(BrokenPipeError):  # ssh has failed: `run_on_hosts` reads its exit code
         process.stdin.write(settings.encode())
         process.stdin.flush()
     return process

@@ -1,7 +1,7 @@
 """The nodes of a training, and the rounds in which they start instances.
 
-Each poprun holds a record in a store (`popdist.signed_store`), which vanishes with its connection: a missing record
-is a lost node. One poprun, the leader (`election.py`), serves the store, which instances use, too.
+Each poprun holds a record in a store (`popdist.signed_store`), which is deleted when its connection ends: a missing
+record is a lost node. One poprun, the leader (`election.py`), serves the store; instances use it, too.
 
 A round is one start of all instances. The leader ends a round if a node is lost, if an instance has failed, or if a
 new node can be added. When all nodes have stopped their instances, the leader begins the next round with the nodes
@@ -27,27 +27,29 @@ from popdist.signed_store import Server, SignedStore, StoreError
 from . import Log
 from .command_line import CommandLine
 from .election import Election, FirstNode, Lost
-from .topology import Node, deal, local_instances
+from .topology import Node, instance_counts, local_instances
 
 _POLL = 0.05  # seconds between two reads of the other nodes' records, while a round forms
 _WARNING_INTERVAL = 60.0  # seconds between two warnings about missing nodes
-_RECORD_PATIENCE = 30.0  # seconds until the connection of a host without power is closed, with a margin
+_RECORD_PATIENCE = (
+    30.0  # seconds until the server closes the connection of a host without power, with a margin
+)
 _LEAVE_PATIENCE = 5.0  # seconds that the leader serves the store after the end, for the other nodes
 _FIRST_ROUND_PATIENCE = 10.0  # seconds that a new leader of an elastic training waits for expected nodes
 
-# A node's record: id, rank, slots, address, the number of its newest round, and its state in that round.
+# A node's record in the store, with the keys that `Nodes._write_record` writes.
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Round:
-    """One start of all instances.
-
-    States: "runs"; "lost", "failed" or "grown" (why it ends); "stopped" (its failure is counted); "finished"
-    """
+    """One start of all instances. Without arguments: the state before the first round."""
 
     number: int = -1
-    state: str = "stopped"
+    state: str = (
+        "stopped"  # or "runs"; "finished"; "lost", "failed", "grown": it ends since a node is lost, an
+    )
+    # instance has failed, or a node can be added. A failed round is "stopped" when its failure has been counted.
     address: str = ""  # HOST:PORT on the first node: MASTER_ADDR and MASTER_PORT of the instances
     counts: dict[str, int] = field(default_factory=dict)  # instances by node, in the order of the instances
     ids: dict[str, str] = field(default_factory=dict)  # the random id of each node's poprun
@@ -62,7 +64,7 @@ class Round:
         return sum(self.counts[name] for name in names[: names.index(node)])
 
     def missing(self, records: Mapping[str, Record]) -> str:
-        """Return the names of nodes that are lost, or have another poprun now, joined by commas; "": none."""
+        """Return the names of nodes whose poprun in this round is lost, joined by commas; "" if none is."""
         return ", ".join(name for name, id in self.ids.items() if records.get(name, {}).get("id") != id)
 
 
@@ -70,7 +72,7 @@ class Nodes:
     """The connection of this node to the other nodes. Methods raise `Lost` if the training can't go on."""
 
     def __init__(self, request: CommandLine, node: Node, log: Log) -> None:
-        self.round = Round()  # the newest in which this node has instances
+        self.round = Round()  # the newest round in which this node has instances
         self.address = ""  # HOST:PORT of the store
         self._request, self._node, self._log = request, node, log
         self._election = Election(request) if request.is_elastic else FirstNode(node, log)
@@ -106,27 +108,33 @@ class Nodes:
                 self._report_lost_leader()
 
     def must_stop(self) -> bool:
-        """Return whether this node's instances have to stop: the round or the connection has ended."""
+        """Return whether this node's instances have to stop, as the round or the connection has ended."""
         with suppress(StoreError):
             newest = self._read_and_lead()
             return newest.number > self.round.number or newest.state not in ("runs", "finished")
         return True
 
     def record_success(self) -> bool:
-        """Record that this node's instances succeeded; return whether all did; if disconnected, False."""
+        """Record that this node's instances have succeeded; return whether those of all nodes have.
+
+        Without a connection return False.
+        """
         with suppress(StoreError):
             self._write_record("done")
             return self._read_and_lead().state == "finished"
         return False
 
     def record_failure(self) -> str:
-        """Record a failure on this node; return the node that failed first, or this one if disconnected."""
+        """Record that an instance of this node has failed; return the first node that recorded a failure.
+
+        Without a connection return this node.
+        """
         with suppress(StoreError):
             return self.store.compare_set(f"failure/{self.round.number}", "", self.name).decode()
         return self.name
 
     def leave(self) -> None:
-        """Disconnect this node; the leader first waits a few seconds for the other nodes, and resigns."""
+        """Disconnect this node. The leader first waits some seconds for the other nodes to leave, and resigns."""
         with suppress(StoreError):
             until = time.monotonic() + _LEAVE_PATIENCE
             while self._leader is not None and time.monotonic() < until and len(_records_of(self.store)) > 1:
@@ -138,7 +146,7 @@ class Nodes:
     # ---- the store ---------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        """Connect to the store; if this node leads, start the store's server and become the `Leader`."""
+        """Connect to the store. If this node leads, start the store's server, and create the `Leader`."""
         survivors = set(self.round.counts) - {self._election.leader}
         self._server, self._store, self.address = self._election.join()
         if self._server is not None:
@@ -187,7 +195,7 @@ class Nodes:
             time.sleep(_POLL)
 
     def _read_and_lead(self) -> Round:
-        """Return the newest round; the leader makes a `step` first. Raises: Lost, if a node has given up."""
+        """Return the newest round, on the leader after a `step`. Raises: Lost, if a node has given up."""
         failed, text = self.store.read(["failed", "round"])
         if failed is not None:
             is_own = failed == self.name
@@ -200,7 +208,7 @@ class Nodes:
 
 
 class Leader:
-    """The leader, which begins and ends rounds: each call of `step` makes one decision.
+    """The part of the leading node that begins and ends rounds: each call of `step` makes one decision.
 
     Args: expected: number of nodes for which the first round waits up to `_FIRST_ROUND_PATIENCE` seconds
     """
@@ -212,13 +220,14 @@ class Leader:
         self._node, self._expected, self._log = node, expected, log
         self._leads_since = self._waits_since = time.monotonic()
         self._next_warning = self._waits_since + _WARNING_INTERVAL
-        self._failures, self._newest_call = 0, -1  # failures since the newest checkpoint; calls before it
-        self._grow_after: int | None = None  # calls before the newest checkpoint when a new node came
+        # Failures since the newest checkpoint, and the number of calls before that checkpoint.
+        self._failures, self._newest_call = 0, -1
+        self._grow_after: int | None = None  # calls before the checkpoint that was newest when a node came
 
     def step(self, current: Round) -> Round:
         """End the current round if there is a reason; when all nodes have stopped, begin the next one.
 
-        Returns: the current round after the decision; a changed one is also written into the store
+        Returns: the round after the decision; if it has changed, it has been written into the store
         """
         records = _records_of(self._store)
         if current.state == "runs":
@@ -246,13 +255,13 @@ class Leader:
         return current
 
     def _give_up(self, node: str, why: str = "") -> None:
-        """End the training on all nodes, which name `node` as the cause; log `why`, if it is given."""
+        """Log `why`, if it is given, and end the training on all nodes, which name `node` as the cause."""
         if why:
             self._log.error(why)
         self._store.set("failed", node)
 
     def _decide_state(self, current: Round, records: Mapping[str, Record]) -> str:
-        """Return the new state of a round that runs; log lost nodes; `_give_up` if no restart is left."""
+        """Return the new state of a running round; log lost nodes; `_give_up` if the round was the last."""
         states = {
             name: record["state"] for name, record in records.items() if record["round"] == current.number
         }
@@ -273,7 +282,7 @@ class Leader:
         return "lost" if missing else "failed"
 
     def _count_failure(self) -> None:
-        """Count a failure of an elastic training; `_give_up` after too many since its newest checkpoint."""
+        """Count a failure of an elastic training; `_give_up` if it had too many since its newest checkpoint."""
         newest = self._newest_checkpoint()
         self._failures = self._failures + 1 if newest == self._newest_call else 1
         self._newest_call = newest
@@ -286,7 +295,7 @@ class Leader:
         return max(map(call_of, complete_checkpoints(Path(self._request.checkpoint_dir))), default=-1)
 
     def _can_grow(self, current: Round, records: Mapping[str, Record]) -> bool:
-        """Return whether new nodes change the counts and a newer checkpoint exists; log their arrival."""
+        """Return whether nodes have come that change the counts, and a checkpoint since; log their arrival."""
         if not self._request.is_elastic or not records.keys() - current.counts.keys():
             return False
         if sorted(self._counts_by_node(records).values()) == sorted(current.counts.values()):
@@ -298,16 +307,19 @@ class Leader:
         return newest > self._grow_after
 
     def _counts_by_node(self, records: Mapping[str, Record]) -> dict[str, int]:
-        """Return the number of instances by node, without zeros; empty, if there are too few slots."""
+        """Return the number of instances by node, without zeros; empty if there are too few slots."""
         most = self._request.instances
-        fewest = self._request.fewest_instances or most
-        counts = deal(self._request.replicas, fewest, most, [record["slots"] for record in records.values()])
+        fewest, slots = (
+            self._request.fewest_instances or most,
+            [record["slots"] for record in records.values()],
+        )
+        counts = instance_counts(self._request.replicas, fewest, most, slots)
         return {name: count for name, count in zip(records, counts, strict=True) if count}
 
     def _decide_next_counts(self, records: Mapping[str, Record]) -> dict[str, int]:
-        """Return the number of instances by node for the next round; empty, if it can't begin yet.
+        """Return the number of instances by node for the next round; empty if it can't begin yet.
 
-        While slots are too few, log a warning each minute, and `_give_up` after the node's patience.
+        While there are too few slots, warn each minute, and `_give_up` after the node's patience.
         """
         now, counts = time.monotonic(), self._counts_by_node(records)
         if counts:

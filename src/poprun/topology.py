@@ -17,7 +17,7 @@ _SHOWN = 16  # replicas that a table shows one by one
 
 @dataclass(frozen=True)
 class Node:
-    """One of the hosts or pods that share a training. Each of them has its own poprun."""
+    """One of the hosts or pods that run a training together, each with a poprun of its own."""
 
     rank: int = 0
     count: int = 1
@@ -27,7 +27,7 @@ class Node:
 
 
 def node_of(variables: Mapping[str, str]) -> Node:
-    """Return this node from environment variables; without POPRUN_NUM_NODES, the only node.
+    """Return the node that environment variables describe: without POPRUN_NUM_NODES, the only node.
 
     Raises: ValueError, if a variable is missing, no number or out of range
     """
@@ -53,9 +53,9 @@ def node_of(variables: Mapping[str, str]) -> Node:
 
 
 def local_instances(request: CommandLine, nodes: int) -> int:
-    """Return the number of instances per node; of an elastic training, the largest number.
+    """Return the number of instances on each of `nodes` nodes; in an elastic training, the largest number.
 
-    Raises: ValueError, if the number of instances is fixed, and not a multiple of the number of nodes
+    Raises: ValueError, if the number of instances is fixed, and not a multiple of `nodes`
     """
     if request.is_elastic:
         return request.instances_per_node or -(-request.instances // nodes)
@@ -64,13 +64,11 @@ def local_instances(request: CommandLine, nodes: int) -> int:
     return request.instances // nodes
 
 
-def deal(replicas: int, fewest: int, most: int, slots: Sequence[int]) -> list[int]:
-    """Return instance counts by node, spread evenly; their sum is the largest that divides `replicas`.
+def instance_counts(replicas: int, fewest: int, most: int, slots: Sequence[int]) -> list[int]:
+    """Return the number of instances of each node, spread evenly over the nodes.
 
-    Args:
-        fewest, most: the range of the total
-        slots:        by node, the largest number of instances
-    Returns: zeros, if no total in the range fits into the slots and divides the replicas
+    The total is the largest from `fewest` to `most` that divides `replicas` and fits into the slots; 0 if none does.
+    Args: slots: by node, the largest number of instances
     """
     fitting = range(fewest, min(most, sum(slots)) + 1)
     counts = [0] * len(slots)
@@ -80,34 +78,20 @@ def deal(replicas: int, fewest: int, most: int, slots: Sequence[int]) -> list[in
     return counts
 
 
-def launch_of(request: CommandLine, instance: int, instances: int, local_instance: int) -> environment.Launch:
-    """Return the `Launch` of one instance: the numbers that popdist reads from its environment."""
-    replicas = request.replicas // instances
-    return environment.Launch(
-        total_replicas=request.replicas,
-        local_replicas=replicas,
-        ipus_per_replica=request.ipus_per_replica,
-        replica_offset=instance * replicas,
-        local_instance=local_instance,
-        instances=instances,
-        instance=instance,
-    )
-
-
 def cores_of(local_instance: int, instances: int) -> list[int]:
-    """Return the cores of an instance's NUMA node; an empty list, if the host has only one NUMA node.
+    """Return the cores of the NUMA node for a local instance; [] if the host has only one NUMA node.
 
-    Neighbours among the `instances` of this host have the same NUMA node.
+    Instances with neighbouring indices, of the `instances` on this host, share a NUMA node.
     """
     folders = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     allowed = os.sched_getaffinity(0)
-    nodes = [sorted(allowed & set(_listed((path / "cpulist").read_text()))) for path in folders]
-    nodes = [cores for cores in nodes if cores]
+    lists = [_parse_core_list((path / "cpulist").read_text()) for path in folders]
+    nodes = [sorted(cores) for cores in map(allowed.intersection, lists) if cores]
     return nodes[local_instance * len(nodes) // instances] if len(nodes) > 1 else []
 
 
-def _listed(text: str) -> list[int]:
-    """Return the numbers of a list in Linux's format: 0, 1, 2, 8 for "0-2,8"."""
+def _parse_core_list(text: str) -> list[int]:
+    """Return the numbers of a list in Linux's format: [0, 1, 2, 8] for "0-2,8"."""
     numbers: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -116,7 +100,7 @@ def _listed(text: str) -> list[int]:
 
 
 def table(request: CommandLine, hosts: Sequence[str]) -> str:
-    """Return the table of hosts, instances and replicas that poprun prints.
+    """Return the table of hosts, instances and replicas (if they are many: ranges) that poprun prints.
 
     ```
      =============================

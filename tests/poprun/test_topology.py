@@ -4,9 +4,8 @@ from textwrap import dedent
 
 import pytest
 
-from popengine.environment import Launch
 from poprun.command_line import CommandLine
-from poprun.topology import Node, _listed, deal, launch_of, local_instances, node_of, table
+from poprun.topology import Node, _parse_core_list, instance_counts, local_instances, node_of, table
 
 FOUR = CommandLine(("python3",), replicas=8, instances=4, ipus_per_replica=2)
 
@@ -33,18 +32,6 @@ def test_a_large_table_shows_ranges_of_replicas():
     assert len({len(line) for line in drawn.splitlines()}) == 1
 
 
-def test_a_launch_has_a_share_of_the_replicas():
-    assert launch_of(FOUR, 2, 4, local_instance=0) == Launch(
-        total_replicas=8,
-        local_replicas=2,
-        ipus_per_replica=2,
-        replica_offset=4,
-        local_instance=0,
-        instances=4,
-        instance=2,
-    )
-
-
 @pytest.mark.parametrize(
     "fewest, most, slots, counts",
     [
@@ -60,7 +47,7 @@ def test_a_launch_has_a_share_of_the_replicas():
     ],
 )
 def test_as_many_instances_as_divide_eight_replicas_are_dealt_out_evenly(fewest, most, slots, counts):
-    assert deal(8, fewest, most, slots) == counts
+    assert instance_counts(8, fewest, most, slots) == counts
 
 
 def test_instances_that_nodes_can_not_share_are_refused():
@@ -93,5 +80,5 @@ def test_a_faulty_environment_is_named(variables, complaint):
 
 
 def test_lists_of_cores_are_read_as_linux_writes_them():
-    assert _listed("0-2,8\n") == [0, 1, 2, 8]
-    assert _listed("\n") == []
+    assert _parse_core_list("0-2,8\n") == [0, 1, 2, 8]
+    assert _parse_core_list("\n") == []
