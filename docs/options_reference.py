@@ -16,7 +16,7 @@ from poptorch.options import (
     TensorLocationSettings,
     Training,
 )
-from poptorch.options.option_base import Freezable, printed
+from poptorch.options.option_base import Freezable, sorted_repr
 
 _PLACES: dict[str, type[Freezable]] = {
     "poptorch.options.OptionsDict": OptionsDict,
@@ -47,13 +47,13 @@ def _section(path: str, kind: type[Freezable]) -> str:
     base = kind is OptionsDict or not issubclass(kind, OptionsDict)
     inherited = set() if base else set(_members(OptionsDict))
     parts = {n: t for n, t in inspect.get_annotations(kind).items() if kind is Options and n == t.__name__}
-    declared = sorted(kind._declared()) if issubclass(kind, OptionsDict) else []
+    declared = sorted(kind._declared_names()) if issubclass(kind, OptionsDict) else []
     declared = [name for name in declared if name not in parts]
     own = {n: m for n, m in _members(kind).items() if n not in {*inherited, *declared}}
     members = {**parts, **own}
     rows = [_row(name, member) for name, member in sorted(members.items())]
     values = [
-        f"| {name} | {f'`{printed(getattr(kind, name))}`' if hasattr(kind, name) else '-'} |"
+        f"| {name} | {f'`{sorted_repr(getattr(kind, name))}`' if hasattr(kind, name) else '-'} |"
         for name in declared
     ]
     text = f"## `{path}`\n\n{_first_paragraph(kind)}.\n\n| name | answer | here |\n|---|---|---|\n"

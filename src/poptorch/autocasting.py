@@ -19,7 +19,7 @@ __all__ = ["Policy", "autocast", "default"]
 class Policy:
     """The dtypes to which `autocast` casts operands. Functions in no list follow torch.autocast to float16.
 
-    Args: lists of names of torch functions, such as "matmul". A name in several lists follows the last of these.
+    Args: lists of names of torch functions, such as "matmul"; the last list that has a name applies to it.
         fp16, fp32:      functions whose operands are cast to float16, to float32
         promote, demote: functions whose operands are cast to the widest, to the narrowest dtype among them
     """
@@ -38,7 +38,7 @@ class Policy:
         return f"{type(self).__name__}({self._rule_of or ''})"
 
     def _dtype_for(self, name: str, operands: list[Tensor]) -> torch.dtype | None:
-        """Return the dtype to which a function's operands are cast. None: no operands, or `name` is in no list."""
+        """Return the dtype to which operands of function `name` are cast; None without operands or a rule."""
         if not operands or name not in self._rule_of:
             return None
         by_size = sorted({operand.dtype for operand in operands}, key=lambda dtype: dtype.itemsize)
@@ -69,23 +69,25 @@ class _CastMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        floats = list(filter(_is_float, tree_leaves((args, kwargs))))
+        floats = list(filter(_is_float_tensor, tree_leaves((args, kwargs))))
         dtype = self._policy._dtype_for(getattr(func, "__name__", ""), floats)
         if dtype is None or not torch.is_autocast_enabled("cpu"):  # by autocast(False) inside
             return func(*args, **kwargs)
-        args, kwargs = tree_map(lambda leaf: leaf.to(dtype) if _is_float(leaf) else leaf, (args, kwargs))
+        args, kwargs = tree_map(
+            lambda leaf: leaf.to(dtype) if _is_float_tensor(leaf) else leaf, (args, kwargs)
+        )
         with torch.autocast("cpu", enabled=False):  # torch.autocast must not cast the operands again
             return func(*args, **kwargs)
 
 
-def _is_float(leaf: Any) -> bool:
+def _is_float_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
     """Context manager and decorator: products and convolutions inside run in float16, or by the policy.
 
-    It has no effect in plain PyTorch. With `enabled=False` nothing is cast inside, as in torch.autocast.
+    In plain PyTorch it has no effect. With `enabled=False` nothing is cast inside, as in torch.autocast.
 
     with poptorch.autocast():
         x = self.layer(x)

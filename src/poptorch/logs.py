@@ -5,6 +5,7 @@ are read at import; `setLogLevel` changes the level later.
 """
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -40,31 +41,28 @@ logger = logging.getLogger("poptorch::python")
 logging.getLogger("popengine").parent = logger  # the engine's lines go to the same handlers
 
 
-class Repeats(logging.Filter):
-    """A filter that passes `limit` equal lines in succession (None: all), then one with a note, then none."""
+class RepeatFilter(logging.Filter):
+    """A filter that passes `limit` equal lines in succession, then one with a note, then none."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.limit: int | None = None
+        self.limit = math.inf
         self._line, self._count = ("", ""), 0
 
     def set_limit(self, limit: int) -> None:
-        """Set the number of equal lines that pass, and restart their count at 0."""
+        """Set the number of equal lines that pass, and restart the count of the present line at 0."""
         self.limit, self._count = limit, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         line = (record.levelname, record.getMessage())
         self._count = self._count + 1 if line == self._line else 1
         self._line = line
-        if self.limit is None or self._count <= self.limit:
-            return True
         if self._count == self.limit + 1:
             record.msg, record.args = "%s [repeated: left out from now on, see maxRepeatLogs]", (line[1],)
-            return True
-        return False
+        return self._count <= self.limit + 1
 
 
-repeats = Repeats()
+repeats = RepeatFilter()
 
 
 class _Formatter(logging.Formatter):
@@ -78,25 +76,23 @@ class _Formatter(logging.Formatter):
         return super().format(record)
 
 
-class _StandardStream(logging.StreamHandler):
-    """A handler that reads `sys.stderr` or `sys.stdout` anew for each line, so that redirection works.
-
-    Lines that a handler of the root logger writes to the terminal are dropped, so that they appear once.
-    """
+class _StandardStreamHandler(logging.StreamHandler):
+    """A handler that reads `sys.stderr` or `sys.stdout` anew for each line, so that redirection works. It
+    drops lines that a handler of the root logger writes to the terminal, too, so that they appear once."""
 
     def __init__(self, name: str) -> None:
         logging.Handler.__init__(self)
         self._stream_name = name
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return bool(super().filter(record)) and not (logger.propagate and _program_writes_to_terminal())
+        return bool(super().filter(record)) and not (logger.propagate and _root_logger_writes_to_terminal())
 
     @property
     def stream(self):  # pyright: ignore[reportIncompatibleVariableOverride]
         return getattr(sys, self._stream_name)
 
 
-def _program_writes_to_terminal() -> bool:
+def _root_logger_writes_to_terminal() -> bool:
     terminal = (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
     return any(
         getattr(handler, "stream", None) in terminal or type(handler).__name__ == "RichHandler"
@@ -106,9 +102,7 @@ def _program_writes_to_terminal() -> bool:
 
 def setLogLevel(level: int | str) -> None:
     """Set the lowest level that is logged: 0 TRACE, 1 DEBUG, 2 INFO, 3 WARN, 4 ERR, 6 OFF, or such a name.
-
-    Raises: ValueError for any other integer or name.
-    """
+    Raises ValueError for any other integer or name."""
     if isinstance(level, int):
         if level not in LEVEL_NUMBERS:
             known = ", ".join(f"{number} {name}" for number, name in LEVEL_NUMBERS.items())
@@ -125,7 +119,7 @@ def configure(level: str, destination: str) -> None:
         logger.removeHandler(handler)
         handler.close()
     handler = (
-        _StandardStream(destination)
+        _StandardStreamHandler(destination)
         if destination in ("stderr", "stdout")
         else logging.FileHandler(destination, delay=True)
     )

@@ -44,9 +44,7 @@ _parsers: dict[type, ICustomArgParser] = {}  # by exact type; written by registe
 
 def registerCustomArgParser(arg_type: type, arg_parser: ICustomArgParser | None) -> None:
     """Register a parser: values of exactly `arg_type` may then hold tensors in inputs, outputs and batches.
-
-    None removes the parser. Raises Error if `arg_parser` is no ICustomArgParser.
-    """
+    None removes the parser. Raises Error if `arg_parser` is no ICustomArgParser."""
     if arg_parser is None:
         _parsers.pop(arg_type, None)
         return
@@ -65,7 +63,7 @@ def registered_parsers() -> dict[type, ICustomArgParser]:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The structure of a nested value without its tensors. Values with equal specs differ in their tensors only.
+    """The structure of a nested value without its tensors: values with equal specs differ in tensors only.
 
     Args:
         type:     the class of the value; torch.Tensor for every kind of tensor
@@ -119,9 +117,7 @@ def constants_of(value: Any, path: str) -> Iterator[tuple[Any, str, bool]]:
 
 def with_tensors(value: Any, replacements: Iterator[Any]) -> Any:
     """Return a copy of `value` whose tensors are replaced one by one, in the order of `tensors_of`.
-
-    Parts without tensors are not copied. Replacements may be of any type: tensors, names, counts.
-    """
+    Parts without tensors are not copied. Replacements may be of any type: tensors, names, counts."""
     parts = _parts(value)
     if parts is None:
         return next(replacements) if isinstance(value, torch.Tensor) else value

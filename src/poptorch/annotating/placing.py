@@ -36,9 +36,9 @@ def annotate(
     keys are the ids of the blocks.
 
     Args:
-        marks:          the ipu of each module. A key is a name as in `named_modules`, in which `0-5` is each of these
-                        numbers and `*` any text without a dot, or a class. If several keys name a module, a
-                        name wins over a range, and a range over `*` and classes; of these the first key wins.
+        marks: the ipu of each module. A key is a name as in `named_modules`, in which `0-5` is each of the
+            numbers and `*` any text without a dot, or a class. If several keys name a module, a name wins
+            over a range, and a range over `*` and classes; of these the first key wins.
         layers_per_ipu: instead of marks: the number of repeated layers on ipu 0, on ipu 1, ...
     Raises:
         Error: neither or both arguments are given; a key, or a number of its range, places no module; two
@@ -59,9 +59,7 @@ def split(model: M, ipus: int) -> M:
     """Make the default strategy balance repeated layers over ipus, by hooks. Return the same model. (Pando.)
 
     That strategy is `PipelinedExecution(AutoBalance(ipus)).orSharded()`, with each layer as a block.
-
-    Raises:
-        Error: the model has fewer repeated layers than ipus, or a layer begins a block already
+    Raises Error if the model has fewer repeated layers than ipus, or a layer begins a block already.
     """
     layers = _repeated_layers(model)
     if len(layers) < ipus:
@@ -102,12 +100,10 @@ def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
         yield
 
 
-def _stacks(model: nn.Module) -> dict[str, list[_Mark]]:
-    """Return the layers of each outermost stack, by the stack's name: each is a block without an ipu.
-
-    A stack is a ModuleList of several layers, or a Sequential in which a class repeats. Its layers are its
-    children with parameters.
-    """
+def _layer_stacks(model: nn.Module) -> dict[str, list[_Mark]]:
+    """Return the layers of each outermost stack, by the stack's name, as blocks without an ipu. A stack is a
+    ModuleList of several layers, or a Sequential in which a class repeats; children without parameters are no
+    layers."""
     found: dict[str, list[_Mark]] = {}
     for name, module in model.named_modules():
         is_nested = any(not outer or name.startswith(f"{outer}.") for outer in found)
@@ -124,12 +120,12 @@ def _stacks(model: nn.Module) -> dict[str, list[_Mark]]:
 
 
 def _repeated_layers(model: nn.Module) -> list[_Mark]:
-    return list(itertools.chain.from_iterable(_stacks(model).values()))
+    return list(itertools.chain.from_iterable(_layer_stacks(model).values()))
 
 
 def _describe_stacks(model: nn.Module) -> str:
-    """Return the names and lengths of a model's stacks (see `_stacks`) as text; "none" if there are none."""
-    found = _stacks(model).items()
+    """Return the names and lengths of a model's `_layer_stacks` as text; "none" if there are none."""
+    found = _layer_stacks(model).items()
     return ", ".join(f"{n or 'the model itself'} ({len(layers)} layers)" for n, layers in found) or "none"
 
 
@@ -145,10 +141,10 @@ def _register_hooks(marks: list[_Mark], strategy: PipelinedExecution) -> None:
 def _marks_by_count(model: nn.Module, counts: Sequence[int]) -> list[_Mark]:
     """Return marks that place counts[i] consecutive layers on ipu i, as one block.
 
-    If exactly one stack (see `_stacks`) has sum(counts) layers, these are placed; else those of all stacks.
+    If exactly one of the `_layer_stacks` has sum(counts) layers, these are placed, else those of all stacks.
     Raises Error if their number is not sum(counts).
     """
-    fitting = [layers for layers in _stacks(model).values() if len(layers) == sum(counts)]
+    fitting = [layers for layers in _layer_stacks(model).values() if len(layers) == sum(counts)]
     layers = fitting[0] if len(fitting) == 1 else _repeated_layers(model)
     if len(layers) != sum(counts):
         raise Error(
@@ -166,7 +162,7 @@ def _marks_by_count(model: nn.Module, counts: Sequence[int]) -> list[_Mark]:
 
 
 def _marks_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> list[_Mark]:
-    """Return a mark for each module that a key names, by its most specific key. Raises Error as `annotate`."""
+    """Return a mark, by its most specific key, for each module that keys name. Raises Error as `annotate`."""
     found: dict[nn.Module, tuple[int, str | type]] = {}
     ranked = [(*_modules_of_key(key, model), key) for key in marks]
     for rank, modules, key in sorted(ranked, key=lambda each: -each[0]):
@@ -185,9 +181,7 @@ def _marks_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> list[_Ma
 
 def _modules_of_key(key: str | type, model: nn.Module) -> tuple[int, list[nn.Module]]:
     """Return a key's rank (2: a name, 1: a range, 0: `*` or a class), and the modules that the key names.
-
-    Raises: Error if the key, or a number of its range, names no module
-    """
+    Raises Error if the key, or a number of its range, names no module."""
     if not isinstance(key, str):
         modules = [module for module in model.modules() if isinstance(module, key)]
         if not modules:

@@ -80,9 +80,9 @@ def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -
     """Return the engine's groups of replicas by parameter name, checked against the parameters.
 
     Raises:
-        Error: a grouping is no `Grouping`, or the size of its groups does not divide `replicas`; a name is no
-            parameter of the model itself (submodules' are refused); the parameter is 0-d, or its first dimension
-            is neither the number of groups nor, with AllReplicas, of replicas
+        Error: a grouping is no `Grouping`, or its size does not divide `replicas`; a name is no parameter of
+            the model itself (submodules' are refused); the parameter is 0-d, or its first dimension is not
+            the number of groups nor, with AllReplicas, of replicas
     """
     groups_by_name = {}
     for name, given in groupings.items():

@@ -50,7 +50,7 @@ class Stage:
 
 
 class Phase:
-    """Stages that run at the same time: `Phase(Stage("a"), Stage("b"))`. Block ids without a Stage form one stage."""
+    """Stages that run at the same time: `Phase(Stage("a"), Stage("b"))`. Bare block ids form one stage."""
 
     def __init__(self, *arg: Stage | str) -> None:
         stages = [member for member in arg if isinstance(member, Stage)]
@@ -159,8 +159,8 @@ class AutoBalance:
 class PipelinedExecution(ExecutionStrategy):
     """A strategy that runs all stages at the same time, each on another micro-batch.
 
-    Args: one `AutoStage` (default `SameAsIpu`) or `AutoBalance`, or the stages in order, numbered from 0: each
-        a `Stage`, a block id, or a list of block ids.
+    Args: one `AutoStage` (default `SameAsIpu`) or `AutoBalance`, or the stages in order, numbered from 0:
+        each a `Stage`, a block id, or a list of block ids
 
     >>> PipelinedExecution("embedding", ["layer0", "layer1"], Stage("head").ipu(0))
     """
@@ -174,8 +174,8 @@ class PipelinedExecution(ExecutionStrategy):
         super().__init__(map(_as_stage, args) if self._auto is None else ())
 
     def orSharded(self) -> Self:
-        """Make the stages run one after another, as in `ShardedExecution`, if a call has too few micro-batches
-        to fill the pipeline. By default such a call raises Error. The results are the same. (Pando.)"""
+        """Run the stages one after another, as in `ShardedExecution`, if a call has too few micro-batches to
+        fill the pipeline. By default such a call raises Error. The results are the same. (Pando.)"""
         self._or_sharded = True
         return self
 

@@ -16,7 +16,7 @@ from popengine import settings
 from popengine.errors import Error
 from popengine.update.optimizer_rules import RULES, Rule
 from poptorch.optim.optimizer_base import Optimizer
-from poptorch.optim.optimizer_state import number, rates_of
+from poptorch.optim.optimizer_state import as_float, rates_of
 
 logger = logging.getLogger("poptorch::python")
 
@@ -36,8 +36,7 @@ def freeze_optimizer(
 ) -> tuple[settings.Optimizer, settings.Hyper]:
     """Return a snapshot of an optimizer, after checks: the values that are compiled in, and the rates.
 
-    Args:
-        names: id(parameter) -> canonical name, for every parameter of the model
+    Args: names: id(parameter) -> canonical name, for every parameter of the model
     Raises:
         AssertionError: the type is not supported, or a rate, a bound or a flag is missing or invalid
         ValueError: amsgrad is on
@@ -47,7 +46,7 @@ def freeze_optimizer(
     rule, hyper = RULES[kind], rates_of(kind, optimizer)
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise ValueError("Only non-amsgrad Adam/AdamW optimizers are supported. Fix: leave out amsgrad=True")
-    flags = _flags(optimizer, rule)
+    flags = _flag_values(optimizer, rule)
     frozen = settings.Optimizer(
         kind=kind,
         group_of=_group_indices(optimizer, names),
@@ -55,7 +54,7 @@ def freeze_optimizer(
             state.name: getattr(optimizer, state.dtype, torch.float32)
             for state in rule.states
             if state.dtype
-            and (_has_momentum(optimizer) if state.when == "momentum" else flags.get(state.when, True))
+            and (_may_have_momentum(optimizer) if state.when == "momentum" else flags.get(state.when, True))
         },
         accumulator_type=getattr(optimizer, "accum_type", torch.float32),
         max_grad_norm=_clipping_bound(optimizer, "max_grad_norm"),
@@ -93,7 +92,7 @@ def label_of(optimizer: torch.optim.Optimizer, frozen: settings.Optimizer) -> st
     return frozen.kind.upper() + "".join(rule.flags[name].label for name in rule.changed_flags(frozen))
 
 
-def _flags(optimizer: Any, rule: Rule) -> dict[str, bool]:
+def _flag_values(optimizer: Any, rule: Rule) -> dict[str, bool]:
     """Return the optimizer's value of each flag of the rule, by the flag's name."""
     values = {}
     for name, flag in rule.flags.items():
@@ -117,7 +116,7 @@ def _is_set_in_groups(optimizer: Any, name: str) -> bool:
 
 def _clipping_bound(optimizer: torch.optim.Optimizer, name: str) -> float:
     """Return the clipping bound `name`, by default infinity. Raises AssertionError if it is negative."""
-    bound = number(getattr(optimizer, name, math.inf), name, "the optimizer")
+    bound = as_float(getattr(optimizer, name, math.inf), name, "the optimizer")
     assert bound >= 0, (
         f"{name} has to be 0 or more, and is {bound:g}\n"
         "  why: gradients would change their sign\n"
@@ -126,7 +125,7 @@ def _clipping_bound(optimizer: torch.optim.Optimizer, name: str) -> float:
     return bound
 
 
-def _has_momentum(optimizer: torch.optim.Optimizer) -> bool:
+def _may_have_momentum(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the momentum of any group is not zero, or may change after compilation."""
     marks = getattr(optimizer, "variable_attrs", None)
     may_change = marks is not None and not marks.isConstant("momentum")
@@ -178,12 +177,11 @@ class OptimizerGuard:
     def accept(
         self, optimizer: torch.optim.Optimizer, names: dict[int, str], compiled: bool
     ) -> tuple[settings.Optimizer, settings.Hyper]:
-        """Return a snapshot of an optimizer, as `freeze_optimizer` does, after more checks.
+        """Return a snapshot of an optimizer, as `freeze_optimizer` does, after checks of changes and hooks.
 
         Logs warnings of a user's subclass and of unexpected attributes.
 
-        Args:
-            compiled: True: compare the values with those of the last optimizer that was accepted with False
+        Args: compiled: whether values must equal those of the optimizer that the model was compiled with
         Raises:
             Error: a value that is compiled in has changed, or the optimizer has hooks of `step()`
             ValueError: `accum_type` became float16 after compilation
@@ -194,18 +192,21 @@ class OptimizerGuard:
         label, rates = label_of(optimizer, frozen), _rates_by_name(optimizer, hyper)
         is_loaded = getattr(optimizer, "_has_loaded_rates", False)  # rates of a checkpoint replace constants
         if compiled and self._label:
-            self._check_change(optimizer, label, frozen, {} if is_loaded else rates)
+            self._check_changes(optimizer, label, frozen, {} if is_loaded else rates)
         elif label != self._label:
             self._attributes = _attribute_names(optimizer)
-        self._report_unexpected(optimizer, label)
+        self._report_unexpected_names(optimizer, label)
         if not (compiled and self._label) or is_loaded:
             self._label, self._frozen = label, frozen
-            self._constants = {n: values for n, values in rates.items() if _is_constant(optimizer, n, values)}
+            self._constants = {
+                n: values for n, values in rates.items() if _is_constant_rate(optimizer, n, values)
+            }
             if self._automatic_loss_scaling:
                 self._constants.pop("loss_scaling", None)
         return frozen, hyper
 
     def _warn_of_subclass(self, optimizer: torch.optim.Optimizer) -> None:
+        """Log a warning, once per class, if the optimizer's class is the user's own."""
         kind = type(optimizer)
         if kind in _TORCH_KINDS or kind in Optimizer._classes or kind in self._warned:
             return
@@ -217,11 +218,8 @@ class OptimizerGuard:
             kind.__name__,
         )
 
-    def _report_unexpected(self, optimizer: torch.optim.Optimizer, label: str) -> None:
-        """Log each attribute and key, once, that the first accepted optimizer did not have.
-
-        Attributes that the class annotates are not reported, nor are four keys.
-        """
+    def _report_unexpected_names(self, optimizer: torch.optim.Optimizer, label: str) -> None:
+        """Log, once each, attributes and keys that neither the first accepted optimizer nor a class has."""
         # Keys of SGD and LAMB, a bound that any optimizer may have, and a key that torch's load_state_dict adds.
         expected = {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable"}
         expected.update(*map(inspect.get_annotations, type(optimizer).__mro__))
@@ -231,14 +229,14 @@ class OptimizerGuard:
                 known.update(unexpected)
                 self._report("Ignoring unexpected %s in %s optimizer: %s", description, label, unexpected)
 
-    def _check_change(
+    def _check_changes(
         self,
         optimizer: torch.optim.Optimizer,
         label: str,
         frozen: settings.Optimizer,
         rates: dict[str, list[float]],
     ) -> None:
-        """Raise Error if a value that is compiled in, or one of `rates` that is constant, differs from the
+        """Raise Error if a value that is compiled in, or a constant rate among `rates`, differs from the
         accepted optimizer's; raise ValueError if `accum_type` became float16."""
         before = self._frozen
         if label != self._label:
@@ -254,10 +252,10 @@ class OptimizerGuard:
                 f"{before.accumulator_type}.\n  fix: set this optimizer before the first call, or call destroy() on "
                 "the model first"
             )
-        now = _values_by_description(frozen, rates)
+        now = _compared_values(frozen, rates)
         changes = [
             f"  {what}: it was {value}, now it is {now[what]}\n"
-            for what, value in _values_by_description(before, self._constants).items()
+            for what, value in _compared_values(before, self._constants).items()
             if now.get(what, value) != value
         ]
         if moved := sorted(n for n, _ in before.group_of.items() ^ frozen.group_of.items()):
@@ -290,7 +288,7 @@ def check_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _attribute_names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
-    """Return the names of attributes, defaults and group keys, by the description of each set in messages."""
+    """Return three kinds of names, by description in messages: attributes, defaults, keys of each group."""
     attributes = {name for name in vars(optimizer) if not name.startswith("_")}
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         attributes.discard("step")  # a scheduler has replaced the method, to count its calls
@@ -312,8 +310,8 @@ def _rates_by_name(optimizer: torch.optim.Optimizer, hyper: settings.Hyper) -> d
     return rates
 
 
-def _is_constant(optimizer: torch.optim.Optimizer, name: str, values: list[float]) -> bool:
-    """Return whether later optimizers must have the same `values` of a rate (those of all parameter groups)."""
+def _is_constant_rate(optimizer: torch.optim.Optimizer, name: str, values: list[float]) -> bool:
+    """Return whether later optimizers must have the same `values` (one per parameter group) of a rate."""
     marks = getattr(optimizer, "variable_attrs", None)
     if marks is not None:
         return name not in marks or marks.isConstant(name)
@@ -323,8 +321,8 @@ def _is_constant(optimizer: torch.optim.Optimizer, name: str, values: list[float
     return set(values) == {inspect.signature(torch_class).parameters[name].default}
 
 
-def _values_by_description(frozen: settings.Optimizer, rates: dict[str, list[float]]) -> dict[str, Any]:
-    """Return the values that `setOptimizer` compares, by description in messages, without parameter groups."""
+def _compared_values(frozen: settings.Optimizer, rates: dict[str, list[float]]) -> dict[str, Any]:
+    """Return the values that `setOptimizer` compares, but for parameter groups, by their names in errors."""
     return {
         "the type of gradient sums (accum_type)": frozen.accumulator_type,
         "the clipping (max_grad_norm)": frozen.max_grad_norm,

@@ -17,9 +17,9 @@ DeviceState = tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]
 
 
 class VariableAttributes:
-    """Marks of an optimizer's attributes: constant, or variable (it may change after compilation).
+    """Marks of an optimizer's attributes: constant, or variable, which may change after compilation.
 
-    At first the attributes that were given to the optimizer's constructor are variable.
+    Attributes that were given to the optimizer's constructor are variable, others constant, unless marked.
 
     >>> optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1)
     >>> optimizer.variable_attrs.markAsVariable("momentum")
@@ -59,9 +59,8 @@ class VariableAttributes:
 class Optimizer:
     """Mixin of poptorch's optimizers: each inherits from this class and from a torch optimizer.
 
-    The hyperparameters that may change (rates) are torch's `param_groups`, so learning rate schedulers work.
-    An executor reads the rates at `setOptimizer` only. The state (momenta, step counts) is on the executor's
-    devices.
+    The rates are torch's `param_groups`, so learning rate schedulers work; an executor reads them at
+    `setOptimizer` only. The state (momenta, step counts) is on the executor's devices.
     """
 
     _kind: str  # key of the class's rule in `RULES`
@@ -97,9 +96,7 @@ class Optimizer:
     def _construct(self, arguments: dict[str, Any]) -> None:
         """Initialise torch's class with the arguments that it accepts, and set the other declared attributes.
 
-        Args:
-            arguments: `locals()` of the constructor. None stands for an argument that was not given; rates that
-                were given are marked as variable
+        Args: arguments: `locals()` of the constructor; None: not given. Rates that are given become variable.
         Raises:
             AssertionError: an accumulation type is not float16 or float32
             ValueError: a mandatory "lr" is missing
@@ -149,12 +146,10 @@ class Optimizer:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict()`: the rates at once, the state at the next call of an executor.
 
-        If "ipu_state" is None, the executor uploads torch's part: the momenta of updates on the host, or of a torch
-        optimizer with the same rule.
-
-        Raises:
-            RuntimeError: the dictionary is empty, lacks "ipu_state" or "ipu_param", or has states of another
-                rule, of other shapes, or with values that no update yields; nothing is loaded then
+        If "ipu_state" is None, the executor uploads torch's part: the momenta of updates on the host, or of a
+        torch optimizer with the same rule. Raises RuntimeError, and loads nothing, if the dictionary is empty
+        or lacks "ipu_state" or "ipu_param", or for states of another rule, of other shapes, or with values
+        that no update yields.
         """
         if not state_dict:
             raise RuntimeError(
@@ -183,7 +178,7 @@ class Optimizer:
         self._has_torch_state = ipu_state is None and bool(self.state)  # type: ignore[attr-defined]
 
     def _unlink_executor(self, names: Mapping[int, str], lost: Callable[[], NoReturn] | None = None) -> None:
-        """Copy the devices' state into `_kept_state`, and remove the link to the executor. Without a link do nothing.
+        """Copy the devices' state into `_kept_state`, and remove the link to the executor, if there is one.
 
         Args:
             names: id(parameter) -> canonical name

@@ -39,12 +39,10 @@ _SWITCHES = ("nesterov", "maximize", "fused")  # not in "ipu_param"
 
 
 def rates_of(kind: str, optimizer: Any) -> Hyper:
-    """Return the rates of an optimizer's parameter groups as floats, and its loss scaling.
-
-    Raises: AssertionError if a key of the rule `kind` is missing in a group, or a value is invalid
-    """
+    """Return the rates of an optimizer's parameter groups as floats, and its loss scaling. Raises
+    AssertionError if a key of the rule `kind` is missing in a group, or a value is invalid."""
     given = getattr(optimizer, "loss_scaling", 1.0)
-    scaling = number(given, "loss_scaling", "the optimizer")
+    scaling = as_float(given, "loss_scaling", "the optimizer")
     if not 0 < scaling < math.inf:
         raise AssertionError(
             f"loss_scaling has to be a positive, finite number, and is {given!r}\n"
@@ -56,7 +54,7 @@ def rates_of(kind: str, optimizer: Any) -> Hyper:
 
 
 def _group_rates(kind: str, group: dict[str, Any], index: int) -> dict[str, float]:
-    """Return the rates of parameter group `index`, with "betas" split. Raises AssertionError as `rates_of`."""
+    """Return the rates of parameter group `index`, with "betas" split. Raises errors as `rates_of`."""
     rule, where, rates = RULES[kind], f"parameter group {index}", {}
     if missing := [key for key in rule.group_keys if key not in group]:
         raise AssertionError(
@@ -70,17 +68,17 @@ def _group_rates(kind: str, group: dict[str, Any], index: int) -> dict[str, floa
                 raise AssertionError(
                     f"Expected a pair of numbers, a tuple, for betas in {where}, but found {value!r}"
                 )
-            rates["beta1"], rates["beta2"] = (number(beta, name, where) for beta in value)
+            rates["beta1"], rates["beta2"] = (as_float(beta, name, where) for beta in value)
         else:
             is_default = name == "max_weight_norm" and value is None
-            rates[name] = MAX_WEIGHT_NORM if is_default else number(value, name, where)
+            rates[name] = MAX_WEIGHT_NORM if is_default else as_float(value, name, where)
     if rule.fused is not None and group.get("fused"):
         rates["fused"] = 1.0
     return rates
 
 
-def number(value: Any, name: str, where: str) -> float:
-    """Return a number, or a tensor of one element, as a float. Raises AssertionError for NaN and other types."""
+def as_float(value: Any, name: str, where: str) -> float:
+    """Return a number or a one-element tensor as a float. Raises AssertionError for NaN and other values."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     try:
@@ -100,7 +98,7 @@ def _entry_name(rate: str) -> str:
 def hyperparameter_entries(group_of: Mapping[str, int], hyper: Hyper) -> dict[str, Tensor]:
     """Return the "ipu_param" of an optimizer: the loss scaling, and for each parameter its group's rates.
 
-    SGD without momentum has two derived values in place of the rates: scaledLearningRate0 = lr·(1 − d) / s and
+    SGD without momentum has two derived values instead: scaledLearningRate0 = lr·(1 − d) / s and
     weightDecayScaleFactor0 = 1 − lr·(1 − d)·λ, with dampening d, weight decay λ and loss scaling s.
     """
     entries = {"lossScaling_FLOAT": torch.tensor(float(hyper.loss_scaling))}

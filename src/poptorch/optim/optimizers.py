@@ -198,7 +198,9 @@ class OwnRule(Optimizer, torch.optim.Optimizer):
 
 
 class LAMB(OwnRule, _Moments):
-    """Adam with steps scaled layer by layer: u = m̂ / (√v̂ + eps) + λ·w;  w ← w − lr·u·min(‖w‖, max_weight_norm) / ‖u‖.
+    """Adam with steps scaled layer by layer: w ← w − lr·u·min(‖w‖, max_weight_norm) / ‖u‖.
+
+    The step is u = m̂ / (√v̂ + eps) + λ·w, with the moments m̂ and v̂ and the weight decay λ.
 
     Args: bias_correction: False uses the moments without dividing them by 1 − β^step
           max_weight_norm: may also be a key of a parameter group; None is 65500
@@ -227,10 +229,11 @@ class LAMB(OwnRule, _Moments):
 
 
 class LARS(OwnRule):
-    """SGD with steps scaled layer by layer: v ← μ·v + lr·λ·(g + β·w);  w ← w − v;  λ = η·‖w‖ / (‖g‖ + β·‖w‖ + eps).
+    """SGD with steps scaled layer by layer: v ← μ·v + lr·λ·(g + β·w), w ← w − v. (Pando.)
 
-    λ is 1 where a norm is 0. Weights of fewer than two dimensions (biases, and the parameters of norms) have λ = 1 and
-    β = 0. From You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017. (Pando.)
+    λ = η·‖w‖ / (‖g‖ + β·‖w‖ + eps), or 1 where a norm is 0. Weights of fewer than two dimensions (biases, and
+    the parameters of norms) have λ = 1 and β = 0. From You, Gitman and Ginsburg, "Large Batch Training of
+    Convolutional Networks", 2017.
 
     Args: lr: mandatory, here or in every parameter group
           momentum, weight_decay, eta: μ, β and η

@@ -23,9 +23,9 @@ OUTPUTS: dict[OutputMode, Outputs] = {
 
 
 def resolved(options: Options, training: bool, model: nn.Module | None = None) -> Options:
-    """Return a frozen copy of the options, in which default output mode and default strategy are replaced.
+    """Return a frozen copy of the options, with an output mode in place of Default, and the strategy that
+    `poptorch.annotate` or `split` set for `model` in place of the default strategy.
 
-    Args: model: has the strategy that replaces the default, if `poptorch.annotate` or `split` marked it
     Raises: Error if gradient accumulation is not 1 in inference
     """
     own = options.clone()
@@ -87,27 +87,23 @@ def freeze(
         shard_optimizer=state.get("min_elements_for_replicated_tensor_sharding", 0) if is_sharded else None,
         recompute=training and bool(popart.get("autoRecomputation", 0)),
         device=device_of(options, training),
-        backend=_choice(options, "backend", "POPTORCH_BACKEND", BACKENDS),
+        backend=_option_or_variable(options, "backend", "POPTORCH_BACKEND", BACKENDS),
         several_plans=options.exists("new_shapes"),
     )
 
 
 def device_of(options: Options, training: bool) -> DeviceKind:
-    """Return the kind of device that the options choose, else POPTORCH_DEVICE, else "cpu".
-
-    Raises: Error if the kind is unknown or, unless the connection type is Never, `devices.check` refuses it
-    """
-    kind: Any = _choice(options, "device_kind", "POPTORCH_DEVICE", DEVICES)
+    """Return the kind of device that the options choose, else POPTORCH_DEVICE, else "cpu". Raises Error if
+    the kind is unknown or, unless the connection type is Never, `devices.check` refuses it."""
+    kind: Any = _option_or_variable(options, "device_kind", "POPTORCH_DEVICE", DEVICES)
     if options.connection_type != ConnectionType.Never:
         devices.check(kind, options._counts().instances if training else 1)
     return kind
 
 
-def _choice(options: Options, option: str, variable: str, known: tuple[str, ...]) -> Any:
-    """Return the value of an option, else of an environment variable, else `known[0]`.
-
-    Raises: Error if the value is not in `known`
-    """
+def _option_or_variable(options: Options, option: str, variable: str, known: tuple[str, ...]) -> Any:
+    """Return the value of an option, else of an environment variable, else `known[0]`. Raises Error if it is
+    not in `known`."""
     name = options(option) if options.exists(option) else os.environ.get(variable, known[0])
     if name not in known:
         raise Error(f"{variable} is {name!r}\n  fix: one of {', '.join(map(repr, known))}")

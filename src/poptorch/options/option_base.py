@@ -100,12 +100,12 @@ class OptionsDict(Freezable):
     def __init__(self, popart: Any = None) -> None:
         super().__init__()
         vars(self)["_popart"] = popart
-        for name in self._declared():
+        for name in self._declared_names():
             if hasattr(type(self), name):
                 vars(self)[name] = copy.copy(getattr(type(self), name))
 
     @classmethod
-    def _declared(cls) -> list[str]:
+    def _declared_names(cls) -> list[str]:
         """Return the names of all options, including those without a default."""
         annotated = [name for base in cls.__mro__ for name in inspect.get_annotations(base)]
         return [name for name in annotated if not name.startswith("_")]
@@ -129,7 +129,7 @@ class OptionsDict(Freezable):
         Raises: AttributeError if frozen; AssertionError for another type than the old value's, or counts < 1.
         """
         self.checkIsFrozen()
-        vars(self).update({name: self._checked(name, value) for name, value in values.items()})
+        vars(self).update({name: self._checked_value(name, value) for name, value in values.items()})
         return self
 
     def exists(self, name: str) -> bool:
@@ -151,7 +151,7 @@ class OptionsDict(Freezable):
 
     def toDict(self) -> dict[str, Any]:
         """Return the values by name; for `Options`, including the values of its parts."""
-        return {name: plain(value) for name, value in self._values.items()}
+        return {name: plain_copy(value) for name, value in self._values.items()}
 
     def __call__(self, name: str) -> Any:
         self._check_exists(name)
@@ -177,7 +177,7 @@ class OptionsDict(Freezable):
         return f"{type(self).__name__}({', '.join(self._printed_fields())})"
 
     def _printed_fields(self) -> list[str]:
-        return [f"{name}={printed(value)}" for name, value in sorted(self._values.items())]
+        return [f"{name}={sorted_repr(value)}" for name, value in sorted(self._values.items())]
 
     def _set_popart(self, name: str, value: Any) -> Self:
         self._popart.set(name, value)
@@ -189,9 +189,9 @@ class OptionsDict(Freezable):
             f"{did_you_mean(name, self._values)}"
         )
 
-    def _checked(self, name: str, value: Any) -> Any:
-        """Return the value to store: an int for an enum member if the old value is an int. Raises AssertionError
-        if its type is not that of the old value, or a number that must be positive is not."""
+    def _checked_value(self, name: str, value: Any) -> Any:
+        """Return the value to store: `value`, or the int of an enum member if the old value is an int. Raises
+        AssertionError if the type is not that of the old value, or a number that must be positive is not."""
         expected = type(vars(self).get(name, value))
         assert isinstance(value, expected), (
             f"Unexpected type {type(value).__name__} for option {name}: {value!r}. Expected {expected.__name__}"
@@ -208,11 +208,11 @@ def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return {**first, **second}
 
 
-def plain(value: Any) -> Any:
-    """Return an options object as a dictionary, any other value as a deep copy."""
+def plain_copy(value: Any) -> Any:
+    """Return a deep copy of a value; for an option object, the dictionary of its values."""
     return value.toDict() if isinstance(value, OptionsDict) else copy.deepcopy(value)
 
 
-def printed(value: Any) -> str:
+def sorted_repr(value: Any) -> str:
     """Return the `repr` of a value, with dictionaries sorted by key, so that equal values print equally."""
     return pprint.pformat(value, width=sys.maxsize)

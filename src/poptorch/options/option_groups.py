@@ -148,9 +148,9 @@ class ExecutionOptions(OptionsDict):
     def allowNewShapes(self, plans: int = 8) -> Self:
         """*Pando*: allow calls with other shapes, with fewer arguments, or with an incomplete combined batch.
 
-        Each new combination of shapes compiles another plan for the same weights, optimizer state and random state. The
-        `plans` most recently used plans are kept. The log (INFO) has the time of each compilation. See
-        docs/guide/shapes.md.
+        Each new combination of shapes compiles another plan for the same weights, optimizer state and random
+        state. The `plans` most recently used plans are kept. The log (INFO) has the time of each compilation.
+        See docs/guide/shapes.md.
         """
         assert type(plans) is int and plans > 0, (
             f"allowNewShapes takes a number of plans from 1; found {plans!r}"
@@ -212,7 +212,7 @@ class DeviceOptions(OptionsDict):
     use_model: bool
 
     def device(self, kind: str) -> Self:
-        """*Pando*: compute on the "cpu" (default), or on one GPU: "cuda" (NVIDIA's and AMD's), "xpu" (Intel's).
+        """*Pando*: compute on the "cpu" (default), or on one GPU: "cuda" (NVIDIA, AMD) or "xpu" (Intel).
 
         Takes precedence over the environment variable POPTORCH_DEVICE.
         """

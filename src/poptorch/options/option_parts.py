@@ -13,7 +13,7 @@ from popengine.errors import Error
 from poptorch import autocasting
 from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 from poptorch.logs import logger
-from poptorch.options.option_base import Freezable, OptionsDict, expect, merged, plain, printed
+from poptorch.options.option_base import Freezable, OptionsDict, expect, merged, plain_copy, sorted_repr
 
 HALF_KERNELS = ("auto", "native", "float32")
 _PARTIALS = {torch.float: "float", torch.half: "half"}
@@ -361,8 +361,8 @@ class Popart(Freezable):
     def toDict(self) -> dict[str, Any]:
         """Return the settings by name, and the patterns with their level."""
         patterns = {"patterns": dict(self.patterns), "patterns_level": self.patterns_level}
-        return merged(plain(self.options), patterns)
+        return merged(plain_copy(self.options), patterns)
 
     def __repr__(self) -> str:
-        patterns = f"patterns={printed(self.patterns)}, patterns_level={self.patterns_level}"
-        return f"{type(self).__name__}(options={printed(self.options)}, {patterns})"
+        patterns = f"patterns={sorted_repr(self.patterns)}, patterns_level={self.patterns_level}"
+        return f"{type(self).__name__}(options={sorted_repr(self.options)}, {patterns})"

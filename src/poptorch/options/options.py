@@ -20,7 +20,7 @@ from poptorch import enums
 from poptorch.annotating import strategies
 from poptorch.enums import CommGroupType
 from poptorch.options import option_parts
-from poptorch.options.option_base import Freezable, merged, printed
+from poptorch.options.option_base import Freezable, merged, sorted_repr
 from poptorch.options.option_groups import DeviceOptions, ExecutionOptions, ReportingOptions
 
 
@@ -87,7 +87,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         settings = [(number, line) for number, line in lines if line and not line.startswith("#")]
         for count, (line_number, setting) in enumerate(settings, start=1):
             try:
-                _run_line(self, f"options.{setting}")
+                _run_setting(self, f"options.{setting}")
             except SyntaxError as error:
                 raise ConfigFileError(  # as in PopTorch, `count` leaves out comments and blank lines
                     f"SyntaxError at line {count} of {path.name}: {error.msg}\n> options.{setting}\n"
@@ -101,8 +101,9 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
     def from_json(self, string: str) -> Self:
         """Apply a JSON object: `{"Training.gradientAccumulation": 4, "outputMode": "OutputMode.All"}`.
 
-        A list holds several positional arguments. A string (not in a list) that names an enum's member becomes
-        that member. Raises: ValueError for other JSON; AttributeError for an unknown setting; the setter's errors.
+        A list holds several positional arguments. A string (not in a list) that names an enum's member
+        becomes that member.
+        Raises: ValueError for other JSON; AttributeError for an unknown setting; the setter's own errors.
         """
         settings = json.loads(string)
         if not isinstance(settings, dict):
@@ -110,7 +111,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         for name, value in settings.items():
             setter = self
             for part in name.split("."):
-                _check_attribute(part)
+                _check_public(part)
                 setter = getattr(setter, part)
             if not callable(setter):
                 raise AttributeError(f"{name!r} is no setter of options, so it can't be given in JSON")
@@ -144,7 +145,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
 
     def _printed_fields(self) -> list[str]:
         private = [
-            f"{name}={printed(value)}"
+            f"{name}={sorted_repr(value)}"
             for name, value in sorted(vars(self).items())
             if name.startswith("_") and name != "_is_frozen" and not isinstance(value, Freezable)
         ]
@@ -189,11 +190,11 @@ def _as_enum_member(value: Any) -> Any:
     return kind[member]
 
 
-def _run_line(options: Any, source: str) -> None:
-    """Run one line of an options file: `options.`, and a setting made of names, calls and literals.
+def _run_setting(options: Any, source: str) -> None:
+    """Run one line of an options file: "options." and a setting of names, calls and literals. Other code is
+    refused, since a file may be from an unknown source.
 
-    Other code is refused, since the file may be from an unknown source.
-    Raises: SyntaxError if the source is not one setting; AttributeError, NameError for names not allowed.
+    Raises: SyntaxError if the source is not one setting; AttributeError, NameError for names not allowed
     """
     names = {"options": options, "poptorch": _POPTORCH, "torch": _TORCH}
     tree = ast.parse(source)
@@ -208,13 +209,13 @@ def _run_line(options: Any, source: str) -> None:
                 f"{ast.unparse(node)!r} is more than an options file may hold: calls, names and literals"
             )
         if isinstance(node, ast.Attribute):
-            _check_attribute(node.attr)
+            _check_public(node.attr)
         if isinstance(node, ast.Name) and node.id not in names:
             raise NameError(f"name {node.id!r} is not defined: options files know {', '.join(names)}")
     exec(compile(tree, "<options>", "exec"), {"__builtins__": {}, **names})
 
 
-def _check_attribute(name: str) -> None:
-    """Raise AttributeError for private names, which could give access to the rest of Python; allow `_Popart`."""
+def _check_public(name: str) -> None:
+    """Raise AttributeError for a private name but `_Popart`, since it could give access to all of Python."""
     if name.startswith("_") and name not in _PRIVATE_BUT_USED:
         raise AttributeError(f"Invalid attribute {name!r}: private names can't be used in option texts")
