@@ -22,7 +22,7 @@ from ..settings import Strategy
 from .placement import Placement, place
 from .recording.graph_recorder import memory_of, sources_of
 
-Where = tuple[Phase, int]
+PhaseAndStage = tuple[Phase, int]
 _CAST = torch.ops.aten._to_copy.default
 _NO_STAGE = -1
 CHECKPOINT = "poptorch.recomputation_checkpoint.default"  # recomputation keeps the result of this operation
@@ -47,28 +47,29 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
     views, casts = _views_and_casts(graph)
     of_state = views | casts
     placement = place(graph.visits, used_visits(graph), strategy)
-    where = _node_stages(graph, placement, of_state)
     stages = range(len(placement.ipus))
-    order: list[Where] = [*(("F", stage) for stage in stages), *(("B", stage) for stage in reversed(stages))]
-    own: dict[Where, list[fx.Node]] = {of: [] for of in order}
-    for node, maker in where.items():
-        own[maker].append(node)
+    # Pieces are given by phase and stage. `made`: the piece that computes each value, by name.
+    order: list[PhaseAndStage] = [*(("F", s) for s in stages), *(("B", s) for s in reversed(stages))]
+    own: dict[PhaseAndStage, list[fx.Node]] = {of: [] for of in order}
+    made: dict[str, PhaseAndStage] = {}
+    for node, of in _node_stages(graph, placement, of_state).items():
+        own[of].append(node)
+        made[node.name] = of
     members = {}  # of each piece: its own nodes, the views that it needs, the forward nodes that it recomputes
     for phase, stage in order:
         again = set(views)
         if recompute and phase == "B":
             again.update(node for node in own["F", stage] if str(node.target) != CHECKPOINT)
-        members[phase, stage] = _with_sources(own[phase, stage], again, graph)
+        members[phase, stage] = sorted(sources_of(own[phase, stage], among=again))  # in graph order
     needs = {of: _operands_outside(nodes) for of, nodes in members.items()}
     prepared, needed = {}, set().union(*needs.values())
     for node in _operation_nodes(graph):
         if node in casts and node.name in needed:
-            nodes = _with_sources([node], of_state, graph)
+            nodes = sorted(sources_of([node], among=of_state))
             prepared[node.name] = emit("F", _NO_STAGE, list(_operands_outside(nodes)), [node.name], nodes)
     read = {of: set(names) for of, names in needs.items()}  # with the weights of casts
     for names in read.values():
         names.update(*(prepared[name].reads for name in names & prepared.keys()))
-    made = {node.name: maker for node, maker in where.items()}
     home = _home_stages(graph, made, read)
     for name, stage in _pass_through_stages(graph, home, read).items():
         if name not in made:
@@ -95,9 +96,16 @@ def _operands_outside(nodes: list[fx.Node]) -> dict[str, None]:
     return {operand.name: None for node in nodes for operand in node.all_input_nodes if operand not in inside}
 
 
-def _pass_through_stages(graph: Graph, home: dict[str, int], read: dict[Where, set[str]]) -> dict[str, int]:
-    """Return, by name, the forward stage that writes each value that no operation computes: the previous
-    value of a changed buffer; an input or weight that is a result of the graph."""
+def _pass_through_stages(
+    graph: Graph, home: dict[str, int], read: dict[PhaseAndStage, set[str]]
+) -> dict[str, int]:
+    """Return, by slot name, the forward stage that writes a value which no operation computes: a changed
+    buffer's previous value, or a slot that is a result of the graph.
+
+    Args:
+        home: the stage of each parameter and buffer
+        read: the names that each piece reads
+    """
     found = {}
     for name in sorted(graph.changed_buffers):
         readers = [stage for (phase, stage), names in read.items() if phase == "F" and name in names]
@@ -114,8 +122,8 @@ def _operation_nodes(graph: Graph) -> Iterable[fx.Node]:
 
 
 def _views_and_casts(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Return two sets of nodes: views of weights, constants or unchanged buffers; and casts of these.
-    A view of a cast is in the first set. Results of the graph are in neither set."""
+    """Return two sets of nodes: views of weights, constants or unchanged buffers, or of casts of these; and
+    the casts. Results of the graph are in neither set."""
     fixed = graph.constant_slots
     held = {n for n in graph.code.nodes if n.name in fixed and n.meta["role"] != "loss_scale"}
     results = {result.name for result in graph.results}
@@ -136,15 +144,9 @@ def _views_and_casts(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
     return views, casts
 
 
-def _with_sources(nodes: list[fx.Node], among: set[fx.Node], graph: Graph) -> list[fx.Node]:
-    """Return `nodes`, and the nodes of `among` from which they are computed (see `sources_of`), in graph order."""
-    needed = sources_of(nodes, among)
-    return [node for node in _operation_nodes(graph) if node in needed]
-
-
-def _node_stages(graph: Graph, placement: Placement, of_state: set[fx.Node]) -> dict[fx.Node, Where]:
-    """Return the phase and stage of each operation, except the views and casts in `of_state`."""
-    where: dict[fx.Node, Where] = {}
+def _node_stages(graph: Graph, placement: Placement, of_state: set[fx.Node]) -> dict[fx.Node, PhaseAndStage]:
+    """Return the phase and stage of each operation that is not in `of_state`, in graph order."""
+    where: dict[fx.Node, PhaseAndStage] = {}
     calls = [node for node in _operation_nodes(graph) if node not in of_state]
     last = len(placement.ipus) - 1
     for node in calls:
@@ -165,9 +167,11 @@ def _node_stages(graph: Graph, placement: Placement, of_state: set[fx.Node]) -> 
     return where
 
 
-def _home_stages(graph: Graph, made: dict[str, Where], read: dict[Where, set[str]]) -> dict[str, int]:
+def _home_stages(
+    graph: Graph, made: dict[str, PhaseAndStage], read: dict[PhaseAndStage, set[str]]
+) -> dict[str, int]:
     """Return the stage of each parameter and buffer, by slot name: the stage that computes its gradient or
-    its next value, else the first that reads it; 0 if none does."""
+    next value, else the first stage in `read` that reads it, else 0."""
     made_at = {(r.kind, r.key): made[r.name][1] for r in graph.results if r.name in made}
     home = {}
     for slot in graph.slots:
@@ -179,7 +183,7 @@ def _home_stages(graph: Graph, made: dict[str, Where], read: dict[Where, set[str
 
 
 def _flow_back_error(
-    name: str, maker: Where, user: Where, placement: Placement, graph: Graph
+    name: str, maker: PhaseAndStage, user: PhaseAndStage, placement: Placement, graph: Graph
 ) -> PartitionError:
     node = next(node for node in graph.code.nodes if node.name == name)
     return PartitionError(
