@@ -20,12 +20,12 @@ logger = logging.getLogger("poptorch::python")
 
 
 class BlockError(PartitionError, AssertionError):
-    """The error of a block that the strategy can't place. Also an AssertionError, by the API's contract."""
+    """The error of a block that the strategy can't place. PopTorch's contract makes it an AssertionError, too."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The stage of each visit to a block, and the ipu and the blocks of each stage."""
+    """The stage of each visit to a block, and the ipu and the blocks' names of each stage."""
 
     stage_of: tuple[int, ...]
     ipus: tuple[int, ...]
@@ -39,13 +39,13 @@ def place(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placem
         visits: the entries into blocks in the order of the forward; the first stands for operations before any block
         used:   the indices of visits that have operations
     Raises:
-        BlockError: a block is unknown to the strategy or has no ipu, or a stage has two ipus
+        BlockError: the strategy has no stage for a block, or blocks of one stage name different ipus
     """
     numbers = _stage_numbers(visits, used, strategy)
     ipu_of = _stage_ipus(visits, numbers, strategy)
     if strategy.mode != "pipelined" or strategy.joined:
-        # Ipus take turns as the forward does: every change of ipu starts a stage of its own. The stage of a phase may
-        # name its ipus block by block.
+        # Ipus take turns as the forward does: each change of ipu begins a new stage. In phased mode a stage may be on
+        # several ipus, which its blocks name.
         turns, ipu_of_turn, turn = [0] * len(visits), dict[int, int](), -1
         for i in sorted(used):
             own = visits[i].ipu if strategy.mode == "phased" else None
@@ -53,15 +53,15 @@ def place(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placem
             turn += ipu != ipu_of_turn.get(turn)
             turns[i], ipu_of_turn[turn] = turn, ipu
         numbers, ipu_of = turns, ipu_of_turn
-    blocks: dict[int, dict[str, None]] = {}  # of each stage with operations, their names in order
-    for i in sorted(used):
-        blocks.setdefault(numbers[i], {})[visits[i].name or "no block"] = None
-    stages = sorted(blocks)
-    rank = {number: position for position, number in enumerate(stages)}
+    stages = sorted({numbers[i] for i in used})  # those with operations
+    blocks = [
+        dict.fromkeys(visits[i].name or "no block" for i in sorted(used) if numbers[i] == stage)
+        for stage in stages
+    ]
     return Placement(
-        tuple(rank.get(number, 0) for number in numbers),
-        tuple(ipu_of[number] for number in stages),
-        tuple(", ".join(blocks[number]) for number in stages),
+        tuple(stages.index(number) if number in stages else 0 for number in numbers),
+        tuple(ipu_of[stage] for stage in stages),
+        tuple(map(", ".join, blocks)),
     )
 
 
@@ -114,7 +114,7 @@ def _stage_ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy)
 
 
 def with_filled_pipeline(visits: Sequence[Visit], used: set[int], settings: Settings) -> Settings:
-    """Return the settings. If the pipeline can't be full, and `or_sharded`, make them sharded, and log it.
+    """Return the settings, sharded if the strategy is `or_sharded` and the micro-batches can't fill its pipeline.
 
     Of n forward stages, a pipeline needs 2n - 1 micro-batches in training, n device iterations in inference.
     n is 1 plus the number of times that the active ipu changes in the forward, which starts on ipu 0.
@@ -125,9 +125,8 @@ def with_filled_pipeline(visits: Sequence[Visit], used: set[int], settings: Sett
     strategy, training = settings.strategy, settings.training
     if strategy.mode != "pipelined":
         return settings
-    numbers = _stage_numbers(visits, used, strategy)
-    ipu_of = _stage_ipus(visits, numbers, strategy)
-    active = [0, *(ipu_of[number] for number in numbers[1:])]
+    placement = place(visits, used | {*range(1, len(visits))}, strategy)
+    active = [0, *(placement.ipus[stage] for stage in placement.stage_of[1:])]
     forward = 1 + sum(ipu != following for ipu, following in pairwise(active))
     needed = 2 * forward - 1 if training else forward
     given = settings.counts.accumulation if training else settings.counts.iterations
@@ -157,9 +156,9 @@ class Cost:
 
 
 def balance(costs: Sequence[Cost], ipus: int, capacity: float = float("inf")) -> tuple[tuple[str, ...], ...]:
-    """Return the blocks of each ipu, such that the largest sum of seconds on an ipu is minimal.
+    """Return the names of the blocks of each ipu, such that the largest sum of seconds on an ipu is minimal.
 
-    Among equally fast cuts it has the least sum of squared loads, which also balances the other ipus.
+    Of several such placements, return the one with the least sum of squared loads, which balances the other ipus.
 
     Args:
         costs:    of the blocks, in the order of the data
@@ -198,22 +197,25 @@ def balance(costs: Sequence[Cost], ipus: int, capacity: float = float("inf")) ->
 
 
 def balance_in_words(costs: Sequence[Cost], cut: Sequence[Sequence[str]]) -> str:
-    """Return a text: the load of each ipu, and the effect of moving a block away from the slowest ipu."""
+    """Return a text: the load of each ipu, and the effect of moving a block away from the slowest ipu.
+
+    Args: cut: the blocks' names of each ipu
+    """
     of = {cost.name: cost.seconds for cost in costs}
     loads = [sum(of[name] for name in names) for names in cut]
     lines = [
         f"  ipu {ipu}: {load * 1e3:.3f} ms: {', '.join(names)}"
         for ipu, (names, load) in enumerate(zip(cut, loads, strict=True))
     ]
-    most = max(loads)
-    slowest = loads.index(most)
+    slowest = loads.index(max(loads))
     names = cut[slowest]
     for neighbour, name in ((slowest - 1, names[0]), (slowest + 1, names[-1])):
         if 0 <= neighbour < len(cut) and len(names) > 1:
-            change = {slowest: -of[name], neighbour: of[name]}
-            moved = max(load + change.get(ipu, 0.0) for ipu, load in enumerate(loads))
+            moved = [*loads]
+            moved[slowest] -= of[name]
+            moved[neighbour] += of[name]
             lines.append(
-                f"  moving {name!r} to ipu {neighbour} would make the slowest {moved * 1e3:.3f} ms instead of"
-                f" {most * 1e3:.3f} ms"
+                f"  moving {name!r} to ipu {neighbour} would make the slowest {max(moved) * 1e3:.3f} ms instead of"
+                f" {max(loads) * 1e3:.3f} ms"
             )
     return "\n".join(lines)
