@@ -213,7 +213,7 @@ class Plan:
     order: str  # a key of `popengine.order.ORDERS`
     state: dict[int, tuple[str, ...]]  # the slots that each ipu reads or updates in every step
 
-    def held(self, ipu: int) -> list[str]:
+    def slots_held_by(self, ipu: int) -> list[str]:
         """Return the names of the slots that an ipu holds: its state, then copies of other ipus' weights."""
         copies = [task for task in self.tasks if (task.kind, task.ipu) == ("copy", ipu)]
         received = [x for task in copies for x in task.instructions if x.kind == "receive"]

@@ -21,20 +21,20 @@ from .piece import Line, Piece, Value
 
 @dataclass(frozen=True)
 class Body:
-    """A body of a branch or loop: a function from tensors to tensors, and each output's shape and dtype."""
+    """The body of a branch or loop: a function from tensors to tensors, and each output's shape and dtype."""
 
     piece: Piece
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     draws: bool  # whether it draws random numbers
 
     def packed(self) -> str:
-        """Return the body as Python text, which `unpacked` evaluates."""
+        """Return the body as Python text, from which `unpacked` makes it again."""
         return repr(self)
 
     @staticmethod
     @functools.cache
     def unpacked(text: str) -> Body:
-        """Return the body whose `packed` text is `text`; results are cached."""
+        """Return the body of a text that `packed` returned. Results are cached."""
         return eval(text, dict(_NAMES))
 
 
@@ -61,7 +61,7 @@ _COND = (
 _LOOP = "(int count, str body, Tensor[] state, Tensor[] others) -> Tensor[]"
 
 
-def _like(body: str, device: torch.device) -> list[Tensor]:
+def _empty_outputs(body: str, device: torch.device) -> list[Tensor]:
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in Body.unpacked(body).outputs]
 
 
@@ -71,12 +71,12 @@ for _suffix, _tags in (("", ()), ("_that_draws", (torch.Tag.nondeterministic_see
     LIBRARY.define(f"loop{_suffix}{_LOOP}", tags=_tags)
     torch.library.register_fake(
         f"popengine::cond{_suffix}",
-        lambda condition, body, *others: _like(body, condition.device),
+        lambda condition, body, *others: _empty_outputs(body, condition.device),
         lib=LIBRARY,
     )
     torch.library.register_fake(
         f"popengine::loop{_suffix}",
-        lambda count, body, state, others: _like(body, state[0].device),
+        lambda count, body, state, others: _empty_outputs(body, state[0].device),
         lib=LIBRARY,
     )
 

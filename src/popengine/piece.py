@@ -56,7 +56,7 @@ class Piece:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     lines: tuple[Line, ...]
-    part: int = 0  # its index, if a phase is cut into several pieces
+    part: int = 0  # its index among the pieces into which the phase is cut
 
     def __str__(self) -> str:
         return f"{self.phase}{self.stage}" + (f" part {self.part}" if self.part else "")
@@ -73,7 +73,7 @@ class Piece:
 
     @cached_property
     def draws(self) -> bool:
-        """Return whether the piece draws random numbers; then the key of its draws is its last input."""
+        """Return whether the piece draws random numbers. Then its last input is a key for the draws."""
         return any(line.draw is not None for line in self.lines)
 
     @cached_property
@@ -83,18 +83,15 @@ class Piece:
 
     @cached_property
     def last_used(self) -> tuple[tuple[str, ...], ...]:
-        """Return for each line the values whose last use it is, except those that the piece writes."""
+        """Return, for each line, the values that no later line uses and that the piece does not write."""
         used = [dict.fromkeys((line.name, *line.operands())) for line in self.lines]
-        last = {name: place for place, names in enumerate(used) for name in names}
-        kept = set(self.writes)
-        return tuple(
-            tuple(name for name in names if last[name] == place and name not in kept)
-            for place, names in enumerate(used)
-        )
+        last = {name: index for index, names in enumerate(used) for name in names}
+        last |= dict.fromkeys(self.writes, -1)
+        return tuple(tuple(n for n in names if last[n] == index) for index, names in enumerate(used))
 
     @cached_property
     def functions(self) -> dict[tuple[str, bool], str]:
-        """Return the functions' names in the source, by (operation, whether it draws random numbers)."""
+        """Return, by (operation, whether it draws random numbers), the name of its function in the source."""
         found: dict[tuple[str, bool], str] = {}
         for line in self.lines:
             if line.call != GETITEM and (line.call, line.draw is not None) not in found:
@@ -111,19 +108,19 @@ class Piece:
 
     @cached_property
     def source(self) -> str:
-        """Return the source of `piece(values)`. It empties `values`: each tensor is freed at its last use."""
+        """Return the source of `piece(values)`, which empties the list, to free each tensor at its last use."""
         return self.source_with()
 
     def source_with(self, after: str = "") -> str:
-        """Return the source with `after`, such as "; tick()", before the first operation and after each."""
+        """Return the source with a text, such as "; tick()", before the first operation and after each one."""
         *head, cleared = self._head_lines()
         lines = zip(self.lines, self.last_used, strict=True)
         body = [cleared, *(self._statement(line) + release_text(dying) for line, dying in lines)]
         writes = "".join(name + ", " for name in self.writes)
         return "\n".join([*head, *(line + after for line in body), f"    return ({writes})"]) + "\n"
 
-    def where(self, number: int) -> str:
-        """Return the user's `file:line` for a line (from 1) of the source; "?" if it is no operation."""
+    def user_line(self, number: int) -> str:
+        """Return the user's `file:line` of the operation on a line of the source (from 1); "?" without one."""
         index = number - 1 - len(self._head_lines())
         return self.lines[index].where if 0 <= index < len(self.lines) else "?"
 

@@ -8,6 +8,7 @@ engine needs are used in this file and in `recording/`.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,8 +28,8 @@ from .recording.functional import as_graph
 from .recording.graph_recorder import check_dense, empty_like, map_leaves, sources_of, user_line
 from .recording.leftovers import Attributes
 from .recording.standins import StandIns
-from .recording.torch_errors import explained
-from .rewriting.mixed_types import with_matching_types
+from .recording.torch_errors import explaining_torch_errors
+from .rewriting.mixed_types import call_with_matching_types
 
 
 @interrupts_delayed()
@@ -81,7 +82,7 @@ def capture(
             fake,
             stand_ins.put_in_module(),
             recorder,
-            explained(given),
+            explaining_torch_errors(given),
         ):
             with recorder.saved_before_writes(), _tracked_calls(module, state):
                 outputs = list(forward(list(inputs)))
@@ -145,7 +146,7 @@ class _TorchFunctions(TorchFunctionMode):
         args, kwargs = map_leaves(self._capture.stand_ins.stand_in_of, (args, kwargs or {}))
         if func == Tensor.data.__set__:  # pyright: ignore[reportAttributeAccessIssue]
             return _write_data(*args)
-        result = with_matching_types(func, args, kwargs)
+        result = call_with_matching_types(func, args, kwargs)
         if func in LOSSES:
             self._capture.mark_loss(result)
         return result
@@ -210,13 +211,8 @@ def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
 
 # ---- losses ----------------------------------------------------------------------------------------------
 
-_LOSS_NAMES = """
-    l1_loss mse_loss smooth_l1_loss huber_loss soft_margin_loss hinge_embedding_loss margin_ranking_loss
-    nll_loss cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div poisson_nll_loss
-    gaussian_nll_loss multilabel_soft_margin_loss multilabel_margin_loss multi_margin_loss
-    cosine_embedding_loss triplet_margin_loss triplet_margin_with_distance_loss ctc_loss
-"""
-LOSSES = frozenset(getattr(functional, name) for name in _LOSS_NAMES.split())
+_LOSS_NAMES = re.compile(r"\w+_loss|\w*cross_entropy\w*|kl_div")
+LOSSES = frozenset(function for name, function in vars(functional).items() if _LOSS_NAMES.fullmatch(name))
 
 
 def final_loss(capture: Capture) -> Tensor:

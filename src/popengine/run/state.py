@@ -313,7 +313,7 @@ class State:
         """Return the bytes of weights, gradient sums and states of an ipu, as if it had its own memory."""
         optimizer = self.settings.optimizer
         parameters = others = gradients = states = 0
-        for name in self.plan.held(ipu):
+        for name in self.plan.slots_held_by(ipu):
             size = self.values[replica][name].nbytes
             if self._slots[name].role == "parameter":
                 parameters += size

@@ -36,7 +36,7 @@ from .graph_recorder import (
 aten = torch.ops.aten
 _OTHER_MEMORY = (aten.set_, aten.resize_, aten.resize_as_)
 # The errors that torch raises if an operation reads a fake tensor's values.
-READS = (DataDependentOutputException, DynamicOutputShapeException)
+VALUE_READS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class CaptureRecorder(Recorder):
@@ -97,7 +97,7 @@ class CaptureRecorder(Recorder):
                     self._copy_saved(func, args, kwargs)
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        except READS as error:
+        except VALUE_READS as error:
             with self:
                 return self._run_on_constants(func, args, kwargs, error)
 

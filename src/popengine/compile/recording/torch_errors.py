@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ...errors import CaptureError, Error
 from .graph_recorder import TORCH, user_line
-from .known_values import READS
+from .known_values import VALUE_READS
 
 # The errors that torch raises, subclasses first. The error that explains one has its class, too.
 _KINDS = (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AssertionError)
@@ -62,7 +62,7 @@ _ANY = _Hint(
 
 
 @contextlib.contextmanager
-def explained(given: str) -> Iterator[None]:
+def explaining_torch_errors(given: str) -> Iterator[None]:
     """Raise CaptureError, with an explanation, in place of errors that torch raises in the body.
 
     Other errors, such as those of the user's own code, pass unchanged.
@@ -74,7 +74,7 @@ def explained(given: str) -> Iterator[None]:
     before, log.disabled = log.disabled, True
     try:
         yield
-    except READS as error:
+    except VALUE_READS as error:
         raise CaptureError(
             "the forward reads a value out of a tensor, which has none while the model is compiled\n"
             f"  {error.func} at {user_line(error)}\n"

@@ -36,10 +36,10 @@ _LAYERS: dict[Any, int] = {
 _STATISTICS = (functional.batch_norm, functional.instance_norm)
 
 
-def with_matching_types(func: Any, args: Any, kwargs: Any) -> Any:
+def call_with_matching_types(func: Any, args: Any, kwargs: Any) -> Any:
     """Return `func(...)`. For layers and products, first cast all float tensors to the input's dtype."""
     if func in _STATISTICS:
-        return _with_statistics(func, args, kwargs)
+        return _call_norm(func, args, kwargs)
     position = _LAYERS.get(func)
     if position is not None:
         like = args[position] if position < len(args) else next(iter(kwargs.values()), None)
@@ -55,7 +55,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if is_other else value
 
 
-def _with_statistics(func: Any, args: Any, kwargs: Any) -> Any:
+def _call_norm(func: Any, args: Any, kwargs: Any) -> Any:
     """Return a norm in the input's dtype, computed in float32 if dtypes differ; update running statistics."""
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}

@@ -69,7 +69,7 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
             return values[node]
         key = node if memory_of(node) in weights else (node, *(user.meta[name] for name in PLACE[:2]))
         if key not in copies:
-            base = _viewed(node)
+            base = _fully_viewed(node)
             copy = copy_of(base, user, values) if base is not None else None
             # If the base is not dense, its copy may have strides for which the view is invalid.
             if base is not None and copy is not None and copy.stride() == base.meta["val"].stride():
@@ -99,8 +99,8 @@ def _half_type(node: fx.Node) -> torch.dtype | None:
     return next((kind for kind in types if kind in HALF), None)
 
 
-def _viewed(node: fx.Node) -> fx.Node | None:
-    """Return the node that this node is a view of, if the view has all its elements; else None."""
+def _fully_viewed(node: fx.Node) -> fx.Node | None:
+    """Return the node that this node is a view of, if the view has all of its elements; else None."""
     base = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
     if base is None or "val" not in base.meta or memory_of(node) != memory_of(base):
         return None

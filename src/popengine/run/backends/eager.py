@@ -121,7 +121,7 @@ def user_line(piece: Piece, error: BaseException) -> str:
     """Return the user's line (file:line) of the operation that failed; "?" if it is not known."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename == _file(piece) and frame.lineno is not None:
-            return piece.where(frame.lineno)
+            return piece.user_line(frame.lineno)
     return "?"
 
 

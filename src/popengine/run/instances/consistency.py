@@ -114,10 +114,10 @@ def facts_of_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor],
 def _operations(plan: Plan) -> dict[str, str]:
     """Return the source of each operation, by a text with the user's line, piece, and line of the piece."""
     return {
-        f"{piece.where(number)}, line {number} of piece {place}": line.partition("; ")[0].strip()
+        f"{piece.user_line(number)}, line {number} of piece {place}": line.partition("; ")[0].strip()
         for place, piece in enumerate(plan.partition.pieces)
         for number, line in enumerate(piece.source.splitlines(), 1)
-        if piece.where(number) != "?"
+        if piece.user_line(number) != "?"
     }
 
 
