@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from popengine.compile import compile_graph
 from popengine.compile.describe import describe, peak_bytes
@@ -48,6 +49,7 @@ _BASE_BYTES = 600 << 20  # bytes of Python, torch and the program's other librar
 _SMALL = 2**29, 5e10
 _SECONDS = 1.5  # no round begins after this time
 _ROUNDS = 9
+_BYTES_PER_SECOND = 10e9  # of one core, for operations that are too large to be measured
 _MOST_ELEMENTS = 1 << 22  # elements of the update that is measured, at most
 
 
@@ -294,6 +296,7 @@ def _operation_seconds(found: Executable, hyper: Hyper | None) -> dict[str, Any]
     assert found.graph is not None
     values = {node.name: node.meta.get("val") for node in found.graph.code.nodes}
     known: dict[Any, float] = {}
+    most = available_memory() // 2
     longest: list[tuple[float, Sample]] = []
 
     def seconds(piece: Piece, line: Line) -> float:
@@ -302,6 +305,9 @@ def _operation_seconds(found: Executable, hyper: Hyper | None) -> dict[str, Any]
             return 0.0
         if not all(isinstance(value, Tensor) for value in operands):
             return 0.0  # an operand that is no tensor, such as a kernel's workspace
+        tensors = (v for v in tree_leaves([operands, values.get(line.name)]) if isinstance(v, Tensor))
+        if (size := sum(v.nbytes for v in tensors)) > most:
+            return size / _BYTES_PER_SECOND
         shapes = [(tuple(v.shape), v.stride(), v.dtype) for v in operands if v is not None]
         key = line.call, repr(_without_names((line.arguments, line.named))), repr(shapes)
         if key not in known:

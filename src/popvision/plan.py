@@ -131,7 +131,10 @@ class Estimates:
         return machine, profile, Costs(profile, machine, profile.counts.get("replicas", 1))
 
     def advice(self) -> list[str]:
-        """Return sentences about what bounds a step on the machine of `drawn`, and what makes it faster."""
+        """Return sentences about what bounds a step on the machine of `drawn`, and what makes it faster; none if
+        all estimates are of this machine."""
+        if "apart" not in self.profiles:
+            return []
         machine, profile, costs = self.drawn
         micro_batches = profile.facts["schedule_micro_batches"]
         loads = {ipu: sum(spent.values()) for ipu, spent in costs.of_ipus(micro_batches).items()}

@@ -210,6 +210,24 @@ def test_the_replicas_of_several_processes_are_planned_as_those_of_one():
     assert here.replicas == 2 and here.items_per_second > 0
 
 
+def test_a_model_larger_than_this_machine_is_planned_and_does_not_fit():
+    with torch.device("meta"):
+        model = torch.nn.Linear(2**18, 2**18)  # 256 GiB of weights
+
+    class Large(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return poptorch.identity_loss(self.model(x), "mean")
+
+    found = poptorch.plan(Large(), poptorch.Options(), torch.empty(4, 2**18), on="this-machine")
+    (here,) = found.estimates
+    assert not here.fits and here.problems[0].startswith("needs ")
+    assert found.advice() == []  # which would be about another machine
+
+
 # ---- machines ------------------------------------------------------------------------------------------------
 
 
