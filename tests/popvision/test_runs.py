@@ -302,8 +302,8 @@ def test_sigterm_leaves_a_profile_and_ends_the_program_by_the_signal(tmp_path):
 
 
 def test_a_long_run_writes_its_profile_now_and_then(tmp_path, monkeypatch):
-    monkeypatch.setattr("poptorch.reporting.reporter._SAVE_EVERY", 0.0)
-    monkeypatch.setattr("poptorch.reporting.reporter._SHARE", 0)
+    monkeypatch.setattr("poptorch.reporter._SAVE_INTERVAL", 0.0)
+    monkeypatch.setattr("poptorch.reporter._SAVE_FACTOR", 0)
     options = poptorch.Options().deviceIterations(3).enableProfiling(tmp_path)
     inference = poptorch.inferenceModel(Model(), options.showCompilationProgressBar(False))
     for calls in (1, 2):

@@ -15,7 +15,7 @@ from ..compiling.executable import Executable
 from ..logs import logger
 from ..options import Options
 from ..options.freeze_options import device_of
-from ..reporting.reporter import Reporter
+from ..reporter import Reporter
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from ..optim import SGD
 from ..options import Options
 from ..options.freeze_options import freeze, resolved
 from ..planning import exit_if_only_planning
-from ..reporting.reporter import Reporter, start_reporter
+from ..reporter import Reporter, start_reporter
 from . import executable_file, marked_model
 from .device_lease import LoadedPlan
 from .latest_call import LatestCall, latest_call

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from popengine.errors import Error
 
 from ..logs import listed, logger
-from ..reporting.reporter import recording_event
+from ..reporter import recording_event
 from .device_lease import DeviceLease
 from .marked_model import WrappedModel, mark_tensors, owner_of
 

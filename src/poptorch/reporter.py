@@ -27,23 +27,23 @@ from popengine.run.engine import Engine, threads_inside
 from popengine.run.recorder import Detail, Recorder, Times
 from popengine.settings import Optimizer
 from popengine.update.optimizer_rules import RULES
-from poptorch.compiling.executable import Executable
 
-from ..data.loader import wait_recorders
-from ..logs import counted, logger
-from ..options import Options
-from ..options.freeze_options import resolved
-from ..version import __version__
+from .compiling.executable import Executable
+from .data.loader import wait_recorders
+from .logs import counted, logger
+from .options import Options
+from .options.freeze_options import resolved
+from .version import __version__
 
-_SAVE_EVERY = 60.0  # seconds; saving takes at most 1 / `_SHARE` of the program's time
-_SHARE = 100
+_SAVE_INTERVAL = 60.0  # seconds, at least, between two saves of a profile during training
+_SAVE_FACTOR = 100  # the interval is at least so many times the duration of the last save
 _live_reporters: weakref.WeakSet[Reporter] = weakref.WeakSet()
 
 
 class Reporter:
-    """An object that collects the data of a plan's profile, and saves it.
+    """An object that collects the data of a plan's profile, and saves the profile.
 
-    Args: path: the profile's file; number: that of the plan, from 1
+    Args: path: the profile's file; number: the number of the plan among the executor's, from 1
     """
 
     def __init__(self, path: Path, options: Options, number: int) -> None:
@@ -51,10 +51,10 @@ class Reporter:
         self.recorder = Recorder()
         self.passes: dict[str, float] = {}  # seconds of each pass of the compilation
         self._running: tuple[Engine, Executable] | None = None
-        self._save_next = time.perf_counter() + _SAVE_EVERY
+        self._next_save = time.perf_counter() + _SAVE_INTERVAL
 
     def on_attach(self, engine: Engine, executable: Executable) -> None:
-        """Store the plan's engine and executable, whose profile `save` writes from now on."""
+        """Store the plan's engine and executable, from which `save` writes the profile."""
         self._running = engine, executable
 
     def on_release(self) -> None:
@@ -63,15 +63,16 @@ class Reporter:
         self._running = None
 
     def after_call(self) -> None:
-        """Save the profile, at most once per minute, so that a killed program leaves one, too."""
-        if time.perf_counter() >= self._save_next:
-            began = time.perf_counter()
+        """Save the profile, but at most once per minute: then a killed program leaves a profile, too."""
+        began = time.perf_counter()
+        if began >= self._next_save:
             self.save()
             now = time.perf_counter()
-            self._save_next = now + max(_SAVE_EVERY, _SHARE * (now - began))
+            self._next_save = now + max(_SAVE_INTERVAL, _SAVE_FACTOR * (now - began))
 
     def save(self) -> None:
-        """Write the profile and the page of all profiles, if attached, in instance 0. Warn if that fails."""
+        """Write the profile, and the page of all profiles; log a warning if that fails. No effect in other
+        instances than 0, and if no engine is attached."""
         if self._running is None or self._running[0].settings.counts.instance != 0:
             return
         try:
@@ -83,9 +84,12 @@ class Reporter:
             logger.warning("the profile could not be written to %s: %s", self.path.parent.parent, error)
 
     def _profile(self, engine: Engine, executable: Executable) -> profile.Profile:
+        """Return the profile of the plan, with the times recorded so far."""
         recorder, options, settings = self.recorder, self.options, engine.settings
-        detail = recorder.detail
-        found, origin = describe(engine.plan, settings, executable.graph), recorder.origin
+        detail, origin = recorder.detail, recorder.origin
+        found = describe(engine.plan, settings, executable.graph)
+        name = options("model_name") if options.exists("model_name") else found.name
+        strategy, mode = type(options._execution_strategy).__name__, settings.strategy.mode
         inside = threads_inside(engine.plan, settings, torch.get_num_threads())
         facts = {
             "calls": recorder.calls,
@@ -102,14 +106,14 @@ class Reporter:
                 "python": platform.python_version(),
             },
             "made": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "strategy": _strategy_in_words(options, settings.strategy.mode),
+            # A pipeline with few micro-batches may run sharded.
+            "strategy": strategy if strategy.lower().startswith(mode) else f"{strategy}, run {mode}",
             "optimizer": _optimizer_in_words(settings.optimizer),
             **executable.hints,
         }
         return replace(
             found,
-            name=(options("model_name") if options.exists("model_name") else found.name)
-            + (f" (plan {self.number})" if self.number > 1 else ""),
+            name=f"{name} (plan {self.number})" if self.number > 1 else name,
             facts={**found.facts, **facts},
             passes=tuple(profile.Pass(name, round(seconds, 6)) for name, seconds in self.passes.items()),
             operations=tuple(_with_times(found.operations, detail)),
@@ -132,10 +136,11 @@ class Reporter:
         )
 
 
-def _capacity(of_ipu: float) -> dict[str, Any]:
-    """Return a profile's "capacity": bytes of each ipu, as `AutoBalance` was given, else of this machine."""
-    if of_ipu < math.inf:
-        return {"bytes": int(of_ipu), "of": "the capacity of an ipu", "shared": False}
+def _capacity(ipu_bytes: float) -> dict[str, Any]:
+    """Return the "capacity" of a profile: the memory of each ipu, if the user has set it for `AutoBalance`,
+    else the memory of this machine, which all ipus share."""
+    if ipu_bytes < math.inf:
+        return {"bytes": int(ipu_bytes), "of": "the capacity of an ipu", "shared": False}
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {"bytes": machine, "of": "this machine's memory", "shared": True}
 
@@ -143,7 +148,8 @@ def _capacity(of_ipu: float) -> dict[str, Any]:
 def start_reporter(executor: Any, options: Options, training: bool, number: int) -> Reporter | None:
     """Return a new reporter of a plan, which records waits for loaders; None if no profile is requested.
 
-    It saves also when the executor is garbage-collected, and at SIGTERM if the program has no handler for it.
+    The reporter also saves its profile when the executor is garbage-collected, and at SIGTERM unless the
+    program has a handler for it.
 
     Args: number: of the plan, from 1; plans after the first have a profile in a folder of their own
     """
@@ -156,9 +162,8 @@ def start_reporter(executor: Any, options: Options, training: bool, number: int)
     weakref.finalize(executor, reporter.on_release)
     wait_recorders.add(reporter.recorder)
     _live_reporters.add(reporter)
-    if threading.current_thread() is threading.main_thread() and (
-        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    ):
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _save_and_end)
     return reporter
 
@@ -175,32 +180,35 @@ def _save_and_end(number: int, frame: Any) -> None:
 
 @contextlib.contextmanager
 def recording_event(reporter: Reporter | None, kind: str) -> Iterator[None]:
-    """Record the body's duration as an event `kind` of the host; not without a reporter, nor on an error."""
+    """Run the body, and record its duration as an event `kind` of the host; no effect without a reporter, or
+    if the body raises."""
     start = time.perf_counter_ns()
     yield
     if reporter is not None:
         reporter.recorder.note(kind, start)
 
 
-# ---- what was recorded, as rows ---------------------------------------------------------------------------
+# ---- recorded times ---------------------------------------------------------------------------------------
 
 
 def _tracks(recorder: Recorder) -> list[profile.Track]:
-    """Return the recorded steps of each ipu, in order; of a failed step only the instructions that ran."""
-    steps = [entry for step in recorder.kept for entry in step.items()]
-    steps += [(place, times) for place, times in recorder.broken.items() if any(times.ends[:1])]
-    found = [_track(recorder, place, times) for place, times in steps]
+    """Return the recorded times of each step, replica and ipu, in this order; of a failed step only those of
+    the instructions that ran."""
+    steps = [step for steps in recorder.kept for step in steps.items()]
+    steps += [(key, times) for key, times in recorder.broken.items() if any(times.ends[:1])]
+    found = [_track(recorder, key, times) for key, times in steps]
     return sorted(found, key=lambda track: (track.call, track.step, track.replica, track.ipu))
 
 
-def _track(recorder: Recorder, place: tuple[int, int], times: Times) -> profile.Track:
-    """Return one ipu's times in a step, up to the first unfinished instruction; `place`: (replica, ipu)."""
+def _track(recorder: Recorder, key: tuple[int, int], times: Times) -> profile.Track:
+    """Return the times of one ipu in a step, up to the first unfinished instruction; `key`: (replica,
+    ipu)."""
     length = next((index for index, end in enumerate(times.ends) if not end), times.length)
     begins, ends = times.begins[:length], times.ends[:length]
     return profile.Track(
         times.call,
         times.step,
-        *place,
+        *key,
         begins[0] - recorder.origin,
         [end - begin for begin, end in zip(begins, ends, strict=True)],
         [0, *(begin - end for end, begin in zip(ends, begins[1:], strict=False))],
@@ -211,22 +219,23 @@ def _track(recorder: Recorder, place: tuple[int, int], times: Times) -> profile.
 
 def _with_times(operations: Sequence[profile.Operation], detail: Detail | None) -> list[profile.Operation]:
     """Return the operations with their runs and nanoseconds in the detailed step, if there is one."""
-    runs = {} if detail is None else detail.runs
-    lines = {} if detail is None else {piece: iter(detail.times(piece)) for piece in detail.lines}
+    if detail is None:
+        return list(operations)
+    lines = {piece: iter(detail.times(piece)) for piece in detail.lines}
     return [
-        operation._replace(calls=runs[operation.piece], ns=next(lines[operation.piece]))
-        if operation.piece in runs
-        else operation
-        for operation in operations
+        row._replace(calls=detail.runs[row.piece], ns=next(lines[row.piece]))
+        if row.piece in detail.runs
+        else row
+        for row in operations
     ]
 
 
-# ---- options, strategy and optimizer in words ---------------------------------------------------------------
+# ---- options and optimizer as text --------------------------------------------------------------------------
 
 
 def _changed_options(options: Options, training: bool) -> list[profile.Option]:
-    """Return (name, value, default), as texts, of each option that differs from its default."""
-    mine, default = _texts_of(options), _texts_of(resolved(Options(), training))
+    """Return name, value and default, as texts, of each option that differs from its default."""
+    mine, default = _option_texts(options), _option_texts(resolved(Options(), training))
     return [
         profile.Option(name, mine.get(name, "not set"), default.get(name, "not set"))
         for name in sorted(mine.keys() | default.keys())
@@ -234,14 +243,9 @@ def _changed_options(options: Options, training: bool) -> list[profile.Option]:
     ]
 
 
-def _strategy_in_words(options: Options, mode: str) -> str:
-    """Return the user's strategy and its mode here: a pipeline with few micro-batches may run sharded."""
-    name = type(options._execution_strategy).__name__
-    return name if name.lower().startswith(mode) else f"{name}, run {mode}"
-
-
 def _optimizer_in_words(optimizer: Optimizer | None) -> str:
-    """Return, as text, an optimizer's rule, size, and differences from the rule's defaults (not rates)."""
+    """Return, as text, an optimizer's rule, its numbers of parameters and groups, and its settings, but
+    learning rates, that differ from the rule's defaults; "none" without an optimizer."""
     if optimizer is None:
         return "none"
     groups, plain = len(set(optimizer.group_of.values())), Optimizer(optimizer.kind, optimizer.group_of)
@@ -257,8 +261,8 @@ def _optimizer_in_words(optimizer: Optimizer | None) -> str:
     return "; ".join(words)
 
 
-def _texts_of(options: Options) -> dict[str, str]:
-    """Return the value of each option, as text, by its name."""
+def _option_texts(options: Options) -> dict[str, str]:
+    """Return the value of each option as text, by the option's name."""
     parts = options.toDict(), options.Jit.toDict(), options.Precision.toDict()
     found = {name: str(value) for part in parts for name, value in part.items()}
     return {**found, "execution_strategy": type(options._execution_strategy).__name__}

@@ -1,1 +1,0 @@
-"""Profiles of executors: what ran, with the tables of the plan (`reporter`)."""
