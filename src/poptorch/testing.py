@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,11 @@ def allclose(ref_outputs: Any, test_outputs: Any, rtol: float = 1e-5, atol: floa
     """Return whether two outputs have equal containers, constants and shapes, and close values. NaN is NaN."""
     if describe(ref_outputs) != describe(test_outputs):
         return False
-    pairs = zip(tensors_of(ref_outputs), tensors_of(test_outputs), strict=True)
-    return all(ref.shape == test.shape and _is_close(ref, test, rtol, atol) for ref, test in pairs)
-
-
-def _is_close(ref: Tensor, test: Tensor, rtol: float, atol: float) -> bool:
-    kind = torch.promote_types(ref.dtype, test.dtype)
-    return torch.allclose(ref.to(kind), test.to(kind), rtol, atol, equal_nan=True)
+    for ref, test in zip(tensors_of(ref_outputs), tensors_of(test_outputs), strict=True):
+        kind = torch.promote_types(ref.dtype, test.dtype)
+        if ref.shape != test.shape or not torch.allclose(ref.to(kind), test.to(kind), rtol, atol, True):
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -92,42 +90,26 @@ def compare(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01) if optimizer is None else optimizer
     counts = options._counts()
     used = with_tensors(batch, (t.chunk(counts.iterations)[0] for t in tensors_of(batch)))
+    plain, plain_optimizer = copy.deepcopy((model, optimizer))
+    ours, our_optimizer = copy.deepcopy((model, optimizer))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as an ipu computes: more threads add in another order
     try:
-        loss_index, plain = _plain_update(*copy.deepcopy((model, optimizer)), used, counts)
+        loss_index, expected = _update_plain(plain, plain_optimizer, used, counts)
         if update is None:
-            title, found = _executor_update(
-                model, options.clone().deviceIterations(1), used, optimizer, loss_index
-            )
-            expected = plain.losses
+            options = options.clone().deviceIterations(1)
+            title, losses = _update_by_executor(ours, our_optimizer, options, used, loss_index)
         else:
-            twin, twins_optimizer = copy.deepcopy((model, optimizer))
-            loss = torch.as_tensor(update(twin, twins_optimizer, used)).detach()
-            title, found, expected = update.__name__, _result_of(twin, loss), plain.losses.mean()
+            title, expected = update.__name__, expected.mean()
+            losses = torch.as_tensor(update(ours, our_optimizer, used)).detach()
     finally:
         torch.set_num_threads(threads)
-    loss = _verdict(found.losses, expected)
+    loss = _verdict(losses, expected)
     rows = tuple(
-        (n, _verdict(found.gradients.get(n), plain.gradients.get(n)), _verdict(found.weights[n], weight))
-        for n, weight in plain.weights.items()
+        (name, _verdict(our.grad, weight.grad), _verdict(our.detach(), weight.detach()))
+        for (name, weight), our in zip(plain.named_parameters(), ours.parameters(), strict=True)
     )
     return Comparison(f"{title}; against plain PyTorch", _conclusion(loss, rows, counts), loss, rows)
-
-
-class _UpdateResult(NamedTuple):
-    """The results of an update: losses, gradients by name, and new weights by name."""
-
-    losses: Tensor
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
-
-
-def _result_of(model: nn.Module, losses: Tensor) -> _UpdateResult:
-    """Return the result of an update, with the gradients and weights that the model has now."""
-    named = dict(model.named_parameters())
-    gradients = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
-    return _UpdateResult(losses, gradients, {name: parameter.detach() for name, parameter in named.items()})
 
 
 def _call(model: Callable[..., Any], batch: Any) -> Any:
@@ -146,15 +128,17 @@ def _index_of_loss(outputs: Any) -> int:
     raise Error("compare: forward returns no loss: no tensor without dimensions needs a gradient")
 
 
-def _plain_update(
+def _update_plain(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, counts: Counts
-) -> tuple[int, _UpdateResult]:
-    """Update a model in place by plain PyTorch. Return the index of the loss in the outputs, and the result.
+) -> tuple[int, Tensor]:
+    """Update a model in place by plain PyTorch, and leave the mean gradients in `.grad`.
 
     Gradients of a replica's micro-batches are added one after another, then those of the replicas in pairs.
+
+    Returns: the index of the loss in the outputs, and the losses of all micro-batches
     """
-    loss_index, losses = 0, {}
-    sums: list[dict[str, Tensor]] = []
+    loss_index, losses, parameters = 0, {}, list(model.parameters())
+    sums: list[list[Any]] = []  # of each replica, the gradients of all parameters
     for replica in range(counts.replicas):
         optimizer.zero_grad(set_to_none=True)
         for turn in range(counts.accumulation):
@@ -166,38 +150,38 @@ def _plain_update(
             loss = tensors_of(outputs)[loss_index]
             loss.backward()
             losses[turn, replica] = loss.detach()
-        sums.append(_result_of(model, torch.empty(0)).gradients)
+        sums.append([parameter.grad for parameter in parameters])
     while len(sums) > 1:
         pairs = zip(sums[::2], sums[1::2], strict=False)
-        sums = [{n: a[n] + b[n] for n in a} for a, b in pairs] + sums[len(sums) // 2 * 2 :]
-    for name, parameter in model.named_parameters():
-        parameter.grad = sums[0][name] / (counts.accumulation * counts.replicas) if name in sums[0] else None
+        added = [[a if a is None else a + b for a, b in zip(*pair, strict=True)] for pair in pairs]
+        sums = added + sums[len(sums) // 2 * 2 :]
+    for parameter, total in zip(parameters, sums[0], strict=True):
+        parameter.grad = total if total is None else total / (counts.accumulation * counts.replicas)
     optimizer.step()
-    return loss_index, _result_of(model, torch.stack([losses[turn] for turn in sorted(losses)]))
+    return loss_index, torch.stack([losses[turn] for turn in sorted(losses)])
 
 
-def _executor_update(
-    model: nn.Module, options: Options, batch: Any, optimizer: torch.optim.Optimizer, loss_index: int
-) -> tuple[str, _UpdateResult]:
-    """Return the title of an executor's plan, and the result of its update of a copy of the model. The
-    gradients are the momenta of a second update, by SGD."""
-    twin, twins_optimizer = copy.deepcopy((model, optimizer))
-    executor = trainingModel(twin, options.clone().outputMode(OutputMode.All), twins_optimizer)
+def _update_by_executor(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, batch: Any, loss_index: int
+) -> tuple[str, Tensor]:
+    """Update a model in place by an executor, and leave in `.grad` the momenta of an update of a copy by SGD,
+    which are the gradients. Return the title of the executor's plan, and the losses of all micro-batches."""
+    other = copy.deepcopy(model)
+    executor = trainingModel(model, options.clone().outputMode(OutputMode.All), optimizer)
     losses = tensors_of(_call(executor, batch))[loss_index].flatten()
     title = executor.plan.title
     executor.destroy()
-    other = copy.deepcopy(model)
     sgd = torch.optim.SGD(other.parameters(), lr=0.0, momentum=0.5)
     executor = trainingModel(other, options, sgd)
     _call(executor, batch)
     executor.destroy()
-    for parameter, same in zip(twin.parameters(), other.parameters(), strict=True):
+    for parameter, same in zip(model.parameters(), other.parameters(), strict=True):
         parameter.grad = sgd.state.get(same, {}).get("momentum_buffer")
-    return title, _result_of(twin, losses)
+    return title, losses
 
 
 def _verdict(found: Tensor | None, plain: Tensor | None) -> str:
-    """Return "equal", or a short description of a tensor's difference from plain PyTorch's."""
+    """Return "equal", "none" if both are None, or a short description of the difference from `plain`."""
     if found is None or plain is None:
         return "none" if found is plain else "missing" if found is None else "plain has none"
     if torch.equal(found, plain):
@@ -211,11 +195,12 @@ def _verdict(found: Tensor | None, plain: Tensor | None) -> str:
     if factor and float((here - factor * there).abs().max()) <= rounding * abs(factor):
         return _factor_text(factor)
     index = (~(error <= rounding)).nonzero()[0].tolist()
-    at = f"at {index}: " if index else ""
-    return f"{at}{float(here[tuple(index)]):.4g}, plain {float(there[tuple(index)]):.4g}"
+    values = f"{float(here[tuple(index)]):.4g}, plain {float(there[tuple(index)]):.4g}"
+    return f"at {index}: {values}" if index else values
 
 
 def _factor_text(factor: float) -> str:
+    """Return a factor between gradients as text: "1/4 of plain", "12 times plain", "0.7 times plain"."""
     ratio = Fraction(factor).limit_denominator(1 << 16)
     if ratio.denominator > 1 and ratio.numerator == 1:
         return f"{ratio} of plain"

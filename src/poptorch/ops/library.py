@@ -1,8 +1,7 @@
-"""Register operations in `torch.ops.poptorch`, of three kinds; check and describe tensors.
+"""Register operations in `torch.ops.poptorch`, of two kinds; check and describe tensors.
 
 A mark is an identity operation that the captured graph contains under its name. A computed operation is one
-node of the graph, whatever torch operations compute it. A shorthand is replaced in the graph by the torch
-operations that it calls.
+node of the graph, whatever torch operations compute it.
 """
 
 from collections.abc import Callable, Iterable
@@ -73,11 +72,6 @@ def register_computed(name: str, function: Callable[..., Any], fake: Callable[..
     LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"poptorch::{name}", fake, lib=LIBRARY)
-
-
-def register_shorthand(schema: str, function: Callable[..., Any]) -> None:
-    """Register a shorthand, whose implementation is `function`."""
-    LIBRARY.impl(LIBRARY.define(schema), function, "CompositeImplicitAutograd")
 
 
 def check_tensors(rule: str, *values: Any, error: type[Exception] = Error) -> None:

@@ -1,7 +1,7 @@
 """Marks for the compiler: of the loss, of single tensors, and of all operations in a scope.
 
-The mark of a tensor is an identity that stays in the captured graph under its own name. In plain PyTorch a
-mark has no effect: it returns its input, and `identity_loss` the reduced input.
+A tensor's mark is an identity operation that the captured graph contains under the mark's name. Outside a
+compiled model a mark returns its input, and has no effect.
 """
 
 from __future__ import annotations
@@ -85,20 +85,21 @@ def set_available_memory(tensor: Tensor, available_memory_proportion: float) -> 
 
 
 def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
-    """Return the tensors unchanged, in the same structure, and record which loop their transfer may overlap.
+    """Return the tensors unchanged, in the same structure, and record `mode` in the graph.
 
-    `mode` is the loop whose computation the transfer to the device may overlap. Here transfers are not
-    overlapped, but a misplaced mark raises Error at compilation.
+    `mode` is the loop whose computation may overlap the transfer of the tensors to the device. Transfers are
+    never overlapped here, but a misplaced mark raises Error at compilation.
     """
     return _mark_tensors("set_overlap_for_input", input_tensors, mode)
 
 
 def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
-    """Return the tensors unchanged, as `set_overlap_for_input` does, but for their transfer to the host."""
+    """Return the tensors unchanged; as `set_overlap_for_input`, for the transfer to the host."""
     return _mark_tensors("set_overlap_for_output", output_tensors, mode)
 
 
 def _mark_tensors(name: str, tensors: Any, mode: OverlapMode) -> Any:
+    """Apply the mark `name` with `mode` to each tensor in a structure. Raises Error if another value is in it."""
     mode = by_name(OverlapMode, mode)
     if not isinstance(mode, OverlapMode):
         raise Error(f"the mode must be one of poptorch.OverlapMode's; found {mode!r}")
@@ -129,26 +130,26 @@ class NameScope:
 
 
 def push_name_scope(name: str) -> None:
-    """Begin a name scope in the graph that is being captured; no effect outside capture."""
+    """Begin a name scope in the graph that is being captured; no effect outside a capture."""
     capture = current()
     if capture is not None:
         capture.scopes.append(name)
 
 
 def pop_name_scope() -> None:
-    """End the innermost name scope, if there is one."""
+    """End the innermost name scope; no effect if there is none, or outside a capture."""
     capture = current()
     if capture is not None and capture.scopes:
         capture.scopes.pop()
 
 
 class Attribute:
-    """Context manager that adds entries to the `attributes` of the graph's nodes recorded inside it.
+    """Context manager that sets attributes of the graph's nodes that are recorded inside it.
 
         with poptorch.Attribute(__outline={"layer": "embedding"}):
             x = self.table(tokens)
 
-    Values are recorded as strings. Scopes nest; the end of a scope restores the outer scope's attributes.
+    Values are recorded as strings. At the end of the `with` the attributes are again what they were before.
     """
 
     def __init__(self, **attributes: dict[str, Any]) -> None:
@@ -170,7 +171,7 @@ class Attribute:
 
 
 def set_attribute(attribute: str, key: str, value: Any) -> None:
-    """Set an entry of an attribute, as a string, for the operations captured next."""
+    """Set `key` of an attribute to a string for the operations captured next; no effect outside a capture."""
     capture = current()
     if capture is not None:
         entries = {**capture.attributes.get(attribute, {}), key: str(value)}
@@ -178,7 +179,7 @@ def set_attribute(attribute: str, key: str, value: Any) -> None:
 
 
 def clear_attribute(attribute: str, key: str) -> None:
-    """Remove an entry of an attribute, if there is one, for the operations captured next."""
+    """Remove `key` of an attribute, if set, for the operations captured next; no effect outside a capture."""
     capture = current()
     if capture is not None:
         entries = {k: v for k, v in capture.attributes.get(attribute, {}).items() if k != key}
@@ -236,6 +237,7 @@ class MultiConv:
     def _set(
         self, name: str, value: Any, valid: bool, words: str, error: type[Exception] = AssertionError
     ) -> MultiConv:
+        """Store a property of the group. Raises `error` with `words` unless the value is valid."""
         if not valid:
             raise error(f"Invalid {words}; found {value!r}")
         self._properties[name] = tuple(value) if isinstance(value, list) else value
@@ -264,20 +266,17 @@ class MultiConv:
                 "Unexpected end_multi_conv: there is no convolution in this poptorch.MultiConv\n"
                 "  fix: call the convolutions inside the `with`"
             )
-        wrong = {
-            name: len(value)
-            for name, value in group.properties.items()
-            if isinstance(value, tuple) and len(value) != group.convolutions
-        }
+        lists = {name: value for name, value in group.properties.items() if isinstance(value, tuple)}
+        wrong = [f"{n} has {len(v)} values" for n, v in lists.items() if len(v) != group.convolutions]
         if wrong:
             raise Error(
-                f"this poptorch.MultiConv has {group.convolutions} convolutions, but "
-                + ", ".join(f"{name} has {length} values" for name, length in wrong.items())
-                + "\n  fix: one value for each convolution, or a single value for all"
+                f"this poptorch.MultiConv has {group.convolutions} convolutions, but {', '.join(wrong)}\n"
+                "  fix: one value for each convolution, or a single value for all"
             )
 
 
-def _all_valid(value: Any, valid: Callable[[Any], bool]) -> bool:
+def _all_valid(value: Any, is_valid: Callable[[Any], bool]) -> bool:
+    """Return whether a value, or each item of a list or tuple, is valid. None is valid, an empty list is not."""
     if isinstance(value, (list, tuple)):
-        return len(value) > 0 and all(valid(item) for item in value)
-    return value is None or valid(value)
+        return len(value) > 0 and all(map(is_valid, value))
+    return value is None or is_valid(value)
