@@ -157,12 +157,10 @@ class AsynchronousDataAccessor:
         raise FetcherError(f"{complaint}: {reason}")
 
     def _send(self, message: int | Restart) -> None:
-        """Send the worker a free slot's number, or a Restart; no effect if the worker is dead."""
         with suppress(OSError):  # _receive reports a dead worker, with the cause
             self._connection.send(message)
 
     def _check_alive(self) -> None:
-        """Raise FetcherError if the worker was terminated."""
         if not self._stop.still_active():
             raise FetcherError(
                 "the data accessor's worker was terminated: there is nothing left to iterate over\n"
@@ -171,7 +169,6 @@ class AsynchronousDataAccessor:
 
 
 def _check_arguments(dataset: Any, buffer_size: int, miss_sleep: float, rebatched_size: int | None) -> None:
-    """Raise AssertionError or DataError for arguments that an accessor does not take."""
     assert isinstance(buffer_size, int) and buffer_size > 0, f"buffer_size must be positive: {buffer_size}"
     assert miss_sleep >= 0, f"miss_sleep_time_in_ms must not be negative: {miss_sleep}"
     assert rebatched_size is None or rebatched_size > 1, (

@@ -187,7 +187,6 @@ def _layout(loader: Any) -> dict[str, Any]:
 
 
 def _describe_layout(layout: Mapping[str, Any]) -> str:
-    """Return a result of `_layout` as text for an error message."""
     shares = (
         f"{layout['shares']} processes with a share each" if layout["shares"] > 1 else "one order for all"
     )

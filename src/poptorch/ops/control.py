@@ -11,6 +11,7 @@ from popengine.compile.recording.branches_and_loops import trace
 from popengine.compile.recording.current_capture import Capture, current
 from popengine.errors import Error
 
+from .host import as_list
 from .library import check_tensors, listed, shapes_of
 
 
@@ -35,8 +36,8 @@ def cond(
     _check_list("else_inps", else_inps)
     capture = current()
     if capture is None:
-        chosen, given = (then_body, then_inps) if bool(condition) else (else_body, else_inps)
-        return _outputs("cond", chosen, _copies(given))
+        body, given = (then_body, then_inps) if bool(condition) else (else_body, else_inps)
+        return _call_body("cond", body, _copies(given))
     _check_inference(capture, "cond")
     words = "poptorch.cond() takes a bool tensor with one element as condition"
     check_tensors(words, condition)
@@ -44,7 +45,7 @@ def cond(
         raise Error(f"{words}; found {tuple(condition.shape)}")
     bodies, inputs = [], []
     for body, given in ((then_body, then_inps), (else_body, else_inps)):
-        traced, outer = trace(capture, partial(_outputs, "cond", body), given)
+        traced, outer = trace(capture, partial(_call_body, "cond", body), given)
         bodies.append(traced)
         inputs.append([*given, *outer])
     if bodies[0].outputs != bodies[1].outputs:
@@ -78,16 +79,16 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
         )
     capture = current()
     if capture is None:
-        state = list(inputs)
+        values = list(inputs)
         for _ in range(count):
-            state = _outputs("for_loop", body, _copies(state))
-        return state
+            values = _call_body("for_loop", body, _copies(values))
+        return values
     _check_inference(capture, "for_loop")
     if not inputs:
         raise Error(
             "poptorch.for_loop() takes at least one input: it returns what the last turn has made of it"
         )
-    traced, outer = trace(capture, partial(_outputs, "for_loop", body), inputs)
+    traced, outer = trace(capture, partial(_call_body, "for_loop", body), inputs)
     if traced.outputs != shapes_of(inputs):
         raise Error(
             "the body of poptorch.for_loop() must return tensors of the shapes and types of its inputs, which are"
@@ -117,9 +118,9 @@ def _copies(values: Sequence[Any]) -> list[Any]:
     return [value.clone() if isinstance(value, Tensor) else value for value in values]
 
 
-def _outputs(name: str, body: Callable[..., Any], inputs: Sequence[Any]) -> list[Tensor]:
-    """Call the body, and return its outputs as a list. Raises Error unless all are tensors."""
-    result = body(*inputs)
-    values = list(result) if isinstance(result, (list, tuple)) else [result]
+def _call_body(name: str, body: Callable[..., Any], inputs: Sequence[Any]) -> list[Tensor]:
+    """Return the outputs of a body as a list. Raises Error, with the operation's `name`, unless all are
+    tensors."""
+    values = as_list(body(*inputs))
     check_tensors(f"a body of poptorch.{name}() returns a tensor, or a list or tuple of tensors", *values)
     return values

@@ -1,6 +1,8 @@
-"""CTC: the loss, and the search for the most probable label sequences.
+"""CTC (connectionist temporal classification): the loss, and the search for the most probable label
+sequences.
 
-Each is one opaque operation in the graph: it reads lengths, which have no values while a model is captured.
+Each is a single operation of the graph, since it reads lengths, which have no values while a model is
+captured.
 """
 
 import math
@@ -16,7 +18,7 @@ from .library import LIBRARY, check_tensors, register_computed
 
 aten = torch.ops.aten
 _LOG_ZERO = -math.inf
-Path = tuple[int, ...]
+Path = tuple[int, ...]  # labels
 
 
 def ctc_loss(
@@ -54,27 +56,32 @@ def ctc_loss(
     return losses.squeeze(0) if single else losses
 
 
-def _loss(
+def _compute_losses(
     log_probs: Tensor, targets: Tensor, inputs: Tensor, labels: Tensor, blank: int, zero_infinity: bool
 ) -> tuple[Tensor, Tensor]:
+    """Return the loss of each sequence, [B], and torch's table of path probabilities, which backward reads.
+
+    Args:
+        inputs, labels: lengths of the input sequences and of the targets, [B]
+    """
     losses, alpha = aten._ctc_loss(log_probs.float(), targets, inputs, labels, blank, zero_infinity)
     # torch's table is as wide as this batch's longest target; shapes in a graph are fixed.
     missing = _width_of_alpha(targets) - alpha.shape[-1]
     return losses.to(log_probs.dtype), torch.nn.functional.pad(alpha, (0, missing)).contiguous()
 
 
-def _loss_shapes(log_probs: Tensor, targets: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _fake_losses(log_probs: Tensor, targets: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     steps, batch, _ = log_probs.shape
     table = log_probs.new_empty((batch, steps, _width_of_alpha(targets)), dtype=torch.float32)
     return log_probs.new_empty(batch), table
 
 
 def _width_of_alpha(targets: Tensor) -> int:
-    """Return the width of torch's table alpha for the longest target that the shape of `targets` allows."""
+    """Return the width of torch's table `alpha` if a target is as long as the last dimension of `targets`."""
     return 2 * targets.shape[-1] + 1
 
 
-def _gradient(
+def _compute_gradient(
     gradient: Tensor,
     log_probs: Tensor,
     targets: Tensor,
@@ -85,6 +92,8 @@ def _gradient(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
+    """Return the gradient of `log_probs`, from that of the losses. The other arguments: see
+    `_compute_losses`."""
     alpha = alpha[..., : 2 * int(labels.max()) + 1].contiguous()
     values = (gradient.float(), log_probs.float(), targets, inputs, labels, losses.float(), alpha)
     return aten._ctc_loss_backward(*values, blank, zero_infinity).to(log_probs.dtype)
@@ -101,9 +110,9 @@ def _backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
     return (made, *[None] * 5)
 
 
-register_computed("ctc_loss", _loss, _loss_shapes)
+register_computed("ctc_loss", _compute_losses, _fake_losses)
 register_computed(
-    "ctc_loss_backward", _gradient, lambda gradient, log_probs, *rest: torch.empty_like(log_probs)
+    "ctc_loss_backward", _compute_gradient, lambda gradient, log_probs, *rest: torch.empty_like(log_probs)
 )
 torch.library.register_autograd(
     "poptorch::ctc_loss", _backward, setup_context=_save_for_backward, lib=LIBRARY
@@ -134,7 +143,7 @@ def ctc_beam_search_decoder(
     return list(torch.ops.poptorch.ctc_beam_search_decoder(probs, lengths, blank, beam_width, top_paths))
 
 
-def _shapes_of_paths(
+def _fake_paths(
     probs: Tensor, lengths: Tensor, blank: int = 0, beam_width: int = 100, top_paths: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     steps, batch, _ = probs.shape
@@ -142,7 +151,7 @@ def _shapes_of_paths(
     return probs.new_empty(counts.shape), counts, counts.new_empty((batch, top_paths, steps))
 
 
-def _decode(
+def _search_paths(
     probs: Tensor, lengths: Tensor, blank: int = 0, beam_width: int = 100, top_paths: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     steps, batch, _ = probs.shape
@@ -151,18 +160,20 @@ def _decode(
     paths = torch.full((batch, top_paths, steps), blank, dtype=torch.int32)
     for sample in range(batch):
         rows = probs[: int(lengths[sample]), sample].tolist()
-        for rank, (path, score) in enumerate(_beams(rows, blank, beam_width)[:top_paths]):
+        for rank, (path, score) in enumerate(_best_paths(rows, blank, beam_width)[:top_paths]):
             scores[sample, rank], counts[sample, rank] = score, len(path)
             paths[sample, rank, : len(path)] = torch.tensor(path, dtype=torch.int32)
     return scores.to(probs.device), counts.to(probs.device), paths.to(probs.device)
 
 
-def _beams(rows: list[list[float]], blank: int, beam_width: int) -> list[tuple[Path, float]]:
+def _best_paths(rows: list[list[float]], blank: int, beam_width: int) -> list[tuple[Path, float]]:
     """Return the most probable label paths, at most `beam_width`, with their log-probabilities, best first.
 
-    `rows`: log-probabilities of all labels at each step. During the search a path has two log-probabilities:
-    of its alignments that end in a blank, and of its alignments that end in its last label. A path can repeat
-    its last label only after a blank.
+    During the search a path has two log-probabilities: of its alignments that end in a blank, and of those
+    that end in its last label. A path can repeat its last label only after a blank.
+
+    Args:
+        rows: log-probabilities of all labels at each step
     """
     beams: dict[Path, tuple[float, float]] = {(): (0.0, _LOG_ZERO)}
     for row in rows:
@@ -193,4 +204,4 @@ def _log_add_exp(one: float, other: float) -> float:
     return high if low == _LOG_ZERO else high + math.log1p(math.exp(low - high))
 
 
-register_computed("ctc_beam_search_decoder", _decode, _shapes_of_paths)
+register_computed("ctc_beam_search_decoder", _search_paths, _fake_paths)

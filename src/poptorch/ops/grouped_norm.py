@@ -9,7 +9,7 @@ from popengine.compile.recording.current_capture import current
 from popengine.errors import Error
 from popengine.operations import gather_over_replicas
 
-_BUT_CHANNELS = (1, -1, 1, 1)
+_PER_CHANNEL = (1, -1, 1, 1)  # shape of channels in [rows, channels, height, width]
 
 
 class GroupedBatchNorm2d(nn.BatchNorm2d):
@@ -37,34 +37,30 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
         if self.group_size == 1 or not uses_batch_statistics or current() is None:
             return super().forward(input)
         self._check_input_dim(input)
-        made, mean, variance = _Normalised.apply(input, self.weight, self.bias, self.eps, self.group_size)
+        arguments = input, self.weight, self.bias, self.eps, self.group_size
+        made, mean, variance = _GroupedNormFunction.apply(*arguments)
         if self.training and self.running_mean is not None:
-            self._update_running_statistics(mean, variance, self.group_size * input.numel() // input.shape[1])
-        return made
-
-    def _update_running_statistics(self, mean: Tensor, variance: Tensor, values: int) -> None:
-        """Update the running statistics and `num_batches_tracked` in place, from a group's mean and biased
-        variance of `values` elements per channel."""
-        assert self.running_mean is not None and self.running_var is not None
-        assert self.num_batches_tracked is not None
-        with torch.no_grad():
-            self.num_batches_tracked.add_(1)
-            share: Any = self.momentum
-            if share is None:  # the running statistics are the mean of all updates
-                share = 1 / self.num_batches_tracked.to(self.running_mean.dtype)
+            assert self.running_var is not None and self.num_batches_tracked is not None
+            values = self.group_size * input.numel() // input.shape[1]  # of each channel
             unbiased = variance * (values / (values - 1))
-            for running, value in ((self.running_mean, mean), (self.running_var, unbiased)):
-                running.mul_(1 - share).add_(share * value.to(running.dtype))
+            with torch.no_grad():
+                self.num_batches_tracked.add_(1)
+                share: Any = self.momentum
+                if share is None:  # the running statistics are the mean of all updates
+                    share = 1 / self.num_batches_tracked.to(self.running_mean.dtype)
+                for running, value in ((self.running_mean, mean), (self.running_var, unbiased)):
+                    running.mul_(1 - share).add_(share * value.to(running.dtype))
+        return made
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, group_size={self.group_size}"
 
 
-class _Normalised(torch.autograd.Function):
-    """The autograd function that returns (x − μ)·γ/σ + β, and μ and σ² of the group of replicas.
+class _GroupedNormFunction(torch.autograd.Function):
+    """The autograd function of grouped batch norm: returns (x − μ)·γ/σ + β, and the group's μ and σ².
 
-    dx = γ/σ·(dy − mean(dy) − x̂·mean(dy·x̂)) with means over the group. dγ and dβ are of this replica only:
-    like other gradients, they are reduced over replicas before the update.
+    The gradient of x is γ/σ·(dy − mean(dy) − x̂·mean(dy·x̂)), with means over the group. The gradients of γ
+    and β are those of this replica: like other gradients, they are reduced over replicas before the update.
     """
 
     @staticmethod
@@ -86,26 +82,18 @@ class _Normalised(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, weight, mean, variance = ctx.saved_tensors
-        alone = torch.ops.aten.native_batch_norm_backward(
-            _at_least_float32(gradients[0]),
-            x,
-            weight,
-            mean,
-            variance,
-            mean,
-            variance,
-            False,
-            ctx.eps,
-            [True, True, True],
+        dy, statistics = _at_least_float32(gradients[0]), (mean, variance)
+        # dx for constant statistics, and the two sums Σ dy·x̂ and Σ dy.
+        dx, weights, biases = torch.ops.aten.native_batch_norm_backward(
+            dy, x, weight, *statistics, *statistics, False, ctx.eps, [True, True, True]
         )
-        dx, weights, biases = alone  # dx for constant statistics, and the two sums Σ dy·x̂ and Σ dy
         values = ctx.group * x.numel() // x.shape[1]
         scaled, plain = _tree_sum(gather_over_replicas(torch.stack([weights, biases]), ctx.group)).unbind(0)
         scale = torch.rsqrt(variance + ctx.eps)
         factor = scale if weight is None else scale * weight
         slope = -factor * scale * scaled / values
         offset = -factor * plain / values - slope * mean
-        dx = torch.addcmul(dx + offset.view(_BUT_CHANNELS), x, slope.view(_BUT_CHANNELS))
+        dx = torch.addcmul(dx + offset.view(_PER_CHANNEL), x, slope.view(_PER_CHANNEL))
         made = [dx, weights, biases]
         return *(v.to(t) if t is not None else None for v, t in zip(made, ctx.types, strict=True)), None, None
 
@@ -116,7 +104,7 @@ def _at_least_float32(value: Tensor | None) -> Any:
 
 
 def _tree_sum(parts: Tensor) -> Tensor:
-    """Return the sum over dimension 0, in the order of a binary tree: the same bits in every layout."""
+    """Return the sum over dimension 0, added as a binary tree, so that its bits are equal in every layout."""
     values = list(parts.unbind(0))
     while len(values) > 1:
         left, right = values[::2], values[1::2]

@@ -1,8 +1,8 @@
 """Python functions that a compiled graph calls on the host: `poptorch.CPU` and custom operations.
 
-A function can't be saved in a graph, so the graph contains a handle, the number of a HostCall in this process.
-C++ operators for IPUs can't run here, so `custom_op` runs an implementation of the same name in Python, which
-was registered by `registerCustomOp` or is in `known_operations.py`.
+A function can't be saved in a graph, so the graph contains a handle, the number of a HostCall in this
+process. C++ operators for IPUs can't run here, so `custom_op` runs an implementation of the same name in
+Python, which was registered by `registerCustomOp` or is in `known_operations.py`.
 """
 
 import itertools
@@ -31,7 +31,8 @@ class HostCall:
     """A function that a graph calls on the host.
 
     Args:
-        outputs:   shape and dtype of each tensor that the call returns: the function's, then those of `writes`
+        outputs:   shape and dtype of each tensor that the call returns: the function's, then those of
+            `writes`
         writes:    indices of the inputs that the function changes in place
         unchanged: indices of the inputs that the function must not change
         weights:   names and references of the model's tensors on the host, which it must not change either
@@ -79,7 +80,6 @@ def _record_host_call(
 
 
 def _find_host_call(handle: int) -> HostCall:
-    """Return the call with this handle. Raises Error for a handle of another process."""
     call = _host_calls.get(handle)
     if call is None:
         raise Error(
@@ -93,14 +93,14 @@ def _find_host_call(handle: int) -> HostCall:
 def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
     """Return the outputs of a HostCall for copies of the inputs in the host's memory.
 
-    Raises: Error, if the function changes an input or a weight that it must not change, or returns other shapes
+    Raises: Error, if the function changes an input or a weight that it must not, or returns other shapes
     """
     call = _find_host_call(handle)
     device = inputs[0].device if inputs else torch.device("cpu")
     # Copies, and no inference tensors: the function may keep its inputs or convert them to numpy.
     with torch.inference_mode(False), torch.no_grad():
         given = [value.to("cpu", copy=True) for value in inputs]
-        versions, weights = [value._version for value in given], _version_counters(call)
+        weights = _version_counters(call)
         made = [value.to(device) for value in (*call.function(*given), *(given[i] for i in call.writes))]
         if changed := [name for name, version in _version_counters(call).items() if version != weights[name]]:
             raise Error(
@@ -110,7 +110,7 @@ def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
                 "  fix: give it to the function as an input, and declare that with `writes=[...]`"
             )
         for i in call.unchanged:
-            if given[i]._version != versions[i] or not _has_same_bits(given[i], inputs[i]):
+            if not _has_same_bits(given[i], inputs[i]):
                 raise Error(
                     f"{call.name} changes its input {i} in place, and the change would be lost\n"
                     "  why: the graph gives a function on the host copies of its tensors\n"
@@ -126,13 +126,14 @@ def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
 
 
 def _version_counters(call: HostCall) -> dict[str, int]:
-    """Return the version counters of the model's tensors on the host, by name; a write increments a counter."""
+    """Return the version counters of the model's tensors on the host, by name; a write increments a
+    counter."""
     with torch._C.DisableTorchFunctionSubclass():  # reading a marked tensor would copy weights to the host
         return {name: value._version for name, link in call.weights if (value := link()) is not None}
 
 
 def _has_same_bits(value: Tensor, before: Tensor) -> bool:
-    """Return whether two tensors hold the same bits. (Writes by numpy don't increment a version counter.)"""
+    """Return whether two tensors hold the same bits. (NaN differs from NaN in `torch.equal`.)"""
     value, before = value.contiguous(), before.to("cpu").contiguous()
     return torch.equal(value.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8))
 
@@ -167,9 +168,8 @@ class HostFunction:
     writes: tuple[int, ...] = ()
 
     def __call__(self, inputs: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """Record a call of the function, and return its outputs, which have the shapes and dtypes of `like`;
-        the graph then copies the new values of the inputs `writes` into them. Raises Error if there is no such
-        input."""
+        """Record a call of the function, then writes of the new values into the inputs `writes`. Return the
+        outputs, which have the shapes and dtypes of `like`. Raises Error if there is no such input."""
         wrong = [index for index in self.writes if not 0 <= index < len(inputs)]
         if wrong:
             raise Error(f"{self.name} writes input {wrong[0]}, and has {len(inputs)} inputs")
@@ -228,13 +228,14 @@ def _autograd_gradients(
 
 
 class CPU:
-    """A function or layer that runs on the host at every execution of the graph. In inference only.
+    """A function or layer that runs on the host each time the graph runs. In inference only.
 
         self.log = poptorch.CPU(self.count_zeros, "count")
 
     The function returns a tensor, or a list or tuple of tensors, whose shapes and dtypes depend only on those
-    of the inputs. Compilation calls it with fake tensors (if that fails, zeros) to find these; compilation
-    for training raises Error. `requires_grad` of a layer's parameters becomes False.
+    of the inputs. To find them, compilation calls the function with fake tensors, or if that fails with
+    zeros. Compilation for training raises Error. The constructor sets a layer's parameters to
+    `requires_grad=False`.
 
     Args:
         writes: *Pando*: indices of the inputs that the layer changes in place, such as buffers of the model
@@ -270,8 +271,8 @@ class CPU:
                 return self._layer(*(torch.zeros(value.shape, dtype=value.dtype) for value in inputs))
 
 
-def as_list(value: Any) -> list[Tensor]:
-    """Return a function's result, which is a tensor or a sequence of tensors, as a list."""
+def as_list(value: Any) -> list[Any]:
+    """Return a list or tuple as a list, and any other value as the one item of a list."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
@@ -313,13 +314,13 @@ def custom_op(
     example_outputs: Sequence[Tensor],
     attributes: dict[str, Any] | None = None,
 ) -> list[Tensor]:
-    """Return the outputs of a custom operation: a registered one, or one of `known_operations.py`.
+    """Return the outputs of a custom operation, by a registered implementation or by `known_operations.py`.
 
     Args:
         example_outputs: tensors with the shapes and dtypes of the outputs
         attributes: floats, integers, strings, or lists of one type; passed to the implementation by name
     Raises:
-        Error: the operation has no implementation; outside a compiled model it returns zeros instead
+        Error: the operation has no implementation; outside a compiled model zeros are returned instead
         ValueError: an attribute has another type
     """
     attributes = {} if attributes is None else attributes
@@ -345,10 +346,9 @@ def custom_op(
 
 
 def _check_attributes(attributes: dict[str, Any]) -> None:
-    """Raise ValueError for a wrong type of an attribute, and Error for a float beyond the range of float32."""
     largest = torch.finfo(torch.float32).max
     for key, value in attributes.items():
-        items = list(value) if isinstance(value, (list, tuple)) else [value]
+        items = as_list(value)
         if not isinstance(key, str):
             raise ValueError(f"attribute names must be strings; found {key!r}")
         wrong = [type(item).__name__ for item in items if not isinstance(item, (float, int, str))]

@@ -53,8 +53,6 @@ def moving_average(average: Tensor, value: Tensor, factor: Tensor | float) -> Te
 
 
 class _AutogradProxy(torch.autograd.Function):
-    """The autograd function of `autograd_proxy`."""
-
     @staticmethod
     def forward(ctx: Any, value: Tensor, proxy: Tensor) -> Tensor:
         return value.clone()
@@ -99,8 +97,6 @@ def quantised(x: Tensor, exponent_bits: int, mantissa_bits: int, rounding: str) 
 
 
 class _QuantisedFunction(torch.autograd.Function):
-    """The autograd function of `simulated_quant`; `how` are the arguments of `quantised` after `x`."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, fwd: int, bwd: int, *how: Any) -> Tensor:
         ctx.bwd, ctx.how = bwd, how
@@ -119,7 +115,8 @@ def simulated_quant(
     fwd: int = 1,
     bwd: int = 0,
 ) -> Tensor:
-    """Return the values, rounded as by `quantised` if `fwd` is not 0; likewise gradients if `bwd` is not 0."""
+    """Return the values, rounded as by `quantised` if `fwd` is not 0; likewise gradients if `bwd` is not
+    0."""
     if rounding not in ("nearest", "stochastic"):
         raise Error(f'SimulatedQuant has rounding {rounding!r}\n  fix: rounding="nearest", or "stochastic"')
     return _QuantisedFunction.apply(x, fwd, bwd, exponent_bits, mantissa_bits, rounding)  # type: ignore[return-value]

@@ -50,7 +50,8 @@ def _fake_copy(first: Tensor, *settings: Any) -> Tensor:
 
 
 class _MarkAutogradFunction(torch.autograd.Function):
-    """The autograd function of a mark: calls the mark's operation in forward, and its gradient in backward."""
+    """The autograd function of a mark: calls the mark's operation in forward, and its gradient in
+    backward."""
 
     @staticmethod
     def forward(ctx: Any, operation: Any, gradient: Any, first: Tensor, *settings: Any) -> Tensor:
@@ -75,7 +76,8 @@ def register_computed(name: str, function: Callable[..., Any], fake: Callable[..
 
 
 def check_tensors(rule: str, *values: Any, error: type[Exception] = Error) -> None:
-    """Raise `error` unless all values are tensors. The message is `rule` and the types of the wrong values."""
+    """Raise `error` unless all values are tensors. The message is `rule` and the types of the wrong
+    values."""
     wrong = [type(value).__name__ for value in values if not isinstance(value, Tensor)]
     if wrong:
         raise error(f"{rule}; found {', '.join(wrong)}")

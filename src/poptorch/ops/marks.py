@@ -99,7 +99,8 @@ def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
 
 
 def _mark_tensors(name: str, tensors: Any, mode: OverlapMode) -> Any:
-    """Apply the mark `name` with `mode` to each tensor in a structure. Raises Error if another value is in it."""
+    """Apply the mark `name` with `mode` to each tensor in a structure. Raises Error if another value is in
+    it."""
     mode = by_name(OverlapMode, mode)
     if not isinstance(mode, OverlapMode):
         raise Error(f"the mode must be one of poptorch.OverlapMode's; found {mode!r}")
@@ -237,7 +238,6 @@ class MultiConv:
     def _set(
         self, name: str, value: Any, valid: bool, words: str, error: type[Exception] = AssertionError
     ) -> MultiConv:
-        """Store a property of the group. Raises `error` with `words` unless the value is valid."""
         if not valid:
             raise error(f"Invalid {words}; found {value!r}")
         self._properties[name] = tuple(value) if isinstance(value, list) else value
@@ -276,7 +276,8 @@ class MultiConv:
 
 
 def _all_valid(value: Any, is_valid: Callable[[Any], bool]) -> bool:
-    """Return whether a value, or each item of a list or tuple, is valid. None is valid, an empty list is not."""
+    """Return whether a value, or each item of a list or tuple, is valid. None is valid, an empty list is
+    not."""
     if isinstance(value, (list, tuple)):
         return len(value) > 0 and all(map(is_valid, value))
     return value is None or is_valid(value)

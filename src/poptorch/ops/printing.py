@@ -70,7 +70,8 @@ def _print_tensor(tensor: Tensor, title: str = "", print_gradient: bool = True, 
     sys.stderr.flush()
 
 
-def _gradient(gradient: Tensor, title: str = "", print_gradient: bool = True, *layout: Any) -> Tensor:
+def _print_gradient(gradient: Tensor, title: str = "", print_gradient: bool = True, *layout: Any) -> Tensor:
+    """Return the gradient; if `print_gradient`, as the result of an operation that prints it."""
     if not print_gradient:
         return gradient
     return torch.ops.poptorch.ipu_print_tensor(gradient, f"{title}_gradient", False, *layout)
@@ -79,13 +80,13 @@ def _gradient(gradient: Tensor, title: str = "", print_gradient: bool = True, *l
 register_mark(
     f"ipu_print_tensor{torch.library.infer_schema(ipu_print_tensor, mutates_args=())}",
     run=_print_tensor,
-    gradient=_gradient,
+    gradient=_print_gradient,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """A tensor with the settings of its printed layout, which are those of `ipu_print_tensor`."""
+    """A tensor, and the arguments of `ipu_print_tensor` that say how to print it."""
 
     tensor: Tensor
     summarise_threshold: int = 1000
@@ -102,6 +103,8 @@ class _Layout:
         return [write(self.tensor.item())] if self.tensor.dim() == 0 else self._lines(self.tensor, "", write)
 
     def _lines(self, part: Tensor, indent: str, write: Callable[[Any], str]) -> list[str]:
+        """Return the lines of a sub-tensor; `write` formats an element. If the whole tensor is to be
+        summarised, "..." replaces all but the edges."""
         shown: list[int | None] = list(range(len(part)))
         edge = self.edge_items
         if 0 < self.summarise_threshold < self.tensor.numel() and len(part) > 2 * edge:
@@ -112,7 +115,8 @@ class _Layout:
         return [indent + self.open_bracket, *itertools.chain(*inner), indent + self.close_bracket]
 
     def _row(self, values: list[str], indent: str) -> list[str]:
-        """Return the lines of an innermost row, broken after separators as `max_line_width` requires."""
+        """Return the lines of an innermost row, broken after separators where longer than
+        `max_line_width`."""
         lines, line = [], indent + self.open_bracket
         for position, value in enumerate(values):
             item = value + (self.close_bracket if position == len(values) - 1 else self.separator)
@@ -129,7 +133,7 @@ class _Layout:
         if not tensor.is_floating_point():
             return lambda value: str(int(value)) if isinstance(value, bool) else str(value)
         if kind == "none" or digits == 0:
-            return lambda value: _shortest(value, tensor)
+            return lambda value: _shortest_text(value, tensor)
         if kind == "fixed":
             finite = [abs(value) for value in tensor.flatten().tolist() if math.isfinite(value)]
             digits = max(digits - len(str(int(max(finite, default=0)))), 0)
@@ -137,7 +141,7 @@ class _Layout:
         return lambda value: format(value, style)
 
 
-def _shortest(value: float, tensor: Tensor) -> str:
+def _shortest_text(value: float, tensor: Tensor) -> str:
     """Return a number as text, with the fewest digits that identify it in the tensor's dtype."""
     if not math.isfinite(value):
         return str(value)

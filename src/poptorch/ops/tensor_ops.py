@@ -25,7 +25,7 @@ def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int 
         step:  distance between the elements that are returned
     """
     _check_slice("dynamic_slice", tensor, dim, start, size, step)
-    return tensor.index_select(dim, _indexes(start, size, step, tensor))
+    return tensor.index_select(dim, _slice_indices(start, size, step, tensor))
 
 
 def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: int) -> Tensor:
@@ -44,7 +44,7 @@ def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: in
             f"dynamic_update: src is {src.dtype} {tuple(src.shape)}; {input.dtype} {tuple(expected)} fits into"
             f" {tuple(input.shape)} along dimension {dim} with size {size}"
         )
-    return input.index_copy(dim, _indexes(start, size, 1, input), src)
+    return input.index_copy(dim, _slice_indices(start, size, 1, input), src)
 
 
 def _check_slice(name: str, tensor: Any, dim: Any, start: Any, size: Any, step: Any = 1) -> None:
@@ -62,7 +62,7 @@ def _check_slice(name: str, tensor: Any, dim: Any, start: Any, size: Any, step: 
         )
 
 
-def _indexes(start: Tensor, size: int, step: int, like: Tensor) -> Tensor:
+def _slice_indices(start: Tensor, size: int, step: int, like: Tensor) -> Tensor:
     return start.reshape(()).long() + torch.arange(0, size, step, device=like.device)
 
 
@@ -143,15 +143,17 @@ def _sample_counts(ptr: list[int], ratio: float) -> list[int]:
 
 
 def _sample_clouds(src: Tensor, ptr: list[int], ratio: float, starts: Tensor) -> Tensor:
+    """Return the result of `fps`; `starts`: each cloud's first sample, as a share (0 to 1) of its points."""
     chosen = []
-    for begin, end, count, start in zip(
-        ptr, ptr[1:], _sample_counts(ptr, ratio), starts.tolist(), strict=False
-    ):
-        chosen.append(begin + _sample_cloud(src[begin:end].flatten(1), count, int(start * (end - begin))))
+    for index, count in enumerate(_sample_counts(ptr, ratio)):
+        points = src[ptr[index] : ptr[index + 1]].flatten(1)
+        chosen.append(ptr[index] + _sample_cloud(points, count, int(starts[index].item() * len(points))))
     return torch.cat(chosen)
 
 
 def _sample_cloud(points: Tensor, count: int, start: int) -> Tensor:
+    """Return the indices of `count` points, [count]: `start`, then the farthest from those already
+    sampled."""
     chosen = torch.empty(count, dtype=torch.int64)
     distance = torch.full((len(points),), math.inf, device=points.device)
     for position in range(count):
@@ -190,7 +192,8 @@ def nearest(x: Tensor, y: Tensor, batch_x: Any = None, batch_y: Any = None) -> T
 
 
 def _clouds(name: str, value: Any, points: Tensor) -> Tensor:
-    """Return the cloud number of each point, [N]. Raises Error for another shape, or an unsorted list."""
+    """Return the argument `name`, the cloud number of each point, as a tensor [N]. Raises Error for another
+    shape, or an unsorted list."""
     is_sorted = not isinstance(value, (list, tuple)) or list(value) == sorted(value)
     numbers = torch.as_tensor(value, device=points.device)
     if not is_sorted or numbers.shape != points.shape[:1]:
