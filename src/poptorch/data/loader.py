@@ -80,9 +80,7 @@ class DataLoader(torch.utils.data.DataLoader):
         self._save_arguments({**locals(), **kwargs})
         self.options, self._progress = options, Progress()
         self.mode = DataLoaderMode(by_name(DataLoaderMode, mode))
-        self.drops_last = (
-            drop_last  # whether an incomplete combined batch is left out; torch's is `drop_last`
-        )
+        self.drops_last = drop_last  # an incomplete combined batch; `drop_last` is of torch's batches
         self._accessor: AsynchronousDataAccessor | None = None
         assert "rebatched_size" not in (async_options or {}), (
             "'rebatched_size' is what the loader computes: use mode=poptorch.DataLoaderMode.AsyncRebatched"
@@ -97,7 +95,9 @@ class DataLoader(torch.utils.data.DataLoader):
         # Elements of the sampler per combined batch.
         self._elements_per_batch = 1 if batch_sampler is None else micro_batch_count
         # Rows of a micro-batch; None: not known.
-        self._micro_batch = getattr(batch_sampler, "batch_size", None) if batch_sampler else batch_size
+        self._micro_batch = batch_size
+        if batch_sampler is not None:
+            self._micro_batch = getattr(batch_sampler, "batch_size", None)
         self._combined_batch_size = self._micro_batch and self._micro_batch * micro_batch_count
         self._worker_size = self._worker_batch_size(rebatched_worker_size, batch_sampler)
         self._share_count = options.Distributed.numProcesses  # processes that count batches separately
@@ -240,9 +240,8 @@ class DataLoader(torch.utils.data.DataLoader):
         regroups = self.mode == DataLoaderMode.AsyncRebatched or (
             self.mode == DataLoaderMode.Async and not self.drops_last
         )
-        if not regroups or batch_sampler is not None or combined in (None, 1):
-            return None
-        return worker_size or combined
+        has_rows = batch_sampler is None and combined not in (None, 1)
+        return worker_size or combined if regroups and has_rows else None
 
     def _warn_of_incomplete_batch(self, batch_sampler: Any) -> None:
         """Log a warning if the last batch is incomplete, or may be as `batch_sampler` has no length."""
@@ -251,10 +250,9 @@ class DataLoader(torch.utils.data.DataLoader):
             parts, whole, unit = length_of(batch_sampler), self._elements_per_batch, "micro-batches"
         if parts is None or parts % whole:
             size = "may be incomplete" if parts is None else f"has {parts % whole} of {whole} {unit}"
+            fix = "without options.allowNewShapes(); drop_last=True leaves it out"
             logger.warning(
-                "drop_last=False: the last combined batch %s. An executor can't run it without"
-                " options.allowNewShapes(); drop_last=True leaves it out",
-                size,
+                "drop_last=False: the last combined batch %s. An executor can't run it %s", size, fix
             )
 
     def _warn_of_no_batch(self) -> None:
@@ -272,18 +270,15 @@ class DataLoader(torch.utils.data.DataLoader):
 def _record_batches(batches: Iterator[Any], counts: Counts, micro_batch: int | None) -> Iterator[Any]:
     """Yield the batches. Report the wait for each batch to `wait_recorders`, and store `counts` and the rows
     of a micro-batch for `loader_factors_of`."""
-    while True:
-        start = time.perf_counter_ns()
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        for listener in list(wait_recorders):
-            listener.note("loader", start)
+    start = time.perf_counter_ns()
+    for batch in batches:
+        for recorder in list(wait_recorders):
+            recorder.note("loader", start)
         for tensor in tensors_of(batch)[:1]:
             _loaded[tensor] = counts, micro_batch
         yield batch
         del batch
+        start = time.perf_counter_ns()
 
 
 def _worker_count(num_workers: int, dataset: Any, worker_init_fn: Any) -> int:

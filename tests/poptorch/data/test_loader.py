@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from rows import FORK, Rows, SizedStream, Stream, numbers, rows_in
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from popengine.errors import DataError, Error
 from poptorch.data import DataLoader
@@ -128,6 +128,15 @@ def test_batches_of_a_batch_sampler_are_combined(mode):
     loader = loader_of(Rows(15), mode, batch_sampler=sampler)
     assert loader.combinedBatchSize == 6 and len(loader) == 2
     assert numbers(loader) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+
+
+def test_a_batch_sampler_may_have_no_length():
+    class Unsized(Sampler):
+        def __iter__(self):
+            return iter(range(6))
+
+    loader = loader_of(Rows(6), batch_sampler=BatchSampler(Unsized(), batch_size=1, drop_last=True))
+    assert len(list(loader)) == 6 // loader.combinedBatchSize
 
 
 def test_the_tail_of_a_batch_sampler_is_kept_only_if_asked(caplog):
