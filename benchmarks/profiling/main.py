@@ -90,7 +90,7 @@ def recorded_cost(instructions: int = 1000, tries: int = 300) -> float:
             handle(instruction)
             computed = time.thread_time_ns() - before if before else 0
             end = time.perf_counter_ns()
-            times.note(index, begin, end, 0, computed)
+            times.store(index, begin, end, 0, computed)
             begin = end
 
     return (best(noting) - best(plain)) / instructions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import re
@@ -46,10 +45,9 @@ def connect(launch: Launch) -> None:
         raise Error(f"{TIMEOUT} is {os.environ[TIMEOUT]!r}, and must be a number of seconds") from None
     address, port = _store_address()
     atexit.register(_leave)
-    store = process_group.result_of(
+    process_group.result_of(
         process_group.start_in_thread(lambda: _connect_instances(launch, address, port, seconds))
     )
-    process_group.join(store, launch.instance, launch.instances)
 
 
 def _leave() -> None:
@@ -83,29 +81,22 @@ def _store_address() -> tuple[str, int]:
     return address, int(port)
 
 
-def _connect_instances(launch: Launch, address: str, port: int, seconds: float) -> Any:
-    """Connect to the store, wait for all instances there, initialize torch.distributed; return the store.
+def _connect_instances(launch: Launch, address: str, port: int, seconds: float) -> None:
+    """Wait until all instances use the store; then create torch's default process group, and this process's.
 
     Sets GLOO_SOCKET_IFNAME, if it is not set. Raises: Error, if the store or an instance is missing after `seconds`
     """
     until = time.monotonic() + seconds
     store = _open_store(launch, address, port, seconds)
-    store.set(f"here/{launch.instance}", "1")
-    missing = list(range(launch.instances))
-    polls = 0
-    while missing := [other for other in missing if not store.check([f"here/{other}"])]:
-        if time.monotonic() > until:
-            raise Error(
-                f"popdist.init(): after {seconds:g} s instance{'s' if len(missing) > 1 else ''}"
-                f" {', '.join(map(str, missing))} of {launch.instances} had not come to {address}:{port}\n"
-                f"  fix: see what they print; {TIMEOUT} is the limit in seconds"
-            )
-        if polls % 50 == 0:  # about once per second, so that poprun can kill a peer that hangs
-            wait = {"for": missing[0], "what": "popdist.init()", "count": polls}
-            store.set(f"pando/waits/{launch.instance}", json.dumps(wait))
-        polls += 1
-        time.sleep(0.02)
-    store.set(f"pando/waits/{launch.instance}", "")
+    pando_store = dist.PrefixStore("pando", store)
+    group = process_group.ProcessGroup(pando_store, launch.instance, launch.instances)
+    missing = group.await_peers("popdist.init()", until - time.monotonic())
+    if missing:
+        raise Error(
+            f"popdist.init(): after {seconds:g} s instance{'s' if len(missing) > 1 else ''}"
+            f" {', '.join(map(str, missing))} of {launch.instances} had not come to {address}:{port}\n"
+            f"  fix: see what they print; {TIMEOUT} is the limit in seconds"
+        )
     interface = _network_interface(address)
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo resolves the host's name
@@ -115,7 +106,7 @@ def _connect_instances(launch: Launch, address: str, port: int, seconds: float) 
         rank=launch.instance,
         world_size=launch.instances,
     )
-    return store
+    process_group.join(group)
 
 
 def _open_store(launch: Launch, address: str, port: int, seconds: float) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -124,6 +125,24 @@ class Partition:
         for name in piece.reads:
             yield name
             yield from self.prepared[name].reads if name in self.prepared else ()
+
+    @cached_property
+    def inputs(self) -> dict[str, str]:
+        """Return the position of each input of the graph, as text, by the name of its slot."""
+        return {slot.name: slot.key for slot in self.signature.slots if slot.role == "input"}
+
+    @cached_property
+    def makers(self) -> dict[str, int]:
+        """Return, by name, the index of the piece that makes each value of a micro-batch.
+
+        An input, or a constant slot, may be a result, but each reader reads it from its own ipu.
+        """
+        others = self.signature.constant_slots | self.inputs.keys()
+        return {name: i for i, piece in enumerate(self.pieces) for name in piece.writes if name not in others}
+
+    def is_of_micro_batch(self, name: str, piece: int) -> bool:
+        """Return whether a value that a piece reads belongs to the micro-batch, and not to the state."""
+        return name in self.inputs or self.makers.get(name, piece) != piece
 
 
 # ---- the table of a step -----------------------------------------------------------------------------------

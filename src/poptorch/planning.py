@@ -312,8 +312,8 @@ def _operation_seconds(found: Executable, hyper: Hyper | None) -> dict[str, Any]
         key = line.call, repr(_without_names((line.arguments, line.named))), repr(shapes)
         if key not in known:
             operation = _sample_of_line(piece, line, values)
-            once = operation.several(1)
-            known[key] = once if once > 0.2 else min(operation.several(1) for _ in range(3))
+            once = operation.total_seconds(1)
+            known[key] = once if once > 0.2 else min(operation.total_seconds(1) for _ in range(3))
             if not longest or known[key] > longest[0][0]:
                 longest[:] = [(known[key], operation)]
         return known[key]
@@ -322,7 +322,7 @@ def _operation_seconds(found: Executable, hyper: Hyper | None) -> dict[str, Any]
     costs = with_threads(1, lambda: [sum(seconds(piece, line) for line in piece.lines) for piece in pieces])
     threads, shared = torch.get_num_threads(), []
     for alone, operation in longest if threads > 1 else []:
-        shared.append((threads, *sharing(operation.several, threads, alone)[0]))
+        shared.append((threads, *sharing(operation.total_seconds, threads, alone)[0]))
     return {"pieces": costs, "updates": _update_seconds(found, hyper), "sharing": shared}
 
 

@@ -75,7 +75,7 @@ def cores(request):
 def moments(monkeypatch):
     """What runs of a call, one after another: pieces, then chunks of the update. `at(kind)` is called before each."""
     seen = Moments()
-    computing, formula = RowFunctions._computing, RULES["adam"].formula
+    computing, formula = RowFunctions._compute_function, RULES["adam"].formula
 
     def computes(rows, row, replica):
         compute = computing(rows, row, replica)
@@ -92,7 +92,7 @@ def moments(monkeypatch):
 
     monkeypatch.setattr("popengine.update.chunks.CHUNK", 4)
     monkeypatch.setitem(RULES, "adam", replace(RULES["adam"], formula=updates))
-    monkeypatch.setattr(RowFunctions, "_computing", computes)
+    monkeypatch.setattr(RowFunctions, "_compute_function", computes)
     return seen
 
 

@@ -14,7 +14,7 @@ from popengine.run.updating import Updates
 def noted_exchanges(fails=lambda row, made: False):
     """Let each gradient be a bucket. Returns the rows whose exchange has begun, and chunks that were updated."""
     made = []
-    exchange, update = Updates._exchange, Updates._update
+    exchange, update = Updates._exchange_buckets, Updates._update_chunk
 
     def exchanged(updates, row, index):
         if fails(row, made):
@@ -26,7 +26,7 @@ def noted_exchanges(fails=lambda row, made: False):
         made.append(("update", ipu))
         update(updates, ipu, index)
 
-    piece_parts.BUCKET, Updates._exchange, Updates._update = 1, exchanged, updated
+    piece_parts.BUCKET, Updates._exchange_buckets, Updates._update_chunk = 1, exchanged, updated
     return made
 
 

@@ -8,8 +8,8 @@ import os, signal, sys, time
 import popdist
 from popengine.run.instances import connections
 
-connections.WARN_AFTER = 2.0
 popdist.init()
+connections.WARN_AFTER = 2.0
 popdist.synchronize()
 rank = popdist.getInstanceIndex()
 """

@@ -48,7 +48,7 @@ def measured(monkeypatch):
             self.code, self.runs = str(partition.pieces), 0
             seen.append(self)
 
-        def several(self, count):
+        def total_seconds(self, count):
             self.runs += count
             return count * (0.003 if self.code == seen[0].code else 0.002)
 

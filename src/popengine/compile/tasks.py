@@ -44,12 +44,8 @@ class _DataFlow:
         self.ipus = sorted(set(partition.ipus))
         signature = partition.signature
         self.fixed = signature.constant_slots
-        self.inputs = {slot.name: slot.key for slot in signature.slots if slot.role == "input"}
-        # An input or fixed state may be a result, but each reader takes it from its own ipu.
-        everywhere = self.fixed | self.inputs.keys()
-        self.maker = {
-            name: i for i, piece in enumerate(self.pieces) for name in piece.writes if name not in everywhere
-        }
+        self.inputs, self.maker = partition.inputs, partition.makers
+        self.is_of_micro_batch = partition.is_of_micro_batch
         gradients = {result.key for result in signature.results if result.kind == "gradient"}
         # By slot name of each trained weight: its canonical name.
         self.trained = {
@@ -82,10 +78,6 @@ class _DataFlow:
 
     def ipu_of(self, piece: int) -> int:
         return self.partition.ipus[self.pieces[piece].stage]
-
-    def is_of_micro_batch(self, name: str, piece: int) -> bool:
-        """Return whether a value that a piece reads belongs to the micro-batch, and not to the state."""
-        return name in self.inputs or self.maker.get(name, piece) != piece
 
 
 class _TableWriter:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from queue import Empty, SimpleQueue
 from time import perf_counter
 
 import torch
@@ -27,8 +25,8 @@ logger = logging.getLogger("popengine")
 _RETURNED = {torch.int64: torch.int32, torch.float64: torch.float32}
 
 
-class Rows:
-    """A buffer for the values of an output or anchored weight that its mode returns, and their copy times.
+class ResultBuffer:
+    """A tensor on the device with a row for each value that an output mode returns, and the rows' copy times.
 
     Args:
         period: the n of mode "every_n"
@@ -40,16 +38,16 @@ class Rows:
     ) -> None:
         self._counts, self._mode = counts, mode
         self._period = period if mode == "every_n" else 1
-        copies = counts.replicas
+        rows = counts.replicas
         if mode in ("all", "every_n"):
-            copies *= counts.iterations // self._period * counts.accumulation
-        self.values = torch.empty((copies, *like.shape), dtype=like.dtype, device=device)
+            rows *= counts.iterations // self._period * counts.accumulation
+        self.values = torch.empty((rows, *like.shape), dtype=like.dtype, device=device)
         if mode == "sum":
             self.values.zero_()
-        self.started, self.finished = [0.0] * copies, [0.0] * copies
+        self.started, self.finished = [0.0] * rows, [0.0] * rows  # perf_counter
 
     def put(self, turn: int, replica: int, value: Tensor) -> None:
-        """Copy one micro-batch's value to its row (mode "sum": add it), unless the mode leaves it out."""
+        """Copy the value of a micro-batch to its row (mode "sum": add it), unless the mode leaves it out."""
         counts, row = self._counts, replica
         iteration, micro_batch = divmod(turn, counts.accumulation)
         if self._mode == "final":
@@ -66,9 +64,11 @@ class Rows:
             self.values[row].copy_(value)
         self.finished[row] = perf_counter()
 
-    @property
-    def joined(self) -> Tensor:
-        """All values on the CPU, `_narrowed`: [copies * d0, ...]. 0-d values: [copies]; if one, 0-d."""
+    def on_host(self) -> Tensor:
+        """Return a copy of the rows on the CPU, `_narrowed`, concatenated in dimension 0.
+
+        Of 0-d values that is [rows], or 0-d if there is a single row.
+        """
         values = _narrowed(self.values.cpu())
         if values.dim() == 1:
             return values.reshape(()) if len(values) == 1 else values
@@ -95,63 +95,61 @@ class Results:
 
     def __init__(self, signature: Signature, settings: Settings, device: torch.device) -> None:
         counts = self._counts = settings.counts
-        self.loss_scale = 1.0  # in the latest step
-        self._outputs: dict[int, Rows] = {}  # by position
-        self._written: dict[int, Rows] = {}  # of inputs that forward writes into, by position
+        self.loss_scale = 1.0  # of the latest step
+        # By index of the result in the signature: the outputs, and the inputs that the forward writes into.
+        self._outputs: dict[int, ResultBuffer] = {}
+        self._written: dict[int, ResultBuffer] = {}
         modes: dict[int, tuple[Outputs, int]] = {
             int(a.key): (a.outputs, a.return_period) for a in settings.anchors if not a.is_weight
         }
-        for position, result in enumerate(signature.results):
+        for index, result in enumerate(signature.results):
             if result.kind == "output":
-                mode = modes.get(position, (settings.outputs, settings.return_period))
-                self._outputs[position] = Rows(counts, *mode, result, device)
+                mode = modes.get(index, (settings.outputs, settings.return_period))
+                self._outputs[index] = ResultBuffer(counts, *mode, result, device)
             elif result.kind == "input":  # replicas of a group write the same values
                 of_groups = replace(counts, replicas=counts.groups)
-                self._written[position] = Rows(of_groups, "all", 1, result, device)
-        self.weights: dict[Anchor, Rows] = {}  # by anchor; a turn is an iteration
+                self._written[index] = ResultBuffer(of_groups, "all", 1, result, device)
+        self.weights: dict[Anchor, ResultBuffer] = {}  # a turn is an iteration
         for anchor in (anchor for anchor in settings.anchors if anchor.is_weight):
             slot = next(slot for slot in signature.parameters_and_buffers if slot.key == anchor.key)
             once = replace(counts, accumulation=1)
-            self.weights[anchor] = Rows(once, anchor.outputs, anchor.return_period, slot, device)
+            self.weights[anchor] = ResultBuffer(once, anchor.outputs, anchor.return_period, slot, device)
         inputs = sum(slot.role == "input" for slot in signature.slots)
         # By input: when the upload of each micro-batch began and ended; at first the start of the call.
         times = [perf_counter()] * (counts.iterations * counts.accumulation * counts.replicas)
         self.load_started, self.loaded = ([times.copy() for _ in range(inputs)] for _ in range(2))
 
     def record_load(self, key: int, turn: int, replica: int, started: float) -> None:
-        """Record that the upload of an input's micro-batch began at `started` (perf_counter) and ends now."""
+        """Record an upload of input `key`, which began at `started` (perf_counter) and ends now."""
         row = turn * self._counts.replicas + replica
         self.load_started[key][row], self.loaded[key][row] = started, perf_counter()
 
-    def put(self, position: int, turn: int, replica: int, value: Tensor) -> None:
-        """Store one micro-batch's value of the result at `position`: an output, or an input's new value."""
-        if position in self._written:
-            self._written[position].put(turn, self._counts.group_of(replica), value)
+    def put(self, index: int, turn: int, replica: int, value: Tensor) -> None:
+        """Store the value of one micro-batch for the result `index`: an output, or an input's new value."""
+        if index in self._written:
+            self._written[index].put(turn, self._counts.group_of(replica), value)
         else:
-            self._outputs[position].put(turn, replica, value)
+            self._outputs[index].put(turn, replica, value)
 
     def anchored(self, anchor: Anchor) -> Tensor:
-        """Return the values of an anchor, concatenated as those of an output: see `Rows.joined`."""
-        return (self.weights[anchor] if anchor.is_weight else self._outputs[int(anchor.key)]).joined
+        """Return the values of an anchor: see `ResultBuffer.on_host`."""
+        return (self.weights[anchor] if anchor.is_weight else self._outputs[int(anchor.key)]).on_host()
 
     def outputs(self) -> list[Tensor]:
-        """Return the outputs in the order of forward's results, then those that were added for anchors."""
-        return [rows.joined for rows in self._outputs.values()]
+        """Return the outputs in the order of forward's results, then the outputs that are anchors only."""
+        return [buffer.on_host() for buffer in self._outputs.values()]
 
     def copy_times(self) -> list[tuple[list[float], list[float]]]:
-        """Return, for each output, the times when the copies of its values began and ended (perf_counter)."""
-        return [(rows.started, rows.finished) for rows in self._outputs.values()]
+        """Return, for each output, the times when the copies to its rows began and ended (perf_counter)."""
+        return [(buffer.started, buffer.finished) for buffer in self._outputs.values()]
 
     def inputs(self) -> dict[int, Tensor]:
-        """Return the new values of inputs that the forward wrote into, by position of the result."""
-        return {position: rows.values.flatten(0, 1).cpu() for position, rows in self._written.items()}
-
-
-_PATIENCE = 0.2  # seconds; an interrupt without a signal wakes no waiting thread, so waits are repeated
+        """Return the new values of inputs that the forward writes into, by index of the result."""
+        return {index: buffer.values.flatten(0, 1).cpu() for index, buffer in self._written.items()}
 
 
 class Stopped(Exception):
-    """Raised in the threads of a call after its caller was interrupted: nothing more is computed."""
+    """The error that ends a call in its threads after its caller was interrupted."""
 
 
 @dataclass
@@ -175,7 +173,6 @@ class EngineCall:
     is_committed: bool = False
     _is_stopped: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _over: SimpleQueue[None] = field(default_factory=SimpleQueue)
 
     @property
     def is_stopped(self) -> bool:
@@ -183,14 +180,14 @@ class EngineCall:
         return self._is_stopped and not self.is_committed
 
     def stop(self) -> None:
-        """Request the call to stop: before its next updates, or after a step that is committed already."""
+        """Request that the call ends before its next updates; if a step is committed, after that step."""
         with self._lock:
             self._is_stopped = True
 
     def commit(self) -> None:
         """Mark the running step as committed: no interrupt stops it. Raises Stopped after `stop`."""
         with self._lock:
-            if self._is_stopped and not self.is_committed:
+            if self.is_stopped:
                 raise Stopped
             self.is_committed = True
 
@@ -203,13 +200,6 @@ class EngineCall:
                 raise Stopped
 
     def end(self, error: BaseException | None) -> None:
-        """Mark the call as finished, store its error (None, Stopped: no error), and wake its caller."""
+        """Mark the call as over, and store its error; None and Stopped count as no error."""
         self.failure = None if isinstance(error, Stopped) else error
         self.is_over = True
-        self._over.put(None)
-
-    def wait(self) -> None:
-        """Wait until the call has ended."""
-        while not self.is_over:
-            with suppress(Empty):
-                self._over.get(timeout=_PATIENCE)

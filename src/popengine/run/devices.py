@@ -29,13 +29,10 @@ CPU = torch.device("cpu")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
 
 
-def check(kind: DeviceKind, processes: int = 1) -> None:
-    """Raise an error if the engine can't run on this kind of device, on this machine.
+def check_available(kind: DeviceKind, processes: int = 1) -> None:
+    """Raise Error if this machine has no device of this kind, or if several processes train on accelerators.
 
-    Args:
-        processes: number of processes that train together
-    Raises:
-        Error: no such device is available, or several processes train on accelerators
+    Args: processes: number of processes that train together
     """
     if kind == "cpu":
         return
@@ -57,7 +54,7 @@ def check(kind: DeviceKind, processes: int = 1) -> None:
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Make glibc keep the memory that tensors free, up to 2 GB, if no environment variable sets its limits.
+    """Make glibc keep up to 2 GB of freed memory, unless an environment variable sets its limits.
 
     By default glibc returns large blocks to the kernel, which clears each page again when the next
     micro-batch allocates its gradients: a tenth of a step of ResNet-18. No effect with other C libraries.
@@ -73,17 +70,17 @@ WITHOUT_QUEUE = ("cpu", "meta")  # devices on which an operation is done when it
 
 
 def device_of(kind: DeviceKind) -> torch.device:
-    """Return the device of this kind that holds all ipus: the CPU, or the current accelerator."""
+    """Return the device that holds all ipus: the CPU, or the current accelerator, which is of this kind."""
     return CPU if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
-def cores(kind: DeviceKind) -> int:
-    """Return the number of threads that run tasks: torch's number of threads; 1 for an accelerator."""
+def core_count(kind: DeviceKind) -> int:
+    """Return the number of cores that tasks may use: torch's number of threads; 1 for an accelerator."""
     return torch.get_num_threads() if kind == "cpu" else 1
 
 
 def running(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which an accelerator is this thread's current device; no effect for others."""
+    """Return a context in which an accelerator is this thread's current device; for the CPU an empty one."""
     return nullcontext() if device.type in WITHOUT_QUEUE else torch.accelerator.device_index(device.index)
 
 
@@ -96,16 +93,12 @@ def pinned(value: Tensor, device: torch.device) -> Tensor:
 
 
 def upload(value: Tensor, device: torch.device) -> Tensor:
-    """Return the value on a device. The host does not wait for the copy if the value is pinned."""
+    """Return the value on a device. If the value is pinned, the copy may end after this function returns."""
     return value.to(device, non_blocking=True)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until all work that was started on the device is done.
-
-    Raises:
-        UnrecoverableError: some of the work has failed
-    """
+    """Wait until all work that was started on the device is done. Raises UnrecoverableError if it failed."""
     if device.type in WITHOUT_QUEUE:
         return
     try:
@@ -120,13 +113,13 @@ def synchronize(device: torch.device) -> None:
         ) from error
 
 
-BYTES = 64
+BYTES = 64  # alignment
 
 
 def aligned(batch: Tensor) -> Tensor:
     """Return the batch if its micro-batches begin at multiples of 64 bytes, else a copy with padding.
 
-    Args: batch: [turns, groups, micro-batch, ...]
+    Args: batch: on the CPU, [turns, groups, micro-batch, ...]
     """
     size, (turns, groups) = batch.element_size(), batch.shape[:2]
     steps = [stride for stride, count in zip(batch.stride(), (turns, groups), strict=False) if count > 1]
@@ -136,8 +129,8 @@ def aligned(batch: Tensor) -> Tensor:
         return batch
     row = -(-prod(batch.shape[2:]) * size // BYTES) * BYTES // size
     inner = torch.empty_like(batch[0, 0]).stride()  # keeps channels_last
-    room = torch.empty(turns * groups * row, dtype=batch.dtype)
-    return room.as_strided(batch.shape, (groups * row, row, *inner)).copy_(batch)
+    padded = torch.empty(turns * groups * row, dtype=batch.dtype)
+    return padded.as_strided(batch.shape, (groups * row, row, *inner)).copy_(batch)
 
 
 def with_aligned_start(value: Tensor) -> Tensor:

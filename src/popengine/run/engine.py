@@ -44,9 +44,9 @@ class Engine:
     """A loaded plan: its tensors, and the threads that run its calls.
 
     Args:
-        weights: parameters and buffers by canonical name; they are copied
-        device:  the device that holds all ipus; None: this machine's device of the kind in `settings`
-        previous: an engine with another plan of the model; this one continues with its tensors and call count
+        weights:  parameters and buffers by canonical name; they are copied
+        device:   the device that holds all ipus; None: this machine's device of the kind in `settings`
+        previous: an engine with another plan of the model, whose tensors and call count this engine continues
     """
 
     def __init__(
@@ -72,16 +72,17 @@ class Engine:
         if previous is None:
             self._state.random_state = seed, 0
         self.updates_done = 0  # of the latest call
-        self._unconfirmed: set[str] = set()  # weights that were written since the processes compared them
+        self._calls = 0 if previous is None else previous._calls
+        # Parameters that were written since the processes compared them.
+        self._unconfirmed: set[str] = set() if previous is None else previous._unconfirmed
         # The name under which peers read this process's shard of the optimizer state; "": it is not sharded.
         self._sharded = self._group.publish(self._state) if self._group and self._state.owner else ""
-        self._calls = 0 if previous is None else previous._calls
         self._has_warned = False  # of overflowing gradients
         self._is_running = False
-        self._latest: EngineCall | None = None  # threads may still run it
-        # Calls from several threads of the user run one after another. (Re-entrant: after an interrupt at the
-        # very end of a call the lock may still be held, and the same thread must be able to call again.)
-        self._turn = threading.RLock()
+        self._latest: EngineCall | None = None  # the call that the threads may still run
+        # Held during a call, so that calls from several threads of the user run one after another. Re-entrant:
+        # an interrupt at the very end of a call may leave it locked, and the same thread must be able to call again.
+        self._call_lock = threading.RLock()
         if settings.is_eager:
             codes = tuple(build(piece, device=device) for piece in plan.partition.pieces)
         else:
@@ -89,36 +90,36 @@ class Engine:
 
             codes = inductor.load(plan.partition, device)
         self._step = RowFunctions(plan, settings, self._state, codes, self._group)
-        cores = devices.cores(settings.device)
+        cores = devices.core_count(settings.device)
         inside = threads_inside(plan, settings, cores)
         self._queue = ReadyQueue(self._step, cores // inside, inside)
         self._close = weakref.finalize(self, self._queue.close)
 
     def take_over(self, other: Engine) -> None:
-        """Continue from an engine with another plan of the model: share its tensors, copy its call count."""
+        """Continue with the tensors and the call count of an engine with another plan of the model."""
         self._state.take_over(other.state)
         self._calls, self._unconfirmed = other._calls, other._unconfirmed
 
     def close(self) -> None:
         """End the threads. Until the next barrier, peers can still read this process's optimizer shard."""
         if self._group is not None and self._sharded:
-            self._group.keep_until_barrier(self._sharded)
+            self._group.copy_until_barrier(self._sharded)
         self._close()
 
     # ---- running -----------------------------------------------------------------------------------------
 
     def run(self, inputs: Sequence[Tensor], hyper: Hyper | None, recorder: Recorder | None = None) -> Results:
-        """Run one call, all device iterations, and return its results. Warns once of overflowing gradients.
+        """Run one call, all device iterations, and return its results. Warn once of overflowing gradients.
 
         Args:
             inputs: combined batches, each [iterations * accumulation * groups * micro-batch, ...]
-            hyper:  the rates of its weight updates (None in inference)
+            hyper:  the rates of its weight updates; None in inference
         Raises:
             Error: a task or a peer failed. Weights, buffers and optimizer state are those of the last
                 finished update; `updates_done` updates of this call are finished
             UnrecoverableError: an update failed halfway (the weights are lost), or a peer has ended
         """
-        with self._turn:
+        with self._call_lock:
             self._is_running = True
             try:
                 return self._run(inputs, hyper, recorder)
@@ -127,20 +128,20 @@ class Engine:
 
     @property
     def state(self) -> State:
-        """The weights, buffers and optimizer state. A call that an interrupt left running is ended first."""
-        if self._latest is not None and self._turn.acquire(blocking=False):
+        """The weights, buffers and optimizer state; first end a call that an interrupt left running."""
+        if self._latest is not None and self._call_lock.acquire(blocking=False):
             try:
                 if not self._is_running:  # True for a signal handler that reads while this thread's call runs
                     self._await_idle()
             finally:
-                self._turn.release()
+                self._call_lock.release()
         return self._state
 
     def _run(self, inputs: Sequence[Tensor], hyper: Hyper | None, recorder: Recorder | None) -> Results:
         if recorder is not None:
             recorder.begin_call()
         self._await_idle()
-        self._state.check()
+        self._state.check_not_lost()
         self.updates_done = 0
         name = f"call {self._calls + 1} of the training"
         if self._group is not None:
@@ -156,7 +157,7 @@ class Engine:
         )
         try:
             self._queue.start(call, recorder)
-            call.wait()
+            self._queue.wait_until_idle()
         finally:
             self._await_idle()  # returns at once, except after Ctrl-C
             self._calls += call.done == call.steps
@@ -171,7 +172,7 @@ class Engine:
         return call.results
 
     def _by_micro_batch(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return batches as [turns, groups, micro-batch, ...], `aligned` or (accelerator) `pinned`."""
+        """Return batches as [turns, groups, micro-batch, ...]: `aligned`; for an accelerator `pinned`."""
         counts, device = self.settings.counts, self._state.device
         found = []
         for value in inputs:
@@ -182,14 +183,14 @@ class Engine:
         return found
 
     def _facts(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Facts:
-        """Return the facts that have to be equal in all processes before a call."""
+        """Return the facts of a call, which have to be equal in all processes, written weights included."""
         assert hyper is not None
         seed, step = self._state.random_state
         facts: dict[str, dict[str, str]] = {
             "rates": facts_of_rates(hyper),
             "state": {"updates so far": str(step), "loss scaling factor": repr(self._state.loss_factor)},
             "seed": {"random seed": str(seed)},
-            "input": {str(place): f"{tuple(value.shape)}" for place, value in enumerate(inputs)},
+            "input": {str(index): f"{tuple(value.shape)}" for index, value in enumerate(inputs)},
         }
         if self._unconfirmed:
             weights = self._state.read()
@@ -197,8 +198,8 @@ class Engine:
         return facts
 
     def _await_idle(self) -> None:
-        """Wait until no call runs. If an interrupt left a call running, first stop it and wake the peers. If
-        its last update failed halfway, mark the weights as lost."""
+        """Wait until no call runs. If an interrupt has left a call running, stop it and wake the peers. If an
+        update failed halfway, mark the weights as lost."""
         call = self._latest
         if call is None:
             return
@@ -221,7 +222,7 @@ class Engine:
         self._latest = None
 
     def _mark_lost(self, call: EngineCall) -> None:
-        """Mark the weights as lost because an update failed halfway: this call and later ones fail."""
+        """Mark the weights as lost: an update of `call` failed halfway, and `call` and later calls fail."""
         self._state.lost = UnrecoverableError(
             f"the weights are lost: some are those after {call.name}, and some those before"
             f" ({type(call.failure).__name__}: {call.failure})\n"
@@ -236,31 +237,31 @@ class Engine:
     # ---- the host's side -----------------------------------------------------------------------------------
 
     def read_whole_optimizer(self) -> dict[str, dict[str, Tensor]]:
-        """Return copies of the whole optimizer state by parameter, with the shards of all processes.
+        """Return copies of the optimizer state by parameter; if it is sharded, of all processes.
 
-        If sharded, waits for the peers, which send their shards when they read too, call next, or end.
-
-        Raises:
-            Error: another process has ended, or has freed its shard
+        Waits for the peers' shards: see `ProcessGroup.read_shards`.
         """
         if self._group is None or not self._sharded:
             return self._state.read_optimizer()
-        parts = self._group.read_shards(self._sharded)
-        # Of groups of replicas each instance has its own state.
-        whole = {key: state for part in [*parts, parts[self._group.rank]] for key, state in part.items()}
+        shards = self._group.read_shards(self._sharded)
+        # This process's shard is last: each instance has its own states of parameters with replica groups.
+        whole = {key: state for shard in [*shards, shards[self._group.rank]] for key, state in shard.items()}
         return {key: whole[key] for key in dict.fromkeys(self._state.trained) if key in whole}
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy parameters and buffers to all replicas, all or none. The next call compares them to peers'."""
+        """Copy parameters and buffers, by canonical name, to all replicas, all or none.
+
+        With several processes the next call raises Error if the trained parameters differ from the peers'.
+        """
         self._state.write([weights] * self.settings.counts.replicas)
-        self._unconfirmed = {key for key in weights if key in self._state.trained}
+        self._unconfirmed.update(key for key in weights if key in self._state.trained)
 
     def average_buffers(self) -> None:
-        """Average the floating point buffers that forward changes over all replicas of all processes.
+        """Set floating point buffers that forward changes to their means over all replicas of all processes.
 
         The means have the same bits in every layout of replicas and processes.
         """
-        with self._turn:
+        with self._call_lock:
             self._await_idle()
             results = self.plan.partition.signature.results
             buffers = [r for r in results if r.kind == "buffer" and r.dtype.is_floating_point]
@@ -274,15 +275,17 @@ class Engine:
                 what, reduction = "the mean of running statistics", AllReduce(self._group, _BUFFERS_TAG)
                 facts = {"buffers": {b.key: str(b.shape) for b in buffers}}
                 self._group.after_barrier(what, facts, lambda: reduction.all_reduce(flats))
-            mean = flats[0] / self.settings.counts.global_replicas
-            parts = mean.split([replicas[0][b.key].numel() for b in buffers])
-            pairs = zip(buffers, parts, strict=True)
-            new = {b.key: part.view(b.shape).to(b.dtype) for b, part in pairs}
+            flat = flats[0] / self.settings.counts.global_replicas
+            means = flat.split([replicas[0][b.key].numel() for b in buffers])
+            pairs = zip(buffers, means, strict=True)
+            new = {b.key: mean.view(b.shape).to(b.dtype) for b, mean in pairs}
             self._state.write([new] * len(replicas))
             self._state.host_is_stale = True
 
 
 def threads_inside(plan: Plan, settings: Settings, cores: int) -> int:
-    """Return the threads per operation: cores // (micro-batches · replicas) of a step, at least 1. This
-    depends on the counts, not on the stages, so that all layouts give the bits of plain PyTorch."""
+    """Return the number of threads per operation: cores // (micro-batches · replicas) of a step, at least 1.
+
+    It does not depend on the stages, so that all layouts of stages give the bits of plain PyTorch.
+    """
     return max(1, cores // (plan.micro_batches * settings.counts.replicas))

@@ -32,7 +32,7 @@ class Factor(NamedTuple):
 
 
 class Sample:
-    """Callable pieces, with the values that they read in a micro-batch.
+    """Functions of pieces, with the values for one micro-batch.
 
     Args: given: by name, the values that no piece makes; they are only read
     """
@@ -40,16 +40,16 @@ class Sample:
     def __init__(self, pieces: Sequence[Piece], given: Mapping[str, Tensor]) -> None:
         self._pieces, self._given = pieces, given
         self._codes = [build(piece) for piece in self._pieces]
-        self._last = {name: place for place, piece in enumerate(self._pieces) for name in piece.reads}
+        self._last = {name: i for i, piece in enumerate(self._pieces) for name in piece.reads}
 
-    def seconds(self) -> list[float]:
+    def seconds_of_pieces(self) -> list[float]:
         """Run all pieces once, in order, and return the seconds of each."""
         found, values = [], dict(self._given)
         with torch.inference_mode():
-            for place, (code, piece) in enumerate(zip(self._codes, self._pieces, strict=True)):
+            for i, (code, piece) in enumerate(zip(self._codes, self._pieces, strict=True)):
                 taken: list[Any] = [values[name] for name in piece.reads] + [0] * piece.draws
                 for name in piece.reads:
-                    if self._last[name] == place:
+                    if self._last[name] == i:
                         del values[name]
                 start = perf_counter()
                 made = code(taken)
@@ -58,11 +58,11 @@ class Sample:
                 del made
         return found
 
-    def several(self, count: int) -> float:
+    def total_seconds(self, count: int) -> float:
         """Run all pieces `count` times and return the total seconds."""
         start = perf_counter()
         for _ in range(count):
-            self.seconds()
+            self.seconds_of_pieces()
         return perf_counter() - start
 
 
@@ -71,7 +71,7 @@ def measure(
 ) -> list[float]:
     """Return the seconds of each piece in one thread, the fastest of `rounds` runs. Args: see `sample_of`"""
     sample = sample_of(partition, weights, inputs)
-    times = with_threads(1, lambda: [sample.seconds() for _ in range(rounds)])
+    times = with_threads(1, lambda: [sample.seconds_of_pieces() for _ in range(rounds)])
     return [min(of_piece) for of_piece in zip(*times, strict=True)]
 
 
@@ -137,7 +137,7 @@ def with_threads(count: int, work: Callable[[], T]) -> T:
 
 
 def sample_of(partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> Sample:
-    """Return the callable pieces of a partition with the inputs of one micro-batch.
+    """Return a sample of all pieces of a partition, for one micro-batch.
 
     Args:
         weights: parameters and buffers by canonical name; they are only read

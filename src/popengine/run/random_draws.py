@@ -41,59 +41,59 @@ _WITH_GENERATOR: dict[Any, Any] = {
 }
 
 
-def generator(device: torch.device, key: int, place: int) -> torch.Generator:
-    """Return a new generator for one draw, seeded from `key` and `place` (see `draw`)."""
-    return torch.Generator(device).manual_seed(mix(key, place))
+def generator(device: torch.device, key: int, number: int) -> torch.Generator:
+    """Return a new generator for one draw, seeded from the arguments of `draw`."""
+    return torch.Generator(device).manual_seed(mix(key, number))
 
 
 _default_generator_lock = threading.Lock()  # held while torch's own generator is seeded for one operation
 
 
-def draw(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
+def draw(func: Any, key: int, number: int, *args: Any, **kwargs: Any) -> Any:
     """Run a random operation with a generator of its own, and return its result.
 
     Args:
-        key:   hash of (seed, step, micro-batch, replica)
-        place: number of the draw in the model
+        key:    hash of (seed, step, micro-batch, replica)
+        number: index of the draw in the model
     """
     device = torch.device(
         next(
             (value.device for value in args if isinstance(value, torch.Tensor)), kwargs.get("device") or "cpu"
         )
     )
-    numbers = generator(device, key, place)
+    random = generator(device, key, number)
     if func is aten.native_dropout.default:
         value, chance, train = args
         if train is False or chance == 0:
             return value.clone(), torch.ones_like(value, dtype=torch.bool)
-        kept = torch.empty_like(value).bernoulli_(1 - chance, generator=numbers)
+        kept = torch.empty_like(value).bernoulli_(1 - chance, generator=random)
         return value * kept / (1 - chance), kept.bool()
     func = _WITH_GENERATOR.get(func, func)
     if any(argument.name == "generator" for argument in func._schema.arguments):
-        return func(*args, generator=numbers, **kwargs)
-    return _run_with_default_generator(numbers, func, *args, **kwargs)
+        return func(*args, generator=random, **kwargs)
+    return _run_with_default_generator(random, func, *args, **kwargs)
 
 
 def draw_on(accelerator: torch.device) -> Callable[..., Any]:
     """Return a variant of `draw` that makes tensors on an accelerator, for a graph captured on the CPU."""
 
-    def draw_there(func: Any, key: int, place: int, *args: Any, **kwargs: Any) -> Any:
+    def draw_there(func: Any, key: int, number: int, *args: Any, **kwargs: Any) -> Any:
         if any(argument.name == "device" for argument in func._schema.arguments):
             kwargs["device"] = accelerator
-        return draw(func, key, place, *args, **kwargs)
+        return draw(func, key, number, *args, **kwargs)
 
     return draw_there
 
 
-def _run_with_default_generator(numbers: torch.Generator, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_with_default_generator(random: torch.Generator, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operation without generator argument, such as a fused kernel, and return its result.
 
-    While it runs, torch's default generator has the state of `numbers`; its own state is then restored.
+    While it runs, torch's default generator has the state of `random`; then its own state is restored.
     """
-    own = torch.random if numbers.device.type == "cpu" else torch.get_device_module(numbers.device)
+    own = torch.random if random.device.type == "cpu" else torch.get_device_module(random.device)
     with _default_generator_lock:
         before = own.get_rng_state()
-        own.set_rng_state(numbers.get_state())
+        own.set_rng_state(random.get_state())
         try:
             return func(*args, **kwargs)
         finally:

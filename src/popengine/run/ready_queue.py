@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import cache, partial
 from heapq import heappop, heappush
 from itertools import pairwise
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import NamedTuple
 
@@ -34,28 +34,30 @@ _SOFT = 1  # omp_pause_soft: the library's settings stay
 
 
 def end_openmp_threads() -> None:
-    """End the OpenMP threads of the calling thread, if the OpenMP library is GNU's."""
-    library = _gnu_library()
+    """End the OpenMP threads of the calling thread, if torch uses GNU's OpenMP library."""
+    library = _gnu_openmp()
     if library is not None:
         library.omp_pause_resource_all(_SOFT)
 
 
 @cache
-def _gnu_library() -> ctypes.CDLL | None:
-    with suppress(OSError):  # on some systems torch has another OpenMP library
+def _gnu_openmp() -> ctypes.CDLL | None:
+    """Return GNU's OpenMP library, if it is loaded and has the function to end threads; otherwise None."""
+    with suppress(OSError):
         library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         return library if hasattr(library, "omp_pause_resource_all") else None
     return None
 
 
-WORTH_SHARING = 1e-4  # mean seconds of a task; below this, cores mostly wait for Python's lock
+WORTH_SHARING = 1e-4  # mean seconds of a task; with shorter tasks several cores mostly wait for Python's lock
 _PATIENCE = 1.0  # seconds to wait for the end of a thread, which may be waiting for a peer
-JUDGED = 16  # tasks that are measured, after as many for warm-up
-_SENDS = -1  # in place of a core's index: the thread of tasks that communicate with other processes
+_WAIT = 0.2  # seconds; an interrupt without a signal wakes no waiting thread, so waits are repeated
+JUDGED = 16  # number of tasks that are measured, after the same number for warm-up
+_SENDER = -1  # in place of a core's index: the thread of tasks that communicate with other processes
 
 
 class BoundTask(NamedTuple):
-    """A row of the table for one index and one replica, and the function that runs it."""
+    """A task: a row of the table for one index and one replica, and the row's function."""
 
     row: int
     index: int  # pyright: ignore[reportIncompatibleMethodOverride]  hides the method of tuples
@@ -65,7 +67,7 @@ class BoundTask(NamedTuple):
 
 
 class StepTasks:
-    """All tasks of a step, and the dependencies between them.
+    """All tasks of a step in the order of the step, and the dependencies between them, by task number.
 
     Args:
         cores: number of cores that share all ipus; 0: each ipu of each replica runs its program in order
@@ -75,10 +77,10 @@ class StepTasks:
         plan = self._plan = rows.plan
         self._replicas = rows.settings.counts.replicas
         self._sizes = [
-            plan.micro_batches if task.index == "micro_batch" else rows.updates.size(row)
+            plan.micro_batches if task.index == "micro_batch" else rows.updates.index_count(row)
             for row, task in enumerate(plan.tasks)
         ]
-        after = self._bounded(rows, cores)
+        after = self._edges(rows, cores)
         self.all = sorted(
             (
                 BoundTask(row, index, replica, work, rows.communicates(row))
@@ -89,16 +91,16 @@ class StepTasks:
             ),
             key=self._key,
         )
-        place = {(task.row, task.index, task.replica): number for number, task in enumerate(self.all)}
+        number_of = {(task.row, task.index, task.replica): number for number, task in enumerate(self.all)}
         before = [
-            {place[need] for edge in after[task.row] for need in self._needs(edge, task) if need in place}
+            {number_of[n] for edge in after[task.row] for n in self._needs(edge, task) if n in number_of}
             for task in self.all
         ]
         for program in programs(plan).values() if not cores else ():
             lane = [(row, micro_batch) for row, micro_batch, _ in program.entries if micro_batch >= 0]
             for replica in range(self._replicas):
                 for earlier, later in pairwise(lane):
-                    before[place[*later, replica]].add(place[*earlier, replica])
+                    before[number_of[*later, replica]].add(number_of[*earlier, replica])
         self.waits_for = [len(needs) for needs in before]
         self.followers: list[list[int]] = [[] for _ in self.all]
         for number, needs in enumerate(before):
@@ -107,14 +109,15 @@ class StepTasks:
         self.first = [number for number, needs in enumerate(before) if not needs]
 
     def _key(self, task: BoundTask) -> tuple[int, ...]:
-        """Return a sort key: sums first (they free memory), then by micro-batch and row, then other rows."""
+        """Return the sort key of a task: sums are first (they free memory), then come tasks of micro-batches
+        by micro-batch and row, then other tasks by row."""
         row = self._plan.tasks[task.row]
         if row.index != "micro_batch":
             return (self._plan.micro_batches, task.row, task.index, task.replica)
         return (-1 if row.kind == "sum" else task.index, task.row, task.index, task.replica)
 
-    def _bounded(self, rows: RowFunctions, cores: int) -> list[list[After]]:
-        """Return, by row, the rows it waits for, including the order's bound on micro-batches in flight."""
+    def _edges(self, rows: RowFunctions, cores: int) -> list[list[After]]:
+        """Return the edges of each row: the table's, and the order's bound on micro-batches in flight."""
         plan = self._plan
         found = [list(task.after) for task in plan.tasks]
         # All processes must gather values of micro-batches in the same order.
@@ -131,7 +134,7 @@ class StepTasks:
         return found
 
     def _needs(self, edge: After, task: BoundTask) -> list[tuple[int, int, int]]:
-        """Return the (row, index, replica) of each task of the row `edge.row` that a task waits for."""
+        """Return (row, index, replica) of each task for which `task` waits by an edge."""
         row = self._plan.tasks[edge.row]
         group = self._replicas if self._plan.tasks[task.row].once else min(edge.group, self._replicas)
         start = task.replica // group * group
@@ -146,7 +149,7 @@ class StepTasks:
 
 
 class ReadyQueue:
-    """The threads that run calls, and the queue of ready tasks that they take from.
+    """The threads that run calls, and the queues from which they take tasks.
 
     Args:
         threads: number of threads that run tasks
@@ -155,24 +158,25 @@ class ReadyQueue:
 
     def __init__(self, rows: RowFunctions, threads: int, inside: int) -> None:
         self._rows, self._threads, self._inside = rows, threads, inside
-        self._tables: dict[int, StepTasks] = {}  # by the number of cores that share all ipus
-        self._tasks: StepTasks
+        self._tables: dict[int, StepTasks] = {}  # by the argument `cores`
+        self._tasks: StepTasks  # of the running step
         self._recorder: Recorder | None = None
         lock = threading.Lock()
-        self._changed, self._to_send_changed = threading.Condition(lock), threading.Condition(lock)
+        # Heaps of the numbers of ready tasks; `_to_send` for tasks that communicate with other processes.
         self._ready: list[int] = []
         self._to_send: list[int] = []
-        self._missing: list[int] = []
-        self._left = self._running = self._idle = 0
+        self._changed, self._to_send_changed = threading.Condition(lock), threading.Condition(lock)
+        self._missing: list[int] = []  # by task, the number of tasks that it still waits for
+        self._left = self._running = self._idle = 0  # numbers of unfinished tasks, running tasks, idle cores
         self._failure: BaseException | None = None
         self._is_closed = False
-        self._is_shared = False
+        self._is_shared = False  # whether cores other than core 0 take tasks
         self._measured_count, self._spent = 2 * JUDGED if threads == 1 else 0, 0.0
         self._inbox: SimpleQueue[EngineCall | SimpleQueue[None] | None] = SimpleQueue()
-        sends = [_SENDS] if rows.settings.training and rows.settings.counts.instances > 1 else []
-        self._all = [threading.Thread(target=self._serve, name="core 0", daemon=True)]
-        for core in [*range(1, threads), *sends]:
-            work = partial(self._help, core)
+        sender = [_SENDER] if rows.settings.training and rows.settings.counts.instances > 1 else []
+        self._all = [threading.Thread(target=self._run_calls, name="core 0", daemon=True)]
+        for core in [*range(1, threads), *sender]:
+            work = partial(self._run_tasks_of_calls, core)
             self._all.append(threading.Thread(target=work, name=f"core {core}", daemon=True))
         for thread in self._all:
             thread.start()
@@ -180,17 +184,19 @@ class ReadyQueue:
     # ---- calls -----------------------------------------------------------------------------------------------
 
     def start(self, call: EngineCall, recorder: Recorder | None) -> None:
-        """Start a call, and return without waiting for it. The previous call must have ended."""
+        """Start a call without waiting for its end. The previous call must have ended."""
         self._recorder = recorder
         if self._inside > 1:
             end_openmp_threads()
         self._inbox.put(call)
 
     def wait_until_idle(self) -> None:
-        """Wait until all started calls have ended. (An interrupted caller may not have started its call.)"""
+        """Wait until all started calls have ended. (An interrupted `start` may not have started its call.)"""
         answers: SimpleQueue[None] = SimpleQueue()
         self._inbox.put(answers)
-        answers.get()
+        while True:
+            with suppress(Empty):
+                return answers.get(timeout=_WAIT)
 
     def close(self) -> None:
         """End the threads, and wait at most `_PATIENCE` seconds for each of them.
@@ -206,8 +212,8 @@ class ReadyQueue:
             if thread is not threading.current_thread():
                 thread.join(_PATIENCE)
 
-    def _serve(self) -> None:
-        """Run the calls of the inbox one after another, in the thread of core 0, until `close`."""
+    def _run_calls(self) -> None:
+        """Run the calls of the inbox one after another until `close`: the body of the thread of core 0."""
         while (call := self._inbox.get()) is not None:
             if not isinstance(call, EngineCall):
                 call.put(None)
@@ -218,7 +224,7 @@ class ReadyQueue:
                 torch.set_num_threads(self._inside)
                 with torch.inference_mode(), devices.running(self._rows.state.device):
                     try:
-                        self._steps(call)
+                        self._run_steps(call)
                     finally:
                         self._rows.end_call()
                 if self._inside > 1:
@@ -229,15 +235,16 @@ class ReadyQueue:
             call.end(error)
             del call, error
 
-    def _steps(self, call: EngineCall) -> None:
+    def _run_steps(self, call: EngineCall) -> None:
+        """Run the steps of a call. Raises the first error of a task; after an interrupt Stopped."""
         self._rows.begin_call(call)
         while call.done < call.steps:
             self._rows.begin_step()
-            self._step()
+            self._run_step()
             self._rows.end_step()
             call.finish_step()
 
-    def _step(self) -> None:
+    def _run_step(self) -> None:
         """Run the tasks of a step; raise the first error. With a recorder an ipu runs one task at a time."""
         cores = 0 if self._recorder is not None else self._threads
         if cores not in self._tables:
@@ -249,8 +256,8 @@ class ReadyQueue:
             self._tasks, self._missing = tasks, tasks.waits_for.copy()
             self._left, self._failure = len(tasks.all), None
             for task in tasks.first:
-                self._put(task)
-        self._work(lambda: not self._running and (not self._left or self._failure is not None), core=0)
+                self._add_ready(task)
+        self._run_tasks(lambda: not self._running and (not self._left or self._failure is not None), core=0)
         if self._recorder is not None:
             self._recorder.end_step(is_finished=self._failure is None)
         if self._failure is not None:
@@ -258,16 +265,16 @@ class ReadyQueue:
 
     # ---- threads ---------------------------------------------------------------------------------------------
 
-    def _help(self, core: int) -> None:
-        """Run tasks until the queue is closed: the body of every thread but core 0's."""
-        torch.set_num_threads(1 if core == _SENDS else self._inside)
+    def _run_tasks_of_calls(self, core: int) -> None:
+        """Run tasks of all calls until the queue is closed: the body of each thread except core 0's."""
+        torch.set_num_threads(1 if core == _SENDER else self._inside)
         with torch.inference_mode():
-            self._work(lambda: self._is_closed, core)
+            self._run_tasks(lambda: self._is_closed, core)
 
-    def _work(self, is_over: Callable[[], bool], core: int) -> None:
-        """Run ready tasks until `is_over` returns True and no task is ready."""
+    def _run_tasks(self, is_over: Callable[[], bool], core: int) -> None:
+        """Run ready tasks until no task is ready and `is_over` returns True. Errors are passed to `_fail`."""
         done: int | None = None
-        while (number := self._next(is_over, core, done)) is not None:
+        while (number := self._next_task(is_over, core, done)) is not None:
             try:
                 task, started = self._tasks.all[number], perf_counter()
                 if self._recorder is None:
@@ -281,16 +288,16 @@ class ReadyQueue:
                 done = None
                 self._fail(error)
 
-    def _next(self, is_over: Callable[[], bool], core: int, done: int | None) -> int | None:
+    def _next_task(self, is_over: Callable[[], bool], core: int, done: int | None) -> int | None:
         """Mark the task `done` as finished, wait for a ready task and return its number; None if `is_over`.
 
-        Both under one lock: no other core takes a task that reads what `done` has left in this core's cache.
+        Both under one lock: no other core takes a task that reads values which are in this core's cache.
         """
         with self._changed:
             if done is not None:
-                self._finish(done)
+                self._mark_finished(done)
             ready, changed = self._ready, self._changed
-            if core == _SENDS:
+            if core == _SENDER:
                 ready, changed = self._to_send, self._to_send_changed
                 if self._ready:
                     self._changed.notify_all()
@@ -306,18 +313,19 @@ class ReadyQueue:
                 self._changed.notify()
             return number
 
-    def _finish(self, number: int) -> None:
-        """Decrement the counters of the tasks that wait for a task, and put the tasks that are ready now."""
+    def _mark_finished(self, number: int) -> None:
+        """Decrement the counters of tasks that wait for a finished task; queue tasks that become ready."""
         self._running -= 1
         self._left -= 1
         for follower in self._tasks.followers[number] if self._failure is None else ():
             self._missing[follower] -= 1
             if not self._missing[follower]:
-                self._put(follower)
+                self._add_ready(follower)
         if not self._left or self._failure is not None:
             self._changed.notify_all()
 
-    def _put(self, number: int) -> None:
+    def _add_ready(self, number: int) -> None:
+        """Add a ready task to its queue; wake the thread that communicates, but no core."""
         if self._tasks.all[number].communicates:
             heappush(self._to_send, number)
             self._to_send_changed.notify()
@@ -325,13 +333,14 @@ class ReadyQueue:
             heappush(self._ready, number)
 
     def _decide_sharing(self, seconds: float) -> None:
-        """Let other cores take tasks too, if the first tasks after a warm-up take long enough."""
+        """Add the time of a task; share tasks among cores if the measured ones take long enough."""
         self._measured_count += 1
         if self._measured_count > JUDGED:
             self._spent += seconds
         self._is_shared = self._spent > JUDGED * WORTH_SHARING
 
     def _fail(self, error: BaseException) -> None:
+        """Store the first error of a step, drop the ready tasks, and wake all threads and peers."""
         self._rows.wake_peers(error)  # other processes may wait for this one
         with self._changed:
             self._running -= 1

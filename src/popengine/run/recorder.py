@@ -2,7 +2,7 @@
 
 The first two steps are recorded in detail: pieces read both clocks after every operation, and the tensors
 that each ipu holds between instructions are listed (the second step replaces the first, which includes
-warm-up). Of a long training only the first and last steps are stored, so that a profile's size is bounded.
+warm-up). Of a long training only the first and last steps are stored, which bounds the size of a profile.
 """
 
 from __future__ import annotations
@@ -25,53 +25,52 @@ from .backends.eager import Code, build
 from .devices import synchronize
 from .row_functions import RowFunctions
 
-_Memory = tuple[int, int] | int  # a storage; for the user's inputs (micro-batch, data pointer)
+_Memory = tuple[int, int] | int  # the id of a storage; for the user's inputs (micro-batch, data pointer)
 
 
 class Meter:
-    """The tensors that an ipu of replica 0 holds, as if it had its own memory. Times: instruction indices."""
+    """The tensors that an ipu of replica 0 holds during a step, as if it had its own memory."""
 
     def __init__(self, rows: RowFunctions, ipu: int) -> None:
         self._rows, self._ipu = rows, ipu
-        # Each was made by the instruction `born`, and freed by `died` (-1: not yet); in the order of `born`.
-        self.tensors: list[Row] = []
-        self._held: dict[_Memory, int] = {}  # memory -> its index in `tensors`
-        self._names: Counter[_Memory] = Counter()  # how many names refer to each
+        self.tensors: list[Row] = []  # in the order in which they were made; died -1: not freed yet
+        self._held: dict[_Memory, int] = {}  # the index in `tensors` of each memory that is not freed yet
+        self._names: Counter[_Memory] = Counter()  # the number of names that refer to each memory
         self._memory: dict[tuple[int, str], _Memory] = {}  # by micro-batch and name
+        # Ids of the storages of the user's inputs, and of the weights and buffers.
         self._inputs = {value.untyped_storage()._cdata for value in rows.call.inputs}
         self._state = self._state_storages()
 
     def before(self, task: Task, micro_batch: int, first: int) -> None:
-        """Record the tensors that a row loads (inputs) and receives (from other ipus), before the row runs.
+        """Add the tensors that a row loads (inputs) and receives (from other ipus), before the row runs.
 
         Args:
-            first: index of the row's first instruction
+            first: index of the row's first instruction in the ipu's program
         """
         frame = self._rows.frames[0].get(micro_batch, {})
         for index, instruction in enumerate(task.instructions, first):
             if instruction.kind == "receive":
-                self._note_made(instruction.names, frame, micro_batch, index)
+                self._add(instruction.names, frame, micro_batch, index)
             elif instruction.kind == "load":
-                given = dict(zip(instruction.names, instruction.keys, strict=True))
-                values = {name: self._rows.input(int(key), micro_batch, 0) for name, key in given.items()}
-                self._note_made(instruction.names, values, micro_batch, index)
+                keys = zip(instruction.names, instruction.keys, strict=True)
+                values = {name: self._rows.input_on_host(int(key), micro_batch, 0) for name, key in keys}
+                self._add(values, values, micro_batch, index)
 
     def after(self, task: Task, micro_batch: int, first: int) -> None:
-        """Record the tensors that a row has made and freed, after the row has run."""
+        """Add the tensors that a row has made, and mark the freed tensors, after the row has run."""
         frame = self._rows.frames[0].get(micro_batch, {})
         for index, instruction in enumerate(task.instructions, first):
             if instruction.kind == "compute":
-                self._note_freed(instruction.names, micro_batch, index)
+                self._mark_freed(instruction.names, micro_batch, index)
                 made = self._rows.plan.partition.pieces[instruction.piece].writes
-                self._note_made(made, frame, micro_batch, index)
+                self._add(made, frame, micro_batch, index)
             elif instruction.kind == "keep":
                 self._state = self._state_storages()
             elif instruction.kind == "free":
-                self._note_freed(instruction.names, micro_batch, index)
+                self._mark_freed(instruction.names, micro_batch, index)
 
-    def _note_made(
-        self, names: Iterable[str], values: Mapping[str, Tensor], micro_batch: int, index: int
-    ) -> None:
+    def _add(self, names: Iterable[str], values: Mapping[str, Tensor], micro_batch: int, index: int) -> None:
+        """Add the memory of named values, made by instruction `index`, unless it is known or of the state."""
         for name in names:
             if name not in values or (micro_batch, name) in self._memory:
                 continue
@@ -88,47 +87,49 @@ class Meter:
                 self._held[key] = len(self.tensors)
                 self.tensors.append(Row(self._ipu, name, kind, micro_batch, size, index, -1))
 
-    def _note_freed(self, names: Iterable[str], micro_batch: int, index: int) -> None:
+    def _mark_freed(self, names: Iterable[str], micro_batch: int, index: int) -> None:
+        """Drop names; memory to which no name refers any more was freed by instruction `index`."""
         for name in names:
             key = self._memory.pop((micro_batch, name), None)
             if key is not None:
                 self._names[key] -= 1
                 if not self._names[key]:
-                    place = self._held.pop(key)
-                    self.tensors[place] = self.tensors[place]._replace(died=index)
+                    number = self._held.pop(key)
+                    self.tensors[number] = self.tensors[number]._replace(died=index)
 
     def _state_storages(self) -> set[int]:
+        """Return the ids of the storages of replica 0's weights, buffers and constants."""
         state = self._rows.state
         values = (*state.values[0].values(), *state.new_buffers[0].values())
         return {value.untyped_storage()._cdata for value in values}
 
 
-DETAILED_STEPS = 2
+DETAILED_STEPS = 2  # number of steps that are recorded in detail
 _WORK = ("compute", "update")  # kinds of instructions that take time
 _CALLS = 1000  # number of first calls, and of last calls, whose times are stored
 
 
 class Times:
-    """The times of one step of one ipu: for each instruction of its program begin and end
-    (perf_counter_ns), core, and CPU time (ns; 0: not measured)."""
+    """The times of one ipu in one step: for each instruction of its program begin and end (perf_counter_ns),
+    core, and CPU time (ns; 0: not measured)."""
 
     def __init__(self, call: int, step: int, length: int) -> None:
         self.call, self.step, self.length = call, step, length
         self.begins, self.ends, self.computed = (array("q", bytes(8 * length)) for _ in range(3))
         self.cores = array("h", bytes(2 * length))
 
-    def note(self, index: int, begin: int, end: int, core: int, computed: int = 0) -> None:
-        """Store the times of one instruction, waits included; an index beyond `length` is ignored."""
+    def store(self, index: int, begin: int, end: int, core: int, computed: int = 0) -> None:
+        """Store the times of one instruction; an index beyond `length` is ignored."""
         if index < self.length:
             self.begins[index], self.ends[index] = begin, end
             self.cores[index], self.computed[index] = core, computed
 
 
-def _append_bounded(kept: list[Any], entry: Any, most: int) -> None:
-    """Append an entry to a list that keeps only its first `most` and its last `most` entries."""
-    kept.append(entry)
-    if len(kept) > 2 * most:
-        del kept[most]
+def _append_bounded(values: list[Any], value: Any, most: int) -> None:
+    """Append a value to a list, of which only the first `most` and the last `most` values are kept."""
+    values.append(value)
+    if len(values) > 2 * most:
+        del values[most]
 
 
 @dataclass
@@ -138,18 +139,18 @@ class Detail:
     call: int
     step: int
     meters: dict[int, Meter]  # by ipu
-    # By piece, for each of its lines: time of the fastest run in any step; CPU time of all runs (ns).
+    # By piece, for each of its lines: ns of the fastest run in any step, and CPU time in ns of all runs.
     fastest: dict[int, list[int]]
     lines: dict[int, list[int]] = field(default_factory=dict)
-    runs: Counter[int] = field(default_factory=Counter)  # piece -> how often it ran
+    runs: Counter[int] = field(default_factory=Counter)  # number of runs of each piece
 
     def times(self, piece: int) -> list[int]:
-        """Return the ns of each line over all runs: CPU time, but at least fastest run × number of runs."""
+        """Return the ns of each line of a piece in all runs: CPU time, but at least fastest run × runs."""
         least = (ns * self.runs[piece] for ns in self.fastest[piece])
         return [max(pair) for pair in zip(self.lines[piece], least, strict=True)]
 
-    def note(self, piece: int, ticks: list[tuple[int, int]]) -> None:
-        """Add one run of a piece; `ticks` are the readings of both clocks around its lines, see `_Ticks`."""
+    def add_run(self, piece: int, ticks: list[tuple[int, int]]) -> None:
+        """Add the times of one run of a piece, from the clock readings `_Ticks.readings`."""
         took, computed = ([end[i] - start[i] for start, end in pairwise(ticks)] for i in (0, 1))
         before = self.lines.get(piece, [0] * len(computed))
         self.lines[piece] = [a + b for a, b in zip(before, computed, strict=True)]
@@ -158,29 +159,31 @@ class Detail:
 
 
 class Recorder:
-    """The measurements of all calls that this recorder was passed to.
+    """The measurements of all calls to which this recorder was passed.
 
     Args:
-        budget: number of instructions to store, over all ipus and replicas. At least two steps are stored;
-            of a program that is too long for that, only the beginning.
+        budget: number of instructions to store, over all steps, ipus and replicas. At least two steps are
+            stored; of a program that is too long for that, only the beginning.
     """
 
     def __init__(self, budget: int = 120_000) -> None:
         self.budget, self.origin = budget, perf_counter_ns()
-        self.kept: list[dict[tuple[int, int], Times]] = []  # the first and the last steps, by replica and ipu
+        # The times of the first and the last steps, and of the last step that failed, by replica and ipu.
+        self.kept: list[dict[tuple[int, int], Times]] = []
+        self.broken: dict[tuple[int, int], Times] = {}
         self.detail: Detail | None = None  # of the latest step that was recorded in detail
-        self.in_calls: list[tuple[int, int, int, int]] = []  # the first and the last: call, start, end, steps
-        self.host: deque[tuple[str, int, int, int]] = deque(maxlen=4 * _CALLS)  # kind, start, end, bytes
+        # (call, start, end, steps) of the first and the last calls; (kind, start, end, bytes) of host events.
+        self.in_calls: list[tuple[int, int, int, int]] = []
+        self.host: deque[tuple[str, int, int, int]] = deque(maxlen=4 * _CALLS)
         self.calls = self.failed_calls = self.steps = self.ns_in_calls = 0
         self._call, self._started = -1, 0
-        self._times: dict[tuple[int, int], Times] = {}  # of the step that runs
-        self.broken: dict[tuple[int, int], Times] = {}  # of the last step that failed, by replica and ipu
+        self._times: dict[tuple[int, int], Times] = {}  # of the running step, by replica and ipu
         self._detail: Detail | None = None  # of the running step
         self._rows: RowFunctions | None = None
-        self._codes_without_clocks: list[Code] = []  # the pieces of replica 0 without clocks
-        self._lengths: dict[int, int] = {}  # of each ipu's program
-        self._most_steps = 1  # to store, at either end of a training
-        self._first_instruction: dict[tuple[int, int], int] = {}  # row, micro-batch -> its first instruction
+        self._codes_without_clocks: list[Code] = []  # the functions of replica 0's pieces
+        self._lengths: dict[int, int] = {}  # number of instructions of each ipu's program
+        self._most_steps = 1  # number of first steps, and of last steps, to store
+        self._first_instruction: dict[tuple[int, int], int] = {}  # by (row, micro-batch; -1: the whole step)
         self._ticks = _Ticks()
 
     # ---- the host's side ---------------------------------------------------------------------------------
@@ -190,6 +193,7 @@ class Recorder:
         self._started = perf_counter_ns()
 
     def end_call(self, steps: int, failed: bool = False) -> None:
+        """Store the times of a call of `steps` steps; of a failed call nothing but the count."""
         end = perf_counter_ns()
         if failed:
             self.failed_calls += 1
@@ -199,13 +203,13 @@ class Recorder:
         _append_bounded(self.in_calls, (self._call, self._started, end, steps), _CALLS)
 
     def note(self, kind: str, start: int, size: int = 0) -> None:
-        """Record work or a wait of the host, from `start` (perf_counter_ns) until now; `size` in bytes."""
+        """Store work or a wait of the host, from `start` (perf_counter_ns) until now; `size` in bytes."""
         self.host.append((kind, start, perf_counter_ns(), size))
 
     # ---- the queue's side --------------------------------------------------------------------------------
 
     def begin_step(self, rows: RowFunctions) -> None:
-        """Prepare to record a step. The first two steps run pieces with clocks in replica 0 (eager)."""
+        """Prepare to record a step. In the first two steps, replica 0's eager pieces get clock readings."""
         plan, replicas = rows.plan, range(rows.settings.counts.replicas)
         _, number = rows.state.random_state  # of the step, over all calls
         if self._rows is None or self._rows.plan is not plan:
@@ -227,7 +231,7 @@ class Recorder:
             fastest = {} if self.detail is None else self.detail.fastest
             self._detail = Detail(self._call, number, meters, fastest)
             if rows.settings.backend == "eager":  # compiled pieces have no single operations
-                tick = self._ticks.note
+                tick = self._ticks.read_clocks
                 rows.codes[0][:] = [
                     build(piece, after="; tick()", tick=tick) for piece in plan.partition.pieces
                 ]
@@ -235,7 +239,7 @@ class Recorder:
         for row, task in enumerate(plan.tasks):
             if task.kind == "copy":  # no time: in one memory nothing is copied
                 for replica in replicas:
-                    self._note(task, self._first_instruction[row, -1], replica, now, now, -1, 0)
+                    self._store_times(task, self._first_instruction[row, -1], replica, now, now, -1, 0)
 
     def end_step(self, is_finished: bool) -> None:
         """Store the times of the step (if it failed, only in `broken`); restore pieces without clocks."""
@@ -248,7 +252,7 @@ class Recorder:
         _append_bounded(self.kept, self._times, self._most_steps)
 
     def perform(self, row: int, index: int, replica: int, work: Callable[[int], None], core: int) -> None:
-        """Run a task, wait for the device's work, and record the times. Tasks of no program are only run."""
+        """Run a task, wait for the device's work, and store the times; none, if its row is in no program."""
         assert self._rows is not None
         task = self._rows.plan.tasks[row]
         first = self._first_instruction.get((row, index if task.index == "micro_batch" else -1))
@@ -258,33 +262,34 @@ class Recorder:
         detail = self._detail if replica == 0 and not task.once else None
         if detail is not None:
             detail.meters[task.ipu].before(task, index, first)
-        self._ticks.read.clear()
+        self._ticks.readings.clear()
         begin, before = perf_counter_ns(), thread_time_ns()
         work(index)
         computed = thread_time_ns() - before
         synchronize(self._rows.state.device)
         end = perf_counter_ns()
         for other in range(self._rows.settings.counts.replicas) if task.once else (replica,):
-            self._note(task, first, other, begin, end, core, computed)
+            self._store_times(task, first, other, begin, end, core, computed)
         if detail is not None:
             detail.meters[task.ipu].after(task, index, first)
-            if self._ticks.read and task.kind in ("forward", "backward"):
-                detail.note(task.piece, self._ticks.read)
+            if self._ticks.readings and task.kind in ("forward", "backward"):
+                detail.add_run(task.piece, self._ticks.readings)
 
-    def _note(
+    def _store_times(
         self, task: Task, first: int, replica: int, begin: int, end: int, core: int, computed: int
     ) -> None:
-        """Store the times of a row's instructions: all for its computation, update or first one."""
+        """Store the whole time of a row for its "compute" or "update" instruction, or else its first one; the
+        other instructions take no time. The times of an update's chunks are added up."""
         times, moment = self._times[replica, task.ipu], begin
         main = next((i for i, x in enumerate(task.instructions) if x.kind in _WORK), None)
         for number in range(len(task.instructions)):
             index = first + number
             if number != (main or 0):
-                times.note(index, moment, moment, core)
+                times.store(index, moment, moment, core)
                 continue
-            if task.once and index < times.length and times.ends[index]:  # another chunk of the same update
+            if task.once and index < times.length and times.ends[index]:  # of another chunk
                 begin, computed = times.begins[index], computed + times.computed[index]
-            times.note(index, begin, end, core, 0 if main is None else computed)
+            times.store(index, begin, end, core, 0 if main is None else computed)
             moment = end
 
 
@@ -292,7 +297,7 @@ class _Ticks(threading.local):
     """The clock readings of this thread's piece: one before its first line, and one after each line."""
 
     def __init__(self) -> None:
-        self.read: list[tuple[int, int]] = []  # (perf_counter_ns, thread_time_ns)
+        self.readings: list[tuple[int, int]] = []  # (perf_counter_ns, thread_time_ns)
 
-    def note(self) -> None:
-        self.read.append((perf_counter_ns(), thread_time_ns()))
+    def read_clocks(self) -> None:
+        self.readings.append((perf_counter_ns(), thread_time_ns()))

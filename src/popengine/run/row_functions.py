@@ -1,7 +1,7 @@
 """The functions of a plan's rows: each is bound to the tensors of a replica, and takes the row's index.
 
 The values of a micro-batch are in a frame (a dict for each replica and micro-batch), from the row that makes
-them to the last that reads them. All ipus share a frame without copies, because pieces have no side effects.
+them to the last row that reads them. All ipus share a frame without copies: pieces have no side effects.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from .state import State
 from .updating import Updates, Work
 
 _GATHER_TAG = 8  # of messages
+_FRAME, _STATE, _BUFFER, _PREPARED = range(4)  # where a piece reads a value; _BUFFER: the step's new buffers
 
 
 class RowFunctions:
-    """The functions of all rows of a plan.
+    """The functions of all rows of a plan, and the frames that they read and write.
 
     Args:
         codes: the function of each piece
@@ -55,26 +56,28 @@ class RowFunctions:
         self.updates = Updates(plan, settings, state, group)
         self._prepared = [Prepared(plan, state, replica) for replica in replicas]
         self.call: EngineCall
+        self._changed = plan.partition.signature.changed_buffers
+        # Indices of the results that are gradients: they are divided by the loss scale.
         self._scaled = {int(anchor.key) for anchor in settings.anchors if anchor.source == "gradient"}
-        # A running mean weights its values itself.
+        # The factor of each gradient in the sum. A running mean weights its values itself.
         self._weight = settings.part.weight if settings.reduction == "mean" else 1.0
         self._checks = FiniteCheck if settings.finite_checks else nullcontext
 
     def bind(self, row: int, replica: int) -> Work | None:
-        """Return the function of a row for a replica; None: the row does nothing."""
+        """Return a row's function for a replica, which takes the row's index; None: the row does nothing."""
         match self.plan.tasks[row].kind:
             case "forward" | "backward":
-                return self._computing(row, replica)
+                return self._compute_function(row, replica)
             case "gather":
-                return self._gathering(row, replica)
+                return self._gather_function(row, replica)
             case "sum":
-                return self._summing(row, replica)
+                return self._sum_function(row, replica)
             case "end":
                 return self._end_updates
         return self.updates.bind(row)
 
     def communicates(self, row: int) -> bool:
-        """Return whether a row exchanges data with other processes."""
+        """Return whether a row sends messages to other processes."""
         task = self.plan.tasks[row]
         if task.kind == "gather":
             return self.plan.partition.pieces[task.piece].gather_group_size > self.settings.counts.replicas
@@ -83,7 +86,7 @@ class RowFunctions:
     # ---- a call --------------------------------------------------------------------------------------------
 
     def begin_call(self, call: EngineCall) -> None:
-        """Set the call whose inputs the rows read, and whose results they write."""
+        """Set the call whose inputs the row functions read, and whose results they write."""
         self.call = self.updates.call = call
 
     def begin_step(self) -> None:
@@ -108,14 +111,14 @@ class RowFunctions:
             self._group.abort(f"failed at {self.call.name}: {error}")
 
     def end_call(self) -> None:
-        """Drop the values of all micro-batches and the gradients, after a call or its failure."""
+        """Drop all frames, prepared values and gradients, after a call or its failure."""
         for frames, prepared in zip(self.frames, self._prepared, strict=True):
             frames.clear()
-            prepared.forget()
-        self.updates.forget()
+            prepared.clear()
+        self.updates.clear_step()
 
     def _copy_anchors(self, source: str) -> None:
-        """Copy the weights of the anchors with this source ("weight", "updated") to the results."""
+        """Copy the weights that have an anchor of this source ("weight" or "updated") to the results."""
         iterations = [self.call.done] if self.settings.training else range(self.settings.counts.iterations)
         for anchor in (anchor for anchor in self.settings.anchors if anchor.source == source):
             for replica, values in enumerate(self.state.values):
@@ -124,34 +127,34 @@ class RowFunctions:
                     self.call.results.weights[anchor].put(iteration, replica, value)
 
     def _end_updates(self, _: int) -> None:
-        self.updates.end()
+        self.updates.end_step()
         self._copy_anchors("updated")  # before the next step begins
 
-    def input(self, key: int, micro_batch: int, replica: int) -> Tensor:
-        """Return a replica's rows of the input at position `key`, not yet uploaded: [micro-batch, ...]."""
+    def input_on_host(self, key: int, micro_batch: int, replica: int) -> Tensor:
+        """Return a replica's micro-batch of the input number `key`, before its upload: [micro-batch, ...]."""
         return self.call.inputs[key][self._turn(micro_batch), self.settings.counts.group_of(replica)]
 
     def _turn(self, micro_batch: int) -> int:
-        """Return the index within the call of a step's micro-batch. (In inference a step is a call.)"""
+        """Return the index in the call of a micro-batch, given its index in the step."""
         return self.call.done * self.plan.micro_batches + micro_batch
 
     # ---- forward and backward --------------------------------------------------------------------------------
 
-    def _computing(self, row: int, replica: int) -> Work:
+    def _compute_function(self, row: int, replica: int) -> Work:
         """Return the function that loads inputs, runs a row's piece, stores outputs, and frees values."""
         task, partition = self.plan.tasks[row], self.plan.partition
         piece, number = partition.pieces[task.piece], task.piece
         frames, codes, prepared = self.frames[replica], self.codes[replica], self._prepared[replica]
-        earlier = {name for other in self.plan.tasks[:row] for name, _ in _pairs(other, "load")}
-        loads = [(name, int(key)) for name, key in _pairs(task, "load") if name not in earlier]
-        stores = _pairs(task, "store")
-        slots = [(name, self.state.slot_of[key]) for name, key in _pairs(task, "keep")]
-        reads = self._reads(number)
-        flowing = {name for place, name in reads if place == _FRAME} - {*piece.writes}
+        earlier = {name for other in self.plan.tasks[:row] for name, _ in _names_and_keys(other, "load")}
+        loads = [(name, int(key)) for name, key in _names_and_keys(task, "load") if name not in earlier]
+        stores = _names_and_keys(task, "store")
+        slots = [(name, self.state.slot_of[key]) for name, key in _names_and_keys(task, "keep")]
+        reads = [(self._source(name, number), name) for name in piece.reads]
+        flowing = {name for source, name in reads if source == _FRAME} - {*piece.writes}
         before = [name for name in task.frees if name in flowing]
         after = [name for name in task.frees if name not in flowing]
         device = self.state.device
-        place = self.settings.counts.instance * self.settings.counts.replicas + replica
+        global_replica = self.settings.counts.instance * self.settings.counts.replicas + replica
 
         def compute(micro_batch: int) -> None:
             call = self.call
@@ -160,13 +163,13 @@ class RowFunctions:
             frame = frames.setdefault(micro_batch, {})
             for name, key in loads:
                 started = perf_counter()
-                frame[name] = upload(self.input(key, micro_batch, replica), device)
+                frame[name] = upload(self.input_on_host(key, micro_batch, replica), device)
                 call.results.record_load(key, self._turn(micro_batch), replica, started)
             sources = (
                 frame,
                 self.state.values[replica],
                 self.state.new_buffers[replica],
-                prepared.take(number),
+                prepared.values_for(number),
             )
             values: list = [sources[source][name] for source, name in reads]
             del sources  # so that the piece can free the values while it runs
@@ -174,7 +177,7 @@ class RowFunctions:
                 del frame[name]
             if piece.draws:
                 number_in_step = self.settings.part.before + micro_batch
-                values.append(mix(*self.state.random_state, number_in_step, place))
+                values.append(mix(*self.state.random_state, number_in_step, global_replica))
             try:
                 with self._checks():
                     made = codes[number](values)
@@ -192,22 +195,14 @@ class RowFunctions:
 
         return compute
 
-    def _reads(self, number: int) -> list[tuple[int, str]]:
-        """Return (source, name) of each value that a piece reads: _FRAME, _STATE, _BUFFER (the step's new
-        buffers) or _PREPARED."""
-        partition, changed = self.plan.partition, self.plan.partition.signature.changed_buffers
-        others = (other for i, other in enumerate(partition.pieces) if i != number)
-        made = {name for other in others for name in other.writes}
-        state = {slot.name for slot in partition.signature.slots if slot.role != "input"}
-
-        def place(name: str) -> int:
-            if name in partition.prepared:
-                return _PREPARED
-            if name not in state or name in changed & made:
-                return _FRAME
-            return _BUFFER if name in changed else _STATE
-
-        return [(place(name), name) for name in partition.pieces[number].reads]
+    def _source(self, name: str, piece: int) -> int:
+        """Return where piece number `piece` reads a value: _FRAME, _STATE, _BUFFER or _PREPARED."""
+        partition = self.plan.partition
+        if name in partition.prepared:
+            return _PREPARED
+        if partition.is_of_micro_batch(name, piece):
+            return _FRAME
+        return _BUFFER if name in self._changed else _STATE
 
     def _run_error(self, error: Exception, task: ir.Task, micro_batch: int, replica: int) -> Error:
         """Return the error for a failed piece: stage, ipu, user's line, cause, and which weights remain."""
@@ -230,17 +225,19 @@ class RowFunctions:
     def _store(
         self, stores: Sequence[tuple[str, str]], frame: Mapping[str, Tensor], micro_batch: int, replica: int
     ) -> None:
+        """Copy values of a frame to the results. Args: stores: (name, index of the result) of each value"""
         results, turn = self.call.results, self._turn(micro_batch)
         for name, key in stores:
-            value, position = frame[name], int(key)
-            if position in self._scaled:
+            value, index = frame[name], int(key)
+            if index in self._scaled:
                 value = value / (results.loss_scale * self._weight)
-            results.put(position, turn, replica, value)
+            results.put(index, turn, replica, value)
 
-    def _summing(self, row: int, replica: int) -> Work:
+    def _sum_function(self, row: int, replica: int) -> Work:
         """Return the function that adds gradients to their sums or means, and outputs to the results."""
         task, frames, sums = self.plan.tasks[row], self.frames[replica], self.state.sums[replica]
-        added, stores, frees = _pairs(task, "accumulate"), _pairs(task, "store"), task.frees
+        added, stores = _names_and_keys(task, "accumulate"), _names_and_keys(task, "store")
+        frees = task.frees
         part = self.settings.part
 
         def add(micro_batch: int) -> None:
@@ -262,8 +259,11 @@ class RowFunctions:
     def _begin_sums(
         self, added: Sequence[tuple[str, str]], frame: dict[str, Tensor], replica: int, frees: Iterable[str]
     ) -> None:
-        """Start the gradient sums of a step with its first gradients. A gradient with the sum's form, which
-        nothing else references, becomes the sum without a copy (up to a fifth of an update's time)."""
+        """Set the gradient sums of a step to its first gradients.
+
+        A gradient with the dtype and layout of its sum, to which only the frame refers, becomes the sum
+        itself: a copy would take up to a fifth of an update's time.
+        """
         sums, optimizer = self.state.sums[replica], self.settings.optimizer
         assert optimizer is not None or not added
         for name, key in added:
@@ -272,7 +272,9 @@ class RowFunctions:
             dtype = optimizer.type_for(like.dtype) if optimizer is not None else like.dtype
             if key in sums:  # in a bucket
                 sums[key].copy_(gradient)
-            elif name in frees and _has_form(gradient, like, dtype) and _references(gradient) == _ALONE:
+            elif (
+                name in frees and _has_layout(gradient, like, dtype) and _reference_counts(gradient) == _ALONE
+            ):
                 sums[key] = gradient
             else:
                 sums[key] = torch.empty_like(like, dtype=dtype).copy_(gradient)
@@ -280,7 +282,7 @@ class RowFunctions:
 
     # ---- gathering -------------------------------------------------------------------------------------------
 
-    def _gathering(self, row: int, replica: int) -> Work:
+    def _gather_function(self, row: int, replica: int) -> Work:
         """Return the function that stacks the values of a group's replicas, [replicas, ...], into the frame
         of each. It does nothing unless `replica` is the group's first in this process."""
         task, counts = self.plan.tasks[row], self.settings.counts
@@ -296,20 +298,17 @@ class RowFunctions:
             found = torch.stack([self.frames[member][micro_batch][value] for member in members])
             if size > counts.replicas:
                 assert self._group is not None
-                places = [(before + start) // counts.replicas + i for i in range(size // counts.replicas)]
-                found = all_gather_rows(self._group, places, _GATHER_TAG, found)
+                ranks = [(before + start) // counts.replicas + i for i in range(size // counts.replicas)]
+                found = all_gather_rows(self._group, ranks, _GATHER_TAG, found)
             for member in members:
                 self.frames[member][micro_batch][line.name] = found
 
         return gather
 
 
-def _pairs(task: ir.Task, kind: ir.InstructionKind) -> list[tuple[str, str]]:
-    """Return (name, key) of all values in a row's instructions of one kind."""
+def _names_and_keys(task: ir.Task, kind: ir.InstructionKind) -> list[tuple[str, str]]:
+    """Return (name, key) of each value in a row's instructions of one kind."""
     return [pair for x in task.instructions if x.kind == kind for pair in zip(x.names, x.keys, strict=True)]
-
-
-_FRAME, _STATE, _BUFFER, _PREPARED = range(4)  # where a piece reads a value
 
 
 def update_means(means: list[Tensor], values: list[Tensor], count: float) -> None:
@@ -320,24 +319,25 @@ def update_means(means: list[Tensor], values: list[Tensor], count: float) -> Non
         mean.copy_(torch.lerp(mean.to(wide), value.to(wide), 1 / count))
 
 
-def _has_form(gradient: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    form = gradient.dtype, gradient.shape, gradient.stride(), gradient.untyped_storage().nbytes()
-    return form == (dtype, weight.shape, weight.stride(), gradient.nbytes)
+def _has_layout(gradient: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a gradient has this dtype, the weight's shape and strides, and all of its storage."""
+    layout = gradient.dtype, gradient.shape, gradient.stride(), gradient.untyped_storage().nbytes()
+    return layout == (dtype, weight.shape, weight.stride(), gradient.nbytes)
 
 
-def _references(value: Tensor) -> tuple[int, int]:
+def _reference_counts(value: Tensor) -> tuple[int, int]:
     """Return the number of references to a tensor and to its storage, including those of this function."""
     return sys.getrefcount(value), torch._C._storage_Use_Count(value.untyped_storage()._cdata)  # pyright: ignore
 
 
-def _references_of_a_frame() -> tuple[int, int]:
-    """Return the `_references` of a tensor that only a frame refers to, counted as `_begin_sums` does."""
+def _reference_counts_in_frame() -> tuple[int, int]:
+    """Return the `_reference_counts` of a tensor that only a frame holds, counted as `_begin_sums` does."""
     frame = {"": torch.empty(1)}
     gradient = frame[""]
-    return _references(gradient)
+    return _reference_counts(gradient)
 
 
-_ALONE = _references_of_a_frame()
+_ALONE = _reference_counts_in_frame()
 
 
 class Prepared:
@@ -345,7 +345,7 @@ class Prepared:
 
     def __init__(self, plan: ir.Plan, state: State, replica: int) -> None:
         makers, pieces = plan.partition.prepared, plan.partition.pieces
-        self._names = [tuple(n for n in piece.reads if n in makers) for piece in pieces]
+        self._names = [tuple(n for n in piece.reads if n in makers) for piece in pieces]  # by piece
         self._uses = Counter(name for names in self._names for name in names)  # per micro-batch
         self._makers = {name: (build(makers[name], device=state.device), makers[name]) for name in self._uses}
         self._micro_batches, self._state, self._replica = plan.micro_batches, state, replica
@@ -353,9 +353,9 @@ class Prepared:
         self._left: dict[str, int] = {}  # remaining uses of each value in `_made`
         self._lock = threading.Lock()
 
-    def take(self, piece: int) -> dict[str, Tensor]:
-        """Return the prepared values that a piece reads; compute missing ones, and drop each at its last use.
-        Call it once per piece and micro-batch, because it counts the uses."""
+    def values_for(self, piece: int) -> dict[str, Tensor]:
+        """Return the prepared values that piece number `piece` reads; compute missing ones, and drop each at
+        its last use. Call it once per piece and micro-batch, because it counts the uses."""
         names = self._names[piece]
         if not names:
             return {}
@@ -363,6 +363,7 @@ class Prepared:
             return {name: self._value(name) for name in names}
 
     def _value(self, name: str) -> Tensor:
+        """Return a value for one use: compute the value at its first use, and drop it at its last."""
         if name not in self._made:
             code, piece = self._makers[name]
             values = self._state.values[self._replica]
@@ -371,6 +372,6 @@ class Prepared:
         self._left[name] -= 1
         return self._made[name] if self._left[name] else self._made.pop(name)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop all prepared values, after a call or its failure."""
         self._made.clear()

@@ -3,8 +3,9 @@
 Local replicas that have the same value of a parameter hold the same tensor, and so do all ipus of a replica:
 all are in one memory. Updates write in place. The attributes of `State`:
 
-    values[replica]      parameters, buffers, constants and the loss scale, by slot
-    new_buffers[replica] new values of the buffers that forward changes; `values` gets them when the step ends
+    values[replica]      parameters, buffers, constants and the loss scale, by slot name
+    new_buffers[replica] new values of the buffers that forward changes, by slot name; `end_step` moves them
+                         to `values`
     sums[replica]        gradient sums of the running step, by parameter
     optimizer[unit]      optimizer state of a parameter, for each group of replicas that share the parameter
     owner[key]           if processes shard the optimizer state: the process that has a parameter's state
@@ -32,18 +33,18 @@ WEIGHTS = ("parameter", "buffer")  # roles of the slots that the host reads and 
 
 
 class Unit(NamedTuple):
-    """A parameter in the local replicas that share one tensor for it; `replica` is the first of these."""
+    """A parameter of a group of local replicas, which share one tensor."""
 
-    key: str
-    replica: int
+    key: str  # canonical name
+    replica: int  # the first replica of the group
 
 
 class State:
-    """The tensors of a loaded plan, with the methods by which the host reads and writes them.
+    """The tensors of a loaded plan, and methods by which the host reads and writes them.
 
     Args:
         weights:  parameters and buffers by canonical name; they are copied
-        previous: the state of another plan of the model; this one shares its tensors
+        previous: the state of another plan of the model, whose tensors this state shares
     """
 
     def __init__(
@@ -65,24 +66,20 @@ class State:
         self._loss_scale = 1.0
         signature = plan.partition.signature
         self.slot_of = {slot.key: slot.name for slot in signature.parameters_and_buffers}
-        # Gradient sums and new buffers of replica 0, by canonical name, of a step that another plan has begun.
+        # Of a step that another plan has begun: gradient sums and new buffers of replica 0, by canonical name.
         self._held: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         names = {name for names in plan.state.values() for name in names}
         if settings.several_plans:  # other plans may read slots that this plan does not read
             names.update(self.slot_of.values())
-        self._slots = {
-            slot.name: slot for slot in signature.slots if slot.name in names
-        }  # the slots whose values this state holds
+        # The slots whose values this state holds, by name.
+        self._slots = {slot.name: slot for slot in signature.slots if slot.name in names}
         self._weights = [slot for slot in self._slots.values() if slot.role in WEIGHTS]
         self._changed = [name for name in self._slots if name in signature.changed_buffers]
         self.trained = [r.key for r in signature.results if r.kind == "gradient"]
         replicas, trained = range(settings.counts.replicas), set(self.trained)
         with devices.running(device):
-            fixed = {
-                name: self._first_value(slot)
-                for name, slot in self._slots.items()
-                if slot.role not in WEIGHTS
-            }
+            others = [slot for slot in self._slots.values() if slot.role not in WEIGHTS]
+            fixed = {slot.name: self._first_value(slot) for slot in others}
             self.values: list[dict[str, Tensor]] = [dict(fixed) for _ in replicas]
             known = () if previous is None else previous.slot_of
             new = {key: value for key, value in weights.items() if key not in known}
@@ -91,7 +88,7 @@ class State:
             self.sums: list[dict[str, Tensor]] = [{} for _ in replicas]
             self.optimizer: dict[Unit, OptimizerState] = {}
             self.owner: dict[str, int] = {}
-            # The ipu that updates each trained parameter, and all units: in the order of ipus, slots and replicas.
+            # The ipu that updates each trained parameter, by canonical name; `units` are in the same order.
             self.ipu_of = {
                 slot.key: ipu
                 for ipu, names in plan.state.items()
@@ -106,24 +103,26 @@ class State:
             ]
             if previous is not None:
                 self.take_over(previous)
-            self._begin_buffers()
             self.owner = self._owners() | self.owner
             if (optimizer := settings.optimizer) is not None:
                 for unit in self.units:
-                    is_updated_here = unit.key in optimizer.group_of and self.is_kept_here(unit.key)
+                    is_updated_here = unit.key in optimizer.group_of and self.is_updated_here(unit.key)
                     if is_updated_here and unit not in self.optimizer:
                         self.optimizer[unit] = init_state(optimizer, self.weight(unit))
         devices.synchronize(device)
 
     def _first_value(self, slot: Slot) -> Tensor:
-        """Return the value of a constant on the device, aligned; of any other slot (the loss scale), ones."""
+        """Return the value of a constant on the device, aligned; for a slot of another role, ones."""
         if slot.role == "constant":
             return with_aligned_start(self.plan.partition.signature.constants[slot.key].to(self.device))
         return torch.ones(slot.shape, dtype=slot.dtype, device=self.device)
 
     def _owners(self) -> dict[str, int]:
-        """Return the owner process of each sharded parameter. Per ipu each owns about as many elements.
-        Small parameters, and parameters with replica groups, are not sharded."""
+        """Return the owner process of each sharded parameter, by canonical name; {} without sharding.
+
+        For each ipu every process owns about the same number of elements. Parameters that are small, or have
+        replica groups, are not sharded.
+        """
         counts, optimizer = self.settings.counts, self.settings.optimizer
         least = self.settings.shard_optimizer
         if least is None or optimizer is None or counts.instances == 1:
@@ -141,7 +140,7 @@ class State:
     def take_over(self, other: State) -> None:
         """Share the weights, buffers, optimizer state and random state of another plan; nothing is copied.
 
-        Replicas beyond the other plan's keep their tensors; missing tensors are those of its last replica.
+        A replica that the other plan lacks keeps its tensors, or shares the last replica's if it has none.
         """
         for replica, values in enumerate(self.values):
             theirs = other.values[min(replica, len(other.values) - 1)]
@@ -156,15 +155,18 @@ class State:
     # ---- a step --------------------------------------------------------------------------------------------
 
     def weight(self, unit: Unit) -> Tensor:
+        """Return the tensor of a parameter, which updates change in place."""
         return self.values[unit.replica][self.slot_of[unit.key]]
 
-    def is_kept_here(self, key: str) -> bool:
-        """Return whether this process has the optimizer state of a parameter (True unless a peer owns it)."""
+    def is_updated_here(self, key: str) -> bool:
+        """Return whether this process updates a parameter: False if a peer owns the optimizer state."""
         return self.owner.get(key, self.settings.counts.instance) == self.settings.counts.instance
 
     def begin_step(self) -> None:
-        """Reset the new buffers, or take over buffers and gradient sums of a plan that began the step."""
-        self._begin_buffers()
+        """Reset the new buffers; of a step that another plan began, take its buffers and gradient sums."""
+        for values, new in zip(self.values, self.new_buffers, strict=True):
+            new.clear()
+            new.update((name, values[name]) for name in self._changed)
         if self._held is None:
             return
         sums, buffers = self._held
@@ -176,18 +178,13 @@ class State:
                 self.sums[0][key] = value
         self._held = None
 
-    def _begin_buffers(self) -> None:
-        for values, new in zip(self.values, self.new_buffers, strict=True):
-            new.clear()
-            new.update((name, values[name]) for name in self._changed)
-
     def hold_step(self) -> None:
-        """Store the gradient sums and new buffers, of replica 0, for the plan that ends the step."""
+        """Store the gradient sums and new buffers of replica 0 for the plan that ends the step."""
         buffers = {self._slots[name].key: value for name, value in self.new_buffers[0].items()}
         self._held = dict(self.sums[0]), buffers
 
     def end_step(self) -> None:
-        """Finish the step: its new buffers become the values, and the step count in `random_state` grows."""
+        """Move the new buffers to `values`, and add 1 to the step count in `random_state`."""
         for values, new in zip(self.values, self.new_buffers, strict=True):
             values.update(new)
         seed, step = self.random_state
@@ -195,7 +192,7 @@ class State:
         self.host_is_stale = self.host_is_stale or self.settings.training
 
     def set_loss_scale(self, scale: float) -> None:
-        """Set the value by which pieces multiply the loss; no effect if the plan has no loss scale."""
+        """Set the value by which pieces multiply the loss; do nothing if the plan has no loss scale."""
         name = next((slot.name for slot in self._slots.values() if slot.role == "loss_scale"), None)
         if name is not None and scale != self._loss_scale:
             value = torch.full_like(self.values[0][name], scale)
@@ -205,44 +202,43 @@ class State:
 
     # ---- the host's side -----------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raise the error `lost` if the weights are lost."""
+    def check_not_lost(self) -> None:
+        """Raise the error in `lost`, if there is one."""
         if self.lost is not None:
             raise self.lost
 
     def write(self, weights: Sequence[Mapping[str, Tensor]]) -> None:
-        """Copy `weights[replica]` to the parameters and buffers of each replica, all or none."""
+        """Copy `weights[replica]`, by canonical name, to the parameters and buffers of each replica.
+
+        An error or an interrupt leaves all weights unchanged, as are those that `weights` does not name.
+        """
         after: list[dict[str, Tensor]] = []
         with torch.no_grad(), devices.running(self.device):
-            for replica, before in enumerate(self.values):
-                given = weights[replica]
-                after.append(dict(before))
+            for replica, given in enumerate(weights):
+                values = dict(self.values[replica])
+                after.append(values)
                 for slot in (slot for slot in self._weights if slot.key in given):
                     first = self.settings.members(slot.key, replica)[0]
                     if slot.role == "parameter" and first != replica:
-                        after[replica][slot.name] = after[first][slot.name]
+                        values[slot.name] = after[first][slot.name]
                     else:
+                        row = self._row_of(slot.key, given[slot.key], replica)
                         new = torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
-                        after[replica][slot.name] = new.copy_(
-                            self._row_of(slot.key, given[slot.key], replica)
-                        )
+                        values[slot.name] = new.copy_(row)
         devices.synchronize(self.device)
         if self.slot_of.keys() <= weights[0].keys():
             self.host_is_stale = False
         self.values = after  # one assignment: an interrupt changes all weights or none
 
     def read(self) -> dict[str, Tensor]:
-        """Return replica 0's parameters and buffers by canonical name (with replica groups: a row per group).
+        """Return replica 0's parameters and buffers by canonical name. A parameter with replica groups has a
+        row for each of `ReplicaGroups.rows`. Raises Error if the weights are lost.
 
         On the CPU these are the tensors that updates change, not copies: hold `weights_lock` while you copy
-        them if another thread may run a call. Raises Error if the weights are lost."""
-        self.check()
-        return {
-            slot.key: self._host_value(
-                slot.key, [self.values[row][slot.name] for row in self._host_replicas(slot.key)]
-            )
-            for slot in self._weights
-        }
+        them if another thread may run a call.
+        """
+        self.check_not_lost()
+        return {slot.key: self._host_value(slot.key, slot.name, self.values) for slot in self._weights}
 
     def read_buffers(self) -> list[dict[str, Tensor]]:
         """Return copies of each replica's buffers, by canonical name."""
@@ -250,81 +246,65 @@ class State:
         return [{slot.key: values[slot.name].cpu().clone() for slot in buffers} for values in self.values]
 
     def read_optimizer(self) -> dict[str, OptimizerState]:
-        """Return copies of the optimizer state by parameter; with replica groups, one row per group.
-
-        If processes shard the state, only this process's shard. Raises Error if the weights are lost."""
+        """Return copies of replica 0's optimizer state by parameter; if it is sharded, only the shard here.
+        With replica groups, a row for each of `ReplicaGroups.rows`. Raises Error if the weights are lost."""
         found: dict[str, OptimizerState] = {}
         with self.weights_lock:
-            self.check()
+            self.check_not_lost()
             for key in dict.fromkeys(unit.key for unit in (*self.units, *self.optimizer)):
-                units = [Unit(key, self.settings.members(key, row)[0]) for row in self._host_replicas(key)]
-                rows = [self.optimizer[unit] for unit in units if unit in self.optimizer]
-                for name in rows[0] if rows else ():
-                    value = self._host_value(key, [row[name] for row in rows]).clone()
-                    found.setdefault(key, {})[name] = value
+                states = [
+                    self.optimizer.get(Unit(key, self.settings.members(key, replica)[0]), {})
+                    for replica in range(self.settings.counts.replicas)
+                ]
+                for name in states[0]:
+                    found.setdefault(key, {})[name] = self._host_value(key, name, states).clone()
         return found
 
     def write_optimizer(
         self, states: Mapping[str, Mapping[str, Tensor]], loss_factor: float | None = None
     ) -> None:
-        """Copy optimizer state into every replica, all or none, and set the loss factor if it is not None.
+        """Copy optimizer state, by parameter, to all replicas, and set the loss factor if it is not None.
 
-        States that are not given are unchanged; parameters without state in this process are ignored."""
+        An error leaves all states as they were. States that are not in `states` stay, and parameters without
+        state in this process are ignored.
+        """
+        written: dict[Unit, OptimizerState] = {}
         with devices.running(self.device):
-            written = {
-                unit: {**state, **self._written_state(unit, state, states.get(unit.key, {}))}
-                for unit, state in self.optimizer.items()
-            }
+            for unit, state in self.optimizer.items():
+                written[unit] = dict(state)
+                for name, value in states.get(unit.key, {}).items():
+                    row, old = self._row_of(unit.key, value, unit.replica).detach(), state.get(name)
+                    target = (self.device, row.dtype) if old is None else (old.device, old.dtype)
+                    written[unit][name] = row.to(*target, copy=True)
         devices.synchronize(self.device)
         self.optimizer = written
         if loss_factor is not None:
             self.loss_factor = loss_factor
-
-    def _written_state(
-        self, unit: Unit, state: OptimizerState, given: Mapping[str, Tensor]
-    ) -> OptimizerState:
-        found = {}
-        for name, value in given.items():
-            row = self._row_of(unit.key, value, unit.replica).detach()
-            device, dtype = self.weight(unit).device, row.dtype
-            if name in state:
-                device, dtype = state[name].device, state[name].dtype
-            found[name] = row.to(device, dtype, copy=True)
-        return found
-
-    def _host_replicas(self, key: str) -> tuple[int, ...]:
-        """Return the replicas whose values of a parameter the host receives: 0, or one per replica group."""
-        groups = self.settings.replica_groups.get(key)
-        return (0,) if groups is None else groups.rows
 
     def _row_of(self, key: str, value: Tensor, replica: int) -> Tensor:
         """Return a replica's row of a host value; the whole value if the parameter has no replica groups."""
         groups = self.settings.replica_groups.get(key)
         return value if groups is None else value[groups.row_for(replica, len(value))]
 
-    def _host_value(self, key: str, values: Sequence[Tensor]) -> Tensor:
-        """Return the first value on the CPU; of a parameter with replica groups, all values stacked."""
-        fetched = [value.cpu() for value in values]
-        return torch.stack(fetched) if key in self.settings.replica_groups else fetched[0]
+    def _host_value(self, key: str, name: str, values: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """Return `values[0][name]` on the CPU; of a parameter with replica groups, the values of the replicas
+        `ReplicaGroups.rows`, stacked. Args: values: by replica"""
+        groups = self.settings.replica_groups.get(key)
+        if groups is None:
+            return values[0][name].cpu()
+        return torch.stack([values[replica][name].cpu() for replica in groups.rows])
 
     # ---- what a profile shows --------------------------------------------------------------------------------
 
     def memory(self, replica: int, ipu: int) -> Memory:
         """Return the bytes of weights, gradient sums and states of an ipu, as if it had its own memory."""
-        optimizer = self.settings.optimizer
-        parameters = others = gradients = states = 0
-        for name in self.plan.slots_held_by(ipu):
-            size = self.values[replica][name].nbytes
-            if self._slots[name].role == "parameter":
-                parameters += size
-            else:
-                others += size
+        sizes = {name: self.values[replica][name].nbytes for name in self.plan.slots_held_by(ipu)}
+        weights = sum(size for name, size in sizes.items() if self._slots[name].role == "parameter")
+        gradients = states = 0
         for unit in self.units:
-            is_here = self.ipu_of[unit.key] == ipu and replica in self.settings.members(
-                unit.key, unit.replica
-            )
-            if optimizer is not None and is_here:
+            members = self.settings.members(unit.key, unit.replica)
+            if self.settings.optimizer is not None and self.ipu_of[unit.key] == ipu and replica in members:
                 weight = self.weight(unit)
-                gradients += weight.numel() * optimizer.type_for(weight.dtype).itemsize
+                gradients += weight.numel() * self.settings.optimizer.type_for(weight.dtype).itemsize
                 states += sum(value.nbytes for value in self.optimizer.get(unit, {}).values())
-        return Memory(replica, ipu, parameters, others, gradients, states)
+        return Memory(replica, ipu, weights, sum(sizes.values()) - weights, gradients, states)

@@ -1,6 +1,6 @@
 """The end of a step: from gradient sums to gradients to weight updates. The rows:
 
-    exchange   all-reduce a bucket of gradient sums over the replicas of all processes
+    exchange   all-reduce buckets of gradient sums over the replicas of all processes
     norm       if the first update needs them: the norm of each gradient, and whether it is finite
     begin      compute the loss scale and the clipping factor; commit the step: it now runs to its end
     measure    if the rule needs norms (LAMB, LARS): compute the steps, and the norms of steps and weights
@@ -9,17 +9,22 @@
     share      send updated weights to the other processes, if they shard the optimizer state
     end        finish the step
 
+A bucket is the gradients of one piece that processes exchange together. They are complete at about the same
+time, because pieces are cut there (`piece_parts.py`), and the rest of the backward runs meanwhile. Their sums
+are views of a flat tensor, so that the exchange copies nothing before or after.
+
 All sums are in a fixed order, so that every layout and run gives the same bits. A new operation between the
-averaging of gradients and their clipping belongs in `_reduce_and_measure` (of a whole gradient) or `_prepare`
-(element by element). Random numbers: a draw of a piece has the key (seed, step, micro-batch, replica) and its
-number in the model; stochastic rounding has the key (seed, step) and the number of the parameter's slot.
-Another draw has to use the key (seed, step) and numbers from `len(slots)` on.
+averaging of gradients and their clipping belongs in `_measure_gradient` (of a whole gradient) or
+`_prepare_gradients` (element by element). Random numbers: a draw of a piece has the key (seed, step,
+micro-batch, replica) and its number in the model; stochastic rounding has the key (seed, step) and the number
+of the parameter's slot. Another draw has to use the key (seed, step) and numbers from `len(slots)` on.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,20 +33,21 @@ from torch import Tensor
 from .. import ir
 from ..settings import Optimizer, Settings
 from ..update.chunks import Chunk, Part
-from ..update.gradients import all_finite, clamp_, clipping_factor, count, next_factor, norm, scale_
+from ..update.gradients import all_finite, clamp_, clipping_factor, element_counts, next_factor, norm, scale_
 from ..update.group_update import UpdateStep
-from .buckets import Bucket, buckets_of
 from .call import EngineCall
 from .instances.all_reduce import AllReduce, leaves, tree_sum
 from .instances.process_group import FIRST_TAG, ProcessGroup
 from .random_draws import mix
 from .state import State, Unit
 
-Work = Callable[[int], None]
+_ALIGNED = 64  # bytes; each gradient begins at a multiple, as torch's own allocations do
+Work = Callable[[int], None]  # runs a row, given its index
+_StepKey = tuple[int, int]  # (ipu, parameter group) of the parameters of an UpdateStep
 
 
 class Updates:
-    """The updates of all weights of this process.
+    """The functions of the rows that reduce gradients and update the weights of this process.
 
     Args:
         group: the processes that train together; None: this process trains alone
@@ -50,30 +56,28 @@ class Updates:
     def __init__(self, plan: ir.Plan, settings: Settings, state: State, group: ProcessGroup | None) -> None:
         self.plan, self.settings, self.state, self._group = plan, settings, state, group
         self.call: EngineCall
-        self._slot_index = {slot.key: place for place, slot in enumerate(plan.partition.signature.slots)}
+        self._slot_index = {slot.key: index for index, slot in enumerate(plan.partition.signature.slots)}
         self.buckets: dict[int, list[Bucket]] = {}  # by row
         if group is not None:
-            self._processes = AllReduce(group, FIRST_TAG)
+            self._all_reduce = AllReduce(group, FIRST_TAG)
             for row, task in enumerate(plan.tasks):
                 if task.kind == "exchange":
                     self.buckets[row] = buckets_of(plan, task.piece, state)
-        # By (ipu, parameter group): its units. By ipu: its chunks, each with its (ipu, parameter group).
-        self._groups: dict[tuple[int, int], list[Unit]] = {}
-        self._chunks: dict[int, list[tuple[tuple[int, int], Chunk]]] = {}
+        self._units: dict[_StepKey, list[Unit]] = {}
+        self._chunks: dict[int, list[tuple[_StepKey, Chunk]]] = {}  # by ipu
         for unit in (unit for unit in state.units if unit in state.optimizer):
-            place = state.ipu_of[unit.key], self._optimizer.group_of[unit.key]
-            self._groups.setdefault(place, []).append(unit)
-        for place, units in sorted(self._groups.items()):
+            step_key = state.ipu_of[unit.key], self._optimizer.group_of[unit.key]
+            self._units.setdefault(step_key, []).append(unit)
+        for step_key, units in sorted(self._units.items()):
             parts = [self._part(unit, [state.weight(unit)]) for unit in units]
             chunks = UpdateStep(self._optimizer, {}, parts).chunks
-            self._chunks.setdefault(place[0], []).extend((place, chunk) for chunk in chunks)
+            self._chunks.setdefault(step_key[0], []).extend((step_key, chunk) for chunk in chunks)
         # Values of the running step:
         self._norms: dict[Unit, Tensor] = {}
-        self._counts: list[Tensor] = []
-        # By (ipu, parameter group); empty: a gradient overflowed, and no weight changes.
-        self._steps: dict[tuple[int, int], UpdateStep] = {}
+        self._counts: list[Tensor] = []  # results of `element_counts`
+        self._steps: dict[_StepKey, UpdateStep] = {}  # empty: a gradient overflowed, and no weight changes
         self._clipping_factor: Tensor | None = None  # of clipping by norm
-        self.is_writing = False  # from `begin` to `end`
+        self.is_writing = False  # from `_begin` to `end_step`
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -81,21 +85,21 @@ class Updates:
         return self.settings.optimizer
 
     def bind(self, row: int) -> Work | None:
-        """Return the function of a row; None: the row does nothing."""
+        """Return the function of a row, which takes the row's index; None: the row does nothing."""
         kind, ipu = self.plan.tasks[row].kind, self.plan.tasks[row].ipu
         functions: dict[ir.TaskKind, Work] = {
-            "exchange": partial(self._exchange, row),
-            "norm": self._reduce_and_measure,
+            "exchange": partial(self._exchange_buckets, row),
+            "norm": self._measure_gradient,
             "begin": self._begin,
-            "measure": partial(self._measure, ipu),
-            "trust": self._trust,
-            "update": partial(self._update, ipu),
-            "share": self._share,
+            "measure": partial(self._measure_chunk, ipu),
+            "trust": self._compute_trust_ratios,
+            "update": partial(self._update_chunk, ipu),
+            "share": self._broadcast_weights,
         }
         return functions.get(kind)
 
-    def size(self, row: int) -> int:
-        """Return the number of indices of a row: of parameters, of chunks, or 1."""
+    def index_count(self, row: int) -> int:
+        """Return how often a row runs in a step: the number of parameters or of chunks, or 1."""
         task = self.plan.tasks[row]
         if task.index == "parameter":
             return len(self.state.units)
@@ -108,29 +112,32 @@ class Updates:
         return self.call.results.loss_scale
 
     def _divisor(self) -> float:
-        """Return the loss scale; times the micro-batches of all replicas, if the reduction is "mean"."""
+        """Return the divisor of gradient sums: the loss scale, times all micro-batches for the mean."""
         if self.settings.reduction == "mean":
             part, counts = self.settings.part, self.settings.counts
             micro_batches = part.before + part.weight * counts.accumulation
             return self._loss_scale * micro_batches * counts.global_replicas
         return self._loss_scale
 
-    def _exchange(self, row: int, _: int) -> None:
+    def _exchange_buckets(self, row: int, _: int) -> None:
         """All-reduce (if sharded: reduce-scatter) a row's buckets over processes, into `flats[0]`."""
         for bucket in self.buckets[row]:
             self._divide_means(bucket.flats)
             if bucket.cuts is None:
-                self._processes.all_reduce(bucket.flats)
+                self._all_reduce.all_reduce(bucket.flats)
             else:
-                self._processes.reduce_scatter(bucket.flats, bucket.cuts)
+                self._all_reduce.reduce_scatter(bucket.flats, bucket.cuts)
 
     def _divide_means(self, sums: Sequence[Tensor]) -> None:
-        """Divide running means by the number of all replicas, against overflow; leave sums unchanged."""
+        """Divide running means in place by the number of all replicas, so that their sum can't overflow.
+
+        With another reduction do nothing.
+        """
         if self.settings.reduction == "running":
             divide_(sums, self.settings.counts.global_replicas)
 
     def _reduce(self, parts: Sequence[Part]) -> None:
-        """Add `others` to the parts' gradients as a binary tree, in place; divide them by `_divisor`."""
+        """Add each part's `others` to its gradient, as a binary tree, in place; divide by `_divisor`."""
         for others in {len(part.others) for part in parts} - {0}:
             rows = [(part.gradient, *part.others) for part in parts if len(part.others) == others]
             replicas = [list(sums) for sums in zip(*rows, strict=True)]
@@ -139,29 +146,27 @@ class Updates:
             tree_sum(leaves(replicas))
         divide_([part.gradient for part in parts], self._divisor())
 
-    def _reduce_and_measure(self, index: int) -> None:
-        """Reduce and divide a gradient, in place; store its norm (for clipping) and `count` (for the loss
-        scale), if needed. No effect if a peer owns the parameter's optimizer state."""
+    def _measure_gradient(self, index: int) -> None:
+        """Reduce a gradient, in place; store its norm (for clipping) and `element_counts` (for the automatic
+        loss scale), if needed. Do nothing if a peer updates the parameter."""
         unit = self.state.units[index]
-        if not self.state.is_kept_here(unit.key):
+        if not self.state.is_updated_here(unit.key):
             return
         part = self._part(unit, self._sums(unit))
         self._reduce([part])
         if self.settings.automatic_loss_scaling and self._is_counted_here(unit):
-            self._counts.append(count(part.gradient, self._loss_scale))
+            self._counts.append(element_counts(part.gradient, self._loss_scale))
         if self._optimizer.max_grad_norm < math.inf:
             self._norms[unit] = norm(part.gradient)
 
     def _sums(self, unit: Unit) -> list[Tensor]:
-        """Return the gradient sums of the replicas in this process that share the unit's parameter.
-
-        If several processes train together, only the first: the row "exchange" has added all others to it.
-        """
+        """Return the gradient sums of the unit's replicas; with several processes only the first replica's,
+        to which the row "exchange" has added all others."""
         members = self.settings.members(unit.key, unit.replica) if self._group is None else (unit.replica,)
         return [self.state.sums[replica][unit.key] for replica in members]
 
     def _part(self, unit: Unit, sums: Sequence[Tensor], seed: int | None = None) -> Part:
-        """Return the part for a unit's update; the gradient is the total of `sums`."""
+        """Return the part for a unit's update, whose gradient is `sums[0]`, and `others` the other sums."""
         state = self.state.optimizer.get(unit, {})
         return Part(self.state.weight(unit), sums[0], state, tuple(sums[1:]), seed)
 
@@ -170,17 +175,18 @@ class Updates:
     def _begin(self, _: int) -> None:
         """Compute the clipping factor and loss scale, allocate all large tensors, then commit the step.
 
-        Waits for all processes, acquires `weights_lock` until `end`, and adds 1 to the step counts. No weight
-        is updated if the loss scale is automatic and a gradient is not finite."""
+        Waits for all processes, acquires `weights_lock` until `end_step`, and adds 1 to the step counts. No
+        weight is updated if the loss scale is automatic and a gradient is not finite.
+        """
         optimizer, hyper = self._optimizer, self.call.hyper
         assert hyper is not None
-        added = 1 if self.settings.measures_gradients else None  # only the first of the sums is left
+        sums = 1 if self.settings.measures_gradients else None  # `_measure_gradient` has added up all sums
         if optimizer.max_grad_norm < math.inf:
             self._clipping_factor = clipping_factor(self._total_norm(), optimizer.max_grad_norm)
         if not self.settings.automatic_loss_scaling or self._adapt_loss_scale():
-            for place, units in self._groups.items():
-                parts = [self._part(unit, self._sums(unit)[:added], self._seed(unit)) for unit in units]
-                self._steps[place] = UpdateStep(optimizer, hyper.groups[place[1]], parts)
+            for step_key, units in self._units.items():
+                parts = [self._part(unit, self._sums(unit)[:sums], self._seed(unit)) for unit in units]
+                self._steps[step_key] = UpdateStep(optimizer, hyper.groups[step_key[1]], parts)
         if self._group is None:
             self.call.commit()
         else:
@@ -189,15 +195,18 @@ class Updates:
         self.state.weights_lock.acquire()
         self.is_writing = True
         for step in self._steps.values():
-            step.begin()
+            step.increment_counts()
 
-    def _prepare(self, parts: Sequence[Part]) -> Sequence[Part]:
-        """Reduce (unless "norm" did), divide and clip the parts' gradients, in place; return the parts."""
+    def _prepare_gradients(self, parts: Sequence[Part]) -> Sequence[Part]:
+        """Reduce (unless "norm" did) and clip the parts' gradients, in place; return the parts.
+
+        On the CPU an overflow by a fixed loss scale is noted in the call.
+        """
         optimizer = self._optimizer
         if not self.settings.measures_gradients:
             self._reduce(parts)
         gradients = [part.gradient for part in parts]
-        # The loss scale may make gradients overflow. (No check on an accelerator: the host would wait.)
+        # No check on an accelerator: the host would wait.
         is_scaled = self._loss_scale != 1 and self.state.device.type == "cpu"
         if is_scaled and not self.settings.automatic_loss_scaling and not all_finite(gradients):
             self.call.overflows.append((self.state.random_state[1], self._loss_scale))
@@ -208,7 +217,7 @@ class Updates:
         return parts
 
     def _total_norm(self) -> Tensor:
-        """Return the norm of all gradients, as torch.nn.utils.get_total_norm does: the norm of their norms,
+        """Return the norm of all gradients as torch.nn.utils.get_total_norm does: the norm of their norms,
         stacked in the order of the model's parameters."""
         ordered = sorted(self.state.units, key=lambda unit: (self._slot_index[unit.key], unit.replica))
         found = [
@@ -220,61 +229,61 @@ class Updates:
         return torch.linalg.vector_norm(self._all_reduce_if_sharded(torch.stack(found)))
 
     def _is_counted_here(self, unit: Unit) -> bool:
-        """Return whether this process adds a gradient to totals (False if a peer adds it)."""
+        """Return whether this process adds a gradient to norms and counts; False if a peer does so."""
         owner = self.state.owner
         return not owner or owner.get(unit.key, 0) == self.settings.counts.instance
 
     def _all_reduce_if_sharded(self, values: Tensor) -> Tensor:
-        """All-reduce values in place over processes, if the optimizer state is sharded; return the values."""
+        """All-reduce values in place over processes if the optimizer state is sharded; return them."""
         if self.state.owner:
-            self._processes.all_reduce([values])
+            self._all_reduce.all_reduce([values])
         return values
 
     def _adapt_loss_scale(self) -> bool:
-        """Set the next step's loss factor from the counts of all gradients; return whether all are finite."""
+        """Set the loss factor of the next step; return whether all gradients of this step are finite."""
         seen = self._all_reduce_if_sharded(sum(self._counts, torch.zeros(3, dtype=torch.int64)))
         elements, large, not_finite = seen.tolist()
         self.state.loss_factor = next_factor(self.state.loss_factor, elements, large, not_finite)
         return not not_finite
 
     def _seed(self, unit: Unit) -> int | None:
-        """Return the seed of stochastic rounding, from step and parameter; None: no stochastic rounding."""
+        """Return the seed of a parameter's stochastic rounding in this step; None: it is not rounded so."""
         if not self.settings.stochastic_rounding or self.state.weight(unit).dtype == torch.float32:
             return None
         return mix(mix(*self.state.random_state), self._slot_index[unit.key])
 
-    def _measure(self, ipu: int, index: int) -> None:
-        place, chunk = self._chunks[ipu][index]
-        if place in self._steps:
-            step = self._steps[place]
-            step.measure(self._prepare(step.views(chunk)))
+    def _measure_chunk(self, ipu: int, index: int) -> None:
+        step_key, chunk = self._chunks[ipu][index]
+        if step_key in self._steps:
+            step = self._steps[step_key]
+            step.measure(self._prepare_gradients(step.views(chunk)))
 
-    def _trust(self, _: int) -> None:
+    def _compute_trust_ratios(self, _: int) -> None:
         for step in self._steps.values():
-            step.trust()
+            step.compute_trust_ratios()
 
-    def _update(self, ipu: int, index: int) -> None:
-        place, chunk = self._chunks[ipu][index]
-        if place in self._steps:
-            step = self._steps[place]
+    def _update_chunk(self, ipu: int, index: int) -> None:
+        step_key, chunk = self._chunks[ipu][index]
+        if step_key in self._steps:
+            step = self._steps[step_key]
             views = step.views(chunk)
-            step.apply(views if step.layers is not None else self._prepare(views))
+            step.apply(views if step.layers is not None else self._prepare_gradients(views))
 
-    def _share(self, _: int) -> None:
-        """Broadcast the updated weights from their owners to all processes, in place."""
+    def _broadcast_weights(self, _: int) -> None:
+        """Send the updated weights from the processes that own them to all others, in place."""
         units = [unit for unit in self.state.units if unit.key in self.state.owner]
         weights = [self.state.weight(unit) for unit in units]
-        self._processes.broadcast_by_owners(weights, [self.state.owner[unit.key] for unit in units])
+        self._all_reduce.broadcast_by_owners(weights, [self.state.owner[unit.key] for unit in units])
 
-    def end(self) -> None:
-        """Finish the step: end it in the state, drop its gradients, and release the lock on the weights."""
+    def end_step(self) -> None:
+        """End the step in the state, drop its gradients, and release `weights_lock`."""
         self.state.end_step()
-        self.forget()
+        self.clear_step()
         self.is_writing = False
         self.state.weights_lock.release()
 
-    def forget(self) -> None:
-        """Drop the gradients and norms of a step. Gradient sums in buckets keep their memory."""
+    def clear_step(self) -> None:
+        """Drop the gradients, norms and counts of a step. Gradient sums in buckets keep their memory."""
         for values in (self._norms, self._counts, self._steps):
             values.clear()
         self._clipping_factor = None
@@ -287,3 +296,54 @@ def divide_(sums: Sequence[Tensor], divisor: float) -> None:
     """Divide the sums in place; a divisor of 1 leaves them unchanged."""
     if divisor != 1 and sums:
         torch._foreach_div_(list(sums), divisor)
+
+
+# ---- buckets -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients of one piece and one dtype, of parameters that the same local replicas share.
+
+    keys:  canonical names of the parameters, in the order of their memory
+    flats: the gradient sums of each of these replicas, 1-d; the all-reduce writes the total into the first
+    cuts:  element offsets at which the shard of each process begins, and the end; None: not sharded
+    """
+
+    keys: tuple[str, ...]
+    flats: tuple[Tensor, ...]
+    cuts: tuple[int, ...] | None
+
+
+def buckets_of(plan: ir.Plan, piece: int, state: State) -> list[Bucket]:
+    """Return the buckets of piece number `piece`, and make `state.sums` views of the buckets' `flats`."""
+    settings, writes = state.settings, plan.partition.pieces[piece].writes
+    results = plan.partition.signature.results
+    keys = {result.key for result in results if result.kind == "gradient" and result.name in writes}
+    kinds: dict[tuple[tuple[int, ...], torch.dtype, bool], list[Unit]] = {}
+    for unit in (unit for unit in state.units if unit.key in keys):
+        assert settings.optimizer is not None
+        dtype = settings.optimizer.type_for(state.weight(unit).dtype)
+        kind = settings.members(unit.key, unit.replica), dtype, unit.key in state.owner
+        kinds.setdefault(kind, []).append(unit)
+    return [_bucket(units, *kind, state) for kind, units in kinds.items()]
+
+
+def _bucket(
+    units: Sequence[Unit], members: tuple[int, ...], dtype: torch.dtype, is_sharded: bool, state: State
+) -> Bucket:
+    """Return a bucket for parameters that the local replicas `members` share, and set their `state.sums`."""
+    step = max(1, _ALIGNED // dtype.itemsize)
+    cuts, starts = [0], dict[Unit, int]()
+    for owner in range(state.settings.counts.instances) if is_sharded else [None]:
+        end = cuts[-1]
+        for unit in (unit for unit in units if state.owner.get(unit.key) == owner):
+            starts[unit] = end
+            end += -(-state.weight(unit).numel() // step) * step
+        cuts.append(end)
+    flats = tuple(torch.zeros(cuts[-1], dtype=dtype, device=state.device) for _ in members)
+    for replica, flat in zip(members, flats, strict=True):
+        for unit, start in starts.items():
+            weight = state.weight(unit)
+            state.sums[replica][unit.key] = flat.as_strided(weight.shape, weight.stride(), start)
+    return Bucket(tuple(unit.key for unit in starts), flats, tuple(cuts) if is_sharded else None)

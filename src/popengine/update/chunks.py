@@ -24,13 +24,14 @@ class Part:
     """One parameter, or a range of its elements, with all tensors that its update reads and writes.
 
     Args:
-        others: gradient sums of other replicas, added to `gradient` in the order of a binary tree
+        state:  the optimizer state by name
+        others: gradient sums of other replicas, to be added to `gradient` in the order of a binary tree
         seed:   seed of the random numbers of stochastic rounding; None: no stochastic rounding
         start:  offset of the range's first element in the parameter
         is_fused: whether torch's fused kernel updates the parameter
         step:   for rules with a trust ratio: a buffer for the step; the gradient itself if it is wide enough
-        norms:  for rules with a trust ratio: (norm of the weight, norm of the step) of each chunk, by the
-            chunk's `start`; None: the parameter has no ratio
+        norms:  for rules with a trust ratio: (norm of the weight, norm of the step) of each range, by the
+            range's `start`; None: the parameter has no ratio
     """
 
     parameter: Tensor
@@ -45,7 +46,7 @@ class Part:
 
     @property
     def has_one_layout(self) -> bool:
-        """Whether a range of memory holds the same elements in each tensor (one dense layout)."""
+        """Whether all tensors but scalars have one dense layout: a range of memory has the same elements."""
         states = (value for name, value in self.state.items() if name not in SCALARS)
         tensors = [self.parameter, self.gradient, *self.others, *states]
         return all(tensor.is_contiguous() for tensor in tensors) or all(
@@ -56,7 +57,7 @@ class Part:
         )
 
     def elements(self, start: int, stop: int) -> Part:
-        """Return a part with 1-d views of elements `start` to `stop`, in memory order (0-d: unchanged)."""
+        """Return a part with 1-d views of elements `start` to `stop` in memory order (0-d: unchanged)."""
         return replace(
             self,
             parameter=_flat_view(self.parameter, start, stop),
@@ -68,7 +69,7 @@ class Part:
         )
 
 
-SCALARS = ("step", "trust")  # states with one number per parameter
+SCALARS = ("step", "trust")  # names of the states that have one number per parameter
 
 
 def _flat_view(value: Tensor, start: int, stop: int) -> Tensor:
@@ -78,7 +79,9 @@ def _flat_view(value: Tensor, start: int, stop: int) -> Tensor:
     return value.as_strided((stop - start,), (1,), value.storage_offset() + start)
 
 
-Span = tuple[int, int, int]  # (index of a part, start, stop) of elements; `stop` 0: the whole part
+Span = tuple[
+    int, int, int
+]  # index of a part, offsets of the first and last element; (index, 0, 0): whole part
 Chunk = list[Span]
 
 

@@ -38,8 +38,8 @@ def _states_named(states: list[State], name: str) -> list[Tensor]:
     return [state[name] for state in states]
 
 
-def signed(step: Step) -> None:
-    """Negate the gradients in place if the group's `maximize` is on; otherwise leave them unchanged."""
+def negate_to_maximize(step: Step) -> None:
+    """Negate the gradients in place if the group's `maximize` is on; otherwise do nothing."""
     if step.group.get("maximize"):
         torch._foreach_neg_(step.gradients)
 
@@ -51,7 +51,7 @@ def _decay_gradients(step: Step) -> None:
 
 
 def _update_counts(states: list[State]) -> list[float]:
-    """Return the number of updates of each parameter, this update included. (Counts are held on the CPU.)"""
+    """Return the number of updates of each parameter, this update included, from the state "step"."""
     return [step.item() for step in _states_named(states, "step")]
 
 
@@ -63,7 +63,7 @@ def sgd(step: Step) -> None:
     """
     optimizer, group, parameters, gradients, states = step
     lr, momentum, dampening = group["lr"], group["momentum"], group.get("dampening", 0.0)
-    signed(step)
+    negate_to_maximize(step)
     _decay_gradients(step)
     if momentum != 0:
         velocities = _states_named(states, "velocity")
@@ -85,14 +85,14 @@ def sgd(step: Step) -> None:
 
 def adam(step: Step) -> None:
     """Update the weights by Adam: w ← w − lr·m̂ / (√v̂ + eps), with bias-corrected moments of g + λ·w."""
-    signed(step)
+    negate_to_maximize(step)
     _decay_gradients(step)
     _step_by_moments(step)
 
 
 def adamw(step: Step) -> None:
     """Update the weights by AdamW: w ← (1 − lr·λ)·w − lr·m̂ / (√v̂ + eps), with weight decay λ."""
-    signed(step)
+    negate_to_maximize(step)
     if step.group["weight_decay"] != 0:
         torch._foreach_mul_(step.parameters, 1 - step.group["lr"] * step.group["weight_decay"])
     _step_by_moments(step)
@@ -101,7 +101,7 @@ def adamw(step: Step) -> None:
 def _step_by_moments(step: Step) -> None:
     """Update the moments, then the weights: w ← w − lr·m̂ / (√v̂ + eps). The gradients are overwritten."""
     _, group, parameters, gradients, states = step
-    corrections1, corrections2 = _moments(step)
+    corrections1, corrections2 = _update_moments(step)
     roots = gradients  # no longer needed; an allocation would cost more than the computation
     if all(root.is_cpu for root in roots):
         for root, square in zip(roots, _states_named(states, "exp_avg_sq"), strict=True):
@@ -115,8 +115,9 @@ def _step_by_moments(step: Step) -> None:
     torch._foreach_addcdiv_(parameters, _states_named(states, "exp_avg"), roots, sizes)
 
 
-def _moments(step: Step) -> tuple[list[float], list[float]]:
-    """Update both moments in place, and return the divisors of their bias correction (1.0 without flag)."""
+def _update_moments(step: Step) -> tuple[list[float], list[float]]:
+    """Update both moments in place. Return, for each moment, the divisors that correct the bias of the
+    parameters (1.0 without the flag `bias_correction`)."""
     optimizer, group, _, gradients, states = step
     beta1, beta2 = group["beta1"], group["beta2"]
     torch._foreach_lerp_(_states_named(states, "exp_avg"), gradients, 1 - beta1)
@@ -138,7 +139,7 @@ def rmsprop(step: Step) -> None:
     optimizer, group, parameters, gradients, states = step
     lr, alpha, eps, momentum = group["lr"], group["alpha"], group["eps"], group["momentum"]
     tf_variant = optimizer.flags.get("use_tf_variant")
-    signed(step)
+    negate_to_maximize(step)
     _decay_gradients(step)
     squares = _states_named(states, "square_avg")
     torch._foreach_mul_(squares, alpha)
@@ -164,8 +165,8 @@ def rmsprop(step: Step) -> None:
 def lamb_steps(step: Step) -> None:
     """Update the moments; overwrite the gradients with the step before trust, u = m̂ / (√v̂ + eps) + λ·w."""
     _, group, _, gradients, states = step
-    signed(step)
-    corrections1, corrections2 = _moments(step)
+    negate_to_maximize(step)
+    corrections1, corrections2 = _update_moments(step)
     roots = torch._foreach_sqrt(_states_named(states, "exp_avg_sq"))
     torch._foreach_div_(roots, [correction**0.5 for correction in corrections2])
     torch._foreach_add_(roots, group["eps"])
@@ -178,7 +179,7 @@ def lamb_steps(step: Step) -> None:
 def lamb_trust(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
     """Return the LAMB trust ratio of each parameter, min(‖w‖, max_weight_norm) / ‖u‖; 1 where a norm is 0.
 
-    Args: sizes, lengths: norms ‖w‖ of the weights and ‖u‖ of the steps of `lamb_steps`
+    Args: sizes, lengths: the norms ‖w‖ of the weights, and ‖u‖ of the steps from `lamb_steps`
     """
     sizes = sizes.clamp(max=group["max_weight_norm"])
     return _one_where_norm_is_zero(sizes / lengths, sizes, lengths)
@@ -200,7 +201,7 @@ def lars_trust(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _one_where_norm_is_zero(ratios: Tensor, sizes: Tensor, lengths: Tensor) -> Tensor:
-    """Return the ratios, with 1 where the norm of a weight or of its step is 0."""
+    """Return the ratios, but 1 where the norm of the weight (`sizes`) or of its step (`lengths`) is 0."""
     return torch.where((sizes == 0) | (lengths == 0), torch.ones_like(ratios), ratios)
 
 
@@ -210,11 +211,11 @@ def lars(step: Step) -> None:
     For parameters without trust ratio: v ← μ·v + lr·g.
     """
     _, group, parameters, gradients, states = step
-    layers = [place for place, state in enumerate(states) if "trust" in state]
-    steps = [gradients[place] for place in layers]
+    layers = [i for i, state in enumerate(states) if "trust" in state]
+    steps = [gradients[i] for i in layers]
     if layers:
-        _decay_gradients(step._replace(parameters=[parameters[place] for place in layers], gradients=steps))
-        torch._foreach_mul_(steps, [states[place]["trust"] for place in layers])
+        _decay_gradients(step._replace(parameters=[parameters[i] for i in layers], gradients=steps))
+        torch._foreach_mul_(steps, [states[i]["trust"] for i in layers])
     velocities = _states_named(states, "velocity")
     torch._foreach_mul_(velocities, group["momentum"])
     torch._foreach_add_(velocities, gradients, alpha=group["lr"])

@@ -42,13 +42,14 @@ def clamp_(gradients: Sequence[Tensor], max_value: float) -> None:
 
 
 LARGE = 0.125 * torch.finfo(torch.float16).max
-SHARE = 1e-7
+SHARE = 1e-7  # of all elements: if more are large, the loss scale halves
 
 
-def count(gradient: Tensor, scale: float) -> Tensor:
-    """Return three counts of elements, int64 [3]: all, absolute values above `LARGE`, infinities and NaN.
+def element_counts(gradient: Tensor, scale: float) -> Tensor:
+    """Return the numbers of elements, of large elements, and of infinities and NaN, as int64 [3].
 
-    Args: scale: the loss scale; the gradient was divided by it, and `LARGE` applies to the values before that
+    Args: scale: the loss scale, by which the gradient was divided; large is an absolute value that was above
+        `LARGE` before this division
     """
     large, finite = (gradient.abs() > LARGE / scale).sum(), gradient.isfinite().sum()
     return torch.tensor([gradient.numel(), int(large), gradient.numel() - int(finite)])
@@ -62,9 +63,9 @@ def all_finite(gradients: Sequence[Tensor]) -> bool:
 
 
 def next_factor(factor: float, elements: int, large: int, not_finite: int) -> float:
-    """Return the factor on the user's loss scale for the next update: twice the current factor, or half of it
-    if an element is not finite or more than SHARE of the elements are large.
+    """Return the factor of the user's loss scale for the next update: twice the current factor; or half, if
+    an element is not finite or more than `SHARE` of the elements are large.
 
-    Args: elements, large, not_finite: the counts of `count`, summed over all gradients
+    Args: elements, large, not_finite: the `element_counts`, summed over all gradients
     """
     return factor * (2 if not not_finite and large <= SHARE * elements else 0.5)

@@ -1,4 +1,4 @@
-"""A weight update: runs an optimizer's rule over the parameters of one group on one ipu, chunk by chunk.
+"""A weight update: applies an optimizer's rule to the parameters of one group on one ipu, chunk by chunk.
 
 Half precision parameters and states are converted to float32, and their new values are rounded once, at the
 end. Rules that scale each parameter's step by norms (LAMB, LARS) compute all norms before any weight changes.
@@ -49,16 +49,15 @@ def update(
     """Apply one update to parameters and states, in place. Call it under no_grad; it may overwrite gradients.
 
     Args: group: the rates, with the keys that `popengine.settings.Hyper` lists
-          seeds: one per parameter, for stochastic rounding of half precision parameters. A parameter's random
-              numbers depend on its seed alone, not on other parameters. None: round to nearest
+          seeds: a seed per parameter for the stochastic rounding of half precision; None: round to nearest
     """
     columns = zip(parameters, gradients, states, seeds or [None] * len(parameters), strict=True)
     step = UpdateStep(optimizer, group, [Part(p, g, s, seed=seed) for p, g, s, seed in columns])
-    step.begin()
+    step.increment_counts()
     if step.layers is not None:
         for chunk in step.chunks:
             step.measure(step.views(chunk))
-        step.trust()
+        step.compute_trust_ratios()
     for chunk in step.chunks:
         step.apply(step.views(chunk))
 
@@ -66,9 +65,9 @@ def update(
 class UpdateStep:
     """One update of parameters with the same rates, chunk by chunk.
 
-    Call `begin`; then, if the rule has `layers` (norms), `measure` for each chunk and `trust`; then `apply`
-    for each chunk. The caller reduces and clips the gradients in a chunk's `views` before their first use.
-    The constructor adds missing states of momentum to the parts, as zeros.
+    Call `increment_counts`; then, if the rule has `layers` (trust ratios), `measure` for each chunk and
+    `compute_trust_ratios`; then `apply` for each chunk. The caller reduces and clips the gradients in a
+    chunk's `views` before their first use. The constructor adds missing states of momentum, as zeros.
     """
 
     def __init__(self, optimizer: Optimizer, rates: Rates, parts: Sequence[Part]) -> None:
@@ -87,25 +86,25 @@ class UpdateStep:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """The chunks of all parameters; different chunks may be computed at the same time."""
+        """The chunks of all parameters. Threads may compute different chunks at the same time."""
         return chunks(self.parts)
 
     def views(self, chunk: Chunk) -> list[Part]:
-        """Return, for each span of a chunk, the part with views of its elements, or the whole part."""
+        """Return the part of each span of a chunk, with views of the span's elements."""
         return [
             self.parts[part].elements(start, stop) if stop else self.parts[part]
             for part, start, stop in chunk
         ]
 
-    def begin(self) -> None:
-        """Add 1 to the step counts, in place. The constructor has allocated all large tensors already."""
+    def increment_counts(self) -> None:
+        """Add 1 to the state "step" of each parameter, in place; do nothing if the rule has no such state."""
         steps = [part.state["step"] for part in self.parts if "step" in part.state]
         if steps:
             torch._foreach_add_(steps, 1)
 
     def measure(self, views: Sequence[Part]) -> None:
-        """Update a chunk's states, write its steps before the trust ratio into `step` (or over the
-        gradients), and store the norms of weights and steps in `norms` (unless it is None)."""
+        """For each part of a chunk: update the state, write the step before the trust ratio into `step`, and
+        store the norms of weight and step in `norms`, unless that is None."""
         assert self.layers is not None
         steps = [view.step for view in views if view.step is not None]
         for view, step in zip(views, steps, strict=True):
@@ -123,20 +122,20 @@ class UpdateStep:
             for i, size, length in zip(chosen, sizes, lengths, strict=True):
                 views[i].norms[views[i].start] = size, length  # pyright: ignore[reportOptionalSubscript]
 
-    def trust(self) -> None:
+    def compute_trust_ratios(self) -> None:
         """Set the state "trust" of each parameter that has `norms` to the trust ratio."""
         assert self.layers is not None
         measured = [part for part in self.parts if part.norms]
         if measured:
             sizes, lengths = (
-                torch.stack([_norm_of_chunks(part, which) for part in measured]) for which in (0, 1)
+                torch.stack([_total_norm(part, which) for part in measured]) for which in (0, 1)
             )
             ratios = self.layers.trust(self.rates, sizes, lengths)
             for part, ratio in zip(measured, ratios.unbind(), strict=True):
                 part.state["trust"] = ratio
 
     def apply(self, views: Sequence[Part]) -> None:
-        """Update the weights and states of a chunk, in place. Gradients may be overwritten."""
+        """Update the weights and states of a chunk, in place, by the fused kernel or by the formula."""
         fused = [view for view in views if view.is_fused]
         if fused:
             assert self.rule.fused is not None
@@ -170,11 +169,12 @@ def _zeros(optimizer: Optimizer, name: str, parameter: Tensor) -> Tensor:
 
 
 def _converted(state: State, dtype: torch.dtype) -> State:
-    """Return the states in a dtype; scalars, and states that have it already, are not copied."""
+    """Return the states in a dtype, without copies of scalars and of states that have this dtype."""
     return {name: value if name in SCALARS else value.to(dtype) for name, value in state.items()}
 
 
 def _write_back(state: State, results: State) -> None:
+    """Copy the results of `_converted`, which a formula has changed, into the states."""
     for name, value in state.items():
         if results[name] is not value:
             value.copy_(results[name])
@@ -187,14 +187,14 @@ def _with_step_buffer(part: Part, has_ratio: bool) -> Part:
     return replace(part, step=step, norms={} if has_ratio else None, state=dict(part.state))
 
 
-def _norm_of_chunks(part: Part, which: int) -> Tensor:
-    """Return the norm of a whole weight (`which` 0) or of its step (1), from its chunks' norms in order."""
+def _total_norm(part: Part, which: int) -> Tensor:
+    """Return the norm of a whole weight (`which` 0) or of its step (1), from the norms of its ranges."""
     norms = [pair[which] for _, pair in sorted((part.norms or {}).items())]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator) -> Tensor:
-    """Round `source` stochastically (without bias) into a float16 or bfloat16 `target`, and return `target`.
+    """Round `source` stochastically, without bias, into a float16 or bfloat16 `target`, and return `target`.
 
     Adds noise, then floors. Infinities and NaN are copied. A target of another dtype receives a plain copy.
     """

@@ -180,7 +180,8 @@ RULES: dict[str, Rule] = {
         formulas.lars,
         rates=("lr", "momentum", "weight_decay", "eta", "eps"),
         states=(RuleState("velocity", "Accl1", "velocity_accum_type"),),
-        layers=Layers(formulas.signed, formulas.lars_trust, least=2),  # no ratios for biases and norm layers
+        # No ratios for biases and norm layers.
+        layers=Layers(formulas.negate_to_maximize, formulas.lars_trust, least=2),
     ),
 }
 

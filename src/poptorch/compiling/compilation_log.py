@@ -20,7 +20,7 @@ from popengine.compile.describe import parts_of
 from popengine.errors import CaptureError, Error, PartitionError
 from popengine.ir import Graph, Plan
 from popengine.programs import drawn
-from popengine.run.devices import cores
+from popengine.run.devices import core_count
 from popengine.settings import Settings
 
 from ..logs import counted, logger
@@ -81,8 +81,8 @@ def schedule_text(plan: Plan, settings: Settings) -> str:
     more than `_DRAWN` micro-batches only their number."""
     if plan.micro_batches > _DRAWN:
         return f"schedule of a step: {plan.micro_batches} micro-batches, too many to draw"
-    here, apart = drawn(plan, cores(settings.device)), drawn(plan)
-    kind = counted(cores(settings.device), "core") + " of this machine"
+    here, apart = drawn(plan, core_count(settings.device)), drawn(plan)
+    kind = counted(core_count(settings.device), "core") + " of this machine"
     found = f"schedule of a step on {kind}, {here[0]}:\n{here[1].rstrip()}"
     if len(set(plan.partition.ipus)) > 1:
         found += f"\n\nthe same as if each ipu were a device of its own, {apart[0]}:\n{apart[1].rstrip()}"

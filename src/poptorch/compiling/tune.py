@@ -68,9 +68,9 @@ def measured_hints(
     with first_rows_only(model, settings.replica_groups):
         weights = weights_of(model)
     now = sample_of(partition(graph, _EACH_ALONE), weights, samples)
-    if with_threads(1, lambda: now.several(1)) > _MOST_SECONDS:
+    if with_threads(1, lambda: now.total_seconds(1)) > _MOST_SECONDS:
         return NO_HINTS
-    alone = with_threads(1, lambda: min(now.several(1) for _ in range(_ROUNDS)))
+    alone = with_threads(1, lambda: min(now.total_seconds(1) for _ in range(_ROUNDS)))
     others: dict[str, Graph] = {}  # by option, the graph that it would give
     if memory_format == "preserve" and not options.exists("memory_format") and has_convolutions(graph):
         others['options.memoryFormat("channels_last")'] = in_channels_last(graph)
@@ -80,10 +80,12 @@ def measured_hints(
     for name, other in others.items():
         if other is not graph:
             changed = sample_of(partition(other, _EACH_ALONE), weights, samples)
-            gains[name] = with_threads(1, partial(speedups, now.several, changed.several, alone)).low
+            gains[name] = with_threads(
+                1, partial(speedups, now.total_seconds, changed.total_seconds, alone)
+            ).low
     threads, rows = torch.get_num_threads(), []
     if threads > 1:
-        gain, cost = sharing(now.several, threads, alone)
+        gain, cost = sharing(now.total_seconds, threads, alone)
         rows.append([threads, *gain, cost])
     return {"hints": gains, "sharing": rows}
 

@@ -94,10 +94,10 @@ def freeze(
 
 def device_of(options: Options, training: bool) -> DeviceKind:
     """Return the kind of device that the options choose, else POPTORCH_DEVICE, else "cpu". Raises Error if
-    the kind is unknown or, unless the connection type is Never, `devices.check` refuses it."""
+    the kind is unknown or, unless the connection type is Never, `check_available` refuses it."""
     kind: Any = _option_or_variable(options, "device_kind", "POPTORCH_DEVICE", DEVICES)
     if options.connection_type != ConnectionType.Never:
-        devices.check(kind, options._counts().instances if training else 1)
+        devices.check_available(kind, options._counts().instances if training else 1)
     return kind
 
 

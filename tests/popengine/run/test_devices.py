@@ -216,19 +216,19 @@ def test_an_accelerator_that_is_not_there_is_an_error_that_says_what_is(there, m
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: there)
     seen = "no accelerator" if there is None else "one of kind 'xpu'"
     with pytest.raises(Error, match=rf'the device is "cuda", but torch .* finds {seen}\n  fix: (.|\n)*=cpu'):
-        devices.check("cuda")
+        devices.check_available("cuda")
 
 
 def test_several_processes_that_train_together_are_refused(monkeypatch):
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
     )
-    devices.check("cuda")
-    devices.check("cpu", processes=2)
+    devices.check_available("cuda")
+    devices.check_available("cpu", processes=2)
     with pytest.raises(
         Error, match=r"2 processes train together\n  why: .*host's memory only\n  fix: one process"
     ):
-        devices.check("cuda", processes=2)
+        devices.check_available("cuda", processes=2)
 
 
 def test_a_kernel_that_fails_ends_the_use_of_the_device(monkeypatch):

@@ -123,6 +123,13 @@ def test_weights_written_are_used_by_every_replica():
     assert torch.equal(scores, torch.zeros_like(scores))
 
 
+def test_weights_that_are_written_one_after_another_are_all_compared_with_the_peers():
+    engine = engine_for()
+    for names in (["a.weight"], ["c.bias", "norm.running_mean"]):
+        engine.write({name: engine.state.read()[name].clone() for name in names})
+    assert engine._facts(HYPER, batch(16))["value"].keys() == {"a.weight", "c.bias"}
+
+
 def test_replicas_hold_the_same_weights_after_every_call():
     engine = engine_for(replicas=2)
     engine.run(batch(32), HYPER)
@@ -159,7 +166,7 @@ def test_a_failed_call_leaves_what_its_finished_updates_have_made(failing):
 def test_inference_holds_few_micro_batches_at_a_time_whatever_the_iterations(monkeypatch):
     """Micro-batches begin when earlier ones have ended: else a fast first stage would fill the memory."""
     alive = []
-    computing = RowFunctions._computing
+    computing = RowFunctions._compute_function
 
     def watched(rows, row, replica):
         compute = computing(rows, row, replica)
@@ -170,7 +177,7 @@ def test_inference_holds_few_micro_batches_at_a_time_whatever_the_iterations(mon
 
         return run
 
-    monkeypatch.setattr(RowFunctions, "_computing", watched)
+    monkeypatch.setattr(RowFunctions, "_compute_function", watched)
     model = Net().eval()
     settings = Settings(False, Counts(iterations=200), stages(0, 1, 2, 3))
     engine = Engine(

@@ -14,7 +14,6 @@ from popengine.errors import RunError
 from popengine.order import ORDERS, timeline
 from popengine.programs import actions, programs
 from popengine.run import ready_queue
-from popengine.run.call import EngineCall
 from popengine.run.recorder import Recorder
 from popengine.settings import Counts, Settings, StagePlan, Strategy
 
@@ -105,12 +104,16 @@ def test_an_interrupt_before_the_first_update_leaves_no_trace(monkeypatch):
 
     engine._step.codes[0][:] = map(slow, codes)
 
-    def interrupted(call):
-        running.wait(240)
-        raise KeyboardInterrupt
+    interrupts, wait = [KeyboardInterrupt], ready_queue.ReadyQueue.wait_until_idle
+
+    def interrupted(queue):
+        if interrupts:
+            running.wait(240)
+            raise interrupts.pop()
+        wait(queue)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(EngineCall, "wait", interrupted)
+        patch.setattr(ready_queue.ReadyQueue, "wait_until_idle", interrupted)
         engine.run(batch_for(engine), rates("sgd"))
     assert engine.updates_done == 0
     engine._step.codes[0][:] = codes

@@ -69,8 +69,8 @@ def operation_of(name: str) -> OpOverload:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
-def direct(operation: OpOverload) -> Callable[..., Any]:
-    """Return the function of `DIRECT`, which has less call overhead, or else the operation's own."""
+def direct_function(operation: OpOverload) -> Callable[..., Any]:
+    """Return the operation's function in `DIRECT`, which has less call overhead, or else its own function."""
     function = DIRECT.get(str(operation))
     return operation._op if function is None else function
 
@@ -80,16 +80,15 @@ def direct(operation: OpOverload) -> Callable[..., Any]:
 
 def build(
     piece: Piece,
-    call: Callable[[OpOverload], Callable[..., Any]] = direct,
+    call: Callable[[OpOverload], Callable[..., Any]] = direct_function,
     device: torch.device = CPU,
     after: str = "",
     **more: Any,
 ) -> Code:
-    """Return the function of a piece: it takes a list of the piece's inputs, empties it, and returns the
-    outputs.
+    """Return the function of a piece: it takes a list of inputs, which it empties, and returns the outputs.
 
     Args:
-        call:   returns the function that the source calls for an operation
+        call:   maps an operation to the function that the source calls for it
         device: device of the values that the piece reads and makes
         after:  a statement that is inserted before the first line of the source, and after each line
         more:   other names that the source may use
@@ -100,14 +99,14 @@ def build(
         operation = operation_of(name)
         # `draw` takes the operation itself.
         function = operation if is_drawn else _accelerator_function(operation, device) or call(operation)
-        # Within inference mode `enable_grad` records nothing.
+        # In inference mode autograd records nothing, also where gradients are enabled.
         names[written] = torch.enable_grad()(function) if name in NEEDS_GRADIENTS_ON else function
-    exec(compile(piece.source_with(after), _file(piece), "exec"), names)
+    exec(compile(piece.source_with(after), _file_name(piece), "exec"), names)
     return names["piece"]
 
 
 def _accelerator_function(operation: OpOverload, device: torch.device) -> Callable[..., Any] | None:
-    """Return the function that replaces an operation on an accelerator; None: call the operation itself."""
+    """Return the function that replaces an operation on an accelerator; None: nothing replaces it."""
     if device.type == "cpu":
         return None
     if operation in _VIEWS:
@@ -118,19 +117,20 @@ def _accelerator_function(operation: OpOverload, device: torch.device) -> Callab
 
 
 def user_line(piece: Piece, error: BaseException) -> str:
-    """Return the user's line (file:line) of the operation that failed; "?" if it is not known."""
+    """Return the user's line (file:line) of the operation that raised an error; "?" if it is not known."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.filename == _file(piece) and frame.lineno is not None:
+        if frame.filename == _file_name(piece) and frame.lineno is not None:
             return piece.user_line(frame.lineno)
     return "?"
 
 
-def _file(piece: Piece) -> str:
+def _file_name(piece: Piece) -> str:
     return f"<piece {piece}>"
 
 
 @functools.cache
-def _body_code(body: str, device: torch.device) -> Code:
+def _body_function(body: str, device: torch.device) -> Code:
+    """Return the function of a packed `Body`. Raises Error if the body gathers values over replicas."""
     piece = Body.unpacked(body).piece
     if piece.gather_group_size:
         raise Error(
@@ -139,38 +139,41 @@ def _body_code(body: str, device: torch.device) -> Code:
     return build(piece, device=device)
 
 
-def _body_results(body: str, values: list[Tensor], device: torch.device) -> list[Tensor]:
-    # The graph around the body was captured with contiguous results of the body.
-    return [value.contiguous() for value in _body_code(body, device)(values)]
+def _run_body(body: str, values: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Return the results of a packed `Body`, contiguous, as the graph around the body was captured."""
+    return [value.contiguous() for value in _body_function(body, device)(values)]
 
 
-def _cond(
+def _run_cond(
     condition: Tensor, then_body: str, then_inputs: list[Tensor], else_body: str, else_inputs: list[Tensor]
 ) -> list[Tensor]:
-    if bool(condition):
-        return _body_results(then_body, list(then_inputs), condition.device)
-    return _body_results(else_body, list(else_inputs), condition.device)
+    """Run only the body that the condition chooses, and return its results."""
+    body, inputs = (then_body, then_inputs) if bool(condition) else (else_body, else_inputs)
+    return _run_body(body, list(inputs), condition.device)
 
 
-def _loop(count: int, body: str, state: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+def _run_loop(count: int, body: str, state: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """Run the body `count` times, each time on the results of the run before; return the last results."""
     state = list(state)
     for _ in range(count):
-        state = _body_results(body, [*state, *others], state[0].device)
+        state = _run_body(body, [*state, *others], state[0].device)
     return state
 
 
 _library = torch.library.Library("popengine", "IMPL")
 for _suffix in ("", "_that_draws"):
-    _library.impl(f"cond{_suffix}", _cond, "CompositeExplicitAutograd")
-    _library.impl(f"loop{_suffix}", _loop, "CompositeExplicitAutograd")
+    _library.impl(f"cond{_suffix}", _run_cond, "CompositeExplicitAutograd")
+    _library.impl(f"loop{_suffix}", _run_loop, "CompositeExplicitAutograd")
 
 
-# Their results are uninitialized memory, in which NaN means nothing.
+# ---- floating point exceptions -------------------------------------------------------------------------------
+
+# The results of these operations are uninitialized memory, in which NaN means nothing.
 _WITHOUT_VALUES = (torch.ops.aten.empty_like.default, torch.ops.aten.empty.memory_format)
 
 
 class FloatingPointException(ArithmeticError):
-    """Raised by `FiniteCheck` when an operation overflows, divides by zero, or makes or compares a NaN."""
+    """The error of `FiniteCheck`: an operation overflows, divides by zero, or makes or compares a NaN."""
 
 
 class FiniteCheck(TorchDispatchMode):
@@ -181,11 +184,11 @@ class FiniteCheck(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         taken, made = tree_leaves((args, kwargs)), tree_leaves(out)
-        inputs, outputs = _floats(taken), _floats(made)
+        inputs, outputs = _floating_point(taken), _floating_point(made)
         if func in _WITHOUT_VALUES or not inputs:
             return out
         if any(bool(value.isnan().any()) for value in inputs):
-            if isinstance(made[0], Tensor) and made[0].dtype == torch.bool:
+            if made and all(isinstance(value, Tensor) and value.dtype == torch.bool for value in made):
                 raise FloatingPointException(f"{func} compares a NaN")
         elif any(bool(value.isnan().any()) for value in outputs):
             raise FloatingPointException(f"{func} makes a NaN")
@@ -196,5 +199,5 @@ class FiniteCheck(TorchDispatchMode):
         return out
 
 
-def _floats(values: Iterable[Any]) -> list[Tensor]:
+def _floating_point(values: Iterable[Any]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]

@@ -31,15 +31,15 @@ from .eager import NEEDS_GRADIENTS_ON, Code, build
 OPTIONS = {
     "cpp.threads": 1,
     "fx_graph_cache": True,
-    "size_asserts": False,  # `_guarded` checks strides instead, and copies inputs with other ones
+    "size_asserts": False,  # `_with_traced_inputs` copies inputs with other strides
     "fallback_random": True,
 }
 _compiling = threading.Lock()  # inductor has global state
 
 
 def load(partition: Partition, device: torch.device) -> tuple[Code, ...]:
-    """Return the functions of all pieces. A piece whose compilation fails runs eagerly, with a warning."""
-    missing = why_not(device)
+    """Return the functions of all pieces. Pieces that can't be compiled run eagerly, with a warning."""
+    missing = _missing_requirement(device)
     if missing:
         _warn(
             f"the compiled backend is not used: {missing[0]}\n"
@@ -49,15 +49,15 @@ def load(partition: Partition, device: torch.device) -> tuple[Code, ...]:
         return tuple(build(piece, device=device) for piece in partition.pieces)
     with _compiling:
         pairs = zip(partition.pieces, values_read(partition), strict=True)
-        return tuple(_function(piece, likes) for piece, likes in pairs)
+        return tuple(_compiled_or_eager(piece, reads) for piece, reads in pairs)
 
 
 def _warn(text: str) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
-def why_not(device: torch.device) -> tuple[str, str] | None:
-    """Return the reason why no piece can be compiled for this device, and the fix; None if pieces can be."""
+def _missing_requirement(device: torch.device) -> tuple[str, str] | None:
+    """Return the reason why no piece can be compiled for a device, and the fix; None if pieces can be."""
     if device.type != "cpu":
         return (
             f"pieces are compiled for CPUs only, and the device is {device.type!r}",
@@ -73,7 +73,8 @@ def why_not(device: torch.device) -> tuple[str, str] | None:
     return None
 
 
-def _function(piece: Piece, reads: Sequence[Like]) -> Code:
+def _compiled_or_eager(piece: Piece, reads: Sequence[Like]) -> Code:
+    """Return the function of a piece; the eager one if inductor can't compile it (a failure is a warning)."""
     if not piece.calls or piece.gather_group_size or any(call in NEEDS_GRADIENTS_ON for call in piece.calls):
         return build(piece)
     try:
@@ -89,7 +90,7 @@ def _function(piece: Piece, reads: Sequence[Like]) -> Code:
 
 @functools.lru_cache(maxsize=256)  # replicas and repeated layers run the same code
 def compiled(piece: Piece, reads: tuple[Like, ...]) -> Code:
-    """Compile a piece for inputs with the metadata `reads`, and return its function. Results are cached."""
+    """Return the compiled function of a piece for inputs with the metadata `reads`. Results are cached."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -101,12 +102,12 @@ def compiled(piece: Piece, reads: tuple[Like, ...]) -> Code:
     mode: Any = fakes[0].fake_mode if fakes else None  # pyright: ignore[reportAttributeAccessIssue]
     with tracing(TracingContext(mode)), config.patch(OPTIONS):
         code: Any = compile_fx_inner(graph, fakes, is_inference=True)
-    return _guarded(code, reads, piece.draws)
+    return _with_traced_inputs(code, reads, piece.draws)
 
 
-def _guarded(code: Any, reads: tuple[Like, ...], draws: bool) -> Code:
-    """Return a function that copies inputs to the traced strides, makes the random key a tensor, and calls
-    the code."""
+def _with_traced_inputs(code: Any, reads: tuple[Like, ...], draws: bool) -> Code:
+    """Return a function that calls compiled code with inputs as they were traced: it copies inputs with other
+    strides, and makes the random key, the last input if the piece draws, an int64 tensor."""
     strides = [like.stride for like in reads]
 
     def call(values: list[Any]) -> tuple[Tensor, ...]:
@@ -137,7 +138,7 @@ class Like(NamedTuple):
 
 
 def values_read(partition: Partition) -> list[tuple[Like, ...]]:
-    """Return the metadata of the values that each piece reads, by running all pieces on fake tensors."""
+    """Return the metadata of the inputs of each piece, by running all pieces on fake tensors."""
     fake = FakeTensorMode()
     found = []
     with fake, torch.no_grad():
@@ -147,7 +148,7 @@ def values_read(partition: Partition) -> list[tuple[Like, ...]]:
         for piece in partition.pieces:
             reads = [values[name] for name in piece.reads]
             found.append(tuple(map(Like.of, reads)))
-            code = build(piece, draw=lambda func, key, place, *args, **kwargs: func(*args, **kwargs))
+            code = build(piece, draw=lambda func, key, number, *args, **kwargs: func(*args, **kwargs))
             made = code([*reads, 0] if piece.draws else list(reads))
             values.update(zip(piece.writes, made, strict=True))
     return found
@@ -156,41 +157,41 @@ def values_read(partition: Partition) -> list[tuple[Like, ...]]:
 def trace(
     piece: Piece, reads: Sequence[Like], decompositions: dict[Any, Any]
 ) -> tuple[fx.GraphModule, list[Tensor]]:
-    """Return the fx graph of a piece, and its fake inputs (the last is the random key, if it draws)."""
+    """Return the fx graph of a piece, and its fake inputs; the last is the random key, if the piece draws."""
     fake = FakeTensorMode(shape_env=ShapeEnv())  # inductor's cache asks for one, though no shape is dynamic
     with fake:
         values = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in reads]
         if piece.draws:
             values.append(torch.empty((), dtype=torch.int64))
 
-    code = build(piece, _opaque, draw=_draw)
+    code = build(piece, _traceable, draw=_draw)
     traced = make_fx(lambda *given: list(code(list(given))), decomposition_table=decompositions)
     with fake, torch.no_grad():
         return traced(*values), values
 
 
-# ---- operations that run as they are ----------------------------------------------------------------------
+# ---- operations that are not compiled ---------------------------------------------------------------------
 
 
-# Functions of (key of the random numbers, tensors, whether these are fake). By text, which compiled code from
-# inductor's cache contains too: its process has traced the piece before.
+# Functions of (key of the random numbers, tensors, whether the tensors are fake), by a text that compiled code
+# contains. Also before code from inductor's cache on disk runs, this process traces the piece.
 _calls: dict[str, Callable[[Tensor | None, Sequence[Tensor], bool], list[Tensor]]] = {}
 
 
-def _opaque(operation: OpOverload) -> Callable[..., Any]:
-    """Return what the traced code calls: torch's own operations directly, others by `popengine::eager`."""
+def _traceable(operation: OpOverload) -> Callable[..., Any]:
+    """Return a torch operation itself; for another one a function that calls it by `popengine::eager`."""
     if operation.namespace in ("aten", "prims"):
         return operation
-    return lambda *args, **kwargs: _call(operation, None, None, args, kwargs)
+    return lambda *args, **kwargs: _call_eager(operation, None, None, args, kwargs)
 
 
-def _draw(operation: OpOverload, key: Tensor, place: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a random operation through `popengine::eager`, which calls `random_draws.draw`."""
-    return _call(operation, key, place, args, kwargs)
+def _draw(operation: OpOverload, key: Tensor, number: int, *args: Any, **kwargs: Any) -> Any:
+    """Run a random operation by `popengine::eager`; arguments and result are those of `random_draws.draw`."""
+    return _call_eager(operation, key, number, args, kwargs)
 
 
-def _call(operation: OpOverload, key: Tensor | None, place: int | None, args: Any, kwargs: Any) -> Any:
-    """Call an operation through `popengine::eager`; with a `place`, it draws random numbers (see `draw`)."""
+def _call_eager(operation: OpOverload, key: Tensor | None, number: int | None, args: Any, kwargs: Any) -> Any:
+    """Call an operation by `popengine::eager`, through `random_draws.draw` unless key and number are None."""
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     others = [... if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -199,13 +200,13 @@ def _call(operation: OpOverload, key: Tensor | None, place: int | None, args: An
         given = iter(tensors)
         filled = [next(given) if leaf is ... else leaf for leaf in others]
         args, kwargs = tree_unflatten(filled, structure)
-        if place is None or key is None or is_fake:
+        if number is None or key is None or is_fake:
             made = operation(*args, **kwargs)
         else:
-            made = draw(operation, int(key), place, *args, **kwargs)
+            made = draw(operation, int(key), number, *args, **kwargs)
         return [made] if isinstance(made, Tensor) else list(made)
 
-    text = f"{operation} {place} {others} {structure}"
+    text = f"{operation} {number} {others} {structure}"
     _calls[text] = run
     made = torch.ops.popengine.eager(text, key, tensors)
     returns = operation._schema.returns
@@ -213,15 +214,16 @@ def _call(operation: OpOverload, key: Tensor | None, place: int | None, args: An
     return made[0] if is_single else tuple(made)
 
 
-def _run_call(text: str, key: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
-    # Compiled code may reuse the memory of arguments, so a result that shares it is copied.
+def _run_eager(text: str, key: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
+    """Return the results of `_calls[text]`. Those that share memory with an argument are copied, because
+    compiled code may reuse this memory."""
     owned = {tensor.untyped_storage()._cdata for tensor in tensors}
     made = _calls[text](key, tensors, False)
     return [value.clone() if value.untyped_storage()._cdata in owned else value for value in made]
 
 
 LIBRARY.define("eager(str call, Tensor? key, Tensor[] tensors) -> Tensor[]")
-LIBRARY.impl("eager", _run_call, "CompositeExplicitAutograd")
+LIBRARY.impl("eager", _run_eager, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "popengine::eager",
     lambda text, key, tensors: _calls[text](key, tensors, True),

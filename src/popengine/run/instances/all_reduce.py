@@ -29,16 +29,16 @@ from .connections import Connections, Message
 
 IN_FLIGHT = 1 << 21  # elements in transit to an instance at the same time, about
 _ALIGNED = 64  # elements: shards begin at multiples, as kernels work on whole vectors
-_AHEAD = 4  # segments that are received while one is added up
+_AHEAD = 4  # segments that are received while another segment is added up
 _SUM, _GATHER = "the sum of gradients", "the exchange of weights"  # purposes of waits, for warnings
-_Incoming = list[tuple[Tensor, Message]]  # the peers' nodes of a segment, in the order of the tree
+_Incoming = list[tuple[Tensor, Message]]  # the peers' nodes for one segment, in the order of the tree
 
 
 # ---- the tree ------------------------------------------------------------------------------------------------
 
 
 class TreeNode(NamedTuple):
-    """The sum over the 2^level replicas from index · 2^level on, as a list of tensors."""
+    """A node of the tree: the sums, one per tensor, over the 2^level replicas from index · 2^level on."""
 
     level: int
     index: int  # pyright: ignore[reportIncompatibleMethodOverride]  hides the method of tuples
@@ -46,12 +46,15 @@ class TreeNode(NamedTuple):
 
 
 def leaves(replicas: Iterable[list[Tensor]], first: int = 0) -> Iterator[TreeNode]:
-    """Yield a node for the tensors of each replica; `first` is the number of the first replica."""
+    """Yield a leaf for the tensors of each replica; `first` is the global number of the first replica."""
     return (TreeNode(0, number, values) for number, values in enumerate(replicas, first))
 
 
 def merged(nodes: Iterable[TreeNode]) -> list[TreeNode]:
-    """Return the nodes that remain when complete pairs are replaced by their sums, in the left tensors."""
+    """Replace pairs of siblings by their parents, as long as there are pairs; return the remaining nodes.
+
+    A parent's tensors are those of its left child, overwritten by the sums.
+    """
     found: list[TreeNode] = []
     for node in nodes:
         while found and node.index % 2 and found[-1][:2] == (node.level, node.index - 1):
@@ -64,8 +67,10 @@ def merged(nodes: Iterable[TreeNode]) -> list[TreeNode]:
 
 
 def tree_sum(nodes: Iterable[TreeNode]) -> list[Tensor]:
-    """Return the sum of nodes, given from left to right: the first node's tensors, overwritten. The tensors
-    of other nodes are overwritten by partial sums."""
+    """Return the sum of all nodes, which are given from left to right, in the first node's tensors.
+
+    The tensors of other nodes may be overwritten, too.
+    """
     found = merged(nodes)
     while len(found) > 1:
         last = found.pop()
@@ -73,16 +78,12 @@ def tree_sum(nodes: Iterable[TreeNode]) -> list[Tensor]:
     return found[0].values
 
 
-Shapes = tuple[tuple[tuple[int, int], ...], ...]  # (level, index) of the nodes of each instance
+_Positions = tuple[tuple[tuple[int, int], ...], ...]  # by instance, (level, index) of each of its nodes
 
 
 @cache
-def nodes_of(instances: int, replicas: int) -> Shapes:
-    """Return, for each instance, (level, index) of the tree nodes to which its replicas add up.
-
-    Args:
-        replicas: number of replicas in each instance
-    """
+def _node_positions(instances: int, replicas: int) -> _Positions:
+    """Return, by instance, (level, index) of the nodes to which its `replicas` replicas add up."""
     return tuple(
         tuple(node[:2] for node in merged(leaves([[]] * replicas, instance * replicas)))
         for instance in range(instances)
@@ -103,14 +104,15 @@ class AllReduce:
     def __init__(self, group: Connections, tag: int) -> None:
         self._group, self._tag = group, tag
         self._rank, self._size = group.rank, group.size
-        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}  # memory of segments under way
+        # By (number, dtype): memory for the segments that are being received.
+        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def all_reduce(self, flats: Sequence[Tensor]) -> None:
         """Sum over the replicas of all instances; every instance receives the sum in its `flats[0]`.
 
         Args:
-            flats: the values of each replica of this instance that takes part, 1-d; every instance has the
-                same number of them; all are overwritten
+            flats: the values of each replica of this instance that takes part, 1-d; the number of replicas is
+                equal in all instances; all are overwritten
         """
         elements = flats[0].numel()
         share = -(-elements // (self._size * _ALIGNED)) * _ALIGNED
@@ -128,13 +130,15 @@ class AllReduce:
 
     def all_gather(self, flat: Tensor, cuts: Sequence[int]) -> None:
         """Receive the shards of all peers into `flat`, which holds this instance's shard already."""
-        begun = [
-            message for own in self._segments(cuts, self._rank) for message in self._send_to_all(flat, *own)
-        ]
+        segments = self._segments(cuts, self._rank)
+        begun = [message for segment in segments for message in self._send_to_all(flat, *segment)]
         self._group.wait(begun + self._receive_shards(flat, cuts), _GATHER)
 
     def broadcast_by_owners(self, values: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """Overwrite each value, in place, by the value of the instance that owns it; `owners` are ranks."""
+        """Overwrite each value, in place, by that of the instance that owns it.
+
+        Args: owners: the rank of each value's owner, equal in all instances
+        """
         for dtype in dict.fromkeys(value.dtype for value in values):
             shards: list[list[Tensor]] = [[] for _ in range(self._size)]
             for value, owner in zip(values, owners, strict=True):
@@ -152,9 +156,9 @@ class AllReduce:
                     value.copy_(part.view(value.shape))
 
     def _reduce(self, flats: Sequence[Tensor], cuts: Sequence[int], gathers: bool) -> list[Message]:
-        """Sum this instance's shard, into `flats[0]`; with `gathers` also start to send it to all peers.
+        """Sum this instance's shard over all replicas, into `flats[0]`, and return the messages being sent.
 
-        Returns: the messages that are being sent
+        Args: gathers: also start to send the sum to all peers
         """
         first = self._rank * len(flats)
         nodes = [node.values[0] for node in merged(leaves(([flat] for flat in flats), first))]
@@ -164,49 +168,47 @@ class AllReduce:
             for peer, start, stop in self._shards_of_peers(cuts)
             for node in nodes
         ]
-        owned, shapes = self._segments(cuts, self._rank), nodes_of(self._size, len(flats))
+        owned, positions = self._segments(cuts, self._rank), _node_positions(self._size, len(flats))
         coming: deque[_Incoming] = deque()
         for turn in range(len(owned) + _AHEAD):
             if turn < len(owned):
-                coming.append(self._receive_nodes(shapes, turn % (_AHEAD + 1), target, *owned[turn]))
+                start, stop = owned[turn]
+                coming.append(self._receive_nodes(positions, turn % (_AHEAD + 1), target, stop - start))
             if turn >= _AHEAD:
                 start, stop = owned[turn - _AHEAD]
-                self._add_nodes(shapes, [node[start:stop] for node in nodes], coming.popleft())
+                self._add_nodes(positions, [node[start:stop] for node in nodes], coming.popleft())
                 begun += self._send_to_all(target, start, stop) if gathers else ()
         return begun
 
-    def _receive_nodes(self, shapes: Shapes, slot: int, like: Tensor, start: int, stop: int) -> _Incoming:
-        """Start to receive a segment of this instance's shard from all peers, into buffer number `slot`."""
-        senders = [peer for peer in self._group.peers for _ in shapes[peer]]
-        size, room = len(senders) * (stop - start), self._buffers.get((slot, like.dtype))
-        if room is None or room.numel() < size:
-            room = self._buffers[slot, like.dtype] = like.new_empty(size)
+    def _receive_nodes(self, positions: _Positions, number: int, like: Tensor, length: int) -> _Incoming:
+        """Start to receive the peers' nodes for a segment of `length` elements, into buffer `number`."""
+        senders = [peer for peer in self._group.peers for _ in positions[peer]]
+        size, buffer = len(senders) * length, self._buffers.get((number, like.dtype))
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[number, like.dtype] = like.new_empty(size)
         return [
             (value, self._group.receive(value, peer, self._tag))
-            for peer, value in zip(senders, room[:size].chunk(len(senders)), strict=True)
+            for peer, value in zip(senders, buffer[:size].chunk(len(senders)), strict=True)
         ]
 
-    def _add_nodes(self, shapes: Shapes, own: Sequence[Tensor], coming: _Incoming) -> None:
-        """Wait for the peers' nodes of a segment, and sum all nodes in the order of the tree, into `own[0]`.
-
-        Args:
-            own: this instance's nodes of the segment
-        """
+    def _add_nodes(self, positions: _Positions, own: Sequence[Tensor], coming: _Incoming) -> None:
+        """Wait for the peers' nodes for a segment, and sum them and this instance's `own` into `own[0]`."""
         self._group.wait([message for _, message in coming], _SUM)
         mine, others = iter(own), iter([value for value, _ in coming])
         (result,) = tree_sum(
-            TreeNode(*place, [next(mine if rank == self._rank else others)])
-            for rank, places in enumerate(shapes)
-            for place in places
+            TreeNode(*position, [next(mine if rank == self._rank else others)])
+            for rank, of_instance in enumerate(positions)
+            for position in of_instance
         )
         if result is not own[0]:
             own[0].copy_(result)
 
     def _send_to_all(self, flat: Tensor, start: int, stop: int) -> list[Message]:
+        """Start to send elements `start` to `stop` to all peers, and return the messages."""
         return [self._group.send(flat[start:stop], peer, self._tag + 1) for peer in self._group.peers]
 
     def _receive_shards(self, flat: Tensor, cuts: Sequence[int]) -> list[Message]:
-        """Start to receive all peers' shards into `flat`. A peer sends its shard after it has summed it."""
+        """Start to receive all peers' shards into `flat`, and return the messages."""
         return [
             self._group.receive(flat[start:stop], peer, self._tag + 1)
             for peer, start, stop in self._shards_of_peers(cuts)
@@ -222,13 +224,16 @@ class AllReduce:
         return [(peer, start, stop) for _, peer, start, stop in sorted(found)]
 
     def _segments(self, cuts: Sequence[int], rank: int) -> list[tuple[int, int]]:
-        """Return (start, stop) of the segments in which an instance's shard is sent."""
+        """Return (start, stop) of the segments in which the shard of the instance `rank` is sent."""
         step, stop = max(IN_FLIGHT // self._size, 1 << 12), cuts[rank + 1]
         return [(start, min(start + step, stop)) for start in range(cuts[rank], stop, step)]
 
 
 def all_gather_rows(group: Connections, ranks: Sequence[int], tag: int, mine: Tensor) -> Tensor:
-    """Return `mine` of all instances in `ranks`, of one shape and dtype, concatenated in dimension 0."""
+    """Return the tensors `mine` of all instances in `ranks`, concatenated in dimension 0.
+
+    Each of these instances must call this function, with the same shape and dtype.
+    """
     parts = {rank: mine if rank == group.rank else torch.empty_like(mine) for rank in ranks}
     received = {rank: part for rank, part in parts.items() if rank != group.rank}
     group.exchange(mine, received, tag, "values that replicas gather")

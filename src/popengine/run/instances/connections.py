@@ -2,14 +2,15 @@
 
 Each instance has one gloo group with all its peers, in which messages have tags. Sums and gathers are made of
 these messages (`all_reduce.py`). An instance that fails writes the reason to the store through which the
-instances met, and closes its connections, which wakes every peer that waits for it. Then all connect again;
-a generation is one such connection. If the process of an instance has ended, the training ends.
+instances met, and closes its gloo group, which wakes every peer that waits for it. Then all instances connect
+again, with a new gloo group. If the process of an instance has ended, the training ends.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,21 +36,21 @@ _process_ends = threading.Event()
 
 
 class TorchThread(threading.Thread):
-    """A daemon thread that may be inside a torch function when the process ends; see `join_threads`."""
+    """A daemon thread for calls of torch functions that may block; `join_threads` waits for its end."""
 
     def __init__(self, work: Callable[..., object], *arguments: Any) -> None:
         super().__init__(target=work, args=arguments, daemon=True)
 
 
 def join_threads(seconds: float) -> bool:
-    """Wait up to `seconds` at the process's end until all `TorchThread`s end; return whether they have.
+    """Wait up to `seconds` at the end of the process for all `TorchThread`s; return whether all have ended.
 
-    Python ends a thread that returns to it after its finalization, and C++ functions below the thread's
-    Python functions (torch's bindings) then abort the process: "terminate called without an active exception".
+    A daemon thread that returns from torch's C++ code after Python was finalized would abort the process
+    ("terminate called without an active exception").
     """
     _process_ends.set()
     until = time.monotonic() + seconds
-    while threads := [one for one in threading.enumerate() if isinstance(one, TorchThread)]:
+    while threads := [thread for thread in threading.enumerate() if isinstance(thread, TorchThread)]:
         threads[0].join(max(until - time.monotonic(), 0.0))
         if time.monotonic() > until:
             return False
@@ -57,25 +58,25 @@ def join_threads(seconds: float) -> bool:
 
 
 class PeerFailed(Error):
-    """Raised when another instance failed; all instances have the weights of the last finished update."""
+    """The error after a peer has failed. All instances have the weights of the last finished update."""
 
 
 class PeerLost(UnrecoverableError):
-    """Raised when the connection to another instance is lost: the training can't continue."""
+    """The error after a peer has ended or can't be reached: the training can't continue."""
 
 
 @dataclass
 class _PeerWait:
-    """A wait of a thread for a peer, for the purpose `what`."""
+    """A thread's wait for a peer."""
 
-    peer: int  # its global rank
-    what: str
+    peer: int  # global rank
+    what: str  # the purpose of the wait, such as "call 3 of the training"
     since: float = field(default_factory=time.monotonic)
     warnings: int = 0
 
 
 class Connections:
-    """The connections of this instance to its peers.
+    """The connections of this instance to its peers: one gloo group, which is replaced after a failure.
 
     Args:
         store: the store through which the instances met
@@ -90,44 +91,47 @@ class Connections:
         self.rank, self.size, self.ranks = rank, size, list(ranks or range(size))
         self.peers = [peer for peer in range(size) if peer != rank]
         self._store, self._name = store, name
-        self._generation = 0
         self._group: _Gloo | None = None
-        self._failure = ""  # why the connections of the previous generation were closed
-        self._has_ended = False  # a peer or this process has ended: no further generation
+        self._number = 0  # of the gloo group; the next one after a failure
+        self._failure = ""  # why the previous gloo group was closed
+        self._has_ended = False  # a peer or this process has ended: there is no next gloo group
         self._lock = threading.RLock()
         self._connecting = threading.Lock()
         self._is_watched = False
-        self._waits: dict[int, _PeerWait] = {}  # by thread
+        self._waits: dict[int, _PeerWait] = {}  # by thread id
 
     # ---- messages ----------------------------------------------------------------------------------------
 
     def send(self, value: Tensor, peer: int, tag: int) -> Message:
-        """Start to send a value, which must not change before `wait` for the message has returned."""
+        """Start to send a value. It must not change until `wait` for the returned message has returned."""
         return self._begin("send", value, peer, tag)
 
     def receive(self, value: Tensor, peer: int, tag: int) -> Message:
-        """Start to receive `value`, which is complete when `wait` for the message has returned."""
+        """Start to receive into `value`. It is complete when `wait` for the returned message has returned."""
         return self._begin("recv", value, peer, tag)
 
     def _begin(self, operation: str, value: Tensor, peer: int, tag: int) -> Message:
         with self._lock:
-            group, generation = self._group, self._generation
+            group, number = self._group, self._number
             if group is None:
-                raise self._error()
+                raise self._new_error()
         try:
             return getattr(group, operation)([value], peer, tag), peer
         except RuntimeError as error:
-            raise self._close_after(error, peer, generation) from error
+            raise self._close_after(error, peer, number) from error
 
     def wait(self, messages: Iterable[Message], what: str) -> None:
-        """Wait until messages are sent or received; `what` names the purpose. Raises PeerFailed, PeerLost."""
-        thread, generation = threading.get_ident(), self._generation
+        """Wait until messages are sent or received. Raises PeerFailed or PeerLost.
+
+        Args: what: the purpose, which a warning of a long wait names
+        """
+        thread, number = threading.get_ident(), self._number
         for work, peer in messages:
             self._waits[thread] = _PeerWait(self.ranks[peer], what)
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._close_after(error, peer, generation) from error
+                raise self._close_after(error, peer, number) from error
             finally:
                 self._waits.pop(thread, None)
 
@@ -139,8 +143,8 @@ class Connections:
     def commit_together(self, commit: Callable[[], None]) -> None:
         """Wait for all instances, call `commit`, and return when it has returned in all of them.
 
-        If `commit` raises an exception in an instance, or the instance ends before, `commit_together` returns
-        in no instance: each waits for a message that every other instance sends after its `commit`.
+        Each instance waits for a message that every other instance sends after its `commit`. So if `commit`
+        raises an exception in an instance, `commit_together` raises one in all instances.
         """
         what, received = "the sum of gradients", {peer: torch.empty(1) for peer in self.peers}
         self.exchange(torch.zeros(1), received, _COMMIT, what)
@@ -150,7 +154,7 @@ class Connections:
     # ---- waits -------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Write to the store for which peer this instance waits, and warn of long waits, in a loop."""
+        """In a loop, write to the store for which peer this instance waits, and warn of long waits."""
         count = 0
         publisher = threading.Thread()  # apart: access to the store blocks if its process is stopped
         while not _process_ends.wait(pause := min(1.0, WARN_AFTER / 2)):
@@ -172,46 +176,64 @@ class Connections:
         with suppress(RuntimeError):
             self._store.set(f"waits/{self.ranks[self.rank]}", text)
 
-    # ---- generations -------------------------------------------------------------------------------------
+    # ---- connecting --------------------------------------------------------------------------------------
 
     def connect(self, what: str) -> None:
-        """Connect to all peers and wait for them, unless connected. Raises PeerLost if a peer has ended."""
+        """Connect to all peers and wait for them, unless connected. Raises PeerLost if a peer has ended.
+
+        Args: what: the purpose, which a warning of a long wait names
+        """
         with self._connecting:
             if self._has_ended:
-                raise self._error()
+                raise self._new_error()
             if self._group is not None:
                 return
-            if not self._is_watched:
-                self._is_watched = True
-                TorchThread(self._watch).start()
             try:
-                group = self._connect(f"{self._name}/{self._generation}", what)
+                self.await_peers(what)
+                self._waits[threading.get_ident()] = _PeerWait(self.ranks[self.peers[0]], what)
+                store = dist.PrefixStore(f"{self._name}/{self._number}", self._store)
+                group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=_FOREVER)
             except RuntimeError as error:
                 self._failure, self._has_ended = str(error), True
-                raise self._error() from error
+                raise self._new_error() from error
             finally:
                 self._waits.pop(threading.get_ident(), None)
             with self._lock:
                 self._group = group
 
-    def _connect(self, generation: str, what: str) -> _Gloo:
-        self._store.set(f"{generation}/here/{self.rank}", "1")
-        for peer in self.peers:
-            self._waits[threading.get_ident()] = _PeerWait(self.ranks[peer], what)
-            pause = 0.001
-            while not self._store.check([f"{generation}/here/{peer}"]):
-                if self._store.check([f"left/{self.ranks[peer]}"]):
-                    raise RuntimeError(f"instance {self.ranks[peer]} has ended")
+    def await_peers(self, what: str, seconds: float = math.inf) -> list[int]:
+        """Wait for all peers to connect; return the global ranks of peers that have not after `seconds`.
+
+        Raises: RuntimeError, if a peer or this process ends
+        """
+        if not self._is_watched:
+            self._is_watched = True
+            TorchThread(self._watch).start()
+        prefix, until, pause = f"{self._name}/{self._number}/here/", time.monotonic() + seconds, 0.001
+        self._store.set(f"{prefix}{self.rank}", "1")
+        wait = self._waits[threading.get_ident()] = _PeerWait(self.ranks[self.peers[0]], what)
+        missing = self.peers
+        try:
+            while missing := [peer for peer in missing if not self._store.check([f"{prefix}{peer}"])]:
+                wait.peer = self.ranks[missing[0]]
+                if self._store.check([f"left/{wait.peer}"]):
+                    raise RuntimeError(f"instance {wait.peer} has ended")
+                if time.monotonic() > until:
+                    break
                 if _process_ends.wait(pause):
                     raise RuntimeError("this process ends")
                 pause = min(1.5 * pause, 0.5)
                 if pause == 0.5:
-                    self._check_peer(peer)
-        store = dist.PrefixStore(generation, self._store)
-        return dist.ProcessGroupGloo(store, self.rank, self.size, timeout=_FOREVER)
+                    self._check_peer(missing[0])
+        finally:
+            del self._waits[threading.get_ident()]
+        return [self.ranks[peer] for peer in missing]
 
     def _check_peer(self, peer: int) -> None:
-        """Raise RuntimeError if a peer has ended: a message in torch's own gloo group then fails."""
+        """Raise RuntimeError if a message to a peer in torch's default gloo group fails: the peer has ended.
+
+        Without such a group nothing is sent.
+        """
         group = dist.group.WORLD
         if group is not None and dist.get_backend(group) == "gloo":
             group.send([torch.zeros(1, dtype=torch.uint8)], self.ranks[peer], _PROBE)
@@ -219,7 +241,10 @@ class Connections:
     # ---- failures ----------------------------------------------------------------------------------------
 
     def abort(self, why: str) -> None:
-        """Close all connections after a failure here, which wakes all waiting threads, here and in peers."""
+        """Close the gloo group after a failure here, which wakes threads that wait, here and in peers.
+
+        Args: why: the failure, which follows "instance N" in the peers' errors
+        """
         with self._lock:
             if self._group is not None:
                 failure = f"instance {self.ranks[self.rank]} {why}", False
@@ -229,32 +254,37 @@ class Connections:
                 self._close(*failure)
 
     def _publish_failure(self, why: str, ends: bool) -> tuple[str, bool]:
-        """Return (reason, whether the training ends) as the first instance wrote it to the store; if none has
-        written yet, write `why` and `ends`, and return them."""
-        key = f"{self._name}/{self._generation}/broken"
+        """Write (reason, whether the training ends) to the store, unless a peer has; return the stored pair.
+
+        If the store can't be reached, return the arguments.
+        """
+        key = f"{self._name}/{self._number}/broken"
         with suppress(RuntimeError):
             why, ends = json.loads(self._store.compare_set(key, "", json.dumps([why, ends])))
         return why, ends
 
-    def _close_after(self, error: Exception, peer: int, generation: int) -> Error:
-        """Close all connections after an error of a message to or from `peer`, and return the error to
-        raise. If the message's `generation` was closed already, nothing is closed."""
+    def _close_after(self, error: Exception, peer: int, number: int) -> Error:
+        """Return the error to raise after a message to or from `peer` has failed in gloo group `number`.
+
+        Close this group, unless it is closed already.
+        """
         with self._lock:
-            if self._group is not None and self._generation == generation:
+            if self._group is not None and self._number == number:
                 gone = f"instance {self.ranks[peer]} has left the training ({str(error).splitlines()[0]})"
                 self._close(*self._publish_failure(gone, True))
-            return self._error()
+            return self._new_error()
 
     def _close(self, why: str, ends: bool) -> None:
-        """Close all connections, as Gloo does when a receive times out, and end all waits; store `why`."""
+        """Close the gloo group by a receive that times out, which ends all waits; store the reason."""
         group, self._group = self._group, None
         self._failure, self._has_ended = why, ends
-        self._generation += 1
+        self._number += 1
         if group is not None:
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], self.peers[0], _CUT).wait(timedelta(milliseconds=1))
 
-    def _error(self) -> Error:
+    def _new_error(self) -> Error:
+        """Return a PeerLost if the training has ended, otherwise a PeerFailed, with the stored reason."""
         if self._has_ended:
             return PeerLost(
                 f"another instance has left the training: {self._failure}\n"

@@ -1,4 +1,4 @@
-"""The facts that have to be equal in all instances, and the error message that lists their differences."""
+"""Facts: texts that have to be equal in all instances, and the error message that lists their differences."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ...settings import Hyper, Settings
 Facts = Mapping[str, Mapping[str, str]]  # by section and name
 
 HEADER = 256  # bytes
-_SHOWN = 6  # differences that are listed
+_SHOWN = 6  # differences that the error lists
 _LISTED = 8  # constants with more elements are shown as a hash
 _WIDTH = 120  # characters of a value that are shown
 
 
 def header(what: str, facts: Facts) -> Tensor:
-    """Return a barrier's first message, uint8 [HEADER]: a digest of the facts, and the barrier's name."""
+    """Return a barrier's first message, uint8 [HEADER]: a hash of the facts, and its name, cut to fit."""
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     text = f"{digest} {what}".encode()[:HEADER]
     return torch.frombuffer(bytearray(text.ljust(HEADER, b"\0")), dtype=torch.uint8)
@@ -35,23 +35,23 @@ def barrier_name(value: Tensor) -> str:
     return bytes(value.numpy()).rstrip(b"\0").decode(errors="replace").partition(" ")[2]
 
 
-def differences(whats: Sequence[str], facts: Sequence[Facts], names: Sequence[int]) -> str:
+def differences(whats: Sequence[str], facts: Sequence[Facts], ranks: Sequence[int]) -> str:
     """Return the error message for instances that are at different barriers or have different facts.
 
     Args:
-        whats: name of each instance's barrier
-        facts: facts of each instance
-        names: global rank of each instance
+        whats: the name of each instance's barrier
+        facts: the facts of each instance
+        ranks: the global rank of each instance
     """
     if len(set(whats)) > 1:
         return (
-            f"the instances are at different places: {_values_by_instance(whats, names)}\n"
+            f"the instances are at different places: {_values_by_instance(whats, ranks)}\n"
             "  why: all instances have to make the same calls, in the same order; one has made fewer, or more\n"
             "  fix: give each instance the same number of batches (poptorch.DataLoader does)"
         )
-    sections = dict.fromkeys(section for one in facts for section in one)
-    # Later sections may differ only because the first one does.
-    lines = next(filter(None, (_differing(section, facts, names) for section in sections)))
+    sections = dict.fromkeys(section for of_instance in facts for section in of_instance)
+    # The first section that differs may be the cause of differences in later sections.
+    lines = next(filter(None, (_differing(section, facts, ranks) for section in sections)))
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return (
         f"the instances differ at {whats[0]}, so they would train apart:\n"
@@ -62,27 +62,27 @@ def differences(whats: Sequence[str], facts: Sequence[Facts], names: Sequence[in
     )
 
 
-def _differing(section: str, facts: Sequence[Facts], names: Sequence[int]) -> list[str]:
-    """Return a line for each fact of a section that differs; of operations only the first line."""
-    of_instances = [one.get(section, {}) for one in facts]
+def _differing(section: str, facts: Sequence[Facts], ranks: Sequence[int]) -> list[str]:
+    """Return a line for each fact of a section that differs; of "operation" only the first line."""
+    of_instances = [of_instance.get(section, {}) for of_instance in facts]
     found = []
-    for name in dict.fromkeys(name for one in of_instances for name in one):
-        values = [one.get(name, "none") for one in of_instances]
+    for name in dict.fromkeys(name for texts in of_instances for name in texts):
+        values = [texts.get(name, "none") for texts in of_instances]
         if len(set(values)) > 1:
             called = name if section in ("options", "rates", "versions", "seed") else f"{section} of {name}"
-            found.append(f"{called}: {_values_by_instance(values, names)}")
+            found.append(f"{called}: {_values_by_instance(values, ranks)}")
     return found[:1] if section == "operation" else found
 
 
-def _values_by_instance(values: Sequence[str], names: Sequence[int]) -> str:
+def _values_by_instance(values: Sequence[str], ranks: Sequence[int]) -> str:
     """Return a text of the values and their instances, such as '3 in instances 0, 1; 4 in instance 2'."""
-    places: dict[str, list[str]] = {}
-    for name, value in zip(names, values, strict=True):
-        places.setdefault(value, []).append(str(name))
+    ranks_of: dict[str, list[str]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        ranks_of.setdefault(value, []).append(str(rank))
     return "; ".join(
         f"{value if len(value) <= _WIDTH else value[: _WIDTH - 3] + '...'} in"
         f" instance{'s' if len(found) > 1 else ''} {', '.join(found)}"
-        for value, found in places.items()
+        for value, found in ranks_of.items()
     )
 
 
@@ -90,7 +90,12 @@ def _values_by_instance(values: Sequence[str], names: Sequence[int]) -> str:
 
 
 def facts_of_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor], seed: int) -> Facts:
-    """Return the facts that have to be equal in all instances before the first call."""
+    """Return the facts of a plan that have to be equal in all instances when the plan is loaded.
+
+    Args:
+        weights: parameters and buffers by canonical name; only hashes of the parameters are facts
+        seed:    seed of the random numbers
+    """
     counts, signature = dataclasses.replace(settings.counts, instance=0), plan.partition.signature
     forms: dict[str, dict[str, str]] = {"shape": {}, "input": {}}
     for slot in signature.slots:
@@ -105,29 +110,32 @@ def facts_of_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor],
         **forms,
         "constant": _constants(plan),
         "operation": _operations(plan),
-        "plan": {"the step": _hashed(code.encode())},
+        "plan": {"the step": _hash_of_bytes(code.encode())},
         "seed": {"random seed": str(seed)},
         "first value": hashes_of({key: value for key, value in weights.items() if key in parameters}),
     }
 
 
 def _operations(plan: Plan) -> dict[str, str]:
-    """Return the source of each operation, by a text with the user's line, piece, and line of the piece."""
+    """Return the source of each operation, by a text of its location in the user's code and in the pieces."""
     return {
-        f"{piece.user_line(number)}, line {number} of piece {place}": line.partition("; ")[0].strip()
-        for place, piece in enumerate(plan.partition.pieces)
+        f"{piece.user_line(number)}, line {number} of piece {index}": line.partition("; ")[0].strip()
+        for index, piece in enumerate(plan.partition.pieces)
         for number, line in enumerate(piece.source.splitlines(), 1)
         if piece.user_line(number) != "?"
     }
 
 
 def _constants(plan: Plan) -> dict[str, str]:
-    """Return shape, dtype and value (or hash) of each constant, by the operation that reads it."""
+    """Return shape, dtype and values of each constant, by a text with its name and the reading operation.
+
+    Of a constant with more than `_LISTED` elements a hash stands for the values.
+    """
     constants, found = plan.partition.signature.constants, {}
     for line in (line for piece in plan.partition.pieces for line in piece.lines):
         for name in (name for name in line.operands() if name in constants):
             value = constants[name]
-            text = str(value.tolist()) if value.numel() <= _LISTED else _hashed_tensor(value)
+            text = str(value.tolist()) if value.numel() <= _LISTED else _hash_of_tensor(value)
             described = f"{tuple(value.shape)} {value.dtype} {text}"
             found[f"{name}, which {line.call} reads at {line.where}"] = described
     return found
@@ -135,11 +143,11 @@ def _constants(plan: Plan) -> dict[str, str]:
 
 def hashes_of(weights: Mapping[str, Tensor]) -> dict[str, str]:
     """Return a hash of each weight."""
-    return {key: _hashed_tensor(value) for key, value in sorted(weights.items())}
+    return {key: _hash_of_tensor(value) for key, value in sorted(weights.items())}
 
 
 def facts_of_rates(hyper: Hyper) -> dict[str, str]:
-    """Return the text of each rate of a call, by its name and parameter group."""
+    """Return the `repr` of each rate of a call by a text with the rate's name and parameter group."""
     groups = {
         f"{name} of parameter group {index}": repr(value)
         for index, group in enumerate(hyper.groups)
@@ -148,7 +156,7 @@ def facts_of_rates(hyper: Hyper) -> dict[str, str]:
     return {**groups, "loss scaling": repr(hyper.loss_scaling)}
 
 
-_NAMES = {
+_NAMES = {  # dotted names of settings, in the words of the options
     "counts.iterations": "device iterations",
     "counts.accumulation": "gradient accumulation",
     "counts.replicas": "local replicas",
@@ -159,7 +167,10 @@ _NAMES = {
 
 
 def _flat_fields(value: Any, name: str = "") -> dict[str, str]:
-    """Return the `repr` of each field of nested dataclasses, by dotted name, or by its name in `_NAMES`."""
+    """Return the `repr` of each field of nested dataclasses, by dotted name or that name's text in `_NAMES`.
+
+    Args: name: the dotted name of `value` itself; "" for the outermost dataclass
+    """
     if not dataclasses.is_dataclass(value):
         return {_NAMES.get(name, name): repr(value)}
     found: dict[str, str] = {}
@@ -168,10 +179,10 @@ def _flat_fields(value: Any, name: str = "") -> dict[str, str]:
     return found
 
 
-def _hashed(value: bytes) -> str:
+def _hash_of_bytes(value: bytes) -> str:
     return hashlib.sha256(value).hexdigest()[:12]
 
 
-def _hashed_tensor(value: Tensor) -> str:
+def _hash_of_tensor(value: Tensor) -> str:
     plain = value.detach().cpu().contiguous().reshape(-1)
-    return _hashed(plain.view(torch.uint8).numpy().tobytes())
+    return _hash_of_bytes(plain.view(torch.uint8).numpy().tobytes())

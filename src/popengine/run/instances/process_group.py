@@ -35,21 +35,27 @@ T = TypeVar("T")
 
 
 def start_in_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException | None]]:
-    """Call `work` in a thread, as an interrupt can't end a wait in torch; return a queue for `result_of`."""
+    """Start `work` in a thread, because an interrupt can't end a wait in torch.
+
+    Returns: the queue that receives (the result of `work`, None), or (None, its exception)
+    """
     outcome: SimpleQueue = SimpleQueue()
 
-    def run() -> None:
+    def call_work() -> None:
         try:
             outcome.put((work(), None))
         except BaseException as error:  # whatever it is, the caller raises it
             outcome.put((None, error))
 
-    TorchThread(run).start()
+    TorchThread(call_work).start()
     return outcome
 
 
 def result_of(outcome: SimpleQueue[tuple[T, BaseException | None]]) -> T:
-    """Return the value of `work`, or raise its exception, when it ends. An interrupt ends only the wait."""
+    """Wait for the queue of `start_in_thread`, and return the result of `work` or raise its exception.
+
+    An interrupt ends the wait, and not `work`.
+    """
     while True:
         with suppress(Empty):
             value, error = outcome.get(timeout=_PATIENCE)
@@ -59,22 +65,22 @@ def result_of(outcome: SimpleQueue[tuple[T, BaseException | None]]) -> T:
     return value
 
 
-OptimizerStates = dict[str, OptimizerState]  # by parameter
+OptimizerStates = dict[str, OptimizerState]  # by canonical name of the parameter
 
 
 class ProcessGroup(Connections):
-    """The group of all instances of a training, or of some of them. Arguments: see `Connections`."""
+    """The group of all instances of a training, or of a subset. Arguments: see `Connections`."""
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, name: str = "all", ranks: Sequence[int] = ()
     ) -> None:
         super().__init__(store, rank, size, name, ranks)
-        self._one_at_a_time = threading.Lock()
+        self._barrier_lock = threading.Lock()  # one thread at a time is at a barrier
         self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
-        self._published = 0
+        # The shards of this instance that peers may read, by the name that `publish` returned.
+        self._published = 0  # number of names
         self._states: weakref.WeakValueDictionary[str, State] = weakref.WeakValueDictionary()
-        # Shards of engines that were closed; dropped at the next barrier.
-        self._kept: dict[str, OptimizerStates] = {}
+        self._copies: dict[str, OptimizerStates] = {}  # of closed engines, until the next barrier
 
     # ---- barriers ----------------------------------------------------------------------------------------
 
@@ -83,16 +89,19 @@ class ProcessGroup(Connections):
 
         Args:
             what:  name of the barrier, such as "call 17"
-            facts: texts that have to be equal, by section and name
+            facts: texts that have to be equal in all instances, by section and name
         Raises:
-            Error:      the instances differ; all of them raise it
+            Error:      the names or facts of the instances differ; all instances raise it
             PeerFailed: another instance has failed
             PeerLost:   another instance has ended
         """
         self.after_barrier(what, facts or {}, lambda: None)
 
     def after_barrier(self, what: str, facts: Facts, work: Callable[[], T]) -> T:
-        """Wait as `barrier`, then call `work` and return its result. An interrupt closes the connections."""
+        """Wait as `barrier` does, then call `work` in a thread and return its result.
+
+        An interrupt closes the connections, so that the peers raise PeerFailed.
+        """
         is_abandoned = threading.Event()
 
         def barrier_and_work() -> T:
@@ -102,7 +111,7 @@ class ProcessGroup(Connections):
             self._barrier(what, facts)
             return work()
 
-        with self._one_at_a_time:
+        with self._barrier_lock:
             try:
                 return result_of(start_in_thread(barrier_and_work))
             except KeyboardInterrupt:
@@ -111,7 +120,7 @@ class ProcessGroup(Connections):
                 raise
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroup:
-        """Return the group of the instances `ranks`, which is created at the first call and cached."""
+        """Return the group of the instances with these global ranks. Groups are cached."""
         key = tuple(ranks)
         if key not in self._subgroups:
             name = "-".join(map(str, ranks))
@@ -119,18 +128,23 @@ class ProcessGroup(Connections):
         return self._subgroups[key]
 
     def _barrier(self, what: str, facts: Facts) -> None:
+        """Exchange headers until all are equal, and send this instance's shards to peers that read meanwhile.
+
+        Returns without equal headers if `what` is a reading, which the peers serve at their own barriers.
+        Raises: Error, if names or facts differ
+        """
         mine = header(what, facts)
         while True:
             headers = self._all_gather(mine, [HEADER] * self.size, _BARRIER, what)
             if all(torch.equal(other, mine) for other in headers):
                 if not what.startswith(_READING):
-                    self._kept.clear()
+                    self._copies.clear()
                 return
-            readings = [place for place in map(barrier_name, headers) if place.startswith(_READING)]
+            readings = [name for name in map(barrier_name, headers) if name.startswith(_READING)]
             if not readings:
                 break
             if min(readings) == what:
-                return  # peers at other barriers send their shards first
+                return
             self._gather_shards(min(readings))
         texts = self.all_gather_bytes(json.dumps([what, facts]).encode(), _FACTS, what)
         whats, others = zip(*map(json.loads, texts), strict=True)
@@ -139,56 +153,56 @@ class ProcessGroup(Connections):
     # ---- sharded state -----------------------------------------------------------------------------------
 
     def publish(self, state: State) -> str:
-        """Register this instance's shard of a state for peers to read. All must publish in the same order.
+        """Let peers read this instance's optimizer state; return the name to pass to `read_shards`.
 
-        The reference to the state is weak. Returns: the name of the shard, for `read_shards`
+        All instances must publish their states in the same order. The reference to the state is weak.
         """
         self._published += 1
         name = f"{_READING}the optimizer's state (number {self._published})"
         self._states[name] = state
         return name
 
-    def keep_until_barrier(self, name: str) -> None:
-        """Keep a copy of this instance's shard until the next barrier, because slower peers may read it."""
+    def copy_until_barrier(self, name: str) -> None:
+        """Replace a published state by a copy until the next barrier, because slower peers may read it."""
         state = self._states.pop(name, None)
         if state is not None and not self._has_ended:
-            self._kept[name] = state.read_optimizer()
+            self._copies[name] = state.read_optimizer()
 
     def has_shards(self) -> bool:
-        """Return whether this instance has a shard that peers may read."""
-        return bool(self._states or self._kept)
+        """Return whether this instance has a published state, or the copy of one."""
+        return bool(self._states or self._copies)
 
     def read_shards(self, name: str) -> list[OptimizerStates]:
-        """Return the shards of all instances, in the order of ranks, after all have sent their shards.
+        """Return the published states of all instances, by rank.
 
-        An instance that does not read sends its shard when it reaches its next barrier.
+        Waits until each peer reads, too, or is at its next barrier. Raises PeerFailed if a peer has dropped
+        its state, and PeerLost if a peer has ended.
         """
         return self.after_barrier(name, {}, lambda: self._gather_shards(name))
 
     def _gather_shards(self, name: str) -> list[OptimizerStates]:
+        """Send this instance's state to all peers, and return the states of all instances, by rank."""
         file = io.BytesIO()
         try:
-            part = self._kept[name] if name in self._kept else self._states[name].read_optimizer()
-            torch.save(part, file)
+            state = self._copies[name] if name in self._copies else self._states[name].read_optimizer()
+            torch.save(state, file)
         except BaseException as error:
             why = "has let go of it" if isinstance(error, KeyError) else f"failed: {error}"
             self.abort(f"was asked for its part of {name.removeprefix(_READING)}, and {why}")
-            raise self._error() from error
+            raise self._new_error() from error
         parts = self.all_gather_bytes(file.getvalue(), _READ, name)
         return [torch.load(io.BytesIO(part), weights_only=True) for part in parts]
 
     def all_gather_bytes(self, mine: bytes, tag: int, what: str) -> list[bytes]:
-        """Return the bytes `mine` of all instances, in the order of ranks. Call it in `after_barrier`."""
+        """Return the bytes `mine` of all instances, by rank. To be called in the work of `after_barrier`."""
         size = torch.tensor([len(mine)]).view(torch.uint8)
         sizes = self._all_gather(size, [size.numel()] * self.size, tag, what)
-        numbers = [int(one.view(torch.int64)) for one in sizes]
-        value = torch.frombuffer(bytearray(mine + b"\0"), dtype=torch.uint8)[
-            :-1
-        ]  # a buffer must not be empty
-        return [one.numpy().tobytes() for one in self._all_gather(value, numbers, tag, what)]
+        padded = torch.frombuffer(bytearray(mine + b"\0"), dtype=torch.uint8)  # a buffer must not be empty
+        lengths = [int(size.view(torch.int64)) for size in sizes]
+        return [value.numpy().tobytes() for value in self._all_gather(padded[:-1], lengths, tag, what)]
 
     def _all_gather(self, mine: Tensor, sizes: Sequence[int], tag: int, what: str) -> list[Tensor]:
-        """Return the tensors `mine` (uint8) of all instances, whose lengths are `sizes`, after connecting."""
+        """Return the tensors `mine` (uint8) of all instances, by rank; `sizes` are their lengths."""
         self.connect(what)
         values = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         values[self.rank] = mine
@@ -201,29 +215,25 @@ class ProcessGroup(Connections):
 _current: ProcessGroup | None = None
 
 
-def join(store: dist.Store, rank: int, size: int) -> ProcessGroup:
-    """Create the group that `current` returns from now on, for instances that met through a store."""
+def join(group: ProcessGroup) -> ProcessGroup:
+    """Make a group the one that `current` returns from now on, and return it."""
     global _current
-    _current = ProcessGroup(dist.PrefixStore("pando", store), rank, size)
-    return _current
+    _current = group
+    return group
 
 
 def current() -> ProcessGroup | None:
-    """Return the group of this process, made from torch.distributed's if needed; None: no other processes."""
+    """Return the group of this process; None if it is alone. Without `join`, the group is made from that of
+    torch.distributed, if the user's program has initialized it for several processes."""
     if _current is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        # The user's program has called torch.distributed itself.
         store = dist.distributed_c10d._get_default_store()
         atexit.register(join_threads, _PATIENCE_AT_EXIT)
-        return join(store, dist.get_rank(), dist.get_world_size())
+        return join(ProcessGroup(dist.PrefixStore("pando", store), dist.get_rank(), dist.get_world_size()))
     return _current
 
 
 def group_of(instances: int) -> ProcessGroup:
-    """Return the group of this process, which must have `instances` instances.
-
-    Raises:
-        Error: there is no group, or it has another size
-    """
+    """Return the group of this process. Raises Error if there is none, or its size is not `instances`."""
     found = current()
     if found is None:
         raise Error(
@@ -239,7 +249,8 @@ def group_of(instances: int) -> ProcessGroup:
 
 
 def leave() -> None:
-    """Write to the store that this process ends; first wait for peers if they may read its shard."""
+    """Write to the store that this process ends. First, if this process has a shard of an optimizer state and
+    has not failed, wait until all peers end, too, or raise an error: they may read the shard until then."""
     if _current is not None:
         if _current.has_shards() and not hasattr(sys, "last_value"):  # the program has not failed
             with suppress(Error):
