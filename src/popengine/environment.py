@@ -1,7 +1,7 @@
 """The launchers' environment variables as a value: the number of replicas, and the share of this process.
 
-`poprun` writes these variables; `popdist` and `poptorch` read them. Processes of mpirun, torchrun or srun are instances
-of one replica each. This file imports the standard library only, for launchers without torch.
+`poprun` writes these variables; `popdist` and `poptorch` read them. A process of mpirun, torchrun or srun is
+an instance with one replica. This file imports the standard library only, for launchers without torch.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def pando_version() -> str:
 
 
 def is_set(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the variables are those of poprun, or of another launcher of several processes."""
+    """Return whether poprun has set its variables, or another launcher those of several processes."""
     return TOTAL in environment or _other_launcher_names(environment) is not None
 
 
@@ -104,39 +104,40 @@ def read(environment: Mapping[str, str] = os.environ) -> Launch:
         names = _other_launcher_names(environment)
         if names is None:
             return Launch()
-        size, rank = number(environment, names[0]), number(environment, names[1])
-        local = number(environment, names[2], 0)
+        size, rank = integer_of(environment, names[0]), integer_of(environment, names[1])
+        local = integer_of(environment, names[2], 0)
         return Launch(size, 1, 1, rank, local, size, rank)
-    total, local = number(environment, TOTAL), number(environment, LOCAL, 1)
+    total, local = integer_of(environment, TOTAL), integer_of(environment, LOCAL, 1)
     if local < 1 or total % local:
         raise ValueError(f"{TOTAL}={total} is not a multiple of {LOCAL}={local}")
-    offset = number(environment, OFFSET, 0)
+    offset = integer_of(environment, OFFSET, 0)
     return Launch(
         total_replicas=total,
         local_replicas=local,
-        ipus_per_replica=number(environment, IPUS, 1),
+        ipus_per_replica=integer_of(environment, IPUS, 1),
         replica_offset=offset,
-        local_instance=number(environment, LOCAL_INSTANCE, 0),
-        instances=number(environment, "OMPI_COMM_WORLD_SIZE", total // local),
-        instance=number(environment, "OMPI_COMM_WORLD_RANK", offset // local),
+        local_instance=integer_of(environment, LOCAL_INSTANCE, 0),
+        instances=integer_of(environment, "OMPI_COMM_WORLD_SIZE", total // local),
+        instance=integer_of(environment, "OMPI_COMM_WORLD_RANK", offset // local),
     )
 
 
 def is_one_host(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher's variables say that all processes are on this host; False without any."""
+    """Return whether all processes are on this host, by the launcher's variables; False without them."""
     instances = str(read(environment).instances)
     local = environment.get("LOCAL_WORLD_SIZE") or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     return instances == local or environment.get("SLURM_STEP_NUM_NODES") == "1"
 
 
 def _other_launcher_names(environment: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Return the names of the variables (world size, rank, local rank) of a launcher other than poprun.
-    None, if there is no such launcher, or if it started only one process."""
+    """Return the names of another launcher's variables (world size, rank, local rank); None, if no other
+    launcher than poprun has started several processes."""
     return next((names for names in OTHER_LAUNCHERS if environment.get(names[0], "1") != "1"), None)
 
 
-def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return a variable's integer. Raises ValueError if it is no integer, or missing without a default."""
+def integer_of(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return the value of a variable, or `default` if it is missing. Raises ValueError if the value is no
+    integer, or if it is missing and there is no default."""
     text = environment.get(name)
     if text is None and default is not None:
         return default
@@ -150,8 +151,10 @@ def number(environment: Mapping[str, str], name: str, default: int | None = None
 
 
 def write_stack_at_signal() -> None:
-    """Register a handler of poprun's signal: it writes all threads' stacks to the file that `STACK` names.
-    Write this process's id into the file, and remove the variable. Do nothing without the variable."""
+    """Register a handler of `STACK_SIGNAL` that writes the stacks of all threads to the file of `STACK`.
+
+    Write this process's id into the file, and remove the variable. Without the variable do nothing.
+    """
     path = os.environ.pop(STACK, None)  # child processes have none
     if path and STACK_SIGNAL is not None:
         file = open(path, "w")  # noqa: SIM115  for the rest of the process
@@ -167,6 +170,6 @@ def path_with_aliases(path: str) -> str:
 
 
 def append_aliases_to_path() -> None:
-    """Append the folder of aliases to `sys.path`, once; an installed Horovod is found before it."""
+    """Append `ALIASES` to `sys.path`, unless it is there: an installed Horovod is found before it."""
     if ALIASES not in sys.path:
         sys.path.append(ALIASES)

@@ -69,6 +69,11 @@ class Signature:
     constants: dict[str, torch.Tensor]
     visits: tuple[Visit, ...]
 
+    @cached_property
+    def inputs(self) -> dict[str, str]:
+        """Return the position of each input, as text, by the name of its slot."""
+        return {slot.name: slot.key for slot in self.slots if slot.role == "input"}
+
     @property
     def parameters_and_buffers(self) -> list[Slot]:
         """Return the slots of parameters and buffers."""
@@ -127,22 +132,14 @@ class Partition:
             yield from self.prepared[name].reads if name in self.prepared else ()
 
     @cached_property
-    def inputs(self) -> dict[str, str]:
-        """Return the position of each input of the graph, as text, by the name of its slot."""
-        return {slot.name: slot.key for slot in self.signature.slots if slot.role == "input"}
-
-    @cached_property
     def makers(self) -> dict[str, int]:
-        """Return, by name, the index of the piece that makes each value of a micro-batch.
-
-        An input, or a constant slot, may be a result, but each reader reads it from its own ipu.
-        """
-        others = self.signature.constant_slots | self.inputs.keys()
+        """Return the index of the piece that makes each value, except inputs and constant slots, by name."""
+        others = self.signature.constant_slots | self.signature.inputs.keys()
         return {name: i for i, piece in enumerate(self.pieces) for name in piece.writes if name not in others}
 
     def is_of_micro_batch(self, name: str, piece: int) -> bool:
         """Return whether a value that a piece reads belongs to the micro-batch, and not to the state."""
-        return name in self.inputs or self.makers.get(name, piece) != piece
+        return name in self.signature.inputs or self.makers.get(name, piece) != piece
 
 
 # ---- the table of a step -----------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class Block(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One phase of one stage."""
+    """One phase of one stage, or a part of it."""
 
     phase: str  # F or B
     stage: int
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One operation of a piece; times are those of replica 0 in the step `facts["detailed_step"]`."""
+    """One operation of a piece, with its times in replica 0 in the step `facts["detailed_step"]`."""
 
     piece: int
     name: str
@@ -49,7 +49,7 @@ class Operation(NamedTuple):
     block: str
     where: str
     calls: int = 0
-    ns: int = 0  # of all calls together
+    ns: int = 0  # of all calls
     flops: int = 0  # of one call
     bytes: int = 0  # read and written by one call
     live: int = 0  # bytes alive in the piece after it
@@ -58,7 +58,7 @@ class Operation(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One instruction of an ipu's program. It runs for each micro-batch; if `phase` is "", once per step."""
+    """An instruction of an ipu's program. It runs for each micro-batch; if `phase` is "", once per step."""
 
     ipu: int
     kind: str  # compute, receive, send, load, accumulate, keep, store, free, update
@@ -70,7 +70,7 @@ class Part(NamedTuple):
 
     @property
     def frequency_and_time(self) -> tuple[str, str]:
-        """Return two texts: the period of a transfer, "micro-batch" or "step", and when it runs."""
+        """Return two texts: how often a transfer runs, "micro-batch" or "step", and after which phase."""
         if self.phase:
             return "micro-batch", f"after {self.phase}{self.stage}"
         return "step", "at its start (shared weights)"
@@ -79,8 +79,8 @@ class Part(NamedTuple):
 class Track(NamedTuple):
     """One step of one ipu: its start, and lists with a value for each instruction of the ipu's program.
 
-    `gaps`: idle time before each instruction. `cores`: the core that ran each. `computed`: the CPU
-    time of that core's thread in each (0: not measured). A list that was not recorded is None.
+    `gaps` are the idle times before the instructions, `cores` the indices of the cores that ran them, and
+    `computed` the CPU times of these cores' threads (0: not measured). A list that was not recorded is None.
     """
 
     call: int
@@ -132,9 +132,9 @@ class Memory(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor of a micro-batch of replica 0, alive after the instructions born ... died - 1.
+    """A tensor of a micro-batch of replica 0, alive after the instructions `born` to `died` - 1.
 
-    The instructions are those of the detailed step. died -1: alive to the end of the step.
+    The instructions are those of the detailed step. If `died` is -1, it is alive to the end of the step.
     """
 
     ipu: int
@@ -147,7 +147,7 @@ class Tensor(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """An action of the schedule, and its tick if each action takes one tick."""
+    """An action of the schedule, and its start if each action takes one tick."""
 
     ipu: int
     phase: str
@@ -195,7 +195,7 @@ PLAN_WISH = "PANDO_PLAN"  # environment variable: plan the first model and exit,
 
 @dataclass(frozen=True)
 class Profile:
-    """The profile of one executor's run: what was recorded, and the tables that follow from its plan.
+    """The profile of one executor's run: recorded times, and tables that follow from its plan.
 
     `programs[ipu]` is a flat list: index in `parts`, micro-batch, index, micro-batch ... (-1: whole step).
     `counts` are the batch factors; `facts` hold single numbers and texts: see docs/profile-format.md.
@@ -227,7 +227,7 @@ class Profile:
         return tuple(sorted(set(self.ipus)))
 
     def events(self, kinds: frozenset[str] | None = None) -> Iterator[Event]:
-        """Yield the recorded instructions, or only those of `kinds`, one track after another."""
+        """Yield the recorded instructions of all kinds, or only of `kinds`, one track after another."""
         for track in self.tracks:
             program = self.programs[track.ipu]
             for index, span in enumerate(track.spans()):
@@ -249,7 +249,7 @@ class Profile:
         return json.dumps(data, separators=(",", ":"))
 
     def save(self, path: Path) -> None:
-        """Write the profile to `path`, and make its folder. A reader never sees a partial file."""
+        """Write the profile to a file, atomically, and make missing folders."""
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(path.name + ".part")
         draft.write_text(self.to_json())
@@ -265,7 +265,7 @@ TABLES: dict[str, type[Any]] = {
 
 
 class ProfileError(ValueError):
-    """A file that can't be read as a profile."""
+    """The error for a file that can't be read as a profile."""
 
 
 def load(path: Path) -> Profile:
@@ -287,7 +287,7 @@ def load(path: Path) -> Profile:
 
 
 def parse(text: str) -> Profile:
-    """Return a profile from the text of its file. Raises: ProfileError, see `load`."""
+    """Return a profile from the text of its file. Raises ProfileError; the message lacks the file's name."""
     again = "\n  fix: run the program again with profiling on"
     try:
         data = json.loads(text)
@@ -305,14 +305,14 @@ def parse(text: str) -> Profile:
         )
     try:
         profile = Profile(**{entry.name: _field_value(entry.name, data) for entry in fields(Profile)})
-        _check(profile)
+        _check_tables(profile)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ProfileError(f"is damaged: {type(error).__name__}: {error}{again}") from error
     return profile
 
 
 def _field_value(name: str, data: dict[str, Any]) -> Any:
-    """Return a field of a profile from its JSON value, without columns that this version doesn't know."""
+    """Return a field of a profile from the file's JSON object, without columns unknown to this version."""
     value = data[name]
     if name in TABLES:
         row_type = TABLES[name]
@@ -323,8 +323,9 @@ def _field_value(name: str, data: dict[str, Any]) -> Any:
     return tuple(value) if name in ("stages", "ipus") else value
 
 
-def _check(profile: Profile) -> None:
-    """Raise ValueError or KeyError if the tables don't fit together, as where one refers to a missing row."""
+def _check_tables(profile: Profile) -> None:
+    """Raise ValueError or KeyError if the tables don't fit together: a table refers to a missing row of
+    another table, for example, or a track has columns of different lengths."""
     if len(profile.stages) != len(profile.ipus):
         raise ValueError(f"{len(profile.stages)} stages on {len(profile.ipus)} ipus")
     for ipu, program in profile.programs.items():

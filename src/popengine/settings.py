@@ -24,7 +24,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """The execution strategy: how stages are scheduled, and the stage of each block, by `stages` or the `auto` rule.
+    """The execution strategy: how stages are scheduled, and how the stage of each block is chosen.
 
     Args:
         ipus, capacity: for the rule "balance", which places blocks on `ipus` ipus of `capacity` bytes by cost
@@ -105,9 +105,9 @@ class Anchor:
     """A value that a call returns beside the outputs of forward, with its own output mode.
 
     Args:
-        source: "output": an output of the graph; "gradient": an output that is divided by the loss scale; "weight",
-            "updated": a weight at the start of each step, or after its update
-        key:    the output's position as text, or the weight's canonical name
+        source: "output": an output of the graph; "gradient": an output that is divided by the loss scale;
+            "weight", "updated": a weight at the start of each step, or after its update
+        key:    the index of the output in the graph's results, as text; or the weight's canonical name
     """
 
     source: Literal["output", "gradient", "weight", "updated"]
@@ -144,7 +144,7 @@ class ReplicaGroups:
         return tuple(self.of.index(group) for group in sorted(set(self.of)))
 
     def row_for(self, replica: int, rows: int) -> int:
-        """Return a replica's row in a host tensor with `rows` rows: one per group, or one per replica."""
+        """Return the index of a replica's row in a host tensor of `rows` rows: one per group or replica."""
         return replica if self.all_rows and rows == len(self.of) else self.of[replica]
 
 
@@ -152,8 +152,8 @@ class ReplicaGroups:
 class Hyper:
     """The hyperparameters of one weight update: a dictionary for each parameter group, and the loss scale.
 
-    Keys of a group: the rates of the optimizer's rule in `popengine.update.optimizer_rules` (the pair "betas" as
-    "beta1" and "beta2"), "maximize", and "fused" for torch's fused kernel, whose last bits differ.
+    Keys of a group: the rates of the optimizer's rule in `popengine.update.optimizer_rules` (the pair "betas"
+    as "beta1" and "beta2"), "maximize", and "fused" for torch's fused kernel, whose last bits differ.
     """
 
     groups: tuple[dict[str, float], ...]
@@ -162,12 +162,12 @@ class Hyper:
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """The part of a step that one plan computes: all of it, unless the last micro-batch is smaller than the others.
+    """The part of a step that a plan computes: all, unless the last micro-batch is smaller than the others.
 
     Args:
         ends_step: False: the next plan continues with the gradient sums, and updates the weights
         before:    the number of micro-batches of the step that the previous plan has summed
-        weight:    rows of a micro-batch, as a multiple of those of the micro-batches before
+        weight:    rows of a micro-batch, as a multiple of the rows of each micro-batch before
     """
 
     ends_step: bool = True
@@ -177,7 +177,7 @@ class StepPart:
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of the engine."""
+    """All settings of the engine for one plan."""
 
     training: bool
     counts: Counts = Counts()
@@ -203,16 +203,16 @@ class Settings:
 
     @property
     def is_eager(self) -> bool:
-        """Return whether pieces run uncompiled; finite checks need it, since they check each operation."""
+        """Return whether pieces run uncompiled, as `finite_checks` needs: they check each operation."""
         return self.backend == "eager" or self.finite_checks
 
     @property
     def measures_gradients(self) -> bool:
-        """Return whether all gradients are reduced and measured before the first of them updates a weight."""
+        """Return whether norms or counts of all gradients are needed before the first weight is updated."""
         clips_by_norm = self.optimizer is not None and self.optimizer.max_grad_norm < float("inf")
         return clips_by_norm or self.automatic_loss_scaling
 
     def members(self, key: str, replica: int) -> tuple[int, ...]:
-        """Return the replicas with the same value of a parameter as `replica`: its group, or all replicas."""
+        """Return the replicas that share a parameter with `replica`: its replica group, or all replicas."""
         groups = self.replica_groups.get(key)
         return groups.members(replica) if groups is not None else tuple(range(self.counts.replicas))

@@ -44,7 +44,7 @@ class _DataFlow:
         self.ipus = sorted(set(partition.ipus))
         signature = partition.signature
         self.fixed = signature.constant_slots
-        self.inputs, self.maker = partition.inputs, partition.makers
+        self.inputs, self.maker = signature.inputs, partition.makers
         self.is_of_micro_batch = partition.is_of_micro_batch
         gradients = {result.key for result in signature.results if result.kind == "gradient"}
         # By slot name of each trained weight: its canonical name.

@@ -69,8 +69,7 @@ class BoundTask(NamedTuple):
 class StepTasks:
     """All tasks of a step in the order of the step, and the dependencies between them, by task number.
 
-    Args:
-        cores: number of cores that share all ipus; 0: each ipu of each replica runs its program in order
+    Args: cores: number of cores that share all ipus; 0: each ipu of each replica runs its program in order
     """
 
     def __init__(self, rows: RowFunctions, cores: int) -> None:
@@ -109,8 +108,7 @@ class StepTasks:
         self.first = [number for number, needs in enumerate(before) if not needs]
 
     def _key(self, task: BoundTask) -> tuple[int, ...]:
-        """Return the sort key of a task: sums are first (they free memory), then come tasks of micro-batches
-        by micro-batch and row, then other tasks by row."""
+        """Return a sort key: sums first (they free memory), then by micro-batch and row, then other rows."""
         row = self._plan.tasks[task.row]
         if row.index != "micro_batch":
             return (self._plan.micro_batches, task.row, task.index, task.replica)

@@ -208,10 +208,7 @@ class State:
             raise self.lost
 
     def write(self, weights: Sequence[Mapping[str, Tensor]]) -> None:
-        """Copy `weights[replica]`, by canonical name, to the parameters and buffers of each replica.
-
-        An error or an interrupt leaves all weights unchanged, as are those that `weights` does not name.
-        """
+        """Copy `weights[replica]`, by canonical name, to the weights and buffers of each replica, all or none."""
         after: list[dict[str, Tensor]] = []
         with torch.no_grad(), devices.running(self.device):
             for replica, given in enumerate(weights):
@@ -222,9 +219,8 @@ class State:
                     if slot.role == "parameter" and first != replica:
                         values[slot.name] = after[first][slot.name]
                     else:
-                        row = self._row_of(slot.key, given[slot.key], replica)
                         new = torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
-                        values[slot.name] = new.copy_(row)
+                        values[slot.name] = new.copy_(self._row_of(slot.key, given[slot.key], replica))
         devices.synchronize(self.device)
         if self.slot_of.keys() <= weights[0].keys():
             self.host_is_stale = False

@@ -198,15 +198,12 @@ class Updates:
             step.increment_counts()
 
     def _prepare_gradients(self, parts: Sequence[Part]) -> Sequence[Part]:
-        """Reduce (unless "norm" did) and clip the parts' gradients, in place; return the parts.
-
-        On the CPU an overflow by a fixed loss scale is noted in the call.
-        """
+        """Reduce (unless "norm" did) and clip the parts' gradients, in place; return the parts."""
         optimizer = self._optimizer
         if not self.settings.measures_gradients:
             self._reduce(parts)
         gradients = [part.gradient for part in parts]
-        # No check on an accelerator: the host would wait.
+        # The loss scale may make gradients overflow. (No check on an accelerator: the host would wait.)
         is_scaled = self._loss_scale != 1 and self.state.device.type == "cpu"
         if is_scaled and not self.settings.automatic_loss_scaling and not all_finite(gradients):
             self.call.overflows.append((self.state.random_state[1], self._loss_scale))

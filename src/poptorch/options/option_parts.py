@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import torch
 from torch.utils._pytree import tree_leaves
 
-from popengine.environment import number, read
+from popengine.environment import integer_of, read
 from popengine.errors import Error
 from poptorch import autocasting
 from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
@@ -267,7 +267,8 @@ class Distributed(OptionsDict):
         neither is set, this is process 0 of 1."""
         if not any(map(os.environ.get, (var_num_processes, var_process_id))):
             return self.disable()
-        return self._set_process(*(number(os.environ, name) for name in (var_process_id, var_num_processes)))
+        names = var_process_id, var_num_processes
+        return self._set_process(*(integer_of(os.environ, name) for name in names))
 
     def rowsByReplica(self, by_replica: bool) -> Self:
         """*Pando*: choose which rows a loader reads in each process. True: each global batch is divided among
