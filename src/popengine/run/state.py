@@ -208,7 +208,7 @@ class State:
             raise self.lost
 
     def write(self, weights: Sequence[Mapping[str, Tensor]]) -> None:
-        """Copy `weights[replica]`, by canonical name, to the weights and buffers of each replica, all or none."""
+        """Copy `weights[replica]`, by canonical name, to each replica's weights and buffers, all or none."""
         after: list[dict[str, Tensor]] = []
         with torch.no_grad(), devices.running(self.device):
             for replica, given in enumerate(weights):
