@@ -47,8 +47,8 @@ def _section(path: str, kind: type[Freezable]) -> str:
     base = kind is OptionsDict or not issubclass(kind, OptionsDict)
     inherited = set() if base else set(_members(OptionsDict))
     parts = {n: t for n, t in inspect.get_annotations(kind).items() if kind is Options and n == t.__name__}
-    declared = sorted(kind._declared_names()) if issubclass(kind, OptionsDict) else []
-    declared = [name for name in declared if name not in parts]
+    annotated = sorted(name for base in kind.__mro__ for name in inspect.get_annotations(base))
+    declared = [name for name in annotated if not name.startswith("_") and name not in parts]
     own = {n: m for n, m in _members(kind).items() if n not in {*inherited, *declared}}
     members = {**parts, **own}
     rows = [_row(name, member) for name, member in sorted(members.items())]

@@ -1,7 +1,7 @@
 """Base classes of all option objects: named values with declared types, freezing, copying and printing.
 
-An option is a public annotation of its class: with a default, or without a value until a setter creates it. Private
-fields are created by constructors. Writes to a frozen object raise AttributeError; copies are not frozen.
+Options are the public annotations of a class, its private annotations are other fields. Each has a default, or no
+value until a setter creates it. Writes to a frozen object raise AttributeError; copies are not frozen.
 
 The docstring of a setter without effect begins with "Recorded: " or "Refused: " and the reason.
 docs/reference/options.md is generated from the docstrings (`docs/options_reference.py`).
@@ -14,12 +14,12 @@ import inspect
 import pprint
 import sys
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from popengine.errors import did_you_mean
 
 T = TypeVar("T")
-_WORDS: dict[type, str] = {bool: "a bool", int: "an int", str: "a string", dict: "a dictionary"}
+_WORDS = {bool: "a bool", int: "an int", str: "a string", list: "a list of strings", dict: "a dictionary"}
 _POSITIVE = ("device_iterations", "gradient_accumulation", "replication_factor")
 
 
@@ -37,21 +37,15 @@ def expect(setter: str, value: T, kind: type | tuple[str, ...], error: type[Exce
     raise error(f"{setter} takes {word}; found {value!r}{fix}")
 
 
-def expect_strings(setter: str, values: list[str]) -> list[str]:
-    """Return a copy of a setter's argument. Raises AssertionError if it is no list of strings."""
-    assert isinstance(values, list) and all(isinstance(value, str) for value in values), (
-        f"{setter} takes a list of strings; found {values!r}"
-    )
-    return list(values)
-
-
 class Freezable:
     """Base class of objects that can be made read-only, together with the option objects in their fields."""
 
-    _is_frozen: bool
+    _is_frozen = False
 
     def __init__(self) -> None:
-        vars(self)["_is_frozen"] = False
+        for name in (name for base in type(self).__mro__ for name in inspect.get_annotations(base)):
+            if hasattr(type(self), name):
+                vars(self)[name] = copy.copy(getattr(type(self), name))
 
     def checkIsFrozen(self) -> None:
         """Raise AttributeError if these options are frozen, as they are once a model or loader uses them."""
@@ -95,20 +89,11 @@ class OptionsDict(Freezable):
     """A set of named values; the base class of `Options` and its parts."""
 
     _popart: Any  # the `Popart` object, for setters that write to it
-    _renamed: ClassVar[dict[str, str]] = {}  # old name of PopTorch -> new name
+    _renamed = dict[str, str]()  # old name of PopTorch -> new name
 
     def __init__(self, popart: Any = None) -> None:
         super().__init__()
         vars(self)["_popart"] = popart
-        for name in self._declared_names():
-            if hasattr(type(self), name):
-                vars(self)[name] = copy.copy(getattr(type(self), name))
-
-    @classmethod
-    def _declared_names(cls) -> list[str]:
-        """Return the names of all options, including those without a default."""
-        annotated = [name for base in cls.__mro__ for name in inspect.get_annotations(base)]
-        return [name for name in annotated if not name.startswith("_")]
 
     @property
     def _values(self) -> dict[str, Any]:

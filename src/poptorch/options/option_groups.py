@@ -8,10 +8,10 @@ from typing import Any, Literal, Self
 
 import torch
 
-from poptorch.annotating.strategies import ExecutionStrategy
+from poptorch.annotating.strategies import ExecutionStrategy, PipelinedExecution
 from poptorch.enums import CommGroupType, ConnectionType, OutputMode, SyncPattern
 from poptorch.logs import logger
-from poptorch.options.option_base import OptionsDict, expect, expect_strings
+from poptorch.options.option_base import OptionsDict, expect
 
 BACKENDS = ("eager", "inductor")
 DEVICES = ("cpu", "cuda", "xpu")
@@ -23,7 +23,8 @@ _SYNTHETIC_NORMAL = 2  # popart.SyntheticDataMode.RandomNormal
 class ExecutionOptions(OptionsDict):
     """Options for how much one call computes, on how many replicas, and which outputs it returns."""
 
-    _execution_strategy: ExecutionStrategy
+    _execution_strategy: ExecutionStrategy = PipelinedExecution()
+    _relax_optimizer_checks: bool = False
 
     anchored_tensors: dict[str, list[Any]] = {}  # short name -> [long name, use default, mode, period]
     backend: str
@@ -176,8 +177,8 @@ class ExecutionOptions(OptionsDict):
 
     def updatableNamedBuffers(self, buffers: list[str]) -> Self:
         """Choose the buffers that `copyNamedBuffersToDevice` uploads."""
-        names = expect_strings("updatableNamedBuffers", buffers)
-        return self._set_popart("updatableNamedBuffers", names)
+        names = expect("updatableNamedBuffers", buffers, list)
+        return self._set_popart("updatableNamedBuffers", list(names))
 
     def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Self:
         """Log unexpected attributes of optimizers at the level DEBUG instead of WARN."""
@@ -265,7 +266,9 @@ class DeviceOptions(OptionsDict):
 class ReportingOptions(OptionsDict):
     """Options for executable files, logs, profiles and source locations."""
 
-    _source_location_excludes: list[str]
+    _module_namescope_enabled: bool = True
+    _show_progress_bar: bool = True
+    _source_location_excludes: list[str] = []
 
     log_dir: str = "."
     max_repeat_logs: int = 4
@@ -328,7 +331,7 @@ class ReportingOptions(OptionsDict):
 
         Args: excludes: fragments of paths that are not to be shown
         """
-        self._source_location_excludes = expect_strings("sourceLocationExcludes", excludes)
+        self._source_location_excludes = list(expect("sourceLocationExcludes", excludes, list))
         return self
 
     def appendToLocationExcludes(self, *excludes: str) -> Self:

@@ -309,13 +309,9 @@ class Popart(Freezable):
     Only `autoRecomputation`, `autoReport.*` and settings that other setters write have an effect. At
     compilation a name that looks mistyped raises Error, and an unknown name logs a warning."""
 
-    options: dict[str, Any]
-    patterns: dict[str, bool]
-    patterns_level: int
-
-    def __init__(self) -> None:
-        super().__init__()
-        vars(self).update(options={}, patterns={}, patterns_level=2)
+    options: dict[str, Any] = {}
+    patterns: dict[str, bool] = {}
+    patterns_level: int = 2
 
     def set(self, name: str, value: Any) -> Self:
         """Store a setting by name. A name may have dots: "automaticLossScalingSettings.enabled"."""

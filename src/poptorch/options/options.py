@@ -57,11 +57,6 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
             Precision=option_parts.Precision(popart),
             TensorLocations=option_parts.TensorLocations(),
             Training=option_parts.Training(popart),
-            _execution_strategy=strategies.PipelinedExecution(),
-            _source_location_excludes=[],
-            _show_progress_bar=True,
-            _relax_optimizer_checks=False,
-            _module_namescope_enabled=True,
         )
         if cache := os.environ.get("POPTORCH_CACHE_DIR"):
             self.enableExecutableCaching(cache)
@@ -167,7 +162,6 @@ _SYNTAX = (
     *(ast.Module, ast.Expr, ast.Assign, ast.Call, ast.keyword, ast.Attribute, ast.Name, ast.Load, ast.Store),
     *(ast.Constant, ast.UnaryOp, ast.USub, ast.List, ast.Tuple, ast.Dict),
 )
-_PRIVATE_BUT_USED = ("_Popart", "_popart")
 
 
 class ConfigFileError(Exception):
@@ -217,5 +211,5 @@ def _run_setting(options: Any, source: str) -> None:
 
 def _check_public(name: str) -> None:
     """Raise AttributeError for a private name but `_Popart`, since it could give access to all of Python."""
-    if name.startswith("_") and name not in _PRIVATE_BUT_USED:
+    if name.startswith("_") and name not in ("_Popart", "_popart"):
         raise AttributeError(f"Invalid attribute {name!r}: private names can't be used in option texts")
