@@ -38,7 +38,7 @@ def expect(setter: str, value: T, kind: type | tuple[str, ...], error: type[Exce
 
 
 class Freezable:
-    """Base class of objects that can be made read-only, together with the option objects in their fields."""
+    """Base class of objects with named values that can be frozen, together with the objects in their fields."""
 
     _is_frozen = False
 
@@ -84,6 +84,16 @@ class Freezable:
     def _parts(self) -> list[Freezable]:
         return [field for field in vars(self).values() if isinstance(field, Freezable)]
 
+    @property
+    def _values(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def _printed_fields(self) -> list[str]:
+        return [f"{name}={sorted_repr(value)}" for name, value in sorted(self._values.items())]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self._printed_fields())})"
+
 
 class OptionsDict(Freezable):
     """A set of named values; the base class of `Options` and its parts."""
@@ -94,10 +104,6 @@ class OptionsDict(Freezable):
     def __init__(self, popart: Any = None) -> None:
         super().__init__()
         vars(self)["_popart"] = popart
-
-    @property
-    def _values(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def set(self, **values: Any) -> Self:
         """Change existing values, given by name, and return the object.
@@ -157,12 +163,6 @@ class OptionsDict(Freezable):
                 super().__setattr__(name, value)
             else:
                 self.set(**{name: value})
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(self._printed_fields())})"
-
-    def _printed_fields(self) -> list[str]:
-        return [f"{name}={sorted_repr(value)}" for name, value in sorted(self._values.items())]
 
     def _set_popart(self, name: str, value: Any) -> Self:
         self._popart.set(name, value)

@@ -13,7 +13,7 @@ from popengine.errors import Error
 from poptorch import autocasting
 from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 from poptorch.logs import logger
-from poptorch.options.option_base import Freezable, OptionsDict, expect, merged, plain_copy, sorted_repr
+from poptorch.options.option_base import Freezable, OptionsDict, expect, merged, plain_copy
 
 HALF_KERNELS = ("auto", "native", "float32")
 _PARTIALS = {torch.float: "float", torch.half: "half"}
@@ -288,6 +288,8 @@ class Distributed(OptionsDict):
 # Settings by name -----------------------------------------------------------------------------------------
 
 _NAMES = """
+    accumulateOuterFragmentSettings. automaticLossScalingSettings. batchSerializationSettings.
+    replicatedCollectivesSettings.
     autoRecomputation cachePath convolutionOptions decomposeGradSum defaultBufferingDepth
     defaultPrefetchBufferingDepth disableGradAccumulationTensorStreams disableOptimizerStateTensorStreams
     enableEngineCaching enableExplicitIR enableFloatingPointChecks enableGradientAccumulation enableOutlining
@@ -295,13 +297,7 @@ _NAMES = """
     groupNormStridedChannelGrouping instrumentWithHardwareCycleCounter outlineThreshold partialsTypeMatMuls
     rearrangeAnchorsOnHost saveInitializersToFile scheduleNonWeightUpdateGradientConsumersEarly
     subgraphCopyingStrategy syntheticDataMode timeLimitScheduler updatableNamedBuffers virtualGraphMode
-"""
-_PREFIXES = (
-    "accumulateOuterFragmentSettings.",
-    "automaticLossScalingSettings.",
-    "batchSerializationSettings.",
-    "replicatedCollectivesSettings.",
-)
+"""  # with a dot at the end: the prefix of names
 
 
 class Popart(Freezable):
@@ -342,13 +338,14 @@ class Popart(Freezable):
         Bad: names that look mistyped, and values other than bools, numbers, strings, and containers of these.
         """
         known = _NAMES.split()
+        prefixes = tuple(name for name in known if name.endswith("."))
         for name, value in self.options.items():
             if not all(isinstance(leaf, int | float | str) for leaf in tree_leaves(value)):
                 raise Error(
                     f"Unknown value type {type(value).__name__} for option {name}: _Popart options are "
                     f"bools, numbers, strings, and lists or dictionaries of them"
                 )
-            if name in known or name.startswith(_PREFIXES):
+            if name in known or name.startswith(prefixes):
                 continue
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
             if close:
@@ -359,7 +356,3 @@ class Popart(Freezable):
         """Return the settings by name, and the patterns with their level."""
         patterns = {"patterns": dict(self.patterns), "patterns_level": self.patterns_level}
         return merged(plain_copy(self.options), patterns)
-
-    def __repr__(self) -> str:
-        patterns = f"patterns={sorted_repr(self.patterns)}, patterns_level={self.patterns_level}"
-        return f"{type(self).__name__}(options={sorted_repr(self.options)}, {patterns})"
