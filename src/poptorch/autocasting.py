@@ -61,7 +61,7 @@ def using_policy(policy: Policy | None) -> Iterator[None]:
 
 
 class _CastMode(TorchFunctionMode):
-    """A function mode that casts the operands of functions in a policy's lists, instead of torch.autocast."""
+    """A function mode that casts operands by a policy; torch.autocast is off for functions in its lists."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()

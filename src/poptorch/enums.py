@@ -18,7 +18,7 @@ class MeanReductionStrategy(enum.IntEnum):
 
 
 class DataLoaderMode(enum.IntEnum):
-    """Where batches are loaded: in the caller's process, or in another, which can regroup workers' rows."""
+    """The process that loads batches: the caller's (Sync), or another, which can regroup rows of workers."""
 
     Sync = 0
     Async = 1
@@ -48,8 +48,8 @@ AnchorMode = OutputMode  # the name in programs for PopTorch 2.4 and earlier
 
 
 class ConnectionType(enum.IntEnum):
-    """When a device is attached: at compilation (Always, OnDemand), or never (compile only). After
-    `loadExecutable` Always attaches it at once, OnDemand at the first call."""
+    """The time at which a device is attached: at compilation (Always, OnDemand), or never (compile only).
+    `loadExecutable` attaches it at once for Always; for OnDemand the first call does."""
 
     Always = 0
     OnDemand = 1
@@ -65,7 +65,7 @@ class HalfFloatCastingBehavior(enum.IntEnum):
 
 
 class ReductionType(enum.IntEnum):
-    """The reduction of values over micro-batches or replicas."""
+    """The reduction of gradients over micro-batches and replicas. No option accepts NoReduction."""
 
     Sum = 0
     Mean = 1
@@ -90,7 +90,7 @@ class Liveness(enum.IntEnum):
 
 
 class AutoStage(enum.IntEnum):
-    """The rule for the stage of a block: the number of its ipu, or a new stage for each block id."""
+    """The rule for a block's stage: the number of its ipu (SameAsIpu), or a new stage for each block id."""
 
     SameAsIpu = 0
     AutoIncrement = 1

@@ -42,7 +42,7 @@ logging.getLogger("popengine").parent = logger  # the engine's lines go to the s
 
 
 class RepeatFilter(logging.Filter):
-    """A filter that passes `limit` equal lines in succession, then one with a note, then none."""
+    """A filter that passes the same line `limit` times in succession, once more with a note, then no more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def setLogLevel(level: int | str) -> None:
 
 
 def configure(level: str, destination: str) -> None:
-    """Set the log's level (if unknown: WARN, and a warning) and its destination: stderr, stdout or a file."""
+    """Set the log's destination (stderr, stdout or a file) and level; an unknown level logs a warning."""
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()

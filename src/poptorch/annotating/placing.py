@@ -56,9 +56,9 @@ def annotate(
 
 
 def split(model: M, ipus: int) -> M:
-    """Make the default strategy balance repeated layers over ipus, by hooks. Return the same model. (Pando.)
+    """Make each repeated layer of a model a block, by hooks, and return the same model. (Pando.)
 
-    That strategy is `PipelinedExecution(AutoBalance(ipus)).orSharded()`, with each layer as a block.
+    The default strategy becomes `PipelinedExecution(AutoBalance(ipus)).orSharded()`, which balances them.
     Raises Error if the model has fewer repeated layers than ipus, or a layer begins a block already.
     """
     layers = _repeated_layers(model)
@@ -84,7 +84,8 @@ def strategy_of(model: nn.Module, strategy: ExecutionStrategy) -> ExecutionStrat
 
 @contextlib.contextmanager
 def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
-    """Make each repeated layer of an unmarked model a block inside the `with`, if `AutoBalance` is chosen."""
+    """For `AutoBalance` of an unmarked model, make each repeated layer a block inside the `with`, unless the
+    model's own code has opened a block."""
     wanted = strategy.auto == "balance" and not any(map(find_begin_hook, model.modules()))
     layers = _repeated_layers(model) if wanted else []
     names = {None, *(name for _, name, _ in layers)}
@@ -92,7 +93,7 @@ def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
     def begin_block(name: str, module: nn.Module, inputs: Any) -> None:
         capture = current()
         if capture is not None and capture.block >= 0 and capture.visits[capture.block].name in names:
-            capture.enter_block(name, None)  # the model's own code has opened no block
+            capture.enter_block(name, None)
 
     with contextlib.ExitStack() as hooks:
         for module, name, _ in layers:

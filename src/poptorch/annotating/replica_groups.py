@@ -119,7 +119,7 @@ def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -
 
 @contextlib.contextmanager
 def first_rows_only(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Replace parameters of the model itself by their first rows inside the `with`: a replica has one row."""
+    """Replace the named parameters by their first rows inside the `with`, as each replica has one row."""
     before = model._parameters
     rows = {
         name: nn.Parameter(parameter.detach()[0], parameter.requires_grad)

@@ -219,7 +219,7 @@ class OptimizerGuard:
         )
 
     def _report_unexpected_names(self, optimizer: torch.optim.Optimizer, label: str) -> None:
-        """Log, once each, attributes and keys that neither the first accepted optimizer nor a class has."""
+        """Log, once each, attributes and keys that the first accepted optimizer lacks and no class declares."""
         # Keys of SGD and LAMB, a bound that any optimizer may have, and a key that torch's load_state_dict adds.
         expected = {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable"}
         expected.update(*map(inspect.get_annotations, type(optimizer).__mro__))
@@ -288,7 +288,7 @@ def check_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _attribute_names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
-    """Return three kinds of names, by description in messages: attributes, defaults, keys of each group."""
+    """Return the names of attributes, of defaults, and of each group's keys, by description in messages."""
     attributes = {name for name in vars(optimizer) if not name.startswith("_")}
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         attributes.discard("step")  # a scheduler has replaced the method, to count its calls

@@ -171,7 +171,7 @@ def _loaded_or_old(loaded: float | None, old: Any) -> Any:
 
 
 def state_entries(kind: str, states: Mapping[str, State]) -> dict[str, Tensor]:
-    """Return an "ipu_state" of the same tensors. Args: states: by canonical parameter name"""
+    """Return states, given by canonical parameter name, as an "ipu_state" with the same tensors."""
     prefixes = {state.name: state.file for state in RULES[kind].states}
     return {
         f"{prefixes[name]}___{parameter}": value

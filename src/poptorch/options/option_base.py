@@ -38,7 +38,7 @@ def expect(setter: str, value: T, kind: type | tuple[str, ...], error: type[Exce
 
 
 class Freezable:
-    """Base class of objects with named values that can be frozen, together with the objects in their fields."""
+    """Base class of objects with named values that can be frozen, together with objects in their fields."""
 
     _is_frozen = False
 
