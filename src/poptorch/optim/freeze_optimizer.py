@@ -219,7 +219,7 @@ class OptimizerGuard:
         )
 
     def _report_unexpected_names(self, optimizer: torch.optim.Optimizer, label: str) -> None:
-        """Log, once each, attributes and keys that the first accepted optimizer lacks and no class declares."""
+        """Log, once each, the names that the first accepted optimizer lacks and no class declares."""
         # Keys of SGD and LAMB, a bound that any optimizer may have, and a key that torch's load_state_dict adds.
         expected = {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable"}
         expected.update(*map(inspect.get_annotations, type(optimizer).__mro__))

@@ -22,6 +22,25 @@ __all__ = ["LAMB", "LARS", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "Vari
 logger = logging.getLogger("poptorch::python")
 
 
+@torch.no_grad()
+def step_by_own_rule(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None = None) -> Any:
+    """Update the host's weights from their `.grad`, and `optimizer.state`, in place by the executors' rule.
+    Return the result of `closure`, which is called first, or None."""
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    rule, hyper = freeze_optimizer(optimizer, {id(value): str(n) for n, value in enumerate(everything)})
+    for group, rates in zip(optimizer.param_groups, hyper.groups, strict=True):
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        gradients = [parameter.grad.clone() for parameter in parameters]  # a rule may overwrite them
+        for parameter in parameters:
+            optimizer.state[parameter] = optimizer.state[parameter] or init_state(rule, parameter)
+        update(rule, rates, parameters, gradients, [optimizer.state[parameter] for parameter in parameters])
+    return loss
+
+
 class SGD(Optimizer, torch.optim.SGD):
     """Stochastic gradient descent: v ← μ·v + (1 − d)·(g + λ·w), w ← w − lr·v (momentum μ, weight decay λ).
 
@@ -192,9 +211,7 @@ class OwnRule(Optimizer, torch.optim.Optimizer):
     def __init__(self, params: ParamsT, **rates: Any) -> None:
         self._construct({"params": params, **rates})
 
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override]
-        """Update the host's weights in place from their `.grad`, and return the loss of `closure` or None."""
-        return step_by_own_rule(self, closure)
+    step = step_by_own_rule  # type: ignore[assignment]
 
 
 class LAMB(OwnRule, _Moments):
@@ -260,21 +277,3 @@ class LARS(OwnRule):
         max_grad_norm: float | None = None,
     ) -> None:
         self._construct(locals())
-
-
-@torch.no_grad()
-def step_by_own_rule(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None) -> Any:
-    """Update the host's weights and `optimizer.state` by the rule in `RULES`. Return the closure's result."""
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-    everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    rule, hyper = freeze_optimizer(optimizer, {id(value): str(n) for n, value in enumerate(everything)})
-    for group, rates in zip(optimizer.param_groups, hyper.groups, strict=True):
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        gradients = [parameter.grad.clone() for parameter in parameters]  # a rule may overwrite them
-        for parameter in parameters:
-            optimizer.state[parameter] = optimizer.state[parameter] or init_state(rule, parameter)
-        update(rule, rates, parameters, gradients, [optimizer.state[parameter] for parameter in parameters])
-    return loss
