@@ -32,7 +32,7 @@ from .compiling.executable import Executable
 from .data.loader import wait_recorders
 from .logs import counted, logger
 from .options import Options
-from .options.freeze_options import resolved
+from .options.freeze_options import resolve_options
 from .version import __version__
 
 _SAVE_INTERVAL = 60.0  # seconds, at least, between two saves of a profile during training
@@ -235,7 +235,7 @@ def _with_times(operations: Sequence[profile.Operation], detail: Detail | None) 
 
 def _changed_options(options: Options, training: bool) -> list[profile.Option]:
     """Return name, value and default, as texts, of each option that differs from its default."""
-    mine, default = _option_texts(options), _option_texts(resolved(Options(), training))
+    mine, default = _option_texts(options), _option_texts(resolve_options(Options(), training))
     return [
         profile.Option(name, mine.get(name, "not set"), default.get(name, "not set"))
         for name in sorted(mine.keys() | default.keys())

@@ -71,7 +71,7 @@ def split(model: M, ipus: int) -> M:
     return model
 
 
-def strategy_of(model: nn.Module, strategy: ExecutionStrategy) -> ExecutionStrategy:
+def strategy_of_marks(model: nn.Module, strategy: ExecutionStrategy) -> ExecutionStrategy:
     """Return the strategy that `annotate` or `split` set, if `strategy` is the default; else `strategy`.
     If `orSharded()` of `strategy` was called, it holds for the returned strategy, too."""
     default = ("pipelined", AutoStage.SameAsIpu)

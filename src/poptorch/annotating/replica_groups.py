@@ -39,7 +39,7 @@ class GroupableParameter(nn.Parameter):
     _grouping_target: Any
 
     @staticmethod
-    def of(parameter: nn.Parameter, name: str, groupings: dict[str, Grouping] | None) -> GroupableParameter:
+    def wrap(parameter: nn.Parameter, name: str, groupings: dict[str, Grouping] | None) -> GroupableParameter:
         """Return a view of a parameter, with the same memory, attributes and `.grad`.
 
         Args: groupings: the executor's groupings by name, for `replicaGrouping`; None once it is compiled
@@ -76,7 +76,7 @@ class GroupableParameter(nn.Parameter):
         groupings[name] = _checked_grouping(name, (comm_group_type, shards, variable_retrieval_mode))
 
 
-def groups_of(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -> dict[str, ReplicaGroups]:
+def make_groups(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -> dict[str, ReplicaGroups]:
     """Return the engine's groups of replicas by parameter name, checked against the parameters.
 
     Raises:

@@ -19,7 +19,7 @@ from popengine.errors import Error
 from popengine.run.call import Results
 from popengine.settings import Settings
 
-from ..annotating.replica_groups import groups_of
+from ..annotating.replica_groups import make_groups
 from ..compiling import arguments
 from ..compiling.compilation_log import log_plan, progress
 from ..compiling.executable import compile_model
@@ -29,7 +29,7 @@ from ..enums import ConnectionType
 from ..logs import logger, repeats
 from ..optim import SGD
 from ..options import Options
-from ..options.freeze_options import freeze, resolved
+from ..options.freeze_options import engine_settings, resolve_options
 from ..planning import exit_if_only_planning
 from ..reporter import Reporter, start_reporter
 from . import executable_file, marked_model
@@ -54,7 +54,7 @@ class PoplarExecutor(PublicNames):
         if not isinstance(model, nn.Module):
             function, model = model, nn.Module()
             model.forward = function
-        options = resolved(given, training, model)
+        options = resolve_options(given, training, model)
         given._freeze()  # a later change would have no effect
         repeats.set_limit(options.max_repeat_logs)
         # The copy fixes the flags of the top-level module; submodules are shared with the user's model.
@@ -228,13 +228,14 @@ class PoplarExecutor(PublicNames):
         Raises: Error or AssertionError, if the arguments or the model's buffers do not fit the options
         """
         model, training, call = self._wrapped.traced, self._wrapped.training, run.call
-        groups = groups_of(model, self.per_replica_params, options.replication_factor)
+        groups = make_groups(model, self.per_replica_params, options.replication_factor)
         if groups and run.counts.replicas != options.replication_factor:
             raise Error(
                 "an incomplete batch has not a micro-batch for each replica, and the model has parameters with a value"
                 f" for each: {', '.join(groups)}\n  fix: poptorch.DataLoader(..., drop_last=True)"
             )
-        settings = freeze(options, training, self._optimizer_link.frozen if training else None, groups)
+        optimizer = self._optimizer_link.frozen if training else None
+        settings = engine_settings(options, training, optimizer, groups)
         arguments.check_batch(call, run.counts)
         if not self._lease.plans:
             arguments.warn_about_inputs(call, settings.counts, arguments.has_float64_weights(model))

@@ -25,12 +25,12 @@ from ..optim.freeze_optimizer import OptimizerGuard, check_hooks
 from ..optim.optimizer_state import (
     check_states,
     check_torch_state,
-    engine_state,
-    hyperparameter_entries,
+    from_ipu_state,
+    from_torch_state,
     rates_of,
-    state_entries,
-    states_of,
-    torch_state,
+    to_ipu_param,
+    to_ipu_state,
+    to_torch_state,
 )
 from .device_lease import DeviceLease
 from .marked_model import WrappedModel
@@ -182,7 +182,7 @@ class OptimizerLink:
         """Check the states in `optimizer.state` (torch's format), and move them to `_loaded` for upload."""
         names = self._model.parameter_names()
         loaded = {
-            names[id(parameter)]: engine_state(self.frozen, state)
+            names[id(parameter)]: from_torch_state(self.frozen, state)
             for parameter, state in self.optimizer.state.items()
             if id(parameter) in names
         }
@@ -199,7 +199,7 @@ class OptimizerLink:
             states.setdefault(name, {}).update(state)
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
             name = names.get(id(parameter))
-            if name in states and (state := torch_state(self.frozen.kind, states[name], steps)):
+            if name in states and (state := to_torch_state(self.frozen.kind, states[name], steps)):
                 self.optimizer.state[parameter] = state
 
     # ---- state -------------------------------------------------------------------------------------------
@@ -220,10 +220,10 @@ class OptimizerLink:
         states, executable = self._lease.optimizer_states(), self._lease.executable
         if states is None:
             return None
-        entries = state_entries(self.frozen.kind, states)
+        entries = to_ipu_state(self.frozen.kind, states)
         if executable is not None and executable.settings.automatic_loss_scaling:
             entries[_LOSS_FACTOR] = torch.tensor(self._lease.loss_factor)
-        return entries, hyperparameter_entries(self.frozen.group_of, self.hyper)
+        return entries, to_ipu_param(self.frozen.group_of, self.hyper)
 
     def upload(self) -> None:
         """Check and upload states loaded into the optimizer, and use loaded rates. Warn of missing states."""
@@ -238,13 +238,13 @@ class OptimizerLink:
         if is_ours and optimizer._pending_state is not None:
             kind, entries = self.frozen.kind, optimizer._pending_state[0] or {}
             self._check_states(entries)
-            missing = sorted(set(state_entries(kind, state.read_optimizer())) - set(entries))
+            missing = sorted(set(to_ipu_state(kind, state.read_optimizer())) - set(entries))
             if missing:
                 logger.warning(
                     "the loaded optimizer state has nothing for %s: kept as it is", ", ".join(missing)
                 )
             factor = entries.get(_LOSS_FACTOR)
-            state.write_optimizer(states_of(kind, entries), None if factor is None else float(factor))
+            state.write_optimizer(from_ipu_state(kind, entries), None if factor is None else float(factor))
             optimizer._pending_state = None
         if is_ours and optimizer._has_loaded_rates:
             names = self._model.parameter_names()
@@ -257,7 +257,7 @@ class OptimizerLink:
             shapes = {name: tuple(parameter.shape) for name, parameter in self._model.parameters()}
         grouped = self._model.per_replica  # on the host these have one row per group of replicas
         shapes = {name: shape for name, shape in shapes.items() if name not in grouped}
-        check_states(self.frozen.kind, states_of(self.frozen.kind, entries), shapes)
+        check_states(self.frozen.kind, from_ipu_state(self.frozen.kind, entries), shapes)
 
     # ---- rates -------------------------------------------------------------------------------------------
 

@@ -293,7 +293,7 @@ class PublicNames:
             )
         if isinstance(value, nn.Parameter) and name in self._wrapped.user._parameters:
             groupings = None if self.isCompiled() else self.per_replica_params
-            return GroupableParameter.of(value, name, groupings)
+            return GroupableParameter.wrap(value, name, groupings)
         return value
 
     # ---- private names that programs use -----------------------------------------------------------------

@@ -17,7 +17,7 @@ from ..compiling.executable import compile_model
 from ..compiling.runs import Run
 from ..logs import logger
 from ..options import Options
-from ..options.freeze_options import resolved
+from ..options.freeze_options import resolve_options
 from ..planning import profiles
 from . import executable_file, marked_model
 from .executor import PoplarExecutor
@@ -184,7 +184,7 @@ def _compile_arguments(
             options = None
     try:
         wrapped, (args, kwargs) = executor._wrapped, arguments_of(batch)
-        own = wrapped.options if options is None else resolved(options, wrapped.training, wrapped.user)
+        own = resolve_options(options, wrapped.training, wrapped.user) if options else wrapped.options
         run = Run(bind(executor._signature, args, kwargs), own._counts())
         yield executor, (wrapped.traced, run, own, executor._checked_settings(run, own))
     finally:

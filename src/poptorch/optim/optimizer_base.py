@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from popengine.update.optimizer_rules import RULES
-from poptorch.optim.optimizer_state import check_states, check_torch_state, load_rates, states_of
+from poptorch.optim.optimizer_state import check_states, check_torch_state, from_ipu_state, load_rates
 
 # (ipu_state, ipu_param): tensors by the names that `optimizer_state.py` lists.
 DeviceState = tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]
@@ -167,7 +167,7 @@ class Optimizer:
         rest = {name: value for name, value in state_dict.items() if name not in ("ipu_state", "ipu_param")}
         ipu_state, ipu_param = state_dict["ipu_state"], state_dict["ipu_param"]
         check_torch_state(self._kind, self, rest)
-        check_states(self._kind, states_of(self._kind, ipu_state or {}))
+        check_states(self._kind, from_ipu_state(self._kind, ipu_state or {}))
         if self._state_check is not None:
             self._state_check(ipu_state or {})
         super().load_state_dict(rest)  # type: ignore[misc]

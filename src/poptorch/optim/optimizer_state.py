@@ -95,7 +95,7 @@ def _entry_name(rate: str) -> str:
     return first + "".join(map(str.capitalize, others))
 
 
-def hyperparameter_entries(group_of: Mapping[str, int], hyper: Hyper) -> dict[str, Tensor]:
+def to_ipu_param(group_of: Mapping[str, int], hyper: Hyper) -> dict[str, Tensor]:
     """Return the "ipu_param" of an optimizer: the loss scaling, and for each parameter its group's rates.
 
     SGD without momentum has two derived values instead: scaledLearningRate0 = lr·(1 − d) / s and
@@ -130,7 +130,7 @@ def load_rates(kind: str, optimizer: Any, ipu_param: Mapping[str, Tensor]) -> No
     group_of = dict(zip(entries, indices, strict=False))
     for name, index in group_of.items():
         _load_group_rates(RULES[kind], optimizer.param_groups[index], entries[name], optimizer.loss_scaling)
-    used = hyperparameter_entries(group_of, rates_of(kind, optimizer))
+    used = to_ipu_param(group_of, rates_of(kind, optimizer))
     unused = [n for n, v in ipu_param.items() if n not in used or not math.isclose(v, used[n], rel_tol=1e-4)]
     if unused:
         logger.warning(
@@ -170,7 +170,7 @@ def _loaded_or_old(loaded: float | None, old: Any) -> Any:
 # poptorch's format ------------------------------------------------------------------------------------
 
 
-def state_entries(kind: str, states: Mapping[str, State]) -> dict[str, Tensor]:
+def to_ipu_state(kind: str, states: Mapping[str, State]) -> dict[str, Tensor]:
     """Return states, given by canonical parameter name, as an "ipu_state" with the same tensors."""
     prefixes = {state.name: state.file for state in RULES[kind].states}
     return {
@@ -180,7 +180,7 @@ def state_entries(kind: str, states: Mapping[str, State]) -> dict[str, Tensor]:
     }
 
 
-def states_of(kind: str, ipu_state: Mapping[str, Tensor]) -> dict[str, State]:
+def from_ipu_state(kind: str, ipu_state: Mapping[str, Tensor]) -> dict[str, State]:
     """Return the states in an "ipu_state", by canonical parameter name; skip entries that the rule lacks."""
     names = {state.file: state.name for state in RULES[kind].states}
     states: dict[str, State] = {}
@@ -224,7 +224,7 @@ def check_states(
 # torch's format ---------------------------------------------------------------------------------------
 
 
-def torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
+def to_torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
     """Return one parameter's state in torch's format, with `steps` as "step" if the state has no count."""
     names = {each.name: each.torch_name for each in RULES[kind].states}
     result = {names[name]: value for name, value in state.items() if names[name]}
@@ -233,7 +233,7 @@ def torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
     return result
 
 
-def engine_state(optimizer: settings.Optimizer, state: Mapping[str, Any]) -> State:
+def from_torch_state(optimizer: settings.Optimizer, state: Mapping[str, Any]) -> State:
     """Return one parameter's state, in torch's format, in the engine's format, without unknown entries.
     With torch's dampening a "step" of 1 is added: torch leaves the first update undampened."""
     names = {each.torch_name: each.name for each in RULES[optimizer.kind].states if each.torch_name}

@@ -8,7 +8,7 @@ from torch import nn
 from popengine.errors import Error
 from popengine.run import devices
 from popengine.settings import DeviceKind, Optimizer, Outputs, ReplicaGroups, Settings
-from poptorch.annotating.placing import strategy_of
+from poptorch.annotating.placing import strategy_of_marks
 from poptorch.annotating.strategies import PipelinedExecution
 from poptorch.enums import ConnectionType, MeanReductionStrategy, OutputMode, ReductionType
 from poptorch.options.option_groups import BACKENDS, DEVICES
@@ -22,7 +22,7 @@ OUTPUTS: dict[OutputMode, Outputs] = {
 }
 
 
-def resolved(options: Options, training: bool, model: nn.Module | None = None) -> Options:
+def resolve_options(options: Options, training: bool, model: nn.Module | None = None) -> Options:
     """Return a frozen copy of the options, with an output mode in place of Default, and the strategy that
     `poptorch.annotate` or `split` set for `model` in place of the default strategy.
 
@@ -32,7 +32,7 @@ def resolved(options: Options, training: bool, model: nn.Module | None = None) -
     if own.defaultOutputMode():
         own.outputMode(OutputMode.Final if training else OutputMode.All)
     if model is not None:
-        own._execution_strategy = strategy_of(model, own._execution_strategy)
+        own._execution_strategy = strategy_of_marks(model, own._execution_strategy)
     accumulation = own.Training.gradient_accumulation
     if not training and accumulation != 1:
         pipelined = isinstance(own._execution_strategy, PipelinedExecution)
@@ -47,7 +47,7 @@ def resolved(options: Options, training: bool, model: nn.Module | None = None) -
     return own
 
 
-def freeze(
+def engine_settings(
     options: Options,
     training: bool,
     optimizer: Optimizer | None,

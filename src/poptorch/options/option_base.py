@@ -138,7 +138,7 @@ class OptionsDict(Freezable):
 
         Raises: AssertionError if a name is in both.
         """
-        return merged(other, self.toDict())
+        return merge_disjoint(other, self.toDict())
 
     def toDict(self) -> dict[str, Any]:
         """Return the values by name; for `Options`, including the values of its parts."""
@@ -186,7 +186,7 @@ class OptionsDict(Freezable):
         return int(value) if expected is int and isinstance(value, IntEnum) else value
 
 
-def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def merge_disjoint(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Return a new dictionary with the entries of both. Raises AssertionError if a key is in both."""
     shared = sorted(first.keys() & second.keys())
     assert not shared, f"Can't merge dictionaries: both contain {', '.join(shared)}"

@@ -13,7 +13,7 @@ from popengine.errors import Error
 from poptorch import autocasting
 from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 from poptorch.logs import logger
-from poptorch.options.option_base import Freezable, OptionsDict, expect, merged, plain_copy
+from poptorch.options.option_base import Freezable, OptionsDict, expect, merge_disjoint, plain_copy
 
 HALF_KERNELS = ("auto", "native", "float32")
 _PARTIALS = {torch.float: "float", torch.half: "half"}
@@ -355,4 +355,4 @@ class Popart(Freezable):
     def toDict(self) -> dict[str, Any]:
         """Return the settings by name, and the patterns with their level."""
         patterns = {"patterns": dict(self.patterns), "patterns_level": self.patterns_level}
-        return merged(plain_copy(self.options), patterns)
+        return merge_disjoint(plain_copy(self.options), patterns)

@@ -20,7 +20,7 @@ from poptorch import enums
 from poptorch.annotating import strategies
 from poptorch.enums import CommGroupType
 from poptorch.options import option_parts
-from poptorch.options.option_base import Freezable, merged, sorted_repr
+from poptorch.options.option_base import Freezable, merge_disjoint, sorted_repr
 from poptorch.options.option_groups import DeviceOptions, ExecutionOptions, ReportingOptions
 
 
@@ -124,7 +124,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         )
         parts = (self._popart, self.Training, self.Distributed, self.TensorLocations)
         values = (super().toDict(), self._execution_strategy.backendOptions(), *(p.toDict() for p in parts))
-        return functools.reduce(merged, values)
+        return functools.reduce(merge_disjoint, values)
 
     def _counts(self) -> Counts:
         """Return the factors of a combined batch, and the number and id of the processes."""

@@ -13,7 +13,7 @@ import torch
 import poptorch
 from popengine.settings import Hyper
 from poptorch import optim
-from poptorch.optim.optimizer_state import hyperparameter_entries, state_entries, states_of
+from poptorch.optim.optimizer_state import from_ipu_state, to_ipu_param, to_ipu_state
 
 EACH = [getattr(optim, name) for name in optim.__all__ if name not in ("Optimizer", "VariableAttributes")]
 ARGUMENTS = {
@@ -270,9 +270,9 @@ def test_device_states_are_named_and_named_back():
     states = {
         "fc.weight": {"exp_avg": torch.ones(2), "exp_avg_sq": torch.zeros(2), "step": torch.tensor(1.0)}
     }
-    entries = state_entries("adamw", states)
+    entries = to_ipu_state("adamw", states)
     assert list(entries) == ["Accl1___fc.weight", "Accl2___fc.weight", "Step___fc.weight"]
-    assert states_of("adamw", {**entries, "lossScaleUpdateFactor": torch.tensor(1.0)}) == states
+    assert from_ipu_state("adamw", {**entries, "lossScaleUpdateFactor": torch.tensor(1.0)}) == states
 
 
 def test_plain_sgd_names_the_rates_as_its_update_uses_them():
@@ -284,7 +284,7 @@ def test_plain_sgd_names_the_rates_as_its_update_uses_them():
         "nesterov": 0.0,
         "maximize": 0.0,
     }
-    entries = hyperparameter_entries({"w": 0}, Hyper((rates,), loss_scaling=2.0))
+    entries = to_ipu_param({"w": 0}, Hyper((rates,), loss_scaling=2.0))
     assert {name: round(value.item(), 6) for name, value in entries.items()} == {
         "lossScaling_FLOAT": 2.0,
         "scaledLearningRate0___specific___w": 0.125,
@@ -294,6 +294,6 @@ def test_plain_sgd_names_the_rates_as_its_update_uses_them():
 
 def test_other_rates_are_named_by_parameter():
     rates = {"lr": 0.5, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.25, "maximize": 0.0}
-    entries = hyperparameter_entries({"w": 0}, Hyper((rates,)))
+    entries = to_ipu_param({"w": 0}, Hyper((rates,)))
     assert entries["learningRate___specific___w"].item() == 0.5
     assert entries["weightDecay___specific___w"].item() == 0.25

@@ -3,11 +3,11 @@
 import pytest
 
 import poptorch
-from poptorch.options.freeze_options import freeze, resolved
+from poptorch.options.freeze_options import engine_settings, resolve_options
 
 
 def backend_of(options):
-    return freeze(resolved(options, training=False), training=False, optimizer=None).backend
+    return engine_settings(resolve_options(options, training=False), training=False, optimizer=None).backend
 
 
 def test_pieces_run_eagerly_by_default(monkeypatch):

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 import poptorch
-from poptorch.options.freeze_options import freeze, resolved
+from poptorch.options.freeze_options import engine_settings, resolve_options
 
 
 def device_of(options, training=False):
-    return freeze(resolved(options, training=training), training=training, optimizer=None).device
+    return engine_settings(
+        resolve_options(options, training=training), training=training, optimizer=None
+    ).device
 
 
 def test_ipus_are_threads_of_the_cpu_by_default(monkeypatch):
