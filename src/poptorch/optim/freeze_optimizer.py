@@ -192,7 +192,7 @@ class OptimizerGuard:
         label, rates = label_of(optimizer, frozen), _rates_by_name(optimizer, hyper)
         is_loaded = getattr(optimizer, "_has_loaded_rates", False)  # rates of a checkpoint replace constants
         if compiled and self._label:
-            self._check_changes(optimizer, label, frozen, {} if is_loaded else rates)
+            self._check_changes(label, frozen, {} if is_loaded else rates)
         elif label != self._label:
             self._attributes = _attribute_names(optimizer)
         self._report_unexpected_names(optimizer, label)
@@ -229,13 +229,7 @@ class OptimizerGuard:
                 known.update(unexpected)
                 self._report("Ignoring unexpected %s in %s optimizer: %s", description, label, unexpected)
 
-    def _check_changes(
-        self,
-        optimizer: torch.optim.Optimizer,
-        label: str,
-        frozen: settings.Optimizer,
-        rates: dict[str, list[float]],
-    ) -> None:
+    def _check_changes(self, label: str, frozen: settings.Optimizer, rates: dict[str, list[float]]) -> None:
         """Raise Error if a value that is compiled in, or a constant rate among `rates`, differs from the
         accepted optimizer's; raise ValueError if `accum_type` became float16."""
         before = self._frozen
@@ -244,8 +238,7 @@ class OptimizerGuard:
                 f"the optimizer's type can't change once the model is compiled: it was {self._label}, this one is "
                 f"{label}.\n  fix: call destroy() on the model first"
             )
-        combined = getattr(optimizer, "use_combined_accum", False)
-        if frozen.accumulator_type == torch.float16 != before.accumulator_type and not combined:
+        if frozen.accumulator_type == torch.float16 != before.accumulator_type and label != "SGD1":
             raise ValueError(
                 "accum_type=torch.float16 needs options.Training.setMeanAccumulationAndReplicationReductionStrategy("
                 f"poptorch.MeanReductionStrategy.Running), but the model is already compiled with "

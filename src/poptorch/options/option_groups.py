@@ -1,5 +1,6 @@
 """The setters of `Options` itself, in three groups: execution, device, and reporting."""
 
+import contextlib
 import json
 import os
 from numbers import Real
@@ -347,11 +348,8 @@ class ReportingOptions(OptionsDict):
 def _engine_options_of_environment() -> dict[str, Any]:
     """Return POPLAR_ENGINE_OPTIONS as a dictionary; {} with a warning if it is no JSON object."""
     text = os.environ.get("POPLAR_ENGINE_OPTIONS") or "{}"
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
-        found = None
-    if isinstance(found, dict):
-        return found
+    with contextlib.suppress(json.JSONDecodeError):
+        if isinstance(found := json.loads(text), dict):
+            return found
     logger.warning("POPLAR_ENGINE_OPTIONS is ignored, since it is no JSON object: %s", text)
     return {}
