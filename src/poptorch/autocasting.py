@@ -1,6 +1,6 @@
 """Automatic casts as in PopTorch 3.0 and before: `autocast`, with an effect in compiled models only.
 
-The default policy is torch.autocast's. A user's policy is applied by a function mode, before torch.autocast.
+The default policy is torch.autocast's. A user's policy is a function mode, which runs before torch.autocast.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 __all__ = ["Policy", "autocast", "default"]
 
 
-class Policy:
+class Policy(TorchFunctionMode):
     """The dtypes to which `autocast` casts operands. Functions in no list follow torch.autocast to float16.
 
     Args: lists of names of torch functions, such as "matmul"; the last list that has a name applies to it.
@@ -31,19 +31,30 @@ class Policy:
         promote: Sequence[str] | None = None,
         demote: Sequence[str] | None = None,
     ) -> None:
+        super().__init__()
         rules = {"fp16": fp16, "fp32": fp32, "promote": promote, "demote": demote}
         self._rule_of = {name: rule for rule, names in rules.items() for name in names or ()}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._rule_of or ''})"
 
-    def _dtype_for(self, name: str, operands: list[Tensor]) -> torch.dtype | None:
-        """Return the dtype to which operands of function `name` are cast; None without operands or a rule."""
-        if not operands or name not in self._rule_of:
-            return None
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, rule = kwargs or {}, self._rule_of.get(getattr(func, "__name__", ""), "")
+        operands = list(filter(_is_float_tensor, tree_leaves((args, kwargs)))) if rule else []
+        if not operands or not torch.is_autocast_enabled("cpu"):  # by autocast(False) inside
+            return func(*args, **kwargs)
         by_size = sorted({operand.dtype for operand in operands}, key=lambda dtype: dtype.itemsize)
-        types = {"fp16": torch.float16, "fp32": torch.float32, "promote": by_size[-1], "demote": by_size[0]}
-        return types[self._rule_of[name]]
+        dtypes = {"fp16": torch.float16, "fp32": torch.float32, "promote": by_size[-1], "demote": by_size[0]}
+        dtype = dtypes[rule]
+        args, kwargs = tree_map(
+            lambda leaf: leaf.to(dtype) if _is_float_tensor(leaf) else leaf, (args, kwargs)
+        )
+        with torch.autocast("cpu", enabled=False):  # torch.autocast must not cast the operands again
+            return func(*args, **kwargs)
+
+
+def _is_float_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 default = Policy()
@@ -58,30 +69,6 @@ def using_policy(policy: Policy | None) -> Iterator[None]:
         yield
     finally:
         _policy.reset(token)
-
-
-class _CastMode(TorchFunctionMode):
-    """A function mode that casts operands by a policy; torch.autocast is off for functions in its lists."""
-
-    def __init__(self, policy: Policy) -> None:
-        super().__init__()
-        self._policy = policy
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        floats = list(filter(_is_float_tensor, tree_leaves((args, kwargs))))
-        dtype = self._policy._dtype_for(getattr(func, "__name__", ""), floats)
-        if dtype is None or not torch.is_autocast_enabled("cpu"):  # by autocast(False) inside
-            return func(*args, **kwargs)
-        args, kwargs = tree_map(
-            lambda leaf: leaf.to(dtype) if _is_float_tensor(leaf) else leaf, (args, kwargs)
-        )
-        with torch.autocast("cpu", enabled=False):  # torch.autocast must not cast the operands again
-            return func(*args, **kwargs)
-
-
-def _is_float_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
@@ -106,7 +93,7 @@ class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
             # A capture's tensors are on the CPU, whatever the device of the model.
             stack.enter_context(torch.autocast("cpu", torch.float16, self._enabled))
             if self._enabled:
-                stack.enter_context(_CastMode(policy))
+                stack.enter_context(policy)
         self._stacks.append(stack)
 
     def __exit__(self, *details: Any) -> None:

@@ -252,10 +252,7 @@ class LARS(OwnRule):
     the parameters of norms) have λ = 1 and β = 0. From You, Gitman and Ginsburg, "Large Batch Training of
     Convolutional Networks", 2017.
 
-    Args: lr: mandatory, here or in every parameter group
-          momentum, weight_decay, eta: μ, β and η
-          accum_type, velocity_accum_type: dtype of the gradient accumulator and of v, float16 or float32
-          max_grad_norm: bound to which the gradients' global norm is clipped, after reduction and unscaling
+    Args: momentum, weight_decay, eta: μ, β and η. `SGD` describes the others.
     """
 
     _kind = "lars"
