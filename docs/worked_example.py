@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import poptorch
-from popengine.programs import drawn, programs
+from popengine.programs import drawn_schedule, programs
 
 
 class Net(nn.Module):
@@ -75,7 +75,7 @@ def main() -> None:
     show("a piece is the Python that runs it", partition.pieces[1].source)
 
     for cores, title in ((0, "each ipu is a device of its own"), (2, "two cores share all ipus")):
-        name, grid = drawn(plan, cores)
+        name, grid = drawn_schedule(plan, cores)
         show(f"schedule, if {title}: {name}", grid)
 
     def after(row: int) -> str:

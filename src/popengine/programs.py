@@ -61,7 +61,7 @@ def programs(plan: Plan) -> dict[int, Program]:
     return made
 
 
-def drawn(plan: Plan, cores: int = 0) -> tuple[str, str]:
+def drawn_schedule(plan: Plan, cores: int = 0) -> tuple[str, str]:
     """Return the name of a step's order, and its schedule as a text grid (see `order.draw`).
 
     Args:

@@ -9,7 +9,7 @@ from ..ir import Graph, Partition, Plan
 from ..piece import GATHER
 from ..settings import Settings
 from .partition import partition
-from .piece_parts import cut
+from .piece_parts import cut_pieces
 from .tasks import make_plan
 
 
@@ -24,7 +24,7 @@ def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] 
     """
     parts = partition(graph, settings.strategy, settings.recompute)
     _check_groups(parts, settings)
-    parts = cut(parts, settings)
+    parts = cut_pieces(parts, settings)
     done("partition")
     plan = make_plan(parts, settings)
     done("tasks")

@@ -84,7 +84,7 @@ def capture(
             recorder,
             explaining_torch_errors(given),
         ):
-            with recorder.saved_before_writes(), _tracked_calls(module, state):
+            with recorder.saved_tensors_noted(), _tracked_calls(module, state):
                 outputs = list(forward(list(inputs)))
             gradients = _record_backward(state, scale) if training else {}
     finally:

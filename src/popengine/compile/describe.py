@@ -37,7 +37,7 @@ _COUNTS = (
 class _HeldBytes:
     """A counter of the bytes of live values. Memory that several values share counts once.
 
-    Args: memories: see `_memories`; names that are not in it count nothing
+    Args: memories: see `_memory_of_values`; names that are not in it count nothing
     """
 
     def __init__(self, memories: Mapping[str, tuple[Any, int | None]]) -> None:
@@ -56,13 +56,13 @@ class _HeldBytes:
             self.bytes += (size or 0) * ((before + by > 0) - (before > 0))
 
 
-def _memories(graph: Graph) -> dict[str, tuple[Any, int | None]]:
+def _memory_of_values(graph: Graph) -> dict[str, tuple[Any, int | None]]:
     """Return, by name, the memory of each value (equal for values that share it), and its size in bytes.
 
     A view of an input counts by its own size, since its storage is that of the whole batch. Weights, buffers,
     constants and views of them are left out. Size None: only a kernel knows it (oneDNN's LSTM workspace).
     """
-    values = _tensors(graph.code.nodes)
+    values = _fake_tensors(graph.code.nodes)
     role_of = {values[slot.name].untyped_storage()._cdata: slot.role for slot in graph.slots}
     found: dict[str, tuple[Any, int | None]] = {}
     for name, value in values.items():
@@ -78,8 +78,8 @@ def _memories(graph: Graph) -> dict[str, tuple[Any, int | None]]:
 
 def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
     """Return a profile of a plan that has not run, with what follows from the plan and its graph."""
-    tables, partition, counts = _Tables(plan, graph), plan.partition, settings.counts
-    operations, pieces = tables.operations(_memories(graph) if graph else {})
+    tables, partition, counts = _PlanTables(plan, graph), plan.partition, settings.counts
+    operations, pieces = tables.operations(_memory_of_values(graph) if graph else {})
     parts = tables.parts()
     index_of = {part: index for index, part in enumerate(dict.fromkeys(chain(*parts)))}
     indices = [[index_of[part] for part in own] for own in parts]
@@ -124,10 +124,10 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
 
 def parts_of(plan: Plan, graph: Graph | None) -> list[Part]:
     """Return the instructions of a plan's tasks, each once. Only the graph has sizes of computed values."""
-    return list(dict.fromkeys(chain(*_Tables(plan, graph).parts())))
+    return list(dict.fromkeys(chain(*_PlanTables(plan, graph).parts())))
 
 
-class _Tables:
+class _PlanTables:
     """The rows of a profile that follow from a plan and its graph."""
 
     def __init__(self, plan: Plan, graph: Graph | None) -> None:
@@ -135,7 +135,7 @@ class _Tables:
         self._nodes: dict[str, fx.Node] = {node.name: node for node in graph.code.nodes} if graph else {}
         self._slots = {slot.name: slot for slot in plan.partition.signature.slots}
         self._sizes = {slot.name: slot.nbytes for slot in self._slots.values()}
-        self._sizes |= {name: value.nbytes for name, value in _tensors(self._nodes.values()).items()}
+        self._sizes |= {name: value.nbytes for name, value in _fake_tensors(self._nodes.values()).items()}
 
     # ---- operations --------------------------------------------------------------------------------------
 
@@ -161,18 +161,18 @@ class _Tables:
             held.add(set(freed) - read - set(piece.writes), by=-1)
             for line, dying in zip(piece.lines, piece.last_used, strict=True):
                 held.add([line.name])
-                found.append(self._operation(index, line, held.bytes))
+                found.append(self._operation_of(index, line, held.bytes))
                 held.add(own.intersection(dying), by=-1)
         return found, pieces
 
-    def _operation(self, piece: int, line: Line, live: int) -> Operation:
+    def _operation_of(self, piece: int, line: Line, live: int) -> Operation:
         kind = line.call.split("::")[-1].removeprefix("aten.").removesuffix(".default")
         stage = self.partition.names[self.partition.pieces[piece].stage]
         node = self._nodes.get(line.name)
         if node is None:
             return Operation(piece, line.name, kind, stage, line.where, live=live)
         parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-        results = _tensors([node, *parts.values()])
+        results = _fake_tensors([node, *parts.values()])
         return Operation(
             piece,
             line.name,
@@ -199,10 +199,11 @@ class _Tables:
     def parts(self) -> list[list[Part]]:
         """Return the instructions of each row."""
         return [
-            [self._part(task, instruction) for instruction in task.instructions] for task in self.plan.tasks
+            [self._part_of(task, instruction) for instruction in task.instructions]
+            for task in self.plan.tasks
         ]
 
-    def _part(self, task: Task, instruction: Instruction) -> Part:
+    def _part_of(self, task: Task, instruction: Instruction) -> Part:
         kind, names = instruction.kind, instruction.names
         if kind == "update":
             names = tuple(slot.name for slot in self._slots.values() if slot.key in instruction.keys)
@@ -255,7 +256,7 @@ def _flops(node: fx.Node, parts: dict[Any, fx.Node]) -> int:
         return 0
 
 
-def _tensors(nodes: Iterable[fx.Node]) -> dict[str, torch.Tensor]:
+def _fake_tensors(nodes: Iterable[fx.Node]) -> dict[str, torch.Tensor]:
     """Return the fake tensor of each node, by name. An operation of several results has a node for each."""
     values = ((node.name, node.meta.get("val")) for node in nodes)
     return {name: value for name, value in values if isinstance(value, torch.Tensor)}
@@ -266,7 +267,7 @@ def held_bytes(graph: Graph, partition: Partition) -> tuple[int, ...]:
 
     Values that share memory count once. Weights, buffers, gradients and optimizer state don't count.
     """
-    memories, found = _memories(graph), [0] * partition.stages
+    memories, found = _memory_of_values(graph), [0] * partition.stages
     backwards = [piece for piece in partition.pieces if piece.phase == "B"]
     others = {name for piece in backwards for name in piece.writes} | partition.prepared.keys()
     for piece in backwards:
@@ -283,7 +284,7 @@ def peak_bytes(graph: Graph, plan: Plan, inside: Mapping[int, int]) -> list[int 
         inside: by piece, the peak of the bytes that it allocates beyond those held before it runs
     Returns: in the order of the ipus; None if only a kernel knows the size of a workspace
     """
-    memories, found = _memories(graph), list[int | None]()
+    memories, found = _memory_of_values(graph), list[int | None]()
     for program in programs(plan).values():
         held, most = _HeldBytes(memories), 0
         for instruction, micro_batch in program.instructions:

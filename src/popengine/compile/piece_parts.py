@@ -23,7 +23,7 @@ BUCKET = 4 << 20  # bytes of gradients that processes exchange together, roughly
 _CLOSE = 4  # lines: one cut serves buffers that are read within this distance
 
 
-def cut(partition: Partition, settings: Settings) -> Partition:
+def cut_pieces(partition: Partition, settings: Settings) -> Partition:
     """Return the partition with its pieces cut at gathers, before reads of changed buffers, after buckets.
     Cuts at buffers and buckets are made for the eager backend only."""
     changed = partition.signature.changed_buffers
@@ -33,7 +33,7 @@ def cut(partition: Partition, settings: Settings) -> Partition:
     pieces: list[Piece] = []
     for piece in partition.pieces:
         places = _cut_indices(piece, chained if piece.phase == "F" else frozenset(), sizes)
-        pieces += _parts(piece, sorted(places - {0, len(piece.lines)}), changed)
+        pieces += _cut_piece(piece, sorted(places - {0, len(piece.lines)}), changed)
     return replace(partition, pieces=tuple(pieces))
 
 
@@ -73,7 +73,7 @@ def _cut_indices(piece: Piece, chained: frozenset[str], sizes: Mapping[str, int]
     return places
 
 
-def _parts(piece: Piece, places: Sequence[int], changed: frozenset[str]) -> Iterator[Piece]:
+def _cut_piece(piece: Piece, places: Sequence[int], changed: frozenset[str]) -> Iterator[Piece]:
     """Yield the parts of a piece that is cut before the lines with the indices `places`.
 
     A value that the piece both reads and writes is written by the first part that reads it.

@@ -197,10 +197,8 @@ def balance(costs: Sequence[Cost], ipus: int, capacity: float = float("inf")) ->
 
 
 def balance_in_words(costs: Sequence[Cost], cut: Sequence[Sequence[str]]) -> str:
-    """Return a text: the load of each ipu, and the effect of moving a block away from the slowest ipu.
-
-    Args: cut: the blocks' names of each ipu
-    """
+    """Return a text: the load of each ipu (`cut`: the blocks on it), and the effect of moving a block away from
+    the slowest ipu."""
     of = {cost.name: cost.seconds for cost in costs}
     loads = [sum(of[name] for name in names) for names in cut]
     lines = [

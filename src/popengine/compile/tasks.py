@@ -102,7 +102,7 @@ class _TableWriter:
         self.adds_outputs = "sum" in modes
 
     def write(self) -> tuple[Task, ...]:
-        """Return the rows of the table. May be called once."""
+        """Write all rows of the table, and return them. May be called once."""
         flow = self.flow
         for source, target in permutations(flow.ipus, 2):
             names = tuple(n for n in flow.trained if flow.home[n] == source and (n, target) in flow.readers)
@@ -131,7 +131,7 @@ class _TableWriter:
     # ---- pieces --------------------------------------------------------------------------------------------
 
     def _results_of(self, piece: Piece, *kinds: Key) -> list[tuple[str, str]]:
-        """Return (name, key) of the graph's results of these kinds that a piece writes."""
+        """Return (name, key) of the graph's results, of these kinds, that a piece writes."""
         return [(name, key) for kind, name, key in self.results if kind in kinds and name in piece.writes]
 
     def _add_piece(self, number: int) -> None:
@@ -278,5 +278,5 @@ def _instruction_if_any(kind: InstructionKind, pairs: Sequence[tuple[str, str]])
 
 
 def has_side_effects(piece: Piece) -> bool:
-    """Return whether a piece calls operations that aren't torch's, as prints: their order can be observed."""
+    """Return whether a piece calls operations other than torch's, such as prints: their order is observable."""
     return not all(call.startswith(("aten.", "prims.")) for call in piece.calls)

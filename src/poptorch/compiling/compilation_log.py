@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from popengine.compile.describe import parts_of
 from popengine.errors import CaptureError, Error, PartitionError
 from popengine.ir import Graph, Plan
-from popengine.programs import drawn
+from popengine.programs import drawn_schedule
 from popengine.run.devices import core_count
 from popengine.settings import Settings
 
@@ -81,7 +81,7 @@ def schedule_text(plan: Plan, settings: Settings) -> str:
     more than `_DRAWN` micro-batches only their number."""
     if plan.micro_batches > _DRAWN:
         return f"schedule of a step: {plan.micro_batches} micro-batches, too many to draw"
-    here, apart = drawn(plan, core_count(settings.device)), drawn(plan)
+    here, apart = drawn_schedule(plan, core_count(settings.device)), drawn_schedule(plan)
     kind = counted(core_count(settings.device), "core") + " of this machine"
     found = f"schedule of a step on {kind}, {here[0]}:\n{here[1].rstrip()}"
     if len(set(plan.partition.ipus)) > 1:

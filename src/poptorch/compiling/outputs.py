@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from popengine.compile.recording.current_capture import current, is_traced, paused
+from popengine.compile.recording.current_capture import current, is_traced, recording_paused
 from popengine.compile.recording.graph_recorder import check_dense
 from popengine.compile.recording.leftovers import fake_tensors_in
 from popengine.errors import CaptureError, Error, did_you_mean
@@ -214,7 +214,7 @@ def without_values(value: Any, where: str) -> tuple[Any, list[Tensor]]:
     for part, path, is_named in constants_of(value, "output"):
         _check_constant(part, path, is_named, where)
     tensors = [capture.recorder.stand_in_of(t) if capture is not None else t for t in tensors_of(value)]
-    with paused():
+    with recording_paused():
         marks = [torch.empty(0, device="meta") if is_traced(t) else t.detach() for t in tensors]
     return with_tensors(value, iter(marks)), [tensor for tensor in tensors if is_traced(tensor)]
 
@@ -242,7 +242,7 @@ def _check_constant(part: Any, path: str, is_named: bool, where: str) -> None:
             f"  fix: {fix}"
         )
     logger.warning("%s; they have no values outside of the compiled model\n  fix: %s", what, fix)
-    with paused():
+    with recording_paused():
         for leftover in found:
             leftover.put(torch.empty(leftover.value.shape, dtype=leftover.value.dtype, device="meta"))
 

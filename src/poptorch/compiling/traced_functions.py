@@ -17,7 +17,7 @@ from torch.nn.modules import transformer
 from torch.nn.modules.transformer import _detect_is_causal_mask
 from torch.overrides import TorchFunctionMode
 
-from popengine.compile.recording.current_capture import current, is_traced, paused
+from popengine.compile.recording.current_capture import current, is_traced, recording_paused
 from popengine.errors import CaptureError
 
 from ..ops.ctc import ctc_loss
@@ -96,7 +96,7 @@ def _to_numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     capture = current()
     value = capture.recorder.value_of(tensor) if capture is not None and is_traced(tensor.data) else tensor
     if value is not None:  # computed from constants alone
-        with torch._C.DisableTorchFunction(), paused():
+        with torch._C.DisableTorchFunction(), recording_paused():
             return Tensor.numpy(value, *args, **kwargs)
     raise CaptureError(
         "the forward takes a tensor's values to numpy, and it has none while the model is compiled\n"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from popengine.compile.recording.branches_and_loops import trace
+from popengine.compile.recording.branches_and_loops import trace_body
 from popengine.compile.recording.current_capture import Capture, current
 from popengine.errors import Error
 
@@ -45,7 +45,7 @@ def cond(
         raise Error(f"{words}; found {tuple(condition.shape)}")
     bodies, inputs = [], []
     for body, given in ((then_body, then_inps), (else_body, else_inps)):
-        traced, outer = trace(capture, partial(_call_body, "cond", body), given)
+        traced, outer = trace_body(capture, partial(_call_body, "cond", body), given)
         bodies.append(traced)
         inputs.append([*given, *outer])
     if bodies[0].outputs != bodies[1].outputs:
@@ -88,7 +88,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
         raise Error(
             "poptorch.for_loop() takes at least one input: it returns what the last turn has made of it"
         )
-    traced, outer = trace(capture, partial(_call_body, "for_loop", body), inputs)
+    traced, outer = trace_body(capture, partial(_call_body, "for_loop", body), inputs)
     if traced.outputs != shapes_of(inputs):
         raise Error(
             "the body of poptorch.for_loop() must return tensors of the shapes and types of its inputs, which are"

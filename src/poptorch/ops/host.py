@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from popengine.compile.recording.current_capture import current, hidden
+from popengine.compile.recording.current_capture import current, hidden_from_capture
 from popengine.errors import Error
 from popengine.ir import Plan
 from popengine.operations import calls_within
@@ -263,7 +263,7 @@ class CPU:
 
     def _example(self, inputs: Sequence[Tensor]) -> Any:
         """Return the layer's outputs, unrecorded, for fake tensors, or for zeros if these make it fail."""
-        with hidden() as fake, torch.no_grad():
+        with hidden_from_capture() as fake, torch.no_grad():
             try:
                 with fake:  # during capture the model's weights are fake
                     return self._layer(*(torch.empty_like(value) for value in inputs))

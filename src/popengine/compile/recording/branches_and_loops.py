@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ...operations import Body
 from ..partition import emit
-from .current_capture import Capture, paused
+from .current_capture import Capture, recording_paused
 from .functional import drop_aliases_and_dead_code, functionalized
 from .graph_recorder import Recorder, empty_like, is_write
 
@@ -29,7 +29,7 @@ class _BodyRecorder(Recorder):
         return known if known is not None else self.add_outer_tensor(value, "outer")
 
 
-def trace(
+def trace_body(
     capture: Capture,
     body: Callable[[list[Tensor]], Sequence[Tensor]],
     inputs: Sequence[Tensor],
@@ -39,7 +39,7 @@ def trace(
     Returns: the body, and the tensors of the surrounding forward that it takes after its inputs
     """
     block = capture.block
-    with paused() as fake, fake:
+    with recording_paused() as fake, fake:
         recorder = _BodyRecorder(capture.node_meta)
         given = [empty_like(value) for value in inputs]
         for position, value in enumerate(given):

@@ -32,7 +32,7 @@ def current() -> Capture | None:
 
 
 @contextlib.contextmanager
-def paused() -> Iterator[Any]:
+def recording_paused() -> Iterator[Any]:
     """Run the body unrecorded. The context's value is the fake mode of the capture, or None without one."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with _disable_current_modes():
@@ -40,11 +40,11 @@ def paused() -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def hidden() -> Iterator[Any]:
-    """Run the body unrecorded, as `paused`, and with `current()` None: for user code outside of the graph."""
+def hidden_from_capture() -> Iterator[Any]:
+    """Run the body unrecorded, as `recording_paused`, and with `current()` None: for user code outside of the graph."""
     token = active.set(None)
     try:
-        with paused() as fake, torch._C.DisableTorchFunction():
+        with recording_paused() as fake, torch._C.DisableTorchFunction():
             yield fake
     finally:
         active.reset(token)

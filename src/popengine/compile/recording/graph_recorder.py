@@ -142,10 +142,7 @@ def sources_of(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None
 
 
 class Recorder(TorchDispatchMode):
-    """A dispatch mode that appends a node to `graph` for each operation.
-
-    Args: node_meta: returns the meta of a node for an operation that is about to run
-    """
+    """A dispatch mode that appends a node to `graph` for each operation. `node_meta` returns the node's meta."""
 
     def __init__(self, node_meta: Callable[[Any], dict[str, Any]]) -> None:
         super().__init__()

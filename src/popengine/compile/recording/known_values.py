@@ -54,8 +54,8 @@ class CaptureRecorder(Recorder):
         self._values: dict[fx.Node, Any] = {}
         self._calls_run = 0
 
-    def saved_before_writes(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return a context in which `_copy_saved` knows the tensors that autograd saves for its backward."""
+    def saved_tensors_noted(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return a context in which the tensors that autograd saves are noted, for `_copy_saved`."""
 
         def pack(value: Tensor) -> list[Tensor]:
             saved = [value]

@@ -61,15 +61,14 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
     weights = {memory_of(node) for node in inputs if node.meta["role"] in ("parameter", "constant")}
 
     def copy_of(node: fx.Node, user: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor:
-        """Return a float32 copy of a half value (cached per weight, else per phase and block of its users).
-
-        The copy of a view of a whole value is a view of that value's copy. Other types stay as they are.
-        """
+        """Return a float32 copy of a half value, one for each phase and block of its users (of a weight: one
+        copy in all). A view with all elements of a value becomes a view of that value's copy. Values of other
+        types are returned as they are."""
         if node.meta["val"].dtype not in HALF:
             return values[node]
         key = node if memory_of(node) in weights else (node, *(user.meta[name] for name in PLACE[:2]))
         if key not in copies:
-            base = _fully_viewed(node)
+            base = _base_of_view(node)
             copy = copy_of(base, user, values) if base is not None else None
             # If the base is not dense, its copy may have strides for which the view is invalid.
             if base is not None and copy is not None and copy.stride() == base.meta["val"].stride():
@@ -92,14 +91,14 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
 
 
 def _half_type(node: fx.Node) -> torch.dtype | None:
-    """Return the half type in which a product computes; None for other nodes."""
+    """Return the half type of a product's operands; None if the node is no product, or has none of a half type."""
     if node.target not in PRODUCTS:
         return None
     types = (operand.meta["val"].dtype for operand in node.all_input_nodes)
     return next((kind for kind in types if kind in HALF), None)
 
 
-def _fully_viewed(node: fx.Node) -> fx.Node | None:
+def _base_of_view(node: fx.Node) -> fx.Node | None:
     """Return the node that this node is a view of, if the view has all of its elements; else None."""
     base = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
     if base is None or "val" not in base.meta or memory_of(node) != memory_of(base):
