@@ -1,4 +1,4 @@
-"""Batches: each global batch is dealt out, so that a weight update sees the same rows in every layout."""
+"""Batches: rows of each global batch are divided among the replicas so that all layouts update with the same rows."""
 
 from __future__ import annotations
 

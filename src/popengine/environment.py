@@ -26,6 +26,8 @@ LOCAL_INSTANCE = "POPDIST_LOCAL_INSTANCE_INDEX"
 NUM_NODES = "POPRUN_NUM_NODES"
 NODE_RANK = "POPRUN_NODE_RANK"
 
+PLAN_WISH = "PANDO_PLAN"  # set: plan the first model and exit, see `poptorch.planning`
+
 # The address (HOST:PORT) of the store by which poprun's instances connect, and the secret of its clients.
 STORE = "POPDIST_STORE"
 SECRET = "POPDIST_SECRET"

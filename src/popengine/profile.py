@@ -190,7 +190,6 @@ class Event(NamedTuple):
 
 
 FORMAT, VERSION = "pando-profile", 1
-PLAN_WISH = "PANDO_PLAN"  # environment variable: plan the first model and exit, see `poptorch.planning`
 
 
 @dataclass(frozen=True)

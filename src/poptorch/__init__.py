@@ -12,8 +12,8 @@ from typing import Any as _Any
 
 import torch as _torch
 
+from popengine.environment import PLAN_WISH as _PLAN_WISH
 from popengine.environment import append_aliases_to_path as _append_aliases_to_path
-from popengine.profile import PLAN_WISH as _PLAN_WISH
 
 from .logs import log_ignored_variables as _log_ignored_variables
 

@@ -29,9 +29,10 @@ from torch.utils._pytree import tree_leaves
 
 from popengine.compile import compile_graph
 from popengine.compile.describe import describe, peak_bytes
+from popengine.environment import PLAN_WISH
 from popengine.ir import Graph, Line, Piece, Plan, Value
 from popengine.piece import GETITEM
-from popengine.profile import PLAN_WISH, Profile
+from popengine.profile import Profile
 from popengine.run.engine import Engine
 from popengine.run.piece_costs import Sample, sharing, with_threads
 from popengine.run.ready_queue import JUDGED

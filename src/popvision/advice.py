@@ -1,4 +1,4 @@
-"""What a profile's figures mean for the user, in sentences: the cause, and what would help."""
+"""Advice: sentences about a profile's figures, each with the cause and the option or change that helps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .units import cores_in_words, size
 from .virtual import promised
 
 _WORTH = 1.05  # an option is advised above this speedup, which was measured at compilation
-_UNEVEN = 1.2  # other stages are advised if the slowest one costs at least so many times the average
+_UNEVEN = 1.2  # other stages are advised if the slowest one costs at least this multiple of the average
 _FREE = 0.95  # a machine is called free if computations had a core for this share of their time
 _CAUSES = {
     "micro-batches": "Filling and draining the pipeline and the update take their share of a step",
@@ -22,12 +22,12 @@ _CAUSES = {
 
 
 def sentences(profile: Profile, figures: Figures) -> list[str]:
-    """Return the sentences of advice, the most serious first; an empty list if there are none."""
+    """Return all sentences of advice about a profile, the most serious first."""
     return [*_faults(profile, figures), *_faster(profile, figures), *_notes(profile, figures)]
 
 
 def machine_sentence(figures: Figures) -> str:
-    """Return sentences about how busy the machine was, and which figures this affects; "" if not measured."""
+    """Return a text about how busy the machine was, and which figures this affects; "" if not measured."""
     share = figures.core_share
     if share is None:
         return ""
@@ -39,15 +39,15 @@ def machine_sentence(figures: Figures) -> str:
 
 
 def stages_sentence(figures: Figures) -> str:
-    """Return a sentence that compares the slowest stage with the average one; without several
-    measured stages, one that says what the page's times are."""
+    """Return a sentence that compares the slowest stage with the average one; without several measured
+    stages, a sentence about the kind of times on the page."""
     if figures.slowest is None or len(figures.stages) < 2:
         return "Medians of the time that a core computed."
     return f"The slowest stage takes {figures.unevenness:.2f} times the average one."
 
 
 def _faults(profile: Profile, figures: Figures) -> Iterator[str]:
-    """Yield sentences about memory that does not suffice, failed calls, and a much slower stage."""
+    """Yield sentences about too little memory, failed calls, and a stage that is much slower than others."""
     if figures.fits is False and figures.capacity:
         yield (
             f"Does not fit: {size(figures.wanted)} are needed, and {figures.capacity_of} is"
@@ -67,10 +67,10 @@ def _faults(profile: Profile, figures: Figures) -> Iterator[str]:
 
 
 def _faster(profile: Profile, figures: Figures) -> Iterator[str]:
-    """Yield a sentence for each simulated change, and for each option that was measured at compilation."""
+    """Yield a sentence for each simulated change, and for each faster option measured at compilation."""
     for change in figures.changes:
         machines = {"on separate devices": change.apart, figures.here_is: change.here}
-        # None: there is no such host, or the speed of its cores at the same time was not measured.
+        # `gain` is None without a host, or if the speed of its cores together was not measured.
         gains = {
             where: promised(gain, figures.spread) for where, gain in machines.items() if gain is not None
         }

@@ -1,4 +1,4 @@
-"""The figures of a profile: the numbers that the page and the text show; and a comparison of two runs."""
+"""The figures of a profile, which page and text show, and a comparison of two runs."""
 
 from __future__ import annotations
 
@@ -16,46 +16,48 @@ from .units import cores_in_words, rate, seconds, share, size, table
 
 @dataclass(frozen=True)
 class Figures:
-    """All figures of a profile. Shares are fractions; times are in seconds, but in ns in values of `times`.
+    """All figures of a profile. Shares are fractions; times are in seconds, but in ns in all lists and in
+    `copies` and `groups`.
 
     A recorded run uses its ipus as separate devices, each of which does one thing at a time; without a
     recorder the host's cores share all ipus. `step_apart` and `step_here` are the simulated times of a step
     in these two cases, with measured costs.
     """
 
-    samples_per_call: int
-    samples_per_second: float | None  # while a call runs, without the first call if there are more
-    samples_per_second_overall: float | None  # with the time between calls
+    samples_per_call: int  # rows, over all instances
+    samples_per_second: float | None  # in the time of calls, without the first call if there are more
+    samples_per_second_overall: float | None  # the same, with the time between calls
     calls: int
     steps: int
-    step_seconds: float | None  # without those of the first call if there are more
-    step_spread: float  # of calls, see `times.spread_of`
+    step_seconds: float | None  # without the first call if there are more
+    step_spread: float  # of a step's seconds in different calls, see `times.spread_of`
     step_apart: float | None
-    step_here: float | None  # None: no such machine, or nothing was computed
-    here_is: str
+    step_here: float | None  # None: the run was not on a host, or nothing was computed
+    here_is: str  # the host in words
     compile_seconds: float
     bubble_ideal: float | None
     bubble_measured: float | None
     bubble_apart: float | None
-    core_share: float | None  # of the computations' time: see `times.core_share`
+    core_share: float | None  # see `times.core_share`
     usages: list[times.Usage]
     stages: list[times.StageTime]
     slowest: int | None
     unevenness: float  # cost of the slowest stage, divided by the average stage's
-    spread: float  # of equal computations, see `times.spread`
+    spread: float  # of the costs of equal computations, see `times.spread`
     changes: list[virtual.Change]
     needs: list[memory.Need]
-    wanted: int  # bytes, to be compared with the capacity
-    capacity: int | None
-    capacity_of: str
+    wanted: int  # bytes that must fit into the capacity
+    capacity: int | None  # bytes; None: unknown
+    capacity_of: str  # the memory in words
     fits: bool | None
-    host: dict[str, float]
-    copies: dict[str, dict[str, float]]  # of a step, over all ipus: ns and bytes, by kind of instruction
-    groups: dict[str, list[dict[str, Any]]]  # see `grouped_rows`, by block, module, where and kind
+    host: dict[str, float]  # see `_host_times`
+    copies: dict[str, dict[str, float]]  # see `_copies`
+    groups: dict[str, list[dict[str, Any]]]  # see `_grouped_rows`; by "block", "module", "where" and "kind"
 
 
 def figures(profile: Profile) -> Figures:
-    """Return all figures. A figure whose events are missing is None, empty or 0 (`unevenness`: 1)."""
+    """Return all figures of a profile. Without the events that it needs a figure is None, empty or 0, and
+    `unevenness` is 1."""
     facts, events = profile.facts, times.steady_events(profile)
     usages = [] if times.is_cut_off(profile) else times.usages(events)
     stages, spread = times.stage_times(profile, events), times.spread(events)
@@ -66,14 +68,16 @@ def figures(profile: Profile) -> Figures:
     cores = facts.get("threads", 0) if facts.get("device", "cpu") == "cpu" else 0
     here = virtual.here(step, cores) if computed and cores else None
     apart = virtual.apart(step) if computed else None
-    _, steps, ns = _warm_calls(profile)
+    calls, steps, ns, ns_with_gaps = _warm_calls(profile)
+    factors = ("micro_batch_size", "accumulation", "groups", "iterations", "instances")
+    rows_per_call = math.prod(profile.counts.get(name, 1) for name in factors)
     needs, held_by = memory.needs(profile), facts.get("capacity") or {}
     limit, wanted = memory.capacity(profile, needs)
     of_step = [(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps]
     return Figures(
-        samples_per_call=samples_per_call(profile),
-        samples_per_second=_samples_per_second(profile, between=False),
-        samples_per_second_overall=_samples_per_second(profile, between=True),
+        samples_per_call=rows_per_call,
+        samples_per_second=calls * rows_per_call / ns * 1e9 if ns > 0 else None,
+        samples_per_second_overall=calls * rows_per_call / ns_with_gaps * 1e9 if ns_with_gaps > 0 else None,
         calls=facts.get("calls", 0),
         steps=facts.get("steps", 0),
         step_seconds=ns / steps / 1e9 if steps else None,
@@ -97,41 +101,26 @@ def figures(profile: Profile) -> Figures:
         capacity=limit,
         capacity_of=held_by.get("of", "") + (", which all ipus share" if held_by.get("shared") else ""),
         fits=wanted <= limit if limit and needs else None,
-        host=host_times(profile),
-        copies=copies(events),
-        groups={by: grouped_rows(timed, by) for by in ("block", "module", "where", "kind")},
+        host=_host_times(profile),
+        copies=_copies(events),
+        groups={by: _grouped_rows(timed, by) for by in ("block", "module", "where", "kind")},
     )
 
 
-def samples_per_call(profile: Profile) -> int:
-    """Return the number of rows in a call, over all instances."""
-    names = ("micro_batch_size", "accumulation", "groups", "iterations", "instances")
-    return math.prod(profile.counts.get(name, 1) for name in names)
-
-
-def _warm_calls(profile: Profile) -> tuple[int, int, int]:
-    """Return the numbers of calls and of their steps, and the ns in these calls. If there are several calls,
-    the first one is left out: it is slower, since memory is cold."""
+def _warm_calls(profile: Profile) -> tuple[int, int, int, int]:
+    """Return the number of calls, that of their steps, the ns in these calls, and the ns with the time between
+    calls. If there are several calls, the first one is left out: it is slower, since memory is cold."""
     calls, steps, ns = (profile.facts.get(name, 0) for name in ("calls", "steps", "ns_in_calls"))
-    if calls > 1 and profile.calls and steps > profile.calls[0].steps:
-        first = profile.calls[0]
-        return calls - 1, steps - first.steps, ns - (first.end - first.start)
-    return calls, steps, ns
+    if not profile.calls:
+        return calls, steps, ns, 0
+    first, end = profile.calls[0], profile.calls[-1].end
+    if calls > 1 and steps > first.steps:
+        return calls - 1, steps - first.steps, ns - (first.end - first.start), end - first.end
+    return calls, steps, ns, end - first.start
 
 
-def _samples_per_second(profile: Profile, between: bool) -> float | None:
-    """Return samples per second within calls or, if `between`, the time between them, too; None: no calls."""
-    (count, _, ns), calls = _warm_calls(profile), profile.calls
-    if not calls:
-        return None
-    if between:
-        first, last = calls[0], calls[-1]
-        ns = last.end - (first.end if len(calls) > 1 else first.start)
-    return samples_per_call(profile) * count / ns * 1e9 if count and ns > 0 else None
-
-
-def host_times(profile: Profile) -> dict[str, float]:
-    """Return the host's seconds: "in calls", "between calls", and by the kind of the host's events."""
+def _host_times(profile: Profile) -> dict[str, float]:
+    """Return the host's seconds "in calls", "between calls", and in events by their kind."""
     found = defaultdict(float, {"in calls": profile.facts.get("ns_in_calls", 0) / 1e9})
     if calls := profile.calls:
         found["between calls"] = max(0.0, (calls[-1].end - calls[0].start) / 1e9 - found["in calls"])
@@ -140,8 +129,8 @@ def host_times(profile: Profile) -> dict[str, float]:
     return dict(found)
 
 
-def copies(events: list[Event]) -> dict[str, dict[str, float]]:
-    """Return ns and bytes per step, by kind, of the instructions that move data: load, send and store."""
+def _copies(events: list[Event]) -> dict[str, dict[str, float]]:
+    """Return {"ns", "bytes"} per step, over all ipus, of the instructions load, send and store, by kind."""
     steps = len({(event.call, event.step) for event in events}) or 1
     found = {}
     for kind in ("load", "send", "store"):
@@ -151,20 +140,18 @@ def copies(events: list[Event]) -> dict[str, dict[str, float]]:
     return found
 
 
-def grouped_rows(profile: Profile, by: str) -> list[dict[str, Any]]:
-    """Return sums of operations by phase and `by`: "block", "module", "where" (a source line) or "kind".
-
-    Sums are over all micro-batches of a step, and `calls` is the number of micro-batches. `stage` and `ipu`
-    are -1 in rows of several stages or ipus. A block name that occurs in two stages has a row for each stage.
-    """
+def _grouped_rows(profile: Profile, by: str) -> list[dict[str, Any]]:
+    """Return the sums of a step's operations with the same phase and `by`, which is "block", "module", "where"
+    (a source line) or "kind". `calls` is the number of micro-batches; `stage` and `ipu` are -1 in a row of
+    several. A block name that occurs in two stages has a row for each stage."""
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for operation in profile.operations:
         piece, name = profile.pieces[operation.piece], getattr(operation, by)
         start = {by: name, "phase": piece.phase, "stage": piece.stage, "ipu": piece.ipu}
         start |= dict.fromkeys(("ns", "calls", "flops", "bytes"), 0)
         row = rows.setdefault((name, piece.phase, piece.stage if by == "block" else -1), start)
-        for place in ("stage", "ipu"):
-            row[place] = row[place] if row[place] == getattr(piece, place) else -1
+        for number in ("stage", "ipu"):
+            row[number] = row[number] if row[number] == getattr(piece, number) else -1
         row["ns"] += operation.ns
         row["calls"] = max(row["calls"], operation.calls)
         row["flops"] += operation.flops * operation.calls
@@ -177,14 +164,13 @@ def grouped_rows(profile: Profile, by: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of both runs. `spread`: the share by which the figure differs between equal runs. `better`:
-    the better run; "" if a figure is missing or the difference is at most `spread` or 1 %."""
+    """One figure of two runs."""
 
     name: str
     first: float | None
     second: float | None
-    in_words: Callable[[float | None], str]
-    spread: float = 0.0
+    in_words: Callable[[float | None], str]  # returns a value with its unit
+    spread: float = 0.0  # the share by which the figure differs between equal runs
 
     @property
     def ratio(self) -> float | None:
@@ -192,6 +178,7 @@ class Row:
 
     @property
     def better(self) -> Literal["first", "second", ""]:
+        """Return the better run; "" if a figure is missing, or both differ by at most `spread` or 1 %."""
         if self.first is None or self.second is None:
             return ""
         top = max(abs(self.first), abs(self.second))
@@ -207,10 +194,8 @@ class Row:
 
 
 def compare(a: Figures, b: Figures) -> list[Row]:
-    """Return the figures of two runs side by side: totals, then the times of each stage and block.
-
-    A figure is None where a run lacks the stage or block.
-    """
+    """Return the figures of two runs side by side: totals, then the times of each stage and block, which are
+    None in a run that lacks the stage or block."""
     of_steps, of_costs = a.step_spread + b.step_spread, a.spread + b.spread
     rows = [
         Row(name, getattr(a, field), getattr(b, field), in_words, spread)
@@ -232,13 +217,13 @@ def compare(a: Figures, b: Figures) -> list[Row]:
         Row("all ipus", *(sum(sizes) if sizes else None for sizes in totals), in_words=size),
         Row("activations", *activations, in_words=size),
     ]
-    first, second = _part_seconds(a), _part_seconds(b)
+    first, second = _phase_seconds(a), _phase_seconds(b)
     names = {**first, **second}
     return rows + [Row(name, first.get(name), second.get(name), seconds, of_costs) for name in names]
 
 
-def _part_seconds(found: Figures) -> dict[str, float]:
-    """Return the seconds of each stage's and each block's phases for a micro-batch, by row name."""
+def _phase_seconds(found: Figures) -> dict[str, float]:
+    """Return the seconds of a micro-batch in each phase of each stage and block, by the name of its `Row`."""
     times = {
         f"stage {stage.stage}, {phase}": getattr(stage, phase) / 1e9
         for stage in found.stages
@@ -252,7 +237,10 @@ def _part_seconds(found: Figures) -> dict[str, float]:
 
 
 def comparison_text(rows: Sequence[Row], names: tuple[str, str]) -> str:
-    """Return a table for the terminal; `<` stands beside the better figure."""
+    """Return a comparison as a table for the terminal, with `<` after the better figure.
+
+    Args: names: of the two runs
+    """
     lines = [["", names[0][-24:], names[1][-24:], "ratio", "spread"]]
     for row in rows:
         cells = [

@@ -7,17 +7,16 @@ the detailed step and counters of memory; the host has its events and a counter 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from popengine.profile import Event, Operation, Profile
+from popengine.profile import Event, Profile
 
 from . import memory
 
 
 def chrome_trace(profiles: list[Profile]) -> str:
-    """Return a trace as JSON: hosts and replicas of each profile are processes, ipus are threads."""
+    """Return a trace as JSON: each profile's host and replicas are processes, ipus are threads."""
     events: list[dict[str, Any]] = []
     process = 0
     for profile in profiles:
@@ -36,17 +35,17 @@ def chrome_trace(profiles: list[Profile]) -> str:
 
 
 def _event(phase: str, name: str, process: int, thread: int, ns: float, **more: Any) -> dict[str, Any]:
-    """Return an event of the Chrome format, at a time in ns; `phase` is the format's type of event."""
+    """Return an event of the Chrome format, whose field `ph` is `phase`, at a time in ns."""
     return {"name": name, "ph": phase, "ts": ns / 1e3, "pid": process, "tid": thread, **more}
 
 
 def _name_event(kind: str, process: int, thread: int, text: str) -> dict[str, Any]:
-    """Return the event that names a process or a thread."""
+    """Return the event that gives a process or a thread (by `kind`) its name, `text`."""
     return _event("M", kind, process, thread, 0, args={"name": text})
 
 
 def _slice(event: Event, process: int) -> dict[str, Any]:
-    """Return the slice of an instruction; `forward 2.5` is the forward of stage 2 for micro-batch 5."""
+    """Return the slice of an instruction. Its name has stage and micro-batch, as in `forward 2.5`."""
     kind = {"F": "forward", "B": "backward"}[event.phase] if event.kind == "compute" else event.kind
     place = ".".join(str(number) for number in (event.stage, event.micro_batch) if number >= 0)
     arguments = {"stage": event.stage, "micro_batch": event.micro_batch, "step": event.step}
@@ -57,42 +56,30 @@ def _slice(event: Event, process: int) -> dict[str, Any]:
 
 def _flows(events: list[Event], process: int) -> Iterator[dict[str, Any]]:
     """Yield the two ends of an arrow from the start of each send to the end of its receive."""
-    sent = {(*_transfer(event), event.peer): event for event in events if event.kind == "send"}
-    for event in events:
-        key = (*_transfer(event), event.ipu)
-        if event.kind == "receive" and key in sent:
-            more = {"cat": "transfer", "bp": "e", "id": f"{process} " + " ".join(map(str, key))}
-            yield _event("s", event.channel, process, sent[key].ipu, sent[key].start, **more)
-            yield _event("f", event.channel, process, event.ipu, event.end, **more)
-
-
-def _transfer(event: Event) -> tuple[str, int, int]:
-    """Return what a send and its receive have in common: channel, step and micro-batch."""
-    return event.channel, event.step, event.micro_batch
+    for send, receive in memory.transfers(events):
+        place = send.channel, send.step, send.micro_batch, receive.ipu
+        more = {"cat": "transfer", "bp": "e", "id": " ".join(map(str, (process, *place)))}
+        yield _event("s", send.channel, process, send.ipu, send.start, **more)
+        yield _event("f", send.channel, process, receive.ipu, receive.end, **more)
 
 
 def _operations(profile: Profile, events: list[Event], process: int) -> Iterator[dict[str, Any]]:
-    """Yield the operations of the detailed step's computations. Each operation's share of a computation's
-    time is its mean over all runs of the piece in that step."""
-    inside: dict[tuple[str, int], list[Operation]] = defaultdict(list)
-    for operation in profile.operations:
-        piece = profile.pieces[operation.piece]
-        inside[piece.phase, piece.stage].append(operation)
+    """Yield the operations of the detailed step's computations; see `memory.operation_ends`."""
+    inside = memory.operation_ends(profile)
     for event in events:
         if event.kind != "compute" or not memory.is_detailed(profile, event):
             continue
-        operations, at = inside[event.phase, event.stage], float(event.start)
-        whole = sum(operation.ns for operation in operations) or 1
-        for operation in operations:
-            lasted = (event.end - event.start) * operation.ns / whole
+        start, whole = event.start, event.end - event.start
+        for share, operation in inside.get((event.phase, event.stage), ()):
+            end = event.start + whole * share
             arguments = {"block": operation.block, "where": operation.where, "flops": operation.flops}
-            more: dict[str, Any] = {"cat": "operation", "dur": lasted / 1e3, "args": arguments}
-            yield _event("X", operation.kind, process, event.ipu, at, **more)
-            at += lasted
+            more: dict[str, Any] = {"cat": "operation", "dur": (end - start) / 1e3, "args": arguments}
+            yield _event("X", operation.kind, process, event.ipu, start, **more)
+            start = end
 
 
 def _memory(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
-    """Yield the points of a counter per ipu of replica 0: bytes held, see `memory.curve`."""
+    """Yield the points of `memory.curve`, as a counter of bytes for each ipu of replica 0."""
     for track in profile.tracks:
         if track.replica == 0:
             for ns, size in memory.curve(profile, track):
@@ -100,7 +87,8 @@ def _memory(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
 
 
 def _host(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
-    """Yield the host's names, events and calls, and a counter: each call's milliseconds per step."""
+    """Yield the names of the host's process and thread, its events and calls, and a counter of each call's
+    milliseconds per step."""
     yield _name_event("process_name", process, 0, f"{profile.name}, host")
     yield _name_event("thread_name", process, 0, "calls")
     for event in profile.host:

@@ -1,4 +1,4 @@
-"""The program `popvision`: opens reports, prints them, compares two, exports traces, draws plans."""
+"""The program `popvision`, which opens, prints and compares reports, exports traces and makes plans."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ popvision REPORT                        open the report in a browser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the program and return its exit code: 1 if a file or machine can't be read or a page can't be
-    written, which standard error then says; else 0. Wrong arguments raise SystemExit(2)."""
+    """Run a command line (None: this process's) and return its exit code: 1, with a message, if a file or
+    machine can't be read, or a page can't be written; else 0. Wrong arguments raise SystemExit(2)."""
     given = sys.argv[1:] if arguments is None else arguments
     commands = {"open": _open, "summary": _summary, "compare": _compare, "export": _export, "plan": _plan}
     if given and given[0] not in commands and not given[0].startswith("-"):
@@ -84,9 +84,9 @@ def _numbers(text: str) -> list[int]:
 
 
 def _plan_flags_first(given: list[str]) -> list[str]:
-    """Return the arguments of `plan`, its own options first, then the program and the program's arguments.
-    After the program's name `plan` takes only `--on`, `--json`, and `--replicas` and `--accumulation` with
-    several numbers (`4,16`)."""
+    """Return the words of a command `plan` with its own options first, then the program and the program's
+    arguments. After the program's name only `--on`, `--json`, and `--replicas` and `--accumulation` with
+    several numbers (`4,16`) are options of `plan`."""
     own, behind, words = ["plan"], [], iter(given[1:])
     for word in words:
         name, _, value = word.partition("=")

@@ -26,18 +26,18 @@ _KINDS = {  # the first match counts
     "normalization": re.compile(r".*norm.*|.*softmax.*"),
     "embedding": re.compile(r"embedding.*|gather|scatter.*|index.*|.*_select|nll_loss.*"),
 }
-Spent = defaultdict[str, float]  # seconds by category
+Spent = defaultdict[str, float]  # seconds by category, one of:
 CATEGORIES = ("compute", "memory bandwidth", "exchange", "links", "host input")
 
 
-def add(total: Spent, more: Mapping[str, float], times: float = 1.0) -> None:
-    """Add `more`, seconds by category, to `total` in place, multiplied by `times`."""
+def _add_seconds(total: Spent, more: Mapping[str, float], factor: float = 1.0) -> None:
+    """Add `factor` times the seconds of `more` to `total` in place, category by category."""
     for category, value in more.items():
-        total[category] += times * value
+        total[category] += factor * value
 
 
 def kind_of(operation: Operation) -> str | None:
-    """Return the kind of an operation; None for one without a cost, such as a view."""
+    """Return the kind of an operation, a key of a machine's `efficiency`; None if it costs nothing, as a view."""
     name = re.sub(r"^(poptorch|popengine|prims)\.", "", operation.kind).split(".")[0]
     if _FREE.fullmatch(name):
         return None
@@ -45,8 +45,8 @@ def kind_of(operation: Operation) -> str | None:
 
 
 def operation_seconds(operation: Operation, machine: Machine) -> Spent:
-    """Return the estimated seconds of one call of an operation on a machine, by category (`CATEGORIES`).
-    The mapping is empty for an operation without a cost (see `kind_of`)."""
+    """Return the estimated seconds of one call of an operation on a machine, by category. The mapping is empty
+    for an operation that costs nothing (see `kind_of`)."""
     kind, found = kind_of(operation), Spent(float)
     if kind is None:
         return found
@@ -63,9 +63,10 @@ def operation_seconds(operation: Operation, machine: Machine) -> Spent:
 
 
 def all_reduce_seconds(size: float, replicas: int, ipus: int, machine: Machine) -> float:
-    """Return the seconds of an all-reduce of `size` bytes: a ring within each rack, then one over racks.
+    """Return the seconds of an all-reduce of `size` bytes over replicas, by a ring within each rack and a
+    ring over racks.
 
-    Args: ipus: ipus per replica, which decide how many replicas are in a rack
+    Args: ipus: of a replica; they decide how many replicas are in a rack
     """
     inside = min(replicas, max(1, machine.rack // ipus))
     rings = (inside, machine.links * machine.share("links")), (-(-replicas // inside), machine.gateway)
@@ -78,38 +79,42 @@ def all_reduce_seconds(size: float, replicas: int, ipus: int, machine: Machine) 
 
 
 class Costs:
-    """The seconds of a plan on a machine by category: `phases` by (phase, stage), of one micro-batch;
-    `updates` by ipu, of a weight update (empty for inference)."""
+    """The seconds of a plan on a machine with a chip per ipu, by category.
+
+    `phases`: of one micro-batch, by (phase, stage). `updates`: of a weight update, by ipu; {} for inference.
+    """
 
     def __init__(self, profile: Profile, machine: Machine, replicas: int) -> None:
         self.profile = profile
         self.phases = {(phase, stage): Spent(float) for stage in range(len(profile.ipus)) for phase in "FB"}
         for operation in profile.operations:
             piece = profile.pieces[operation.piece]
-            add(self.phases[piece.phase, piece.stage], operation_seconds(operation, machine))
+            _add_seconds(self.phases[piece.phase, piece.stage], operation_seconds(operation, machine))
         for part in profile.parts:
             if part.phase:
-                add(self.phases[part.phase, part.stage], _transfer_seconds(part.kind, part.bytes, machine))
+                _add_seconds(
+                    self.phases[part.phase, part.stage], _transfer_seconds(part.kind, part.bytes, machine)
+                )
         self.updates = dict(_update_seconds(profile, machine, replicas)) if profile.training else {}
 
     def step(self, micro_batches: int) -> StepModel:
-        """Return the model of a step of one replica, with costs in ns, for the simulation in virtual time."""
+        """Return the model of a replica's step, which `virtual` simulates; its costs are in ns."""
         costs = {key: 1e9 * sum(spent.values()) for key, spent in self.phases.items()}
         updates = {ipu: 1e9 * sum(spent.values()) for ipu, spent in self.updates.items()}
         more = {"updates": updates, "micro_batches": micro_batches, "keeps_order": False}
         return StepModel.of(self.profile, costs, **more)
 
-    def of_ipus(self, micro_batches: int) -> dict[int, Spent]:
-        """Return the seconds of each ipu in a step, by category: all micro-batches and the update."""
+    def by_ipu(self, micro_batches: int) -> dict[int, Spent]:
+        """Return the seconds that each ipu computes and moves data in a step, its update included."""
         found = {ipu: Spent(float, self.updates.get(ipu, {})) for ipu in self.profile.devices}
         for (_, stage), spent in self.phases.items():
-            add(found[self.profile.ipus[stage]], spent, micro_batches)
+            _add_seconds(found[self.profile.ipus[stage]], spent, micro_batches)
         return found
 
 
 def _transfer_seconds(kind: str, size: int, machine: Machine) -> dict[str, float]:
-    """Return the seconds of a send, receive, load or accumulate of `size` bytes, by category; empty for
-    instructions of another kind."""
+    """Return the seconds of an instruction that moves or adds `size` bytes, by category; {} for an instruction
+    of another kind than send, receive, load and accumulate."""
     if kind in ("send", "receive"):  # neither end computes meanwhile
         return {"links": machine.message + size / (machine.links * machine.share("links"))}
     if kind == "load":
@@ -120,7 +125,8 @@ def _transfer_seconds(kind: str, size: int, machine: Machine) -> dict[str, float
 
 
 def _update_seconds(profile: Profile, machine: Machine, replicas: int) -> Iterator[tuple[int, Spent]]:
-    """Yield (ipu, seconds of its weight update by category): all-reduce, off-chip state, update rule."""
+    """Yield each ipu, and the seconds of its weight update by category: the all-reduce of gradients, the
+    transfer of optimizer state that is off chip, and the update rule."""
     facts = profile.facts
     for row in profile.memory:
         state = 2 * row.optimizer / (replicas if facts.get("shards_optimizer") else 1)

@@ -1,6 +1,6 @@
-"""The page: the viewer's files and the profiles' data in one HTML file, which needs no other file.
+"""The page of profiles: the viewer's scripts and the profiles' data in one HTML file, which needs no other file.
 
-The viewer draws; every figure that it shows is computed in Python, by `analysis` and `memory`.
+The scripts only draw: every figure is computed in Python, by `analysis` and `memory`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from .memory import curve, detailed
 from .times import with_stage_costs
 
 PROFILE, REPORT = "profile.pop", "report.html"
-SCRIPTS = [  # in this order
+_SCRIPTS = [  # in this order
     *("base", "lanes", "trace", "steer", "inspect"),
     *("memory", "operations", "diagram", "panels", "viewer"),
 ]
 
 
 def profiles_at(path: Path) -> list[Path]:
-    """Return the profiles' paths, training first. `path`: a profile, its folder, or a folder of such folders.
+    """Return the paths of profiles, training first. Raises: ProfileError, if there is none.
 
-    Raises:
-        ProfileError: there is no profile
+    Args: path: a profile's file, its folder, or a folder of such folders
     """
     if path.is_file():
         return [path]
@@ -48,11 +47,8 @@ def profiles_at(path: Path) -> list[Path]:
 
 
 def write_report(directory: Path) -> Path:
-    """Write `report.html` beside the profiles' folders, and return its path.
-
-    Raises:
-        ProfileError: there is no profile
-    """
+    """Write `report.html` beside the profiles' folders, and return its path. Raises: ProfileError, if there is
+    no profile."""
     target = directory / REPORT
     entries = [entry(path) for path in profiles_at(directory)]
     target.write_text(page(entries, f"Profile of {directory.resolve().name}"))
@@ -60,7 +56,12 @@ def write_report(directory: Path) -> Path:
 
 
 def page(entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, Any]] | None = None) -> str:
-    """Return the HTML of a page about profiles (see `entry`), and about comparisons of two of them."""
+    """Return the HTML of a page of profiles.
+
+    Args:
+        entries:     the data of each profile, see `entry`
+        comparisons: of two profiles: {"first", "second"}, indices in `entries`, and {"rows"}, see `Row.to_dict`
+    """
     viewer = files("popvision") / "viewer"
     data = json.dumps(
         {"title": title, "entries": entries, "comparisons": comparisons or []}, separators=(",", ":")
@@ -70,16 +71,16 @@ def page(entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, 
     parts = {
         "title": html.escape(title),
         "style": (viewer / "viewer.css").read_text(),
-        "script": "\n".join((viewer / f"{name}.js").read_text() for name in SCRIPTS),
+        "script": "\n".join((viewer / f"{name}.js").read_text() for name in _SCRIPTS),
         "data": data,
     }
-    # All marks are replaced in one pass, since the text of a part may contain a mark.
+    # All marks are replaced in one pass, since an inserted text may contain a mark.
     return re.sub(r"{{(\w+)}}", lambda mark: parts[mark[1]], (viewer / "index.html").read_text())
 
 
 def entry(path: Path) -> dict[str, Any]:
-    """Return the page's data of the profile in a file: its `label` and `page_data`; if it can't be read: its
-    `label`, and the reason as `error`."""
+    """Return the data for the page of the profile in a file: `label` (its folder's name) and those of
+    `page_data`; of a profile that can't be read `label` and `error`, the reason."""
     label = path.parent.name
     try:
         profile = load(path)
@@ -91,7 +92,7 @@ def entry(path: Path) -> dict[str, Any]:
 
 
 def page_data(profile: Profile, found: Figures) -> dict[str, Any]:
-    """Return a profile, its figures, and its memory curves as plain values."""
+    """Return the dictionary of "profile", "groups", "figures" and "curves" (of memory) that the scripts draw."""
     plain = asdict(found)
     said = {
         "warnings": sentences(profile, found),
@@ -110,10 +111,10 @@ def page_data(profile: Profile, found: Figures) -> dict[str, Any]:
 
 
 def write_comparison(first: Path, second: Path, target: Path) -> str:
-    """Write a page that compares two runs, and return the comparison as a text for the terminal.
+    """Write a page that compares the profiles in two folders (see `profiles_at`) to the file `target`, and
+    return the comparison as a text for the terminal.
 
-    Raises:
-        ProfileError: a profile can't be read, or the runs have no profile of the same kind
+    Raises: ProfileError, if a profile can't be read, or the runs have no profile of the same kind
     """
     found = [
         {

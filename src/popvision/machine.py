@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-FOLDER = files("popvision") / "machines"
+_FOLDER = files("popvision") / "machines"
 
 
 class MachineError(ValueError):
@@ -20,40 +20,38 @@ class MachineError(ValueError):
 class Machine:
     """A machine of chips with their own memory, one chip per ipu (kind "apart"), or this host ("here").
 
-    Rates are those of one chip, in bytes or FLOPs per second. `launch` (of an operation) and `message` are
-    seconds.
+    All rates are per chip. A host has no constants: it is measured.
     """
 
     name: str
     description: str
     kind: str = "apart"
     chips: int = 1
-    tiles: int = 1
-    half: float = 0.0
-    single: float = 0.0
-    memory: float = 0.0  # bytes of a chip
-    code: float = 0.0  # bytes that a chip's program takes of its memory
-    local: float = 0.0  # of a chip's own memory
-    exchange: float = 0.0  # between tiles
-    links: float = 0.0  # between chips of a rack
-    gateway: float = 0.0  # between racks
-    rack: int = 1  # chips
-    streaming: float = 0.0  # of the memory beside the chip
-    host: float = 0.0
-    launch: float = 0.0
-    message: float = 0.0
-    efficiency: Mapping[str, float] | None = None
+    tiles: int = 1  # of a chip
+    half: float = 0.0  # FLOPs per second of products in half precision
+    single: float = 0.0  # the same in float32
+    memory: float = 0.0  # bytes of a chip's own memory
+    code: float = 0.0  # bytes of it that the program takes
+    local: float = 0.0  # bytes per second of the chip's own memory
+    exchange: float = 0.0  # bytes per second between tiles
+    links: float = 0.0  # bytes per second between chips of a rack
+    gateway: float = 0.0  # bytes per second between racks
+    rack: int = 1  # chips that links connect
+    streaming: float = 0.0  # bytes per second of the memory beside the chip
+    host: float = 0.0  # bytes per second from the host
+    launch: float = 0.0  # seconds that an operation takes to begin
+    message: float = 0.0  # seconds of latency between chips
+    efficiency: Mapping[str, float] | None = None  # by kind of operation: see `share`
 
     def share(self, kind: str) -> float:
-        """Return the share of a rate that operations of a kind reach; 1, if the machine does not name it."""
+        """Return the share of a rate that operations of a kind reach; 1 for a kind that is not in `efficiency`."""
         return (self.efficiency or {}).get(kind, 1.0)
 
 
 def machines(names: str | Sequence[str]) -> list[Machine]:
-    """Return the machines with these names or TOML files, given as a list, or as one text with commas.
+    """Return the machines of a list, or of a text with commas, of names and paths of TOML files.
 
-    Raises:
-        MachineError: a machine is not known, or its file is incomplete
+    Raises: MachineError, if a machine is not known, or its file is incomplete
     """
     parts = names.split(",") if isinstance(names, str) else names
     return [machine(str(name).strip()) for name in parts]
@@ -62,8 +60,7 @@ def machines(names: str | Sequence[str]) -> list[Machine]:
 def machine(name: str) -> Machine:
     """Return the machine with this name, or of this TOML file. Raises: MachineError, as `machines`."""
     data = _read(name)
-    title = Path(name).stem if name.endswith(".toml") else name
-    made = Machine(title, str(data.get("description", "")), data.get("kind", "apart"))
+    made = Machine(Path(name).stem, str(data.get("description", "")), data.get("kind", "apart"))
     if made.kind == "here":
         return made
     try:
@@ -74,16 +71,14 @@ def machine(name: str) -> Machine:
         cycles = chip["tiles"] * chip["clock"]
         return replace(
             made,
-            chips=int(pod["chips"]),
-            tiles=int(chip["tiles"]),
             half=2 * cycles * chip["half_products"],
             single=2 * cycles * chip["float_products"],
             launch=chip["launch_cycles"] / chip["clock"],
             local=cycles * chip["memory_bytes"],
             exchange=cycles * chip["exchange_bytes"],
             efficiency=efficiency,
-            **{constant: chip[constant] for constant in ("memory", "code", "links", "streaming", "message")},
-            **{constant: pod[constant] for constant in ("rack", "gateway", "host")},
+            **{name: chip[name] for name in ("tiles", "memory", "code", "links", "streaming", "message")},
+            **{name: pod[name] for name in ("chips", "rack", "gateway", "host")},
         )
     except (KeyError, TypeError) as error:
         raise MachineError(
@@ -93,12 +88,12 @@ def machine(name: str) -> Machine:
 
 
 def _read(name: str) -> dict[str, Any]:
-    """Return the constants of a machine's file, merged over those of the machine that it extends. Raises:
+    """Return a machine's TOML file as a dictionary, merged over that of the machine that it extends. Raises:
     MachineError, if a file is missing or not TOML."""
-    found = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    found = Path(name) if name.endswith(".toml") else _FOLDER / f"{name}.toml"
     if not found.is_file():
         known = sorted(
-            entry.name.removesuffix(".toml") for entry in FOLDER.iterdir() if entry.name.endswith(".toml")
+            entry.name.removesuffix(".toml") for entry in _FOLDER.iterdir() if entry.name.endswith(".toml")
         )
         raise MachineError(
             f"there is no machine {name!r}\n  known are {', '.join(known)}\n"

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from popengine.profile import Event, Memory, Profile, Tensor, Track
+from popengine.profile import Event, Memory, Operation, Profile, Tensor, Track
 
 MOST_POINTS = 20_000  # of one curve
 
 
 @dataclass(frozen=True)
 class Need:
-    """The most bytes that one ipu holds."""
+    """The most bytes that one ipu holds, by kind."""
 
     ipu: int
     weights: int
@@ -22,13 +22,13 @@ class Need:
     gradients: int
     optimizer: int
     activations: int
-    between: int  # values that were sent to it and are not received yet
-    always: int  # held during the whole step
+    between: int  # values that were sent to the ipu, and that it has not received yet
+    always: int  # weights, buffers, gradients and optimizer together, which are held during the whole step
     total: int
 
 
 def needs(profile: Profile) -> list[Need]:
-    """Return the memory need of each ipu of replica 0; bytes of micro-batches are the detailed step's."""
+    """Return the memory need of each ipu of replica 0; `activations` and `between` are the detailed step's."""
     fixed = {row.ipu: row for row in profile.memory if row.replica == 0}
     tracks, waiting = detailed(profile), bytes_between(profile)
     found = []
@@ -42,10 +42,8 @@ def needs(profile: Profile) -> list[Need]:
 
 
 def capacity(profile: Profile, needs: Sequence[Need]) -> tuple[int | None, int]:
-    """Return the capacity in bytes (None: unknown), and the bytes to compare with it.
-
-    These are the bytes of all ipus of all replicas if they share the memory, else of the ipu that needs most.
-    """
+    """Return the capacity in bytes (None: unknown), and the bytes that must fit into it: those of all ipus of
+    all replicas if these share the memory, else those of the ipu that needs most."""
     of_profile = profile.facts.get("capacity") or {}
     totals = [need.total for need in needs]
     shared = profile.counts.get("replicas", 1) * sum(totals)
@@ -53,7 +51,7 @@ def capacity(profile: Profile, needs: Sequence[Need]) -> tuple[int | None, int]:
 
 
 def detailed(profile: Profile) -> dict[int, Track]:
-    """Return, by ipu, the track of the step in which single operations were measured."""
+    """Return the track of each ipu of replica 0 in the step in which single operations were measured."""
     return {track.ipu: track for track in profile.tracks if is_detailed(profile, track)}
 
 
@@ -63,7 +61,7 @@ def is_detailed(profile: Profile, row: Track | Event) -> bool:
 
 
 def held_bytes(tensors: list[Tensor], instructions: int) -> list[int]:
-    """Return, for each instruction of an ipu's program, the bytes that its tensors hold after it."""
+    """Return the bytes that an ipu's tensors hold after each of its program's first `instructions`."""
     change = [0] * (instructions + 1)
     for row in tensors:
         change[min(row.born, instructions)] += row.bytes
@@ -79,47 +77,51 @@ def curve(profile: Profile, track: Track) -> list[tuple[int, int]]:
     program = profile.programs[track.ipu]
     # All steps hold the same tensors at the same instruction.
     after = held_bytes([row for row in profile.tensors if row.ipu == track.ipu], len(track.durations))
-    inside = _inside(profile) if is_detailed(profile, track) and len(after) < MOST_POINTS // 4 else {}
-    piece_at = {(piece.phase, piece.stage): i for i, piece in enumerate(profile.pieces)}
+    has_operations = is_detailed(profile, track) and len(after) < MOST_POINTS // 4
+    inside = operation_ends(profile) if has_operations else {}
     before = 0
     points = [(track.start, 0)]
     for index, (at, end) in enumerate(track.spans()):
         part = profile.parts[program[2 * index]]
-        if part.kind == "compute" and (piece := piece_at[part.phase, part.stage]) in inside:
-            base = before - profile.pieces[piece].enters
-            points += [(at + round((end - at) * share), base + live) for share, live in inside[piece]]
+        if part.kind == "compute":
+            for share, operation in inside.get((part.phase, part.stage), ()):
+                live = operation.live - profile.pieces[operation.piece].enters
+                points.append((at + round((end - at) * share), before + live))
         before = after[index]
         points.append((end, before))
     size = -(-len(points) // MOST_POINTS)  # points of a group
     return [max(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size)]
 
 
-def _inside(profile: Profile) -> dict[int, list[tuple[float, int]]]:
-    """Return, by the index of a piece, (share of the piece's time, bytes alive) after each operation."""
+def operation_ends(profile: Profile) -> dict[tuple[str, int], list[tuple[float, Operation]]]:
+    """Return the operations of each piece by (phase, stage), each after the share of the piece's time at which
+    the operation ends: its mean over all runs in the detailed step."""
     rows = defaultdict(list)
     for operation in profile.operations:
-        rows[operation.piece].append(operation)
+        piece = profile.pieces[operation.piece]
+        rows[piece.phase, piece.stage].append(operation)
     found = {}
-    for piece, operations in rows.items():
+    for key, operations in rows.items():
         ends = list(accumulate(operation.ns for operation in operations))
-        shares = (end / (ends[-1] or 1) for end in ends)
-        found[piece] = list(zip(shares, (operation.live for operation in operations), strict=True))
+        found[key] = [(end / (ends[-1] or 1), row) for end, row in zip(ends, operations, strict=True)]
     return found
+
+
+def transfers(events: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
+    """Yield (send, receive) of each value that was received, given the events of one replica."""
+    sent = {(row.channel, row.step, row.micro_batch, row.peer): row for row in events if row.kind == "send"}
+    for row in events:
+        key = row.channel, row.step, row.micro_batch, row.ipu
+        if row.kind == "receive" and key in sent:
+            yield sent[key], row
 
 
 def bytes_between(profile: Profile) -> dict[int, int]:
     """Return, by ipu, the most bytes at one time in the detailed step that were sent to it but not received
-    yet. An ipu to which nothing waited is missing."""
-    sent: dict[tuple[str, int, int], tuple[int, int]] = {}
-    received: dict[tuple[str, int, int], int] = {}
-    in_detail = replace(profile, tracks=tuple(detailed(profile).values()))
-    for event in in_detail.events(frozenset({"send", "receive"})):
-        if event.kind == "send":
-            sent[event.channel, event.peer, event.micro_batch] = (event.end, event.bytes)
-        else:
-            received[event.channel, event.ipu, event.micro_batch] = event.end
+    yet. An ipu for which no value waited is missing."""
     changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for key, (time, size) in sent.items():
-        if received.get(key, time) > time:
-            changes[key[1]] += [(time, size), (received[key], -size)]
+    in_detail = replace(profile, tracks=tuple(detailed(profile).values()))
+    for send, receive in transfers([*in_detail.events(frozenset({"send", "receive"}))]):
+        if receive.end > send.end:
+            changes[receive.ipu] += [(send.end, send.bytes), (receive.end, -send.bytes)]
     return {ipu: max(accumulate(size for _, size in sorted(rows))) for ipu, rows in changes.items()}

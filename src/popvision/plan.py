@@ -1,28 +1,33 @@
-"""Plans: the time of an update, the throughput and the memory of a program on machines that may be absent."""
+"""Plans: estimates of a program's speed and memory on machines that may be absent, and their page."""
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from popengine.profile import PLAN_WISH, Profile, ProfileError, load
+from popengine.environment import PLAN_WISH
+from popengine.profile import Profile, ProfileError, load
 
 from . import virtual
 from .costs import CATEGORIES, Costs, Spent
 from .machine import Machine
 from .machine import machine as bow
-from .units import seconds, share, size, table
+from .units import kind_of_run, seconds, share, size, table
 
-CORE_FLOPS, CORE_BYTES = 50e9, 10e9  # per second of a core, roughly, for estimates without measurement
-KINDS = ("weights", "gradients", "optimizer", "activations", "between", "code")
+_CORE_FLOPS, _CORE_BYTES = 50e9, 10e9  # FLOPs and bytes per second of a core, roughly
+_KINDS = ("weights", "gradients", "optimizer", "activations", "between", "code")
+_DRAWN = 600  # tasks; in a wider picture they are too small to see
+_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8794a3")
 _HEAD = [
     *("machine", "replicas", "micro-batches", "items/s"),
     *("an update", "bubble", "bound by", "largest ipu", ""),
@@ -36,20 +41,17 @@ def total_bytes(kinds: Mapping[str, int | None]) -> int:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimated time and memory of a program on a machine.
-
-    `memory`: bytes by ipu and kind; `problems`: why the program would fail there; empty: it fits.
-    """
+    """The estimated time and memory of a program on a machine."""
 
     machine: Machine
     replicas: int
     accumulation: int  # micro-batches of a step and replica
     seconds_per_update: float
     items_per_second: float
-    bubble: float
-    spent: Spent  # seconds of the busiest ipu by category
-    memory: dict[int, dict[str, int]]
-    problems: tuple[str, ...]
+    bubble: float  # share of the time in which the ipus (here: the cores) wait
+    spent: Spent  # seconds of the busiest ipu (here: of a core) by category
+    memory: dict[int, dict[str, int]]  # bytes by ipu and kind; None: only a kernel knows
+    problems: tuple[str, ...]  # reasons why the program would fail on the machine; empty: it fits
 
     @property
     def fits(self) -> bool:
@@ -64,12 +66,12 @@ class Estimate:
         return [total_bytes(kinds) for kinds in self.memory.values()]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return an entry of `popvision plan --json`."""
+        """Return the estimate's dictionary in the list that `popvision plan --json` prints."""
         own = ("items_per_second", "seconds_per_update", "memory_per_ipu", "fits", "bound_by")
         return {"machine": self.machine.name, **{name: getattr(self, name) for name in own}}
 
     def cells(self) -> list[str]:
-        """Return the texts of the estimate's row in `Estimates.table`."""
+        """Return the estimate's cells in `Estimates.table`, as texts with units."""
         return [
             self.machine.name,
             str(self.replicas),
@@ -85,9 +87,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Estimates:
-    """Estimates of one program: one per machine, replicas and accumulation; a machine's best comes first."""
+    """The estimates of one program on some machines; of a machine's estimates the best comes first."""
 
-    profiles: Mapping[str, Profile]
+    profiles: Mapping[str, Profile]  # by kind of machine
     estimates: tuple[Estimate, ...]
 
     @staticmethod
@@ -97,7 +99,10 @@ class Estimates:
         replicas: Sequence[int] = (),
         accumulation: Sequence[int] = (),
     ) -> Estimates:
-        """Return estimates by machine, replicas and accumulation; [] means the program's own number."""
+        """Return an estimate for each machine and combination of `replicas` and `accumulation`.
+
+        Args: replicas, accumulation: numbers to compare; empty: the program's own number
+        """
         found = []
         for machine in machines:
             profile = profiles[machine.kind]
@@ -113,36 +118,32 @@ class Estimates:
         return json.dumps([one.to_dict() for one in self.estimates], indent=1)
 
     def save(self, path: str | Path) -> None:
-        """Write a page: the machines, a timeline, stages and memory."""
-        from .plan_page import page
-
-        Path(path).write_text(page(self))
+        """Write an HTML page with the machines, a timeline, stages and memory."""
+        Path(path).write_text(_page(self))
 
     @cached_property
-    def drawn(self) -> tuple[Machine, Profile, Costs]:
-        """Return the machine that the page shows, its profile, and its costs.
+    def drawn(self) -> tuple[Estimate, Profile, Costs]:
+        """Return the estimate that page and advice are about, its profile, and its costs.
 
-        The machine is the first of the estimates with one chip per ipu, else a Bow Pod16.
+        It is the first on a machine with one chip per ipu; without one, that of the program on a Bow Pod16.
         """
-        machine = next(
-            (one.machine for one in self.estimates if one.machine.kind == "apart"), bow("bow-pod16")
-        )
         profile = self.profiles.get("apart") or next(iter(self.profiles.values()))
-        return machine, profile, Costs(profile, machine, profile.counts.get("replicas", 1))
+        found = next((one for one in self.estimates if one.machine.kind == "apart"), None)
+        found = found or Estimates.of({"apart": profile}, [bow("bow-pod16")]).estimates[0]
+        return found, profile, Costs(profile, found.machine, found.replicas)
 
     def advice(self) -> list[str]:
-        """Return sentences about what bounds a step on the machine of `drawn`, and what makes it faster; none if
+        """Return sentences about the busiest ipu of `drawn`, and about each change that gains 3 % or more; none if
         all estimates are of this machine."""
         if "apart" not in self.profiles:
             return []
-        machine, profile, costs = self.drawn
-        micro_batches = profile.facts["schedule_micro_batches"]
-        loads = {ipu: sum(spent.values()) for ipu, spent in costs.of_ipus(micro_batches).items()}
+        found, profile, costs = self.drawn
+        loads = {ipu: sum(spent.values()) for ipu, spent in costs.by_ipu(found.accumulation).items()}
         slowest, mean = max(loads, key=lambda ipu: loads[ipu]), sum(loads.values()) / len(loads)
-        step = costs.step(micro_batches)
+        step = costs.step(found.accumulation)
         return [
             f"ipu {slowest} has the most to do: {loads[slowest] / (mean or 1):.2f} times the average ipu."
-            f" On {machine.name} ipus wait {step.bubble(virtual.apart(step)):.0%} of the time."
+            f" On {found.machine.name} ipus wait {found.bubble:.0%} of the time."
         ] + [
             f"{change.what} would make it {change.apart:.2f} times as fast there. Then {change.also}."
             for change in virtual.changes(profile, step, 0.0)
@@ -171,8 +172,8 @@ def profiles_of(program: Sequence[str], kinds: Sequence[str]) -> dict[str, Profi
     code = 0
     for more in ({}, {"values": True}):
         if more:
-            said = "the program failed while its weights had no values; again, with values"
-            print(f"popvision: {said}", file=sys.stderr)
+            words = "the program failed while its weights had no values; again, with values"
+            print(f"popvision: {words}", file=sys.stderr)
         with tempfile.TemporaryDirectory() as folder:
             wish = json.dumps({"folder": folder, "kinds": list(kinds), **more})
             # Its output goes to standard error, since another program may read the plan on standard output.
@@ -191,7 +192,10 @@ def profiles_of(program: Sequence[str], kinds: Sequence[str]) -> dict[str, Profi
 
 
 def estimate(profile: Profile, machine: Machine, replicas: int, micro_batches: int) -> Estimate:
-    """Return the estimate of a plan on a machine; `micro_batches`: of each replica in a step."""
+    """Return the estimate of a plan on a machine.
+
+    Args: micro_batches: of each replica in a step
+    """
     counts, memory = profile.counts, memory_of(profile)
     problems = []
     if any(None in kinds.values() for kinds in memory.values()):
@@ -201,7 +205,11 @@ def estimate(profile: Profile, machine: Machine, replicas: int, micro_batches: i
         taken, bubble, spent = _seconds_here(profile, replicas, micro_batches)
         problems += _problems_here(profile, memory, replicas, loaded)
     else:
-        taken, bubble, spent = _seconds_apart(profile, machine, replicas, micro_batches)
+        costs = Costs(profile, machine, replicas)
+        step = costs.step(micro_batches)
+        ns = virtual.apart(step)
+        taken, bubble = ns / 1e9, step.bubble(ns)
+        spent = max(costs.by_ipu(micro_batches).values(), key=lambda spent: sum(spent.values()))
         problems += _problems_apart(profile, memory, machine, replicas)
         if loaded / machine.host > taken:  # a replica's rows reach its first ipu
             taken = spent["host input"] = loaded / machine.host
@@ -217,25 +225,14 @@ def memory_of(profile: Profile) -> dict[int, dict[str, Any]]:
     for number, row in enumerate(profile.memory):
         waiting = facts.get("activations", unknown)[number], facts.get("between", unknown)[number] or 0
         sizes = (row.weights + row.buffers, row.gradients, row.optimizer, *waiting, 0)
-        found[row.ipu] = dict(zip(KINDS, sizes, strict=True))
+        found[row.ipu] = dict(zip(_KINDS, sizes, strict=True))
     return found
-
-
-def _seconds_apart(
-    profile: Profile, machine: Machine, replicas: int, micro_batches: int
-) -> tuple[float, float, Spent]:
-    """Return a step's seconds on separate devices, its bubble, and the busiest ipu's seconds by category."""
-    costs = Costs(profile, machine, replicas)
-    step = costs.step(micro_batches)
-    length = virtual.apart(step)
-    busiest = max(costs.of_ipus(micro_batches).values(), key=lambda spent: sum(spent.values()))
-    return length / 1e9, step.bubble(length), busiest
 
 
 def _problems_apart(
     profile: Profile, memory: dict[int, dict[str, Any]], machine: Machine, replicas: int
 ) -> Iterator[str]:
-    """Yield why a plan fails on separate devices; put their code and optimizer state into `memory`."""
+    """Yield each reason why a plan fails on separate devices; set code and optimizer bytes in `memory`."""
     facts, chips = profile.facts, len(profile.devices) * replicas
     if chips > machine.chips:
         yield f"needs {chips} chips, and has {machine.chips}"
@@ -254,11 +251,11 @@ def _problems_apart(
 
 def _seconds_here(profile: Profile, replicas: int, micro_batches: int) -> tuple[float, float, Spent]:
     """Return a step's seconds on this host, the idle share of its cores, and a core's rough seconds by
-    category. Measured steps are extrapolated (idle share: 0); else a step is simulated."""
+    category. The seconds are extrapolated from measured steps (idle share: 0) or, without any, simulated."""
     measured, cores, spent = profile.facts["measured"], profile.facts.get("threads", 1), Spent(float)
-    for operation in profile.operations:  # to see which of both takes more of a core's time
-        spent["compute"] += operation.flops / CORE_FLOPS
-        spent["memory bandwidth"] += operation.bytes / CORE_BYTES
+    for operation in profile.operations:  # only to compare the two categories
+        spent["compute"] += operation.flops / _CORE_FLOPS
+        spent["memory bandwidth"] += operation.bytes / _CORE_BYTES
     if "steps" in measured:
         return _seconds_on_line(measured["steps"], micro_batches * replicas), 0.0, spent
     costs = dict.fromkeys(((phase, stage) for phase in "FB" for stage in range(len(profile.ipus))), 0.0)
@@ -280,7 +277,7 @@ def _seconds_here(profile: Profile, replicas: int, micro_batches: int) -> tuple[
 def _problems_here(
     profile: Profile, memory: Mapping[int, Mapping[str, Any]], replicas: int, loaded: int
 ) -> Iterator[str]:
-    """Yield why a plan fails on this host; `loaded`: the bytes of a replica's rows in a step."""
+    """Yield the reason why a plan fails on this host, if any; `loaded`: the bytes of a replica's rows in a step."""
     facts, by_ipu = profile.facts, memory.values()
     # The host's module has a copy of the weights; `base`: memory of a process and its libraries.
     kept = facts["base"] + sum(2 * kinds["weights"] + kinds["optimizer"] for kinds in by_ipu)
@@ -293,10 +290,11 @@ def _problems_here(
 
 
 def _seconds_on_line(rows: Sequence[Sequence[float]], micro_batches: int) -> float:
-    """Return the seconds of a step, by the line through two measurements; with one, in proportion to it. For
-    fewer micro-batches than the first measurement has: the larger of both.
+    """Return the seconds of a step: on the line through two measured steps, or in proportion to one.
 
-    Args: rows: one or two pairs (micro-batches, seconds)
+    Fewer micro-batches than the first measured step has take the larger of both results.
+
+    Args: rows: (micro-batches, seconds) of each of one or two measured steps
     """
     first, taken = rows[0]
     in_proportion = taken * micro_batches / first
@@ -305,3 +303,101 @@ def _seconds_on_line(rows: Sequence[Sequence[float]], micro_batches: int) -> flo
     each = max(0.0, rows[1][1] - taken) / (rows[1][0] - first)
     on_line = taken + each * (micro_batches - first)
     return max(in_proportion, on_line) if micro_batches < first else on_line
+
+
+# ---- the page --------------------------------------------------------------------------------------------
+
+
+def _page(plan: Estimates) -> str:
+    """Return the page of a plan as HTML that needs no other file."""
+    drawn, profile, costs = plan.drawn
+    flops: Counter[tuple[str, int]] = Counter()
+    for operation in profile.operations:
+        piece = profile.pieces[operation.piece]
+        flops[piece.phase, piece.stage] += operation.flops
+    stages = []
+    for stage, ipu in enumerate(profile.ipus):
+        parameters = sum(block.parameters for block in profile.blocks if block.stage == stage)
+        operations = (f"{flops[phase, stage]:,}" for phase in "FB")
+        times = (seconds(sum(costs.phases[phase, stage].values())) for phase in "FB")
+        stages.append((stage, ipu, profile.stages[stage], f"{parameters:,}", *operations, *times))
+    memory = [
+        (one.machine.name, ipu, *map(size, kinds.values()), size(whole))
+        for one in plan.estimates
+        for (ipu, kinds), whole in zip(one.memory.items(), one.memory_per_ipu, strict=True)
+    ]
+    sends = [
+        (part.ipu, part.peer, size(part.bytes), *part.frequency_and_time)
+        for part in profile.parts
+        if part.kind == "send"
+    ]
+    title = f"Plan: {kind_of_run(profile)}"
+    head = ("stage", "ipu", "blocks", "parameters", "FLOPs forward", "FLOPs backward", "forward", "backward")
+    parts = [
+        f"<h1>{html.escape(title)}</h1>",
+        _table(plan.table()),
+        *(f"<p class=say>{html.escape(text)}</p>" for text in plan.advice()),
+        f"<h2>One step on {html.escape(drawn.machine.name)}</h2>",
+        _timeline(drawn, costs),
+        f"<p>{html.escape(drawn.machine.description)}; light: forward, dark: backward. Nothing has run yet.</p>",
+        "<h2>Stages, and their times for a micro-batch</h2>",
+        _table([head, *stages]),
+        "<h2>Memory of an ipu at the most</h2>",
+        _table([("machine", "ipu", *_KINDS, "in all"), *memory]),
+    ]
+    if sends:
+        parts += ["<h2>Between ipus</h2>", _table([("from ipu", "to ipu", "bytes", "each", "when"), *sends])]
+    return _PAGE.format(title=html.escape(title), body="\n".join(parts))
+
+
+def _timeline(drawn: Estimate, costs: Costs) -> str:
+    """Return the picture of a simulated step as HTML, with a row for each ipu and a caption. The step has
+    only the first micro-batches if all would be too small to see."""
+    actions = costs.step(1).actions
+    micro_batches = min(drawn.accumulation, max(1, _DRAWN // len(actions)))
+    step = costs.step(micro_batches)
+    tasks, found = virtual.simulated(step)
+    rows, width, tall = sorted(set(step.ipus)), 1000, 30
+    unit = width / (found.length or 1)
+    boxes = [f'<text x="0" y="{i * tall + 17}">ipu {ipu}</text>' for i, ipu in enumerate(rows)]
+    for (row, micro_batch), start, end in zip(tasks, found.starts, found.ends, strict=False):
+        phase, stage, ipu, _ = actions[row]
+        x, wide = 60 + start * unit, max(0.4, (end - start) * unit)
+        y = rows.index(ipu) * tall
+        label = f"{'forward' if phase == 'F' else 'backward'} of stage {stage}, micro-batch {micro_batch}"
+        text = f'<text x="{x + 3:.1f}" y="{y + 17}">{micro_batch}</text>' if wide > 18 else ""
+        boxes.append(
+            f'<g><title>{label}</title><rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{tall - 6}"'
+            f' fill="{_COLOURS[stage % len(_COLOURS)]}" fill-opacity="{0.55 if phase == "F" else 1}"/>{text}</g>'
+        )
+    spans = f"{seconds(found.length / 1e9)} of the step's {seconds(drawn.seconds_per_update)}"
+    return (
+        f'<svg role="img" aria-label="Timeline of a step" viewBox="0 0 {width + 64} {len(rows) * tall}">'
+        f"{''.join(boxes)}</svg>"
+        f"<p>Drawn are {micro_batches} of {drawn.accumulation} micro-batches, and the updates: {spans}.</p>"
+    )
+
+
+def _table(rows: Iterable[Iterable[Any]]) -> str:
+    """Return an HTML table; `rows` begins with the names of the columns."""
+    cells = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
+    return f"<div class=wide><table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table></div>"
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; max-width: 1100px; margin: 24px auto; padding: 0 16px; }}
+h1 {{ font-size: 20px; }} h2 {{ font-size: 16px; margin-top: 28px; }}
+svg {{ width: 100%; }} svg text {{ font-size: 12px; fill: currentColor; }}
+.wide {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; }}
+td {{ padding: 3px 14px 3px 0; border-bottom: 1px solid #8888; }}
+tr:first-child {{ font-weight: bold; }}
+.say {{ border-left: 4px solid #e69f00; padding-left: 12px; }}
+</style>
+{body}
+</html>
+"""

@@ -1,4 +1,4 @@
-"""Reports of profiled runs: the headline for the terminal, and a value for notebooks that displays itself."""
+"""Reports of profiled runs: the headline for the terminal, and the class that a notebook displays as a page."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Report:
         return {path.parent.name: load(path) for path in profiles_at(self.folder)}
 
     def figures(self) -> list[dict[str, Any]]:
-        """Return a dictionary per profile: its figures that are single values, and sentences of `advice`."""
+        """Return a dictionary for each profile: those of its figures that are single values, and "advice"."""
         rows = []
         for label, profile in self._profiles().items():
             found = figures(profile)
@@ -46,7 +46,7 @@ class Report:
         return rows
 
     def trace(self) -> list[dict[str, Any]]:
-        """Return a dictionary per recorded instruction; `start`, `end` and `cost` (computation) are in ns."""
+        """Return a dictionary for each recorded instruction; "start", "end" and "cost" (computing) are ns."""
         return [
             {"profile": label, **event._asdict(), "cost": event.cost}
             for label, profile in self._profiles().items()
@@ -57,14 +57,14 @@ class Report:
         return "\n".join(summary(profile) for profile in self._profiles().values())
 
     def _repr_html_(self) -> str:
-        """Return the whole page in an iframe."""
+        """Return the page of `popvision REPORT` in an iframe, for a notebook."""
         text = page([entry(path) for path in profiles_at(self.folder)], f"Profile of {self.folder.name}")
         style = "width: 100%; height: 760px; border: 1px solid #8888"
         return f'<iframe srcdoc="{html.escape(text)}" style="{style}" title="Report"></iframe>'
 
 
 def summary(profile: Profile) -> str:
-    """Return the headline of a profile for the terminal, about a screen long."""
+    """Return a profile's figures, tables and advice as a text for the terminal, about a screen long."""
     found = figures(profile)
     lines = [f"{profile.name}: {kind_of_run(profile)}"]
     lines += [f"  {said}"] if (said := machine_sentence(found)) else []
@@ -84,7 +84,9 @@ def summary(profile: Profile) -> str:
         lines.append("  no call came to its end")
     else:
         lines.append("  nothing was run: the model was compiled and let go")
-    lines += [indent(table(rows), "  ") for rows in (_stages(found), _memory(found)) if len(rows) > 1]
+    lines += [
+        indent(table(rows), "  ") for rows in (_stage_table(found), _memory_table(found)) if len(rows) > 1
+    ]
     if found.capacity and found.needs:
         verdict = {True: "fits into", False: "DOES NOT FIT into", None: "held against"}[found.fits]
         lines.append(f"  {verdict} {size(found.capacity)}: {found.capacity_of}")
@@ -92,8 +94,8 @@ def summary(profile: Profile) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _stages(found: Figures) -> list[list[str]]:
-    """Return the rows of a table of each stage's costs, under the names of the columns."""
+def _stage_table(found: Figures) -> list[list[str]]:
+    """Return a table of each stage's costs, which begins with the names of the columns."""
     rows = [["stage", "ipu", "forward", "backward", "update", "blocks"]]
     for stage in found.stages:
         mark = "  <- slowest" if stage.stage == found.slowest and len(found.stages) > 1 else ""
@@ -102,8 +104,8 @@ def _stages(found: Figures) -> list[list[str]]:
     return rows
 
 
-def _memory(found: Figures) -> list[list[str]]:
-    """Return the rows of a table of each ipu's memory, under the names of the columns."""
+def _memory_table(found: Figures) -> list[list[str]]:
+    """Return a table of each ipu's memory, which begins with the names of the columns."""
     rows = [["ipu", "weights", "gradients", "optimizer", "activations", "between", "total"]]
     for need in found.needs:
         kept = need.weights + need.buffers, need.gradients, need.optimizer

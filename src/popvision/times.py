@@ -1,12 +1,11 @@
-"""Times: the steps that count, what ipus did in them, and what each stage's computation costs on one clock.
+"""Times: the steps after warm-up, the activities of ipus in them, and the cost of each stage's computation.
 
-A cost is the time that a thread computed, so that other programs do not count. Spans (throughput, the bubble,
-the trace) are in the clock's time.
+A cost is the CPU time of a thread, so that other programs do not count. Spans (throughput, the bubble, the
+trace) are in wall-clock time.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,12 +20,11 @@ from .virtual import StepModel
 
 
 def steady_events(profile: Profile) -> list[Event]:
-    """Return the events of all whole steps but the first two steps of the run, in which caches are cold and
+    """Return the events of all whole steps except the first two steps of the run, in which caches are cold and
     the recorder measures single operations. If no other step is whole: the events of the last whole step; if
     no step is whole: all events."""
     whole, seen = whole_steps(profile), {(track.call, track.step) for track in profile.tracks}
-    warm = [key for key in whole if key not in sorted(seen)[:2]] or whole[-1:]
-    wanted = set(warm) or seen  # no whole steps: their beginnings, see `is_cut_off`
+    wanted = (set(whole) - {*sorted(seen)[:2]}) or set(whole[-1:]) or seen
     return [event for event in profile.events() if (event.call, event.step) in wanted]
 
 
@@ -57,13 +55,13 @@ class Usage:
     forward: int
     backward: int
     update: int
-    moving: int  # loads, sends, sums, stores and so on
+    moving: int  # in all other instructions, as loads, sends, sums and stores
     waiting: int
 
 
 def usages(events: list[Event]) -> list[Usage]:
-    """Return the time that each ipu spent in each activity; receives and idle time are `waiting`. A replica's
-    step begins with its first computation on any ipu, and ends with its last instruction but receives."""
+    """Return the usage of each ipu; receives and idle time are `waiting`. A replica's step begins with its first
+    computation on any ipu, and ends with its last instruction that is no receive."""
     steps: dict[tuple[int, int, int], list[Event]] = defaultdict(list)
     for event in events:
         if event.kind != "receive":
@@ -84,10 +82,8 @@ def usages(events: list[Event]) -> list[Usage]:
 
 
 def ideal_bubble(profile: Profile) -> float | None:
-    """Return the share of the schedule's ticks in which ipus are idle; None if the schedule is unknown.
-
-    Each action takes one tick. A pipeline of p stages and m micro-batches has the share (p-1)/(m+p-1).
-    """
+    """Return the share of the schedule's ticks, one per action, in which ipus are idle: (p-1)/(m+p-1) for a
+    pipeline of p stages and m micro-batches. None if the schedule is unknown."""
     length, actions = profile.facts.get("schedule_length"), profile.facts.get("schedule_actions")
     if not length or not actions:
         return None
@@ -114,20 +110,20 @@ def core_share(events: list[Event]) -> float | None:
 
 @dataclass(frozen=True)
 class StageTime:
-    """The cost of one micro-batch in a stage, in ns; `around`: loads, sends, sums and the like."""
+    """The cost of one micro-batch in a stage, in ns."""
 
     stage: int
     ipu: int
-    blocks: str
+    blocks: str  # names, with commas
     forward: float
     backward: float
-    around: float
+    around: float  # loads, sends, sums and other instructions except receives
     update: float  # of one weight update
-    total: float  # without the update
+    total: float  # forward, backward and around
 
 
 def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
-    """Return each stage's cost of one micro-batch. An ipu's update is divided equally among its stages."""
+    """Return the cost of each stage. An ipu's update is divided equally among its stages."""
     computed: dict[tuple[str, int], list[Event]] = defaultdict(list)
     around: dict[int, dict[tuple[str, str, int], list[Event]]] = defaultdict(lambda: defaultdict(list))
     updates: dict[int, list[Event]] = defaultdict(list)
@@ -150,8 +146,8 @@ def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
 
 
 def with_stage_costs(profile: Profile, stages: Sequence[StageTime]) -> Profile:
-    """Return the profile with the `ns` of operations scaled so that those of a piece add up to its cost in
-    `stages`. Single operations were measured in one step, but a stage's cost comes from all steps."""
+    """Return the profile with the `ns` of each piece's operations scaled so that they add up to the piece's
+    cost in `stages`: single operations were measured in one step, but a stage's cost comes from all steps."""
     ns, calls = defaultdict(int), defaultdict(int)
     for operation in profile.operations:
         ns[operation.piece] += operation.ns
@@ -166,7 +162,7 @@ def with_stage_costs(profile: Profile, stages: Sequence[StageTime]) -> Profile:
 
 
 def spread(events: list[Event]) -> float:
-    """Return the median over pieces of `spread_of` a piece's costs; 0 if no piece ran four times."""
+    """Return the median of `spread_of` the costs of each piece; 0 if no piece ran four times."""
     costs: dict[tuple[str, int], list[int]] = defaultdict(list)
     for event in events:
         if event.kind == "compute":
@@ -175,7 +171,7 @@ def spread(events: list[Event]) -> float:
 
 
 def spread_of(values: Sequence[float]) -> float:
-    """Return half of the interquartile range as a share of the median; 0 for fewer than four values."""
+    """Return half of the interquartile range, divided by the median; 0 for fewer than four values."""
     if len(values) < 4 or not (middle := median(values)):
         return 0.0
     low, _, high = quantiles(values, n=4)
@@ -184,8 +180,8 @@ def spread_of(values: Sequence[float]) -> float:
 
 def _cost(events: Sequence[Event]) -> float:
     """Return the cost in ns of an instruction, given its runs: the median over steps of each step's mean
-    cost, because caches are colder for the first micro-batch of each step. The result is at least the length
-    of the fastest run, since an instruction may itself wait (for I/O, say); 0 without runs."""
+    cost, because caches are colder for the first micro-batch of each step; 0 without runs. The result is at
+    least the duration of the fastest run, since the instruction itself may wait (for I/O, say)."""
     if not events:
         return 0.0
     fastest = min(event.end - event.start for event in events)
@@ -193,7 +189,7 @@ def _cost(events: Sequence[Event]) -> float:
 
 
 def _median_of_steps(values: Iterable[tuple[Event, float]]) -> float:
-    """Return the median over steps of the mean of each step's values."""
+    """Return the median over steps of each step's mean. `values`: (an event of the step, value)."""
     steps: dict[tuple[int, int], list[float]] = defaultdict(list)
     for event, value in values:
         steps[event.call, event.step].append(value)
@@ -212,20 +208,13 @@ def _without_contention(profile: Profile, events: Sequence[Event]) -> Iterator[E
     cores, slower = max(factors.items(), default=(1, 1.0))
     work = [event for event in events if event.computed]
     changes = sorted([(event.start, 1) for event in work] + [(event.end, -1) for event in work])
-    # At each time, the cores' computing time before it (`areas`), and the cores that compute then (`busy`).
-    times, areas, busy = ([0] for _ in range(3))
+    areas, area, busy, before = {}, 0, 0, 0  # `areas`: by time, the computing time of all cores before it
     for time, change in changes:
-        areas.append(areas[-1] + busy[-1] * (time - times[-1]))
-        times.append(time)
-        busy.append(busy[-1] + change)
-
-    def area(time: int) -> float:
-        place = bisect_right(times, time) - 1
-        return areas[place] + busy[place] * (time - times[place])
-
+        areas[time] = area = area + busy * (time - before)
+        busy, before = busy + change, time
     for event in events:
         if slower > 1 and event.computed:
-            others = (area(event.end) - area(event.start)) / (event.end - event.start or 1) - 1
+            others = (areas[event.end] - areas[event.start]) / (event.end - event.start or 1) - 1
             factor = 1 + (slower - 1) * max(0.0, others) / (cores - 1)
             alone = max(1, round(event.computed / factor))
             event = event._replace(computed=alone, end=event.end - event.computed + alone)
@@ -236,11 +225,10 @@ def _without_contention(profile: Profile, events: Sequence[Event]) -> Iterator[E
 
 
 def step_of(profile: Profile, events: list[Event], times: list[StageTime]) -> StepModel:
-    """Return the model of a step for the simulation in virtual time, with measured costs."""
+    """Return the model of a step, which `virtual` simulates, with measured costs."""
     costs, updates = {}, defaultdict(float)
     for time in times:
-        # `around` is added to both phases in proportion.
-        stretch = time.total / (time.forward + time.backward or 1.0)
+        stretch = time.total / (time.forward + time.backward or 1.0)  # adds `around` in proportion
         costs["F", time.stage], costs["B", time.stage] = time.forward * stretch, time.backward * stretch
         updates[time.ipu] += time.update
     sharing = profile.facts.get("sharing", [])
@@ -258,8 +246,8 @@ def step_of(profile: Profile, events: list[Event], times: list[StageTime]) -> St
 
 
 def _gap_of_tasks(events: list[Event]) -> float:
-    """Return the ns between two tasks of a core if the next task is ready; 0 for fewer than four gaps. With
-    one core this is the typical gap; with several, the lower quartile, since longer gaps include waits."""
+    """Return the ns that a core takes between two tasks if the next task is ready; 0 for fewer than four gaps.
+    With one core this is the median gap; with several, the lower quartile, since longer gaps include waits."""
     cores: dict[int, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.start):
         cores[event.core].append(event)
@@ -278,14 +266,13 @@ def _gap_of_tasks(events: list[Event]) -> float:
 
 def _ns_outside_steps(profile: Profile) -> float:
     """Return the ns per step that a call spends outside its steps: the median over calls whose steps were all
-    recorded, without the first call; 0 without such calls."""
-    spans: dict[tuple[int, int], list[int]] = defaultdict(list)
+    recorded, except the first call, in which memory is cold; 0 without such calls."""
+    spans: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))  # by call and step
     for track in profile.tracks:
-        end = max((end for _, end in track.spans()), default=track.start)
-        spans[track.call, track.step] += [track.start, end]
+        spans[track.call][track.step] += [track.start, *(end for _, end in track.spans())]
     found = []
-    for call in profile.calls[1:]:  # without the first call, in which memory is cold
-        own = [max(span) - min(span) for (number, _), span in spans.items() if number == call.call]
-        if call.steps and len(own) == call.steps:
-            found.append((call.end - call.start - sum(own)) / call.steps)
+    for call in profile.calls[1:]:
+        steps = [max(times) - min(times) for times in spans[call.call].values()]
+        if steps and len(steps) == call.steps:
+            found.append((call.end - call.start - sum(steps)) / call.steps)
     return max(0.0, _median(found))

@@ -1,4 +1,4 @@
-"""Numbers and units as text."""
+"""Texts of numbers with units, of tables, and of a run's layout."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def share(value: float | None) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells as lines in which each column is as wide as its widest cell."""
+    """Return a text with a line for each row, in which each column is as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def kind_of_run(profile: Profile) -> str:
-    """Return a text with the mode of a run or plan, and its numbers of stages, ipus and replicas."""
+    """Return the mode of a run or plan, and its numbers of stages, ipus and replicas, as a text."""
     kind = "training" if profile.training else "inference"
     stages, ipus = len(profile.stages), len(profile.devices)
     replicas = profile.counts.get("replicas", 1)
@@ -52,7 +52,7 @@ def kind_of_run(profile: Profile) -> str:
 
 
 def cores_in_words(profile: Profile) -> str:
-    """Return how many cores run all ipus without a recorder, with a verb: "2 cores share"."""
+    """Return the number of cores that run all ipus without a recorder, and a verb: "1 of 2 cores runs"."""
     count, machine = profile.facts.get("threads", 0), profile.facts.get("cores", 0)
     of_all = f" of {machine}" if count < machine else ""
     return f"{count}{of_all} core{'s' * ((machine if of_all else count) != 1)} {'runs' if count == 1 else 'share'}"

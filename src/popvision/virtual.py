@@ -8,7 +8,8 @@ A change of the program is a change of the value `StepModel`, whose gain a simul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -27,33 +28,26 @@ _SAFETY = 0.75  # share of a simulated gain that is promised; caches and memory 
 
 @dataclass(frozen=True)
 class StepModel:
-    """The computations of a step and their costs in ns: `forward` and `backward` of one micro-batch by stage,
-    and `updates` by ipu. On a host also `between`: the time between two tasks of a core, and `fixed`: a
-    step's share of the call's time outside steps.
-
-    `keeps_order`: whether separate devices run the programs of a recorded step. `ordered`: stages that take
-    micro-batches in their order on any machine. `sharing`: by number of cores, the smallest and the largest
-    speed of these cores together, relative to one core."""
+    """The computations of a step, their costs in ns, and the rules for their order."""
 
     ipus: tuple[int, ...]  # of each stage
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]  # empty: inference
-    updates: dict[int, float]
+    forward: tuple[float, ...]  # ns of one micro-batch, by stage
+    backward: tuple[float, ...]  # the same; empty: inference
+    updates: Mapping[int, float]  # ns of the weight update, by ipu
     micro_batches: int  # of a replica
     replicas: int = 1
-    mode: str = "pipelined"  # see `popengine.order.ORDERS`
-    ordered: frozenset[int] = frozenset()
-    between: float = 0.0
-    fixed: float = 0.0
+    mode: str = "pipelined"  # a key of `popengine.order.ORDERS`
+    ordered: frozenset[int] = frozenset()  # stages that take micro-batches in their order on any machine
+    between: float = 0.0  # ns between two tasks of a host's core
+    fixed: float = 0.0  # ns that a call on a host spends outside its steps, for each step
+    # By number of cores: the lowest and the highest measured speed of these cores together, relative to one core.
     sharing: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    keeps_order: bool = True
+    keeps_order: bool = True  # whether separate devices run the programs of a recorded step
 
     @classmethod
     def of(cls, profile: Profile, costs: Mapping[tuple[str, int], float], **more: Any) -> StepModel:
-        """Return the model of a plan's step; `costs`: ns by (phase, stage); `more`: other fields."""
-        forward, backward = (
-            tuple(costs[phase, stage] for stage in range(len(profile.ipus))) for phase in "FB"
-        )
+        """Return the model of a profile's step; `costs`: ns by (phase, stage); `more`: other fields."""
+        forward, backward = (tuple(costs[phase, i] for i in range(len(profile.ipus))) for phase in "FB")
         mode = profile.facts.get("mode", "sharded")
         return cls(profile.ipus, forward, backward if profile.training else (), mode=mode, **more)
 
@@ -87,11 +81,6 @@ class StepModel:
         each = len(self.forward) + 2 * len(self.backward)
         return each * self.micro_batches + sum(map(bool, self.updates.values()))
 
-    @property
-    def mean_task_ns(self) -> float:
-        """Return the ns of an average task."""
-        return self.work_ns / (self.task_count or 1)
-
     def bubble(self, length: float) -> float:
         """Return the share of time in which the ipus wait, in a step of `length` ns on separate devices."""
         return max(0.0, 1 - self.work_ns / (length * len(set(self.ipus)))) if length else 0.0
@@ -99,14 +88,14 @@ class StepModel:
 
 def apart(step: StepModel) -> float:
     """Return the ns of a step on separate devices."""
-    return _ns_of_step(step, lambda shorter: on_devices(shorter)[1].length)
+    return _simulated_ns(step)
 
 
 def here(step: StepModel, cores: int) -> float | None:
     """Return the ns of a step on a host whose cores share all ipus; None if the speed of so many cores
-    together was not measured. It is the mean of the ns at their smallest and at their largest speed."""
-    found = [_ns_on_cores(step, cores if step.mean_task_ns > WORTH_SHARING else 1, end) for end in (0, 1)]
-    return None if None in found else sum(filter(None, found)) / 2
+    together was not measured. It is the mean of the ns at their lowest and at their highest speed."""
+    slow, fast = (_ns_on_host(step, cores, end) for end in (0, 1))
+    return None if slow is None or fast is None else (slow + fast) / 2
 
 
 def speedup_here(step: StepModel, other: StepModel, cores: int) -> float | None:
@@ -114,11 +103,8 @@ def speedup_here(step: StepModel, other: StepModel, cores: int) -> float | None:
     together was not measured. It is the smallest of four simulated speedups, since the engine may use one
     core or all, and the cores' measured speed has a spread."""
     found = []
-    for limit, end in product((1 / _DOUBTFUL, _DOUBTFUL), (0, 1)):
-        before, after = (
-            _ns_on_cores(one, cores if one.mean_task_ns > limit * WORTH_SHARING else 1, end)
-            for one in (step, other)
-        )
+    for factor, end in product((1 / _DOUBTFUL, _DOUBTFUL), (0, 1)):
+        before, after = (_ns_on_host(one, cores, end, factor * WORTH_SHARING) for one in (step, other))
         if before is None or after is None:
             return None
         rows = [one.micro_batches * one.replicas for one in (step, other)]
@@ -126,15 +112,19 @@ def speedup_here(step: StepModel, other: StepModel, cores: int) -> float | None:
     return min(found)
 
 
-def _ns_on_cores(step: StepModel, cores: int, end: int) -> float | None:
-    """Return the ns of a step on cores with their lowest (`end`: 0) or highest (1) speed; None if
-    unmeasured."""
-    if cores == 1:
+def _ns_on_host(step: StepModel, cores: int, end: int, least_task: float = WORTH_SHARING) -> float | None:
+    """Return the ns of a step on a host; None if the speed of so many cores together was not measured.
+
+    Args:
+        end:        0: the cores have their lowest measured speed; 1: their highest
+        least_task: ns; if the average task is not longer, one core runs all tasks
+    """
+    if cores == 1 or step.work_ns <= least_task * step.task_count:
         return (step.work_ns + step.task_count * step.between) * step.replicas + step.fixed
     if cores not in step.sharing:
         return None
     speed = [1 + (step.sharing[cores][end] - 1) * others / (cores - 1) for others in range(cores)]
-    return step.fixed + _ns_of_step(step, lambda shorter: _stretched_length(_on_host(shorter, cores), speed))
+    return step.fixed + _simulated_ns(step, cores, speed)
 
 
 def _stretched_length(found: Timeline, speed: Sequence[float]) -> float:
@@ -148,28 +138,30 @@ def _stretched_length(found: Timeline, speed: Sequence[float]) -> float:
     return length
 
 
-def _ns_of_step(step: StepModel, run: Callable[[StepModel], float]) -> float:
-    """Return the ns of a step, which `run` simulates; a long step is extrapolated from two shorter ones."""
-    most = _MOST_TASKS // step.replicas
-    return length(
-        step.actions, step.micro_batches, lambda count: run(replace(step, micro_batches=count)), most
-    )
+def _simulated_ns(step: StepModel, cores: int = 0, speed: Sequence[float] = ()) -> float:
+    """Return the ns of a simulated step; a long step is extrapolated from two shorter ones.
+
+    Args: cores: as in `simulated`; speed: of the cores, as in `_stretched_length`; empty: not stretched
+    """
+
+    def run(micro_batches: int) -> float:
+        found = simulated(replace(step, micro_batches=micro_batches), cores)[1]
+        return _stretched_length(found, speed) if speed else found.length
+
+    return length(step.actions, step.micro_batches, run, _MOST_TASKS // step.replicas)
 
 
-def on_devices(step: StepModel) -> tuple[list[tuple[int, int]], Timeline]:
-    """Return the tasks, (index in `step.actions`, micro-batch), and timeline of a step on devices."""
-    updates = {ipu: cost for ipu, cost in step.updates.items() if cost}
-    order, keeps_order = ORDERS[step.mode][0], step.keeps_order
-    return timeline(step.actions, step.micro_batches, order, 0, step.costs, 1, updates, keeps_order)
+def simulated(step: StepModel, cores: int = 0) -> tuple[list[tuple[int, int]], Timeline]:
+    """Return the tasks of a step, (index in `step.actions`, micro-batch), and their timeline.
 
-
-def _on_host(step: StepModel, cores: int) -> Timeline:
-    """Return the timeline of a step on cores that share all ipus; an update is one for all replicas."""
+    Args: cores: that share the ipus of all replicas; 0: each ipu of one replica is a device
+    """
+    between, replicas = (step.between, step.replicas) if cores else (0.0, 1)
     tasks = [1] * len(step.forward) + [2] * len(step.backward)
-    costs = [cost + count * step.between for cost, count in zip(step.costs, tasks, strict=True)]
-    updates = {ipu: cost + step.between for ipu, cost in step.updates.items() if cost}
-    order = ORDERS[step.mode][1]
-    return timeline(step.actions, step.micro_batches, order, cores, costs, step.replicas, updates)[1]
+    costs = [cost + count * between for cost, count in zip(step.costs, tasks, strict=True)]
+    updates = {ipu: cost + between for ipu, cost in step.updates.items() if cost}  # one for all replicas
+    order, keeps_order = ORDERS[step.mode][bool(cores)], step.keeps_order and not cores
+    return timeline(step.actions, step.micro_batches, order, cores, costs, replicas, updates, keeps_order)
 
 
 # ---- changes of the program ------------------------------------------------------------------------------
@@ -177,18 +169,16 @@ def _on_host(step: StepModel, cores: int) -> Timeline:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a program, and the simulated speedup per row of data.
+    """A change of a program, and the simulated speedup per row of data."""
 
-    `apart`: speedup on separate devices; `here`: on this host's cores (None: unknown). `also`: other effects.
-    `setting`: the change as data: `{"accumulation": 8}`, `{"pipelined": True}`, `{"replicas": 2}` ...
-    """
-
-    kind: str
-    what: str
-    apart: float
-    here: float | None
-    also: str
-    setting: Mapping[str, Any]
+    kind: str  # micro-batches, pipeline or replicas
+    what: str  # the option to set
+    apart: float  # speedup on separate devices
+    here: float | None  # speedup on this host's cores; None: unknown
+    also: str  # other effects of the change
+    setting: Mapping[
+        str, Any
+    ]  # the change as data: {"accumulation": 8}, {"pipelined": True}, {"replicas": 2} ...
 
     @property
     def best(self) -> float:
@@ -203,68 +193,57 @@ def promised(speedup: float | None, spread: float) -> float | None:
 
 
 def changes(profile: Profile, step: StepModel, spread: float) -> list[Change]:
-    """Return the changes whose speedup is `promised` on some machine, one per kind, the best first."""
+    """Return the changes whose speedup is `promised` on some machine, one per kind, the best first.
+
+    The change of a kind is the first with 70 % of the kind's largest gain.
+    """
     if not sum(step.costs):
         return []
     facts = profile.facts
     # With more tasks, operations that use several cores would use fewer: how fast they are then is not measured.
     is_host = facts.get("device", "cpu") == "cpu" and facts.get("threads_inside", 1) == 1
     cores = facts.get("threads", 0) if is_host else 0
-    before = apart(step)
-
-    def change(kind: str, changed: StepModel, what: str, also: str, **setting: Any) -> Change:
-        on_cores = speedup_here(step, changed, cores) if cores else None
+    before, by_kind = apart(step), defaultdict(list)
+    for kind, changed, what, also, setting in _candidates(profile, step, cores):
         faster = before / apart(changed) * changed.micro_batches / step.micro_batches
-        # On separate devices more replicas take more devices.
-        return Change(
-            kind, what, faster if changed.replicas == step.replicas else 1.0, on_cores, also, setting
-        )
-
-    found = [
-        *_more_micro_batches(step, change),
-        *_pipeline(profile, step, change),
-        *_replicas(profile, step, cores, change),
-    ]
-    return sorted((one for one in found if promised(one.best, spread) is not None), key=lambda one: -one.best)
-
-
-def _more_micro_batches(step: StepModel, change: Callable[..., Change]) -> list[Change]:
-    """Return the change to the fewest micro-batches with 70 % of the largest gain; nothing if none gains."""
+        # More replicas take more separate devices, and then each row takes as long as before.
+        on_devices = faster if changed.replicas == step.replicas else 1.0
+        on_cores = speedup_here(step, changed, cores) if cores else None
+        by_kind[kind].append(Change(kind, what, on_devices, on_cores, also, setting))
     found = []
+    for same in by_kind.values():
+        least = 1 + 0.7 * max(0.0, max(one.best for one in same) - 1)
+        found += [one for one in same if one.best >= least][:1]
+    return sorted((one for one in found if promised(one.best, spread)), key=lambda one: -one.best)
+
+
+def _candidates(
+    profile: Profile, step: StepModel, cores: int
+) -> Iterator[tuple[str, StepModel, str, str, dict[str, Any]]]:
+    """Yield (kind, changed step, what, also, setting) of each change to simulate; see `Change`: more
+    micro-batches, a pipeline in place of sharded stages, and more replicas for idle cores of one process."""
     for factor in (2, 4, 8, 16):
-        count, option, setting = factor * step.micro_batches, "options.deviceIterations", "iterations"
+        count, option, name = factor * step.micro_batches, "options.deviceIterations", "iterations"
         also = f"a call takes {factor} times the rows"
         if step.backward:
-            option, setting = "options.Training.gradientAccumulation", "accumulation"
+            option, name = "options.Training.gradientAccumulation", "accumulation"
             also = f"the effective batch becomes {factor} times as large, so the learning rate may have to change"
         more = replace(step, micro_batches=count)
-        found.append(change("micro-batches", more, f"{option}({count})", also, **{setting: count}))
-    most = max(one.best for one in found)
-    return [one for one in found if one.best - 1 >= 0.7 * max(0.0, most - 1)][:1]
+        yield "micro-batches", more, f"{option}({count})", also, {name: count}
 
-
-def _pipeline(profile: Profile, step: StepModel, change: Callable[..., Change]) -> list[Change]:
-    """Return the change from sharded stages to a pipeline; nothing if that is impossible."""
     stages = len(step.ipus)
-    enough = 2 * stages - 1 if step.backward else stages
+    least = 2 * stages - 1 if step.backward else stages  # micro-batches of a pipeline
     is_in_order = list(step.ipus) == sorted(step.ipus)
-    if profile.facts.get("mode") != "sharded" or not is_in_order or not step.micro_batches >= enough > 1:
-        return []
-    also = "up to as many micro-batches as there are stages are held at the same time"
-    pipelined = replace(step, mode="pipelined")
-    return [change("pipeline", pipelined, "poptorch.PipelinedExecution", also, pipelined=True)]
+    if profile.facts.get("mode") == "sharded" and is_in_order and step.micro_batches >= least > 1:
+        also = "up to as many micro-batches as there are stages are held at the same time"
+        pipelined = replace(step, mode="pipelined")
+        yield "pipeline", pipelined, "poptorch.PipelinedExecution", also, {"pipelined": True}
 
-
-def _replicas(profile: Profile, step: StepModel, cores: int, change: Callable[..., Change]) -> list[Change]:
-    """Return the change to more replicas, for idle cores; nothing if cores or memory are too few, or in
-    a run of several instances."""
     factor, held_by = cores // step.replicas, profile.facts.get("capacity") or {}
     limit, wanted = memory.capacity(profile, memory.needs(profile))
-    is_too_large = limit and held_by.get("shared") and factor * wanted > limit
-    if factor < 2 or profile.counts.get("instances", 1) > 1 or is_too_large:
-        return []
-    count = factor * step.replicas
-    also = f"a call takes {factor} times the rows"
-    also += ", and the effective batch becomes as many times as large" if step.backward else ""
-    more = replace(step, replicas=count)
-    return [change("replicas", more, f"options.replicationFactor({count})", also, replicas=count)]
+    fits = not (limit and held_by.get("shared") and factor * wanted > limit)
+    if factor > 1 and profile.counts.get("instances", 1) == 1 and fits:
+        count, also = factor * step.replicas, f"a call takes {factor} times the rows"
+        also += ", and the effective batch becomes as many times as large" if step.backward else ""
+        more = replace(step, replicas=count)
+        yield "replicas", more, f"options.replicationFactor({count})", also, {"replicas": count}

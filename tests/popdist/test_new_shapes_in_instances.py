@@ -52,7 +52,7 @@ def test_no_row_is_lost_and_all_shapes_train_as_in_plain_pytorch(sharded):
     plain = torch.optim.AdamW(model.parameters(), lr=0.01)
     x, target = data()
     order = torch.arange(44) % ROWS
-    # Micro-batches are dealt out to the replicas in turns, and what remains in two halves.
+    # Micro-batches go to the replicas in turns; the remaining ones are divided in two halves.
     dealt, rest = order[:40].view(5, 2, 4), order[40:].view(2, 2)
     shares = [torch.cat([dealt[:, process].flatten(), rest[process]]) for process in (0, 1)]
     for start in (0, 12):
