@@ -23,7 +23,8 @@ _CAUSES = {
 
 def sentences(profile: Profile, figures: Figures) -> list[str]:
     """Return all sentences of advice about a profile, the most serious first."""
-    return [*_faults(profile, figures), *_faster(profile, figures), *_notes(profile, figures)]
+    topics = (_fault_sentences, _speed_sentences, _note_sentences)
+    return [text for topic in topics for text in topic(profile, figures)]
 
 
 def machine_sentence(figures: Figures) -> str:
@@ -46,7 +47,7 @@ def stages_sentence(figures: Figures) -> str:
     return f"The slowest stage takes {figures.unevenness:.2f} times the average one."
 
 
-def _faults(profile: Profile, figures: Figures) -> Iterator[str]:
+def _fault_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
     """Yield sentences about too little memory, failed calls, and a stage that is much slower than others."""
     if figures.fits is False and figures.capacity:
         yield (
@@ -66,7 +67,7 @@ def _faults(profile: Profile, figures: Figures) -> Iterator[str]:
             )
 
 
-def _faster(profile: Profile, figures: Figures) -> Iterator[str]:
+def _speed_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
     """Yield a sentence for each simulated change, and for each faster option measured at compilation."""
     for change in figures.changes:
         machines = {"on separate devices": change.apart, figures.here_is: change.here}
@@ -86,7 +87,7 @@ def _faster(profile: Profile, figures: Figures) -> Iterator[str]:
             )
 
 
-def _notes(profile: Profile, figures: Figures) -> Iterator[str]:
+def _note_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
     """Yield sentences about the recorder's order, the host's time between calls, and steps not recorded."""
     ipus = len(profile.devices) * profile.counts.get("replicas", 1)
     if figures.step_here is not None and figures.calls and ipus > 1:

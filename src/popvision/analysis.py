@@ -50,8 +50,8 @@ class Figures:
     capacity: int | None  # bytes; None: unknown
     capacity_of: str  # the memory in words
     fits: bool | None
-    host: dict[str, float]  # see `_host_times`
-    copies: dict[str, dict[str, float]]  # see `_copies`
+    host: dict[str, float]  # see `_host_seconds`
+    copies: dict[str, dict[str, float]]  # see `_copies_per_step`
     groups: dict[str, list[dict[str, Any]]]  # see `_grouped_rows`; by "block", "module", "where" and "kind"
 
 
@@ -66,8 +66,8 @@ def figures(profile: Profile) -> Figures:
     seen = {(event.phase, event.stage) for event in events if event.kind == "compute"}
     computed = sum(totals) > 0 and all((piece.phase, piece.stage) in seen for piece in profile.pieces)
     cores = facts.get("threads", 0) if facts.get("device", "cpu") == "cpu" else 0
-    here = virtual.here(step, cores) if computed and cores else None
-    apart = virtual.apart(step) if computed else None
+    here = virtual.ns_on_host(step, cores) if computed and cores else None
+    apart = virtual.ns_on_devices(step) if computed else None
     calls, steps, ns, ns_with_gaps = _warm_calls(profile)
     factors = ("micro_batch_size", "accumulation", "groups", "iterations", "instances")
     rows_per_call = math.prod(profile.counts.get(name, 1) for name in factors)
@@ -101,8 +101,8 @@ def figures(profile: Profile) -> Figures:
         capacity=limit,
         capacity_of=held_by.get("of", "") + (", which all ipus share" if held_by.get("shared") else ""),
         fits=wanted <= limit if limit and needs else None,
-        host=_host_times(profile),
-        copies=_copies(events),
+        host=_host_seconds(profile),
+        copies=_copies_per_step(events),
         groups={by: _grouped_rows(timed, by) for by in ("block", "module", "where", "kind")},
     )
 
@@ -119,7 +119,7 @@ def _warm_calls(profile: Profile) -> tuple[int, int, int, int]:
     return calls, steps, ns, end - first.start
 
 
-def _host_times(profile: Profile) -> dict[str, float]:
+def _host_seconds(profile: Profile) -> dict[str, float]:
     """Return the host's seconds "in calls", "between calls", and in events by their kind."""
     found = defaultdict(float, {"in calls": profile.facts.get("ns_in_calls", 0) / 1e9})
     if calls := profile.calls:
@@ -129,7 +129,7 @@ def _host_times(profile: Profile) -> dict[str, float]:
     return dict(found)
 
 
-def _copies(events: list[Event]) -> dict[str, dict[str, float]]:
+def _copies_per_step(events: list[Event]) -> dict[str, dict[str, float]]:
     """Return {"ns", "bytes"} per step, over all ipus, of the instructions load, send and store, by kind."""
     steps = len({(event.call, event.step) for event in events}) or 1
     found = {}

@@ -21,16 +21,16 @@ def chrome_trace(profiles: list[Profile]) -> str:
     process = 0
     for profile in profiles:
         process += 1
-        events += _host(profile, process)
+        events += _host_events(profile, process)
         for replica in range(profile.counts.get("replicas", 1)):
             process += 1
             events.append(_name_event("process_name", process, 0, f"{profile.name}, replica {replica}"))
             events += [_name_event("thread_name", process, ipu, f"ipu {ipu}") for ipu in profile.devices]
             own = [event for event in profile.events() if event.replica == replica]
-            events += [_slice(event, process) for event in own]
-            events += _flows(own, process)
+            events += [_instruction_slice(event, process) for event in own]
+            events += _flow_events(own, process)
             if replica == 0:
-                events += [*_memory(profile, process), *_operations(profile, own, process)]
+                events += [*_memory_counters(profile, process), *_operation_slices(profile, own, process)]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
 
@@ -44,7 +44,7 @@ def _name_event(kind: str, process: int, thread: int, text: str) -> dict[str, An
     return _event("M", kind, process, thread, 0, args={"name": text})
 
 
-def _slice(event: Event, process: int) -> dict[str, Any]:
+def _instruction_slice(event: Event, process: int) -> dict[str, Any]:
     """Return the slice of an instruction. Its name has stage and micro-batch, as in `forward 2.5`."""
     kind = {"F": "forward", "B": "backward"}[event.phase] if event.kind == "compute" else event.kind
     place = ".".join(str(number) for number in (event.stage, event.micro_batch) if number >= 0)
@@ -54,7 +54,7 @@ def _slice(event: Event, process: int) -> dict[str, Any]:
     return _event("X", f"{kind} {place}".strip(), process, event.ipu, event.start, **more)
 
 
-def _flows(events: list[Event], process: int) -> Iterator[dict[str, Any]]:
+def _flow_events(events: list[Event], process: int) -> Iterator[dict[str, Any]]:
     """Yield the two ends of an arrow from the start of each send to the end of its receive."""
     for send, receive in memory.transfers(events):
         place = send.channel, send.step, send.micro_batch, receive.ipu
@@ -63,7 +63,7 @@ def _flows(events: list[Event], process: int) -> Iterator[dict[str, Any]]:
         yield _event("f", send.channel, process, receive.ipu, receive.end, **more)
 
 
-def _operations(profile: Profile, events: list[Event], process: int) -> Iterator[dict[str, Any]]:
+def _operation_slices(profile: Profile, events: list[Event], process: int) -> Iterator[dict[str, Any]]:
     """Yield the operations of the detailed step's computations; see `memory.operation_ends`."""
     inside = memory.operation_ends(profile)
     for event in events:
@@ -78,15 +78,15 @@ def _operations(profile: Profile, events: list[Event], process: int) -> Iterator
             start = end
 
 
-def _memory(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
-    """Yield the points of `memory.curve`, as a counter of bytes for each ipu of replica 0."""
+def _memory_counters(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
+    """Yield the points of `memory.bytes_curve`, as a counter of bytes for each ipu of replica 0."""
     for track in profile.tracks:
         if track.replica == 0:
-            for ns, size in memory.curve(profile, track):
+            for ns, size in memory.bytes_curve(profile, track):
                 yield _event("C", f"held on ipu {track.ipu}", process, track.ipu, ns, args={"bytes": size})
 
 
-def _host(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
+def _host_events(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
     """Yield the names of the host's process and thread, its events and calls, and a counter of each call's
     milliseconds per step."""
     yield _name_event("process_name", process, 0, f"{profile.name}, host")

@@ -7,6 +7,7 @@ import gzip
 import os
 import sys
 import webbrowser
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -32,14 +33,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command line (None: this process's) and return its exit code: 1, with a message, if a file or
     machine can't be read, or a page can't be written; else 0. Wrong arguments raise SystemExit(2)."""
     given = sys.argv[1:] if arguments is None else arguments
-    commands = {"open": _open, "summary": _summary, "compare": _compare, "export": _export, "plan": _plan}
-    if given and given[0] not in commands and not given[0].startswith("-"):
+    names = ("open", "summary", "compare", "export", "plan")
+    if given and given[0] not in names and not given[0].startswith("-"):
         given = ["open", *given]
     if given[:1] == ["plan"]:
         given = _plan_flags_first(given)
-    args = _parser().parse_args(given)
+    args = _make_parser().parse_args(given)
     try:
-        commands[args.command](args)
+        args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:  # the reading end is closed: `popvision summary report | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -50,36 +51,43 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("popvision", usage=_USAGE, description="Shows profiles of Pando's runs.")
     parser.add_argument("--version", action="version", version=f"popvision of Pando {pando_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", prog="popvision")
-    for name, text in (("open", "open in a browser"), ("summary", "print the headline")):
-        command = commands.add_parser(name, help=text)
-        command.add_argument("report", type=Path, help="a folder with profiles, or one profile.pop")
-        if name == "open":
-            command.add_argument("--no-browser", action="store_true", help="only write the page")
-    command = commands.add_parser("compare", help="set two runs side by side")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", prog="popvision")
+
+    def add_command(
+        name: str, run: Callable[[argparse.Namespace], None], text: str
+    ) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text)
+        added.set_defaults(run=run)
+        return added
+
+    command = add_command("open", _open_report, "open in a browser")
+    command.add_argument("--no-browser", action="store_true", help="only write the page")
+    for each in (command, add_command("summary", _print_summary, "print the headline")):
+        each.add_argument("report", type=Path, help="a folder with profiles, or one profile.pop")
+    command = add_command("compare", _compare_reports, "set two runs side by side")
     command.add_argument("report", type=Path)
     command.add_argument("other", type=Path)
     command.add_argument("--output", type=Path, default=Path("comparison.html"), help="the page to write")
     command.add_argument("--open", action="store_true", help="open the page in a browser")
-    command = commands.add_parser("export", help="write a Chrome trace")
+    command = add_command("export", _export_trace, "write a Chrome trace")
     command.add_argument("report", type=Path)
     command.add_argument("trace", type=Path)
-    command = commands.add_parser("plan", help="plan a program on machines that need not be there")
+    command = add_command("plan", _plan_program, "plan a program on machines that need not be there")
     command.add_argument(
         "--on", default="bow-pod16", help="machines, or paths of TOML files, with commas between"
     )
     command.add_argument("--json", action="store_true", help="print the plan as JSON, and write no page")
-    command.add_argument("--replicas", type=_numbers, default=[], help="choices to compare: 4,16,64")
-    command.add_argument("--accumulation", type=_numbers, default=[], help="choices to compare: 256,512")
+    command.add_argument("--replicas", type=_integers, default=[], help="choices to compare: 4,16,64")
+    command.add_argument("--accumulation", type=_integers, default=[], help="choices to compare: 256,512")
     command.add_argument("--output", type=Path, default=Path("plan.html"), help="the page to write")
     command.add_argument("program", nargs=argparse.REMAINDER, help="a Python program, and its arguments")
     return parser
 
 
-def _numbers(text: str) -> list[int]:
+def _integers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
@@ -101,7 +109,7 @@ def _plan_flags_first(given: list[str]) -> list[str]:
     return own + behind
 
 
-def _open(args: argparse.Namespace) -> None:
+def _open_report(args: argparse.Namespace) -> None:
     found = profiles_at(args.report)
     for path in found:
         load(path)  # a profile that can't be read is an error here, not a page about one
@@ -115,22 +123,22 @@ def _print_and_open(page: Path, in_browser: bool) -> None:
         webbrowser.open(page.resolve().as_uri())
 
 
-def _summary(args: argparse.Namespace) -> None:
+def _print_summary(args: argparse.Namespace) -> None:
     print("\n".join(summary(load(path)) for path in profiles_at(args.report)), end="")
 
 
-def _compare(args: argparse.Namespace) -> None:
+def _compare_reports(args: argparse.Namespace) -> None:
     print(html.write_comparison(args.report, args.other, args.output))
     _print_and_open(args.output, args.open)
 
 
-def _export(args: argparse.Namespace) -> None:
+def _export_trace(args: argparse.Namespace) -> None:
     text = chrome.chrome_trace([load(path) for path in profiles_at(args.report)]).encode()
     args.trace.write_bytes(gzip.compress(text) if args.trace.suffix == ".gz" else text)
     print(args.trace)
 
 
-def _plan(args: argparse.Namespace) -> None:
+def _plan_program(args: argparse.Namespace) -> None:
     if not args.program:
         raise ProfileError("popvision plan needs a program\n  fix: popvision plan train.py")
     chosen = machines(args.on)

@@ -93,7 +93,7 @@ class Costs:
         for part in profile.parts:
             if part.phase:
                 _add_seconds(
-                    self.phases[part.phase, part.stage], _transfer_seconds(part.kind, part.bytes, machine)
+                    self.phases[part.phase, part.stage], _instruction_seconds(part.kind, part.bytes, machine)
                 )
         self.updates = dict(_update_seconds(profile, machine, replicas)) if profile.training else {}
 
@@ -112,7 +112,7 @@ class Costs:
         return found
 
 
-def _transfer_seconds(kind: str, size: int, machine: Machine) -> dict[str, float]:
+def _instruction_seconds(kind: str, size: int, machine: Machine) -> dict[str, float]:
     """Return the seconds of an instruction that moves or adds `size` bytes, by category; {} for an instruction
     of another kind than send, receive, load and accumulate."""
     if kind in ("send", "receive"):  # neither end computes meanwhile

@@ -17,7 +17,7 @@ from popengine.profile import Profile, ProfileError, load
 
 from .advice import machine_sentence, sentences, stages_sentence
 from .analysis import Figures, compare, comparison_text, figures
-from .memory import curve, detailed
+from .memory import bytes_curve, detailed_tracks
 from .times import with_stage_costs
 
 PROFILE, REPORT = "profile.pop", "report.html"
@@ -50,7 +50,7 @@ def write_report(directory: Path) -> Path:
     """Write `report.html` beside the profiles' folders, and return its path. Raises: ProfileError, if there is
     no profile."""
     target = directory / REPORT
-    entries = [entry(path) for path in profiles_at(directory)]
+    entries = [profile_entry(path) for path in profiles_at(directory)]
     target.write_text(page(entries, f"Profile of {directory.resolve().name}"))
     return target
 
@@ -59,7 +59,7 @@ def page(entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, 
     """Return the HTML of a page of profiles.
 
     Args:
-        entries:     the data of each profile, see `entry`
+        entries:     the data of each profile, see `profile_entry`
         comparisons: of two profiles: {"first", "second"}, indices in `entries`, and {"rows"}, see `Row.to_dict`
     """
     viewer = files("popvision") / "viewer"
@@ -78,7 +78,7 @@ def page(entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, 
     return re.sub(r"{{(\w+)}}", lambda mark: parts[mark[1]], (viewer / "index.html").read_text())
 
 
-def entry(path: Path) -> dict[str, Any]:
+def profile_entry(path: Path) -> dict[str, Any]:
     """Return the data for the page of the profile in a file: `label` (its folder's name) and those of
     `page_data`; of a profile that can't be read `label` and `error`, the reason."""
     label = path.parent.name
@@ -104,8 +104,8 @@ def page_data(profile: Profile, found: Figures) -> dict[str, Any]:
         "groups": plain.pop("groups"),
         "figures": {**plain, **said},
         "curves": {
-            str(ipu): [number for point in curve(profile, track) for number in point]
-            for ipu, track in detailed(profile).items()
+            str(ipu): [number for point in bytes_curve(profile, track) for number in point]
+            for ipu, track in detailed_tracks(profile).items()
         },
     }
 

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-_FOLDER = files("popvision") / "machines"
+_MACHINES = files("popvision") / "machines"
 
 
 class MachineError(ValueError):
@@ -59,7 +59,7 @@ def machines(names: str | Sequence[str]) -> list[Machine]:
 
 def machine(name: str) -> Machine:
     """Return the machine with this name, or of this TOML file. Raises: MachineError, as `machines`."""
-    data = _read(name)
+    data = _read_file(name)
     made = Machine(Path(name).stem, str(data.get("description", "")), data.get("kind", "apart"))
     if made.kind == "here":
         return made
@@ -87,13 +87,13 @@ def machine(name: str) -> Machine:
         ) from error
 
 
-def _read(name: str) -> dict[str, Any]:
+def _read_file(name: str) -> dict[str, Any]:
     """Return a machine's TOML file as a dictionary, merged over that of the machine that it extends. Raises:
     MachineError, if a file is missing or not TOML."""
-    found = Path(name) if name.endswith(".toml") else _FOLDER / f"{name}.toml"
+    found = Path(name) if name.endswith(".toml") else _MACHINES / f"{name}.toml"
     if not found.is_file():
         known = sorted(
-            entry.name.removesuffix(".toml") for entry in _FOLDER.iterdir() if entry.name.endswith(".toml")
+            entry.name.removesuffix(".toml") for entry in _MACHINES.iterdir() if entry.name.endswith(".toml")
         )
         raise MachineError(
             f"there is no machine {name!r}\n  known are {', '.join(known)}\n"
@@ -103,7 +103,7 @@ def _read(name: str) -> dict[str, Any]:
         data = tomllib.loads(found.read_text())
     except tomllib.TOMLDecodeError as error:
         raise MachineError(f"{name} is not TOML: {error}") from error
-    base = _read(data["extends"]) if "extends" in data else {}
+    base = _read_file(data["extends"]) if "extends" in data else {}
     return {
         key: {**base.get(key, {}), **value} if isinstance(value, dict) else value
         for key, value in (base | data).items()

@@ -30,11 +30,11 @@ class Need:
 def needs(profile: Profile) -> list[Need]:
     """Return the memory need of each ipu of replica 0; `activations` and `between` are the detailed step's."""
     fixed = {row.ipu: row for row in profile.memory if row.replica == 0}
-    tracks, waiting = detailed(profile), bytes_between(profile)
+    tracks, waiting = detailed_tracks(profile), bytes_between(profile)
     found = []
     for ipu in profile.devices:
         row = fixed.get(ipu, Memory(0, ipu))
-        peak = max(size for _, size in curve(profile, tracks[ipu])) if ipu in tracks else 0
+        peak = max(size for _, size in bytes_curve(profile, tracks[ipu])) if ipu in tracks else 0
         kept = row.weights, row.buffers, row.gradients, row.optimizer
         passing = peak, waiting.get(ipu, 0)
         found.append(Need(ipu, *kept, *passing, sum(kept), sum(kept + passing)))
@@ -50,7 +50,7 @@ def capacity(profile: Profile, needs: Sequence[Need]) -> tuple[int | None, int]:
     return of_profile.get("bytes"), shared if of_profile.get("shared") else max(totals, default=0)
 
 
-def detailed(profile: Profile) -> dict[int, Track]:
+def detailed_tracks(profile: Profile) -> dict[int, Track]:
     """Return the track of each ipu of replica 0 in the step in which single operations were measured."""
     return {track.ipu: track for track in profile.tracks if is_detailed(profile, track)}
 
@@ -70,7 +70,7 @@ def held_bytes(tensors: list[Tensor], instructions: int) -> list[int]:
     return list(accumulate(change[:instructions]))
 
 
-def curve(profile: Profile, track: Track) -> list[tuple[int, int]]:
+def bytes_curve(profile: Profile, track: Track) -> list[tuple[int, int]]:
     """Return points (ns since the profile's origin, bytes held for micro-batches): one after each instruction
     of a step and, in a detailed step that is not too long, after each operation, at the times of its piece's
     average run. Of more than `MOST_POINTS`, the highest of each group remains: no peak is lost."""
@@ -120,7 +120,7 @@ def bytes_between(profile: Profile) -> dict[int, int]:
     """Return, by ipu, the most bytes at one time in the detailed step that were sent to it but not received
     yet. An ipu for which no value waited is missing."""
     changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    in_detail = replace(profile, tracks=tuple(detailed(profile).values()))
+    in_detail = replace(profile, tracks=tuple(detailed_tracks(profile).values()))
     for send, receive in transfers([*in_detail.events(frozenset({"send", "receive"}))]):
         if receive.end > send.end:
             changes[receive.ipu] += [(send.end, send.bytes), (receive.end, -send.bytes)]

@@ -207,7 +207,7 @@ def estimate(profile: Profile, machine: Machine, replicas: int, micro_batches: i
     else:
         costs = Costs(profile, machine, replicas)
         step = costs.step(micro_batches)
-        ns = virtual.apart(step)
+        ns = virtual.ns_on_devices(step)
         taken, bubble = ns / 1e9, step.bubble(ns)
         spent = max(costs.by_ipu(micro_batches).values(), key=lambda spent: sum(spent.values()))
         problems += _problems_apart(profile, memory, machine, replicas)
@@ -269,7 +269,7 @@ def _seconds_here(profile: Profile, replicas: int, micro_batches: int) -> tuple[
         replicas=replicas,
         sharing={count: (low, high) for count, low, high in measured["sharing"]},
     )
-    found, work = virtual.here(step, cores), step.work_ns * replicas
+    found, work = virtual.ns_on_host(step, cores), step.work_ns * replicas
     taken = work if found is None else found
     return taken / 1e9, max(0.0, 1 - work / (taken * cores)), spent
 
@@ -356,7 +356,7 @@ def _timeline(drawn: Estimate, costs: Costs) -> str:
     actions = costs.step(1).actions
     micro_batches = min(drawn.accumulation, max(1, _DRAWN // len(actions)))
     step = costs.step(micro_batches)
-    tasks, found = virtual.simulated(step)
+    tasks, found = virtual.simulate(step)
     rows, width, tall = sorted(set(step.ipus)), 1000, 30
     unit = width / (found.length or 1)
     boxes = [f'<text x="0" y="{i * tall + 17}">ipu {ipu}</text>' for i, ipu in enumerate(rows)]

@@ -11,7 +11,7 @@ from popengine.profile import Profile, load
 
 from .advice import machine_sentence, sentences
 from .analysis import Figures, figures
-from .html import entry, page, profiles_at
+from .html import page, profile_entry, profiles_at
 from .units import kind_of_run, rate, seconds, share, size, table
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -58,7 +58,9 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Return the page of `popvision REPORT` in an iframe, for a notebook."""
-        text = page([entry(path) for path in profiles_at(self.folder)], f"Profile of {self.folder.name}")
+        text = page(
+            [profile_entry(path) for path in profiles_at(self.folder)], f"Profile of {self.folder.name}"
+        )
         style = "width: 100%; height: 760px; border: 1px solid #8888"
         return f'<iframe srcdoc="{html.escape(text)}" style="{style}" title="Report"></iframe>'
 

@@ -137,10 +137,10 @@ def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
     found = []
     for stage, (ipu, blocks) in enumerate(zip(profile.ipus, profile.stages, strict=True)):
         forward, backward = computed["F", stage], computed["B", stage]
-        costs = _cost(forward), _cost(backward)
-        surroundings = sum(_cost(same) * len(same) for same in around[stage].values())
+        costs = _instruction_cost(forward), _instruction_cost(backward)
+        surroundings = sum(_instruction_cost(same) * len(same) for same in around[stage].values())
         each = surroundings / (max(len(forward), len(backward)) or 1)
-        update = _cost(updates[ipu]) / profile.ipus.count(ipu)
+        update = _instruction_cost(updates[ipu]) / profile.ipus.count(ipu)
         found.append(StageTime(stage, ipu, blocks, *costs, each, update, sum(costs) + each))
     return found
 
@@ -178,7 +178,7 @@ def spread_of(values: Sequence[float]) -> float:
     return (high - low) / 2 / middle
 
 
-def _cost(events: Sequence[Event]) -> float:
+def _instruction_cost(events: Sequence[Event]) -> float:
     """Return the cost in ns of an instruction, given its runs: the median over steps of each step's mean
     cost, because caches are colder for the first micro-batch of each step; 0 without runs. The result is at
     least the duration of the fastest run, since the instruction itself may wait (for I/O, say)."""
@@ -239,13 +239,13 @@ def step_of(profile: Profile, events: list[Event], times: list[StageTime]) -> St
         micro_batches=profile.facts.get("schedule_micro_batches", 1),
         replicas=profile.counts.get("replicas", 1),
         ordered=frozenset(event.stage for event in events if event.kind == "keep"),
-        between=_gap_of_tasks(events),
+        between=_ns_between_tasks(events),
         fixed=_ns_outside_steps(profile),
         sharing={count: (low, high) for count, low, high, _ in sharing},
     )
 
 
-def _gap_of_tasks(events: list[Event]) -> float:
+def _ns_between_tasks(events: list[Event]) -> float:
     """Return the ns that a core takes between two tasks if the next task is ready; 0 for fewer than four gaps.
     With one core this is the median gap; with several, the lower quartile, since longer gaps include waits."""
     cores: dict[int, list[Event]] = defaultdict(list)

@@ -86,15 +86,15 @@ class StepModel:
         return max(0.0, 1 - self.work_ns / (length * len(set(self.ipus)))) if length else 0.0
 
 
-def apart(step: StepModel) -> float:
+def ns_on_devices(step: StepModel) -> float:
     """Return the ns of a step on separate devices."""
     return _simulated_ns(step)
 
 
-def here(step: StepModel, cores: int) -> float | None:
+def ns_on_host(step: StepModel, cores: int) -> float | None:
     """Return the ns of a step on a host whose cores share all ipus; None if the speed of so many cores
     together was not measured. It is the mean of the ns at their lowest and at their highest speed."""
-    slow, fast = (_ns_on_host(step, cores, end) for end in (0, 1))
+    slow, fast = (_ns_on_cores(step, cores, end) for end in (0, 1))
     return None if slow is None or fast is None else (slow + fast) / 2
 
 
@@ -104,7 +104,7 @@ def speedup_here(step: StepModel, other: StepModel, cores: int) -> float | None:
     core or all, and the cores' measured speed has a spread."""
     found = []
     for factor, end in product((1 / _DOUBTFUL, _DOUBTFUL), (0, 1)):
-        before, after = (_ns_on_host(one, cores, end, factor * WORTH_SHARING) for one in (step, other))
+        before, after = (_ns_on_cores(one, cores, end, factor * WORTH_SHARING) for one in (step, other))
         if before is None or after is None:
             return None
         rows = [one.micro_batches * one.replicas for one in (step, other)]
@@ -112,7 +112,7 @@ def speedup_here(step: StepModel, other: StepModel, cores: int) -> float | None:
     return min(found)
 
 
-def _ns_on_host(step: StepModel, cores: int, end: int, least_task: float = WORTH_SHARING) -> float | None:
+def _ns_on_cores(step: StepModel, cores: int, end: int, least_task: float = WORTH_SHARING) -> float | None:
     """Return the ns of a step on a host; None if the speed of so many cores together was not measured.
 
     Args:
@@ -145,13 +145,13 @@ def _simulated_ns(step: StepModel, cores: int = 0, speed: Sequence[float] = ()) 
     """
 
     def run(micro_batches: int) -> float:
-        found = simulated(replace(step, micro_batches=micro_batches), cores)[1]
+        found = simulate(replace(step, micro_batches=micro_batches), cores)[1]
         return _stretched_length(found, speed) if speed else found.length
 
     return length(step.actions, step.micro_batches, run, _MOST_TASKS // step.replicas)
 
 
-def simulated(step: StepModel, cores: int = 0) -> tuple[list[tuple[int, int]], Timeline]:
+def simulate(step: StepModel, cores: int = 0) -> tuple[list[tuple[int, int]], Timeline]:
     """Return the tasks of a step, (index in `step.actions`, micro-batch), and their timeline.
 
     Args: cores: that share the ipus of all replicas; 0: each ipu of one replica is a device
@@ -203,9 +203,9 @@ def changes(profile: Profile, step: StepModel, spread: float) -> list[Change]:
     # With more tasks, operations that use several cores would use fewer: how fast they are then is not measured.
     is_host = facts.get("device", "cpu") == "cpu" and facts.get("threads_inside", 1) == 1
     cores = facts.get("threads", 0) if is_host else 0
-    before, by_kind = apart(step), defaultdict(list)
-    for kind, changed, what, also, setting in _candidates(profile, step, cores):
-        faster = before / apart(changed) * changed.micro_batches / step.micro_batches
+    before, by_kind = ns_on_devices(step), defaultdict(list)
+    for kind, changed, what, also, setting in _candidate_changes(profile, step, cores):
+        faster = before / ns_on_devices(changed) * changed.micro_batches / step.micro_batches
         # More replicas take more separate devices, and then each row takes as long as before.
         on_devices = faster if changed.replicas == step.replicas else 1.0
         on_cores = speedup_here(step, changed, cores) if cores else None
@@ -217,7 +217,7 @@ def changes(profile: Profile, step: StepModel, spread: float) -> list[Change]:
     return sorted((one for one in found if promised(one.best, spread)), key=lambda one: -one.best)
 
 
-def _candidates(
+def _candidate_changes(
     profile: Profile, step: StepModel, cores: int
 ) -> Iterator[tuple[str, StepModel, str, str, dict[str, Any]]]:
     """Yield (kind, changed step, what, also, setting) of each change to simulate; see `Change`: more

@@ -48,10 +48,10 @@ def test_a_step_in_virtual_time_takes_as_long_as_the_run():
 def test_a_long_step_is_as_long_as_all_its_micro_batches():
     step = StepModel((0, 1, 2, 3), (1.0, 3.0, 2.0, 1.0), (2.0, 3.0, 4.0, 1.0), {}, 5000)
     # The slowest ipu, of 6 a micro-batch, waits for the first forward of the one before and ends before its backward.
-    assert virtual.apart(step) == pytest.approx(5000 * 6 + 4, abs=12)
-    assert virtual.here(step, 2) == pytest.approx(17 * 5000 * 1 / 1, rel=0.01)  # too short to be shared
+    assert virtual.ns_on_devices(step) == pytest.approx(5000 * 6 + 4, abs=12)
+    assert virtual.ns_on_host(step, 2) == pytest.approx(17 * 5000 * 1 / 1, rel=0.01)  # too short to be shared
     large = StepModel(step.ipus, (1e6, 3e6, 2e6, 1e6), (2e6, 3e6, 4e6, 1e6), {}, 5000, sharing=PERFECT)
-    assert virtual.here(large, 2) == pytest.approx(17e6 * 5000 / 2, rel=0.01)
+    assert virtual.ns_on_host(large, 2) == pytest.approx(17e6 * 5000 / 2, rel=0.01)
 
 
 def test_the_slowest_stage_is_named_with_its_time():
@@ -251,7 +251,7 @@ def test_memory_held_follows_the_tensors():
     profile = simulated(1, 2, training=False)
     assert memory.held_bytes(list(profile.tensors), 4) == [1024, 1024, 1024, 0]
     assert (
-        max(size for _, size in memory.curve(profile, profile.tracks[0])) == 1024 + 512
+        max(size for _, size in memory.bytes_curve(profile, profile.tracks[0])) == 1024 + 512
     )  # one operation's result on top
 
 
