@@ -22,7 +22,7 @@ from .client import Refused, Unreachable
 from .files import Faults, load_job, read, with_changes
 from .render import render as make_objects
 from .render import with_namespace
-from .rules import count, crd
+from .rules import counted, crd
 
 _LOCAL = """Run the file's workers as processes here. The file isn't changed: HOME is a new folder, apt, sudo, pip and
 conda print that they were skipped, and `git clone URL` copies the folder given by --clone URL=FOLDER. These stand-ins
@@ -38,7 +38,7 @@ def main(words: Sequence[str] | None = None) -> int:
     Returns: 0; 1, if a job failed, or the cluster refuses a request or can't be reached; 2, if a file or the
         command line is wrong; 130 after Ctrl-C. `run` returns the exit code of the worker that failed.
     """
-    arguments = _parser().parse_args(words)
+    arguments = _make_parser().parse_args(words)
     try:
         return arguments.run(arguments)
     except Faults as faults:
@@ -54,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _name_and_value(text: str) -> tuple[str, str]:
     """Return (NAME, VALUE) of a text NAME=VALUE. Raises: ArgumentTypeError, if NAME or = is missing."""
     name, sign, value = text.partition("=")
     if not (name and sign):
@@ -62,7 +62,7 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ipujob", description="Runs an IPUJob file here, or in a Kubernetes cluster."
     )
@@ -80,29 +80,33 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_file_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    add = command("check", check, "print everything that is wrong with files; needs no cluster").add_argument
+    add = command(
+        "check", check_files, "print everything that is wrong with files; needs no cluster"
+    ).add_argument
     add("files", nargs="+", metavar="FILE", help="- is standard input")
 
-    add = command("render", render, "print plain objects for clusters without our operator").add_argument
+    add = command("render", render_file, "print plain objects for clusters without our operator").add_argument
     add("file", metavar="FILE")
     add("--as", dest="way", choices=("job", "pod", "jobset"), default="job")
     add("--name", help="in place of the file's name or generateName")
-    add("--image", type=_pair, action="append", default=[], metavar="OLD=NEW", help="OLD may hold *")
+    add(
+        "--image", type=_name_and_value, action="append", default=[], metavar="OLD=NEW", help="OLD may hold *"
+    )
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of jobs without the annotation")
     add("--drop", default="", metavar="resources,security", help="leave these of the template away")
 
-    add = command("run", run, "run a file's workers here, as processes", _LOCAL).add_argument
+    add = command("run", run_file, "run a file's workers here, as processes", _LOCAL).add_argument
     add("file", metavar="FILE")
     add("--local", action="store_true", help="as processes here; the one way so far")
     add("--name", help="in place of the file's name or generateName")
     add("--command", metavar="TEXT", help="run this text by bash instead of the file's command and args")
-    add("--clone", type=_pair, action="append", default=[], metavar="URL=FOLDER")
-    add("--env", type=_pair, action="append", default=[], metavar="NAME=VALUE")
+    add("--clone", type=_name_and_value, action="append", default=[], metavar="URL=FOLDER")
+    add("--env", type=_name_and_value, action="append", default=[], metavar="NAME=VALUE")
     add("--real", default="", metavar="NAME,...", help="take stand-ins away: apt, pip, git, ...")
     add("--keep", action="store_true", help="leave the folder with the workers' homes and logs")
 
     add = command(
-        "manifest", manifest, "print the CRD and the operator: ipujob manifest | kubectl apply -f -"
+        "manifest", print_manifest, "print the CRD and the operator: ipujob manifest | kubectl apply -f -"
     ).add_argument
     add("--namespace", default="ipujob-system", help="of the operator")
     add("--image", default="pando:latest", help="with Pando in it")
@@ -115,28 +119,28 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
         add("-n", "--namespace", help="else the file's, else the kubeconfig's")
         return add
 
-    add = in_namespace("submit", remote.submit, "create the jobs of a file in a cluster")
+    add = in_namespace("submit", remote.submit_file, "create the jobs of a file in a cluster")
     add("file", metavar="FILE")
     add("--name", help="in place of the file's name or generateName")
     add("--follow", action="store_true", help="print the log of worker 0 until the job ends")
     add("--wait", action="store_true", help="until the job ends: exit code 0 Completed, 1 Failed")
 
-    add = in_namespace("status", remote.status, "print the jobs, or all about one")
+    add = in_namespace("status", remote.print_status, "print the jobs, or all about one")
     add("name", nargs="?", metavar="NAME")
     add("--watch", action="store_true", help="print again whenever it changes")
 
-    add = in_namespace("logs", remote.logs, "print the output of workers")
+    add = in_namespace("logs", remote.print_logs, "print the output of workers")
     add("name", metavar="NAME")
     add("--worker", type=int, default=0, metavar="K")
     add("--all", action="store_true", help="all workers, with their names before each line")
     add("--follow", action="store_true")
     add("--previous", action="store_true", help="of the container before its restart in the same pod")
 
-    add = in_namespace("delete", remote.delete, "delete jobs and their pods")
+    add = in_namespace("delete", remote.delete_jobs, "delete jobs and their pods")
     add("names", nargs="+", metavar="NAME")
     add("--keep-pods", action="store_true", help="leave the pods, without an owner")
 
-    parser = command("operator", operator.operator, "bring a cluster's IPUJobs to their ends, for ever")
+    parser = command("operator", operator.run_operator, "bring a cluster's IPUJobs to their ends, for ever")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--namespace", help="this one only; else the kubeconfig's")
     where.add_argument("--all-namespaces", action="store_true")
@@ -149,7 +153,7 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
 # ---- commands that need no cluster --------------------------------------------------------------------------------
 
 
-def check(arguments: argparse.Namespace) -> int:
+def check_files(arguments: argparse.Namespace) -> int:
     """Print a line for each valid job of the files, and return 0. Raises: Faults, with those of all files."""
     faults: list[str] = []
     for file in arguments.files:
@@ -166,8 +170,8 @@ def check(arguments: argparse.Namespace) -> int:
                 continue
             shape = job.shape
             print(
-                f"{file}: {job.name}: {count(shape.instances, 'instance')} of {count(shape.workers, 'worker')},"
-                f" in each worker {count(shape.replicas, 'replica')} of {count(shape.ipus_per_replica, 'ipu')},"
+                f"{file}: {job.name}: {counted(shape.instances, 'instance')} of {counted(shape.workers, 'worker')},"
+                f" in each worker {counted(shape.replicas, 'replica')} of {counted(shape.ipus_per_replica, 'ipu')},"
                 f" mode {job.mode}"
             )
     if faults:
@@ -175,7 +179,7 @@ def check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def render(arguments: argparse.Namespace) -> int:
+def render_file(arguments: argparse.Namespace) -> int:
     """Print the objects of a file's jobs as YAML, warnings on standard error, and return 0."""
     drops = set(filter(None, arguments.drop.split(",")))
     if unknown := drops - {"resources", "security"}:
@@ -196,11 +200,11 @@ def render(arguments: argparse.Namespace) -> int:
         made += [with_namespace(each, document.value) for each in objects]
         for text in left_out:
             print(document.locate((), f"warning: {text}"), file=sys.stderr)
-    print(_dump(made), end="")
+    print(_yaml_text(made), end="")
     return 0
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_file(arguments: argparse.Namespace) -> int:
     """Run a file's jobs here, one after another; return 0, or the exit code of the first job that fails."""
     if not arguments.local:
         fix = "--local; or ipujob submit, which runs it in a cluster"
@@ -216,7 +220,7 @@ def run(arguments: argparse.Namespace) -> int:
     for document in read(arguments.file):
         document = with_changes(document, arguments.name, arguments.command)
         job = load_job(document, images=None)
-        if faults := list(local.unsupported(job, variables)):
+        if faults := list(local.unsupported_fields(job, variables)):
             raise Faults([document.locate(*fault) for fault in faults])
         loaded.append((document, job))
     for document, job in loaded:  # all of the file is checked before the first job runs
@@ -227,7 +231,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"ipujob: {job.name}: not looked at here: {ignored}", file=sys.stderr)
         folder = Path(tempfile.mkdtemp(prefix="ipujob-"))
         try:
-            skipped_programs.install(folder / "bin", dict(arguments.clone), real)
+            skipped_programs.install_stand_ins(folder / "bin", dict(arguments.clone), real)
             code = local.LocalJob(document.value, job, folder, variables).run()
         finally:
             if arguments.keep:
@@ -239,11 +243,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def manifest(arguments: argparse.Namespace) -> int:
+def print_manifest(arguments: argparse.Namespace) -> int:
     """Print the CustomResourceDefinition and the operator's objects as YAML, and return 0."""
     text = resources.files("ipujob").joinpath("operator.yaml").read_text()
     words = {"NAMESPACE": arguments.namespace, "IMAGE": arguments.image, "DEVICE": arguments.device}
-    print(_dump([crd(), *yaml.safe_load_all(Template(text).safe_substitute(words))]), end="")
+    print(_yaml_text([crd(), *yaml.safe_load_all(Template(text).safe_substitute(words))]), end="")
     return 0
 
 
@@ -260,6 +264,6 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_str)
 
 
-def _dump(objects: Sequence[Any]) -> str:
+def _yaml_text(objects: Sequence[Any]) -> str:
     """Return the text of a YAML file with these objects."""
     return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=10**6)

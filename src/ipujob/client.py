@@ -1,7 +1,6 @@
-"""The client of an API server, with objects as plain dictionaries. lightkube configures and authenticates it.
+"""A client of the API server. lightkube configures and authenticates it, and is imported only here.
 
-Typed clients refuse some valid files (`cpu: 32`, a number), so paths and bodies are built here. No other file
-imports lightkube.
+Objects are plain dictionaries, because typed clients refuse some valid files (`cpu: 32`, a number).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 from .pods import Object
 
-_API_PATHS = {
+_API_PATHS = {  # by kind: the path of the API group, and the plural
     "IPUJob": ("apis/graphcore.ai/v1alpha1", "ipujobs"),
     "Pod": ("api/v1", "pods"),
     "Service": ("api/v1", "services"),
@@ -37,8 +36,8 @@ class Unreachable(Exception):
 class Cluster:
     """A client of the cluster of this process's pod, else of $KUBECONFIG, else of ~/.kube/config.
 
-    Methods raise `Refused` or `Unreachable` if a request fails, the constructor `Unreachable` if no cluster is
-    configured or lightkube isn't installed.
+    Methods raise `Refused` or `Unreachable` if a request fails. The constructor raises `Unreachable` if no
+    cluster is configured or lightkube isn't installed.
     """
 
     def __init__(self, transport: Any = None) -> None:
@@ -85,7 +84,7 @@ class Cluster:
         return self._call("POST", _kind_path(made["kind"], made["metadata"]["namespace"]), json=made)
 
     def delete(self, known: Object, orphan: bool = False) -> None:
-        """Delete an object. Raises: Refused: 404, if it is gone; 409, if a newer object has its name.
+        """Delete an object. Raises: Refused (404), if it is gone; (409), if a newer object has its name.
 
         Args: orphan: keep the objects that the deleted object owns
         """
@@ -103,9 +102,7 @@ class Cluster:
     def logs(self, pod: Object, follow: bool = False, previous: bool = False) -> Iterator[str]:
         """Yield the lines of the log of a pod's first container, which is the worker.
 
-        Args:
-            follow:   wait for more lines until the worker ends
-            previous: yield the log of the container before its last restart
+        Args: follow: wait for more lines until it ends; previous: of the container before its last restart
         """
         container = pod["spec"]["containers"][0]["name"]
         params = {"container": container, "follow": str(follow).lower(), "previous": str(previous).lower()}
@@ -134,7 +131,7 @@ class Cluster:
 
 
 def _refused_error(status: int, text: str) -> Refused:
-    """Return the error for an HTTP status and body, with a fix if IPUJobs are unknown or not allowed."""
+    """Return the error for an HTTP status and body, with a fix if IPUJobs are not defined or not allowed."""
     try:
         message = json.loads(text)["message"]
     except (ValueError, KeyError, TypeError):

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from .pods import Object
-from .rules import Fault, Images, Job, Place, parse, warnings_of
+from .rules import Fault, Images, Job, KeyPath, parse, warnings_of
 
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # an API server draws from the same letters for `generateName`
 
@@ -32,18 +32,18 @@ class Document:
 
     file: str
     value: Any
-    lines: dict[Place, int] = field(repr=False)
+    lines: dict[KeyPath, int] = field(repr=False)
     faults: tuple[Fault, ...] = ()  # duplicate keys
 
     @property
     def kind(self) -> str:
         return str(self.value.get("kind")) if isinstance(self.value, dict) else type(self.value).__name__
 
-    def locate(self, place: Place, message: str, fix: str = "") -> str:
-        """Return a message with its fix, the file, and the line of the path `place` or its nearest parent."""
-        while place not in self.lines:
-            place = place[:-1]
-        text = f"{self.file}:{self.lines[place]}: {message}"
+    def locate(self, path: KeyPath, message: str, fix: str = "") -> str:
+        """Return a message with its fix, the file, and the line of the path `path` or its nearest parent."""
+        while path not in self.lines:
+            path = path[:-1]
+        text = f"{self.file}:{self.lines[path]}: {message}"
         return f"{text}\n  fix: {fix}" if fix else text
 
 
@@ -63,7 +63,7 @@ def read(file: str) -> list[Document]:
         while loader.check_node():
             node = loader.get_node()
             assert node is not None
-            lines: dict[Place, int] = {}
+            lines: dict[KeyPath, int] = {}
             duplicates = tuple(_record_lines(node, (), lines))
             value = loader.construct_document(node)
             if value is not None:
@@ -77,12 +77,12 @@ def read(file: str) -> list[Document]:
     return documents
 
 
-def _record_lines(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Iterator[Fault]:
+def _record_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> Iterator[Fault]:
     """Write each node's line number into `lines`; yield a fault for each duplicate key of a mapping."""
-    lines.setdefault(place, node.start_mark.line + 1)
+    lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            inner = (*place, str(key.value))
+            inner = (*path, str(key.value))
             if inner in lines and key.value != "<<":
                 message = f"{key.value} stands twice here, first on line {lines[inner]}"
                 yield Fault(inner, message, "keep one of them")
@@ -90,7 +90,7 @@ def _record_lines(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Ite
             yield from _record_lines(value, inner, lines)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            yield from _record_lines(value, (*place, index), lines)
+            yield from _record_lines(value, (*path, index), lines)
 
 
 def load_job(document: Document, device: str = "cpu", images: Images | None = ()) -> Job:
@@ -105,8 +105,8 @@ def load_job(document: Document, device: str = "cpu", images: Images | None = ()
     faults = [*document.faults, *faults]
     if faults or job is None:
         raise Faults([document.locate(*fault) for fault in faults])
-    for place, text in warnings_of(job, document.value):
-        print(document.locate(place, f"warning: {text}"), file=sys.stderr)
+    for path, text in warnings_of(job, document.value):
+        print(document.locate(path, f"warning: {text}"), file=sys.stderr)
     return job
 
 

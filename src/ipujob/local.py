@@ -1,4 +1,4 @@
-"""Run a job on this machine: a process in place of each pod. `observe` decides, as in a cluster."""
+"""Jobs on this machine: a process in place of each pod. `observe` decides, as in a cluster."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class LocalJob:
     def run(self) -> int:
         """Run the job to its end, and return 0, or the exit code of the worker that failed first.
 
-        Ctrl-C or SIGTERM ends the workers by SIGTERM, and the exit code is 128 plus the signal's number. A second
-        signal kills the workers.
+        Ctrl-C or SIGTERM ends the workers by SIGTERM, a second one by SIGKILL. Then the exit code is 128 plus
+        the first signal's number.
         """
         code, before = None, {}
         try:
@@ -80,7 +80,7 @@ class LocalJob:
         return code or 0
 
     def _run_round(self) -> int | None:
-        """Run the next actions of the job; return the job's exit code at its end, else None; print errors."""
+        """Run the next actions of the job, or wait 0.05 s. Return the job's exit code at its end, else None."""
         for worker in self.workers.values():
             is_late = time.monotonic() > worker.deadline and worker.process.poll() is None
             if is_late:
@@ -88,7 +88,7 @@ class LocalJob:
             worker.update(is_late)
         owned = [worker.pod for worker in self.workers.values()]
         value = {**self.value, "status": self.status}
-        decision = observe(value, [*owned, pods.service(self.job)], datetime.now(UTC))
+        decision = observe(value, [*owned, pods.headless_service(self.job)], datetime.now(UTC))
         self.status |= decision.status
         if "completionTime" in self.status:
             culprit = pods.first_failed(owned)
@@ -140,7 +140,7 @@ class Worker:
         self.deadline = time.monotonic() + pod["spec"].get("activeDeadlineSeconds", float("inf"))
         self.process = subprocess.Popen(
             # If `env` can't start the program, it prints the reason and exits with 126 or 127.
-            ["/usr/bin/env", "--", *(_expand(word, variables) for word in words)],
+            ["/usr/bin/env", "--", *(_expand_variables(word, variables) for word in words)],
             cwd=where if where and Path(where).is_dir() else home,
             env={**run.environment, "HOME": str(home), "HOSTNAME": name, **variables},
             stdin=subprocess.DEVNULL,
@@ -155,9 +155,9 @@ class Worker:
         self._reader.start()
 
     def update(self, is_late: bool) -> None:
-        """If the process has ended, kill its group and write its end into the pod's status.
+        """If the process has ended, kill its group and set the pod's status.
 
-        Args: is_late: whether it was ended because of `activeDeadlineSeconds`
+        Args: is_late: whether the process was ended because of `activeDeadlineSeconds`
         """
         code = self.process.poll()
         if code is None or pods.phase(self.pod) != "Running":
@@ -179,12 +179,12 @@ class Worker:
             os.killpg(self.process.pid, number)
 
     def _set_status(self, phase: str, state: Object) -> None:
-        """Write a phase and a container state into the pod's status."""
+        """Set the pod's status to a phase and a container state."""
         name = self.pod["spec"]["containers"][0]["name"]
         self.pod["status"] = {"phase": phase, "containerStatuses": [{"name": name, "state": state}]}
 
     def _copy_output(self, file: Path, prefix: bytes) -> None:
-        """Copy the worker's output to its log, and with a prefix for each line to the terminal."""
+        """Copy the worker's output to the log `file`, and to the terminal with `prefix` before each line."""
         pipe, terminal = self.process.stdout, sys.stdout.buffer
         assert pipe is not None
         terminal_is_open = True
@@ -206,8 +206,8 @@ def _worker_variables(
     """Return a worker's environment variables: values with $(NAME) expanded, or read from fields of the pod.
 
     Args:
-        here:      by (name, value) of a variable of the pod, the value on this machine
-        overrides: variables that replace the pod's
+        here:      values that replace the pod's on this machine, by (name, value in the pod)
+        overrides: variables of the command line, which replace the pod's
     """
     environment = dict(overrides)
     metadata = pod["metadata"]
@@ -219,18 +219,18 @@ def _worker_variables(
         elif path:
             text = metadata[path.removeprefix("metadata.")]
         else:
-            text = _expand(here.get((name, text), text), environment)
+            text = _expand_variables(here.get((name, text), text), environment)
         environment.setdefault(name, text)
     return environment
 
 
-def _expand(text: str, known: Mapping[str, str]) -> str:
-    """Return a text with $(NAME) expanded as in Kubernetes: $$ becomes $, an unknown $(NAME) stays."""
+def _expand_variables(text: str, known: Mapping[str, str]) -> str:
+    """Return a text with $(NAME) replaced as in Kubernetes: $$ becomes $, an unknown $(NAME) stays."""
     return re.sub(r"\$\$|\$\(([^)]*)\)", lambda m: "$" if m[0] == "$$" else known.get(m[1], m[0]), text)
 
 
-def unsupported(job: Job, overrides: Mapping[str, str]) -> Iterator[Fault]:
-    """Yield a fault for each field of a job without an equivalent here; names in `overrides` need none."""
+def unsupported_fields(job: Job, overrides: Mapping[str, str]) -> Iterator[Fault]:
+    """Yield a fault for each field of a job without an equivalent here, except variables in `overrides`."""
     place, container = (*_TEMPLATE, "containers", 0), job.worker
     if container.get("envFrom") and not overrides:
         message = "variables of a ConfigMap or Secret can't be had here"

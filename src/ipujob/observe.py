@@ -1,7 +1,7 @@
-"""The state machine of a job: `observe(job, its objects) -> status, delete, create`, a pure function.
+"""The state machine of a job: `observe(job, its objects, now) -> status, delete, create`, a pure function.
 
-All pods of an instance start, fail and restart together, since a collective needs all of them. The state of each
-instance is kept in `status.instances`, and the status is written before pods are created or deleted:
+All pods of an instance start, fail and restart together, since a collective needs all of them. The state of
+each instance is in `status.instances`, and the status is written before pods are created or deleted:
 
     Pending     pods are being created; a missing pod is created again
     Running     all pods existed, and one has begun to run; if a pod is missing now, the state becomes Lost
@@ -22,7 +22,6 @@ from . import pods
 from .pods import ATTEMPT, ENDED, INSTANCE, WORKER, Object, int_label, is_terminating, phase
 from .rules import Images, Job, parse, warnings_of
 
-_TIME = "%Y-%m-%dT%H:%M:%SZ"
 _WORDS = {"Restarting": "restarting", "Lost": "starting again after pods were lost", "Failed": "failed"}
 _REASONS = {
     "Running": "InstancesRun",
@@ -43,14 +42,14 @@ class Decision:
 
 def stamp(time: datetime) -> str:
     """Return a time in UTC as Kubernetes writes it, such as 2024-05-01T12:00:00Z."""
-    return time.astimezone(UTC).strftime(_TIME)
+    return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def observe(
     value: Object,
     owned: Sequence[Object],
     now: datetime,
-    trouble: str | None = None,
+    refusal: str | None = None,
     device: str = "cpu",
     images: Images = (),
 ) -> Decision:
@@ -59,8 +58,8 @@ def observe(
     Args:
         value:   the IPUJob object, as read from the API server
         owned:   the pods and the Service of the job
-        trouble: the API server's message, if it refused to create an object of the job
-        device, images: as in `parse`
+        refusal: the API server's message, if it refused to create an object of the job
+        device, images: as in `rules.parse`
     """
     old = value.get("status") or {}
     own_pods = [each for each in owned if each["kind"] == "Pod"]
@@ -72,14 +71,14 @@ def observe(
         return _decide_after_end(value, job, own_pods, services, now)
     invalid = "; ".join(fault.message for fault in faults) or _spec_change_error(value, own_pods)
     if job is None or invalid:  # the job's pods are neither created nor deleted
-        conditions = _conditions(old, {"Running": "", "Invalid": invalid}, now)
+        conditions = _updated_conditions(old, {"Running": "", "Invalid": invalid}, now)
         status = {"launcherStatus": "Failed", "lastMessage": invalid, "conditions": conditions}
-        return Decision(_patch(old, status, now))
+        return Decision(_status_patch(old, status, now))
     instances, missing, gone = next_states(job, old.get("instances") or {}, own_pods)
     remaining = [pod for pod in own_pods if not is_terminating(pod) and pod not in gone]
     states = Counter(record["state"] for record in instances.values())
     restarts = sum(record["restarts"] for record in instances.values())
-    word, message = _summary(job.shape.instances, states, restarts, remaining)
+    word, message = _status_and_message(job.shape.instances, states, restarts, remaining)
     notes = "; ".join(text for _, text in warnings_of(job, value)) or "instances run"
     conditions = {
         "Running": notes if word == "Running" else "",
@@ -92,7 +91,7 @@ def observe(
         "launcherStatus": word,
         "currentReplicas": states["Running"] + states["Restarting"] + states["Lost"],
         "desiredReplicas": job.shape.instances,
-        "lastMessage": trouble if trouble and missing else message,
+        "lastMessage": refusal if refusal and missing else message,
         "restartCount": restarts,
         "workersStatus": {
             "active": len(remaining) - ended.total(),
@@ -101,48 +100,50 @@ def observe(
         },
         "iPUPartitionCreated": bool(remaining) or old.get("iPUPartitionCreated", False),
         "instances": instances,
-        "conditions": _conditions(old, conditions, now),
+        "conditions": _updated_conditions(old, conditions, now),
     }
     if "startTime" not in old and any(phase(pod) != "Pending" for pod in own_pods):
         status["startTime"] = stamp(now)
-    create = [pods.pod(job, number, attempt) for number, attempt in missing]
+    create = [pods.worker_pod(job, number, attempt) for number, attempt in missing]
     if instances and all(state in ENDED for state in states):
         status["completionTime"] = stamp(now)
         gone += [pod for pod in remaining if _should_delete(job, pod)] + services
     elif job.has_service and not services and job.shape.instances:
-        create.insert(0, pods.service(job))
+        create.insert(0, pods.headless_service(job))
     owned = tuple(pods.with_owner(each, value) for each in create)
-    return Decision(_patch(old, status, now), tuple(gone), owned)
+    return Decision(_status_patch(old, status, now), tuple(gone), owned)
 
 
 def _decide_after_end(
     value: Object, job: Job | None, own_pods: Sequence[Object], services: Sequence[Object], now: datetime
 ) -> Decision:
-    """Return the actions for an ended job: delete Service and pods (by cleanPodPolicy), later the job."""
+    """Return the actions for an ended job: delete its Service, pods that run or that cleanPodPolicy names,
+    and, at the end of its time to live, the job."""
     old = value["status"]
     new, had = value["spec"].get("jobInstances", 0), old.get("desiredReplicas", 0)
     message = f"the job has ended with {had} instances: create a new one for {new}" if new > had else ""
     delete = [pod for pod in own_pods if phase(pod) not in ENDED or (job and _should_delete(job, pod))]
     delete = [*(pod for pod in delete if not is_terminating(pod)), *services]
     if job and job.seconds_kept is not None:
-        ended = datetime.strptime(old["completionTime"], _TIME).replace(tzinfo=UTC)
-        delete += [value] if now >= ended + timedelta(seconds=job.seconds_kept) else []
-    status = {"conditions": _conditions(old, {"Invalid": message}, now)}
-    return Decision(_patch(old, status, now), tuple(delete))
+        end = datetime.fromisoformat(old["completionTime"]) + timedelta(seconds=job.seconds_kept)
+        delete += [value] if now >= end else []
+    status = {"conditions": _updated_conditions(old, {"Invalid": message}, now)}
+    return Decision(_status_patch(old, status, now), tuple(delete))
 
 
 def _spec_change_error(value: Object, own_pods: Sequence[Object]) -> str:
-    """Return an error message if a field of the spec has changed since the pods were created, else ""."""
-    now = pods.field_hashes(value)
+    """Return an error message if a field of the spec has changed since a pod was created, else ""."""
+    hashes = pods.field_hashes(value)
     for pod in own_pods:
-        then = json.loads((pod["metadata"].get("annotations") or {}).get(pods.SPEC, "null")) or now
-        for key in sorted({*then, *now}):
-            if then.get(key) != now.get(key):
-                return f"spec.{key} changed after the job began: delete and create it"
+        then = json.loads((pod["metadata"].get("annotations") or {}).get(pods.SPEC, "null")) or hashes
+        if changed := {key for key, _ in then.items() ^ hashes.items()}:
+            return f"spec.{min(changed)} changed after the job began: delete and create it"
     return ""
 
 
-def _summary(total: int, states: Counter[str], restarts: int, remaining: Sequence[Object]) -> tuple[str, str]:
+def _status_and_message(
+    total: int, states: Counter[str], restarts: int, remaining: Sequence[Object]
+) -> tuple[str, str]:
     """Return the job's `launcherStatus`, and the `lastMessage` that explains it in one line.
 
     Args: total: the number of instances; states: the number of instances in each state
@@ -162,8 +163,9 @@ def _summary(total: int, states: Counter[str], restarts: int, remaining: Sequenc
     return "Running", ", ".join(parts)
 
 
-def _conditions(old: Object, messages: Mapping[str, str], now: datetime) -> list[Object]:
-    """Return the job's conditions, updated by `messages` by type: "True" with a message, "False" for ""."""
+def _updated_conditions(old: Object, messages: Mapping[str, str], now: datetime) -> list[Object]:
+    """Return the conditions of the status `old`, with those in `messages` updated: the condition of a type is
+    "True" with a message, and "False" for "" (if the type was never "True": missing)."""
     conditions = {condition["type"]: condition for condition in old.get("conditions") or []}
     for kind, message in messages.items():
         before = conditions.get(kind, {})
@@ -180,11 +182,11 @@ def _conditions(old: Object, messages: Mapping[str, str], now: datetime) -> list
     return list(conditions.values())
 
 
-def _patch(old: Object, new: Object, now: datetime) -> Object:
-    """Return the merge patch that writes the fields `new` into the status `old`; {}, if nothing changes."""
+def _status_patch(old: Object, new: Object, now: datetime) -> Object:
+    """Return the merge patch that changes the fields `new` in the status `old`; {}, if they are equal."""
     change = {key: item for key, item in new.items() if old.get(key) != item}
     if "instances" in change:
-        change["instances"] = {**dict.fromkeys(old.get("instances", ())), **new["instances"]}  # None removes
+        change["instances"] = {**dict.fromkeys(old.get("instances", ())), **new["instances"]}  # None deletes
     return {**change, "lastReconcileTime": stamp(now)} if change else {}
 
 
@@ -194,12 +196,12 @@ def _patch(old: Object, new: Object, now: datetime) -> Object:
 def next_states(
     job: Job, record: Mapping[str, Object], own_pods: Sequence[Object]
 ) -> tuple[dict[str, Object], list[tuple[int, int]], list[Object]]:
-    """Return the next record of each instance, (number, attempt) of pods to create, and the pods to delete.
+    """Return the next record of each instance, (number, attempt) of pods to create, and the pods to delete,
+    without those that are being deleted already.
 
     Args:
         record:   `status.instances`: {"state", "restarts"} by the instance's number as a text
         own_pods: all pods of the job
-    Returns: the records by number as text; pods that are being deleted already are left out
     """
     instances, create = {}, []
     delete = [pod for pod in own_pods if int_label(pod, INSTANCE) >= job.shape.instances]
@@ -215,7 +217,8 @@ def next_states(
 def _next_state(
     job: Job, record: Object, own_pods: Sequence[Object]
 ) -> tuple[Object, list[int], Sequence[Object]]:
-    """Return the next record of an instance, the numbers of the workers to create, and the pods to delete."""
+    """Return the next record of an instance (whose pods are `own_pods`), the numbers of workers to create,
+    and the pods to delete."""
     state, restarts = record["state"], record["restarts"]
     if state in ENDED:
         return record, [], _pods_to_delete(state, own_pods)
@@ -242,14 +245,15 @@ def _next_state(
 
 
 def _should_restart(job: Job, culprit: Object | None) -> bool:
-    """Return whether the policy restarts an instance whose pod `culprit` failed (None: no pod failed)."""
+    """Return whether the policy restarts an instance that has ended; `culprit`: the pod that failed first."""
     if job.restart_policy == "ExitCode":
         return culprit is not None and pods.exit_code(culprit) in job.exit_codes
     return job.restart_policy == "Always" or (job.restart_policy == "OnFailure" and culprit is not None)
 
 
 def _pods_to_delete(state: str, own_pods: Sequence[Object]) -> list[Object]:
-    """Return the pods to delete at an instance's end: those not ended; after a failure, those not failed."""
+    """Return the pods to delete at an instance's end: those that have not ended; after a failure, all that
+    have not failed."""
     kept = ENDED if state == "Succeeded" else ("Failed",)
     return [pod for pod in own_pods if phase(pod) not in kept]
 

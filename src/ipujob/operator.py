@@ -28,14 +28,13 @@ from .rules import Images
 _ROUND = 10.0  # seconds between rounds, if nothing happens
 _PAUSE = 0.2  # seconds between rounds, if much happens
 _LONGEST_DELAY = 60.0  # seconds until a refused creation is tried again, at most
-_HINTS = {  # by a part of the API server's message, the annotation that helps
+_HINTS = {  # by a part of the API server's message in small letters, the annotation that helps
     "exceeded quota": " (annotation pando/resources: drop, or smaller resources in the template)",
-    "PodSecurity": " (annotation pando/security: drop)",
     "podsecurity": " (annotation pando/security: drop)",
 }
 
 
-class Trouble(NamedTuple):
+class Refusal(NamedTuple):
     """A creation that the API server refused: its message, and when to try again."""
 
     message: str
@@ -66,7 +65,7 @@ class Operator:
     ) -> None:
         self.cluster, self.namespace, self.device, self.images = cluster, namespace, device, images
         self.log, self.clock, self.beat = log, clock, beat
-        self.trouble: dict[str, Trouble] = {}  # by the job's uid, to delay the next try
+        self.refusals: dict[str, Refusal] = {}  # by the job's uid, to delay the next try
 
     def round(self) -> None:
         """List all objects, and run the next actions of each job. An error of one job does not end the round.
@@ -80,7 +79,7 @@ class Operator:
                 for owner in each["metadata"].get("ownerReferences") or []:
                     owned[owner["uid"]].append(each)
         uids = {job["metadata"]["uid"] for job in jobs}
-        self.trouble = {uid: trouble for uid, trouble in self.trouble.items() if uid in uids}
+        self.refusals = {uid: refusal for uid, refusal in self.refusals.items() if uid in uids}
         for job in jobs:
             self.beat()
             try:
@@ -96,10 +95,10 @@ class Operator:
     def _step(self, job: Object, owned: Sequence[Object]) -> None:
         """Write a job's status, delete and create objects; log a refused creation, which delays the next."""
         uid, now = job["metadata"]["uid"], datetime.now(UTC)
-        trouble = self.trouble.get(uid)
-        said = trouble.message if trouble else None
+        refusal = self.refusals.get(uid)
+        said = refusal.message if refusal else None
         decision = observe(job, owned, now, said, self.device, images_in(self.images))
-        create = () if trouble and self.clock() < trouble.until else decision.create
+        create = () if refusal and self.clock() < refusal.until else decision.create
         if decision.status or create:
             # Written before each creation, even if nothing has changed: the write fails if the job has changed.
             self.cluster.patch_status(job, decision.status or {"lastReconcileTime": stamp(now)})
@@ -119,14 +118,14 @@ class Operator:
             except Refused as error:
                 if error.status == 409 and each["kind"] == "Service":
                     continue
-                hint = next((hint for mark, hint in _HINTS.items() if mark in str(error)), "")
+                hint = next((hint for mark, hint in _HINTS.items() if mark in str(error).lower()), "")
                 message = f"creating {name} was refused: {error}{hint}"
-                delay = min(trouble.delay * 2, _LONGEST_DELAY) if trouble else 1.0
-                self.trouble[uid] = Trouble(message, delay, self.clock() + delay)
+                delay = min(refusal.delay * 2, _LONGEST_DELAY) if refusal else 1.0
+                self.refusals[uid] = Refusal(message, delay, self.clock() + delay)
                 self._log(job, f"{message}; tried again in {delay:g} s")
                 return
         if create or not decision.create:
-            self.trouble.pop(uid, None)
+            self.refusals.pop(uid, None)
 
     def _report_change(self, job: Object, patch: Object, when: str) -> None:
         """Log a restart or an end of a job, and create an Event for it; do nothing for other patches."""
@@ -171,7 +170,7 @@ def images_in(file: str | None) -> Images:
     return [(old.strip(), new.strip()) for old, sign, new in pairs if sign and new.strip()]
 
 
-def operator(arguments: argparse.Namespace) -> int:
+def run_operator(arguments: argparse.Namespace) -> int:
     """Run rounds at each change, when a retry is due, and every 10 s. SIGTERM or Ctrl-C ends the process."""
     cluster, wake = Cluster(), threading.Event()
     namespace = None if arguments.all_namespaces else arguments.namespace or cluster.namespace
@@ -201,6 +200,6 @@ def operator(arguments: argparse.Namespace) -> int:
         except (Refused, Unreachable) as error:
             log(str(error))
         beat()
-        retries = [trouble.until - made.clock() for trouble in made.trouble.values()]
+        retries = [refusal.until - made.clock() for refusal in made.refusals.values()]
         time.sleep(_PAUSE)
         wake.wait(max(0.0, min([_ROUND, *retries])))

@@ -1,4 +1,4 @@
-"""The objects of a job in a cluster, worker pods and their Service, and functions of a pod's status."""
+"""The objects of a job in a cluster (worker pods, their Service), and functions that read a pod's status."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _DISRUPTIONS |= {"UnexpectedAdmissionError"}
 Object = dict[str, Any]
 
 
-def pod(job: Job, number: int, attempt: int = 0) -> Object:
+def worker_pod(job: Job, number: int, attempt: int = 0) -> Object:
     """Return the pod of worker number % workers of instance number // workers, after `attempt` restarts."""
     instance, worker = divmod(number, job.shape.workers)
     name = f"{job.name}-worker-{number}"
-    made = template(job, instance, str(worker), job.host(instance), str(attempt))
+    made = pod_template(job, instance, str(worker), job.host(instance), str(attempt))
     made["metadata"]["name"] = made["spec"]["hostname"] = name
     made["metadata"]["labels"] |= {WORKER: str(worker), ATTEMPT: str(attempt)}
     return {"apiVersion": "v1", "kind": "Pod", **made}
 
 
-def template(
+def pod_template(
     job: Job, instance: int, rank: str | Object, address: str, restarts: str | Object | None
 ) -> Object:
-    """Return the pod template of an instance's workers, without their names.
+    """Return the pod template of an instance's workers, without the fields that differ between workers.
 
     Args:
-        rank:     the worker's number, as a text or a `valueFrom` object that reads it from the pod
+        rank:     the worker's number in the instance, as a text or as a `valueFrom` object
         address:  the host name of the instance's first worker
         restarts: the value of PANDO_RESTARTS: a text or a `valueFrom` object; None: it is not set
     """
@@ -78,7 +78,7 @@ def template(
 
 
 def _command_fields(job: Job) -> dict[str, list[str]]:
-    """Return the fields `command` and `args` of a worker's container that replace the template's."""
+    """Return the fields `command` and `args` that replace those of the template; {}: it is used as it is."""
     if job.mode == "launched":
         return {"command": list(job.launcher_command), "args": []}
     if job.ttl is not None and not job.worker.get("command"):
@@ -94,7 +94,7 @@ def _command_fields(job: Job) -> dict[str, list[str]]:
 def _environment(
     job: Job, instance: int, rank: str | Object, address: str, restarts: str | Object | None
 ) -> list[Object]:
-    """Return a worker's environment: Pando's variables and the file's, which can refer to or replace them."""
+    """Return a worker's environment: Pando's variables, and the file's, which can refer to or replace them."""
     partition = f"p-{job.name}-{job.namespace}-{instance}"
     added: dict[str, Any] = {"IPUOF_VIPU_API_PARTITION_ID": partition}
     if job.mode != "single":  # the workers connect to each other
@@ -114,7 +114,7 @@ def _environment(
 
 
 def _resources(job: Job, given: Object) -> Object:
-    """Return a container's resources: `given`, with cores or GPUs by the number of ipus if it has none."""
+    """Return the resources `given`, with cores or GPUs by the number of ipus if it requests none."""
     ipus = job.shape.ipus_per_worker
     kind, name, amount = "requests", "cpu", min(ipus, _MAX_CORES)
     requested = {*given.get("limits", {}), *given.get("requests", {})}
@@ -125,7 +125,7 @@ def _resources(job: Job, given: Object) -> Object:
     return given if is_requested else {**given, kind: {**given.get(kind, {}), name: str(amount)}}
 
 
-def service(job: Job) -> Object:
+def headless_service(job: Job) -> Object:
     """Return the headless Service that gives each worker a host name, also before the worker is ready."""
     spec = {
         "clusterIP": "None",
@@ -138,7 +138,7 @@ def service(job: Job) -> Object:
 
 
 def with_owner(made: Object, owner: Object) -> Object:
-    """Return a copy of an object with its IPUJob's namespace, owner reference and hashes of the spec."""
+    """Return a copy of an object with an IPUJob's namespace, owner reference and hashes of its spec."""
     reference = {
         "apiVersion": owner["apiVersion"],
         "kind": owner["kind"],
@@ -154,7 +154,7 @@ def with_owner(made: Object, owner: Object) -> Object:
 
 
 def field_hashes(owner: Object) -> dict[str, str]:
-    """Return, by name, a hash of each field of an IPUJob's spec that must not change while the job runs."""
+    """Return the hash of each field of an IPUJob's spec that must not change while the job runs, by name."""
     return {
         key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
         for key, value in sorted(owner["spec"].items())
@@ -187,7 +187,7 @@ def exit_code(pod: Object) -> int | None:
 
 
 def describe_end(pod: Object) -> str:
-    """Return a text for messages about how a pod ended, such as "exited with 1"."""
+    """Return how a pod ended, in words such as "exited with 1" or "failed: Evicted"."""
     code, status = exit_code(pod), pod.get("status", {})
     reason = status.get("reason") or _terminated_state(pod).get("reason")
     if code is None or status.get("reason"):
@@ -196,7 +196,7 @@ def describe_end(pod: Object) -> str:
 
 
 def why_pending(pods: Sequence[Object]) -> str:
-    """Return the cluster's first reason why pods don't run yet; a default text, if it gives none."""
+    """Return the cluster's first reason why one of the pods doesn't run yet; without any, a default text."""
     unscheduled = (_condition(pod, "PodScheduled") for pod in pods)
     reasons = [each["message"] for each in unscheduled if each["status"] != "True" and each.get("message")]
     for pod in pods:

@@ -18,7 +18,7 @@ _POLL = 0.5  # seconds between two requests for the state of a job
 _PATIENCE = 60  # seconds to wait while the cluster can't be reached
 
 
-def submit(arguments: argparse.Namespace) -> int:
+def submit_file(arguments: argparse.Namespace) -> int:
     """Check a file, create its jobs and print their names; if asked, wait: return 1 if one fails, else 0."""
     documents = read(arguments.file)
     if arguments.name:
@@ -68,7 +68,7 @@ def _wait_for_end(cluster: Cluster, job: Object, follow: bool) -> int:
         time.sleep(_POLL)
 
 
-def status(arguments: argparse.Namespace) -> int:
+def print_status(arguments: argparse.Namespace) -> int:
     """Print a table of all jobs, or the details of one; with --watch, again at each change. Return 0."""
     cluster, last = Cluster(), None
     place = arguments.namespace or cluster.namespace
@@ -139,7 +139,7 @@ def _details(cluster: Cluster, job: Object) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def logs(arguments: argparse.Namespace) -> int:
+def print_logs(arguments: argparse.Namespace) -> int:
     """Print the logs of a job's pods, and return 0. Raises: Refused, if there is no such pod."""
     cluster = Cluster()
     job = _find_job(cluster, arguments.name, arguments.namespace or cluster.namespace)
@@ -182,7 +182,7 @@ def _copy_log(
     return max(lines, skip)
 
 
-def delete(arguments: argparse.Namespace) -> int:
+def delete_jobs(arguments: argparse.Namespace) -> int:
     """Delete jobs; print the name of each, or the error; return 1 if a deletion was refused, else 0."""
     cluster, code = Cluster(), 0
     place = arguments.namespace or cluster.namespace

@@ -15,23 +15,22 @@ _RESTARTS = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 def render(job: Job, way: str = "job") -> tuple[list[Object], list[str]]:
     """Return the objects of a job, and warnings about fields that have no effect without the operator.
 
-    Args:
-        way: "job" (Indexed Jobs), "pod" (bare pods) or "jobset"
+    Args: way: "job" (Indexed Jobs), "pod" (bare pods) or "jobset"
     Raises: ValueError, if objects of this kind can't run the job
     """
     if way == "pod":
-        made = [pods.pod(job, number) for number in range(job.shape.instances * job.shape.workers)]
+        made = [pods.worker_pod(job, number) for number in range(job.shape.instances * job.shape.workers)]
     else:
         _check_renderable(job, way)
         make = _job_set if way == "jobset" else _indexed_job
         made = [make(job, instance) for instance in range(job.shape.instances)]
     if job.has_service and way != "jobset" and made:
-        made.insert(0, pods.service(job))
+        made.insert(0, pods.headless_service(job))
     return made, list(_warnings_of(job, way))
 
 
 def _check_renderable(job: Job, way: str) -> None:
-    """Raise a ValueError if a Job can't restart the workers, or a host name would be too long."""
+    """Raise a ValueError if a Job would have to restart several workers, or a host name would be too long."""
     if way == "job" and job.shape.workers > 1 and job.restart_policy != "Never":
         raise ValueError(
             f"a Job can't restart {job.shape.workers} workers as one, and restartPolicy is {job.restart_policy}\n"
@@ -44,7 +43,7 @@ def _check_renderable(job: Job, way: str) -> None:
 
 
 def _warnings_of(job: Job, way: str) -> Iterator[str]:
-    """Yield a warning for each field of the job that the objects lack, since it needs the operator."""
+    """Yield a warning for each field of the job that has no effect in the rendered objects."""
     if job.clean_policy != "None":
         yield f"cleanPodPolicy {job.clean_policy} needs the operator: these pods stay, or go by {TTL}"
     if way != "pod" and job.restart_policy == "Always":
@@ -63,7 +62,7 @@ def _instance_name(job: Job, instance: int) -> str:
 
 
 def _object(job: Job, instance: int, api: str, kind: str, name: str, spec: Object) -> Object:
-    """Return an object (of apiVersion `api`) for an instance; add the job's time to live to `spec`."""
+    """Return an object of apiVersion `api` for an instance; set the job's time to live in `spec`."""
     metadata = {"name": name, "labels": {JOB: job.name, INSTANCE: str(instance)}}
     if job.seconds_kept is not None:
         spec["ttlSecondsAfterFinished"] = job.seconds_kept
@@ -71,7 +70,7 @@ def _object(job: Job, instance: int, api: str, kind: str, name: str, spec: Objec
 
 
 def _indexed_job(job: Job, instance: int) -> Object:
-    """Return an Indexed Job for an instance. Its pods have random names, but host names NAME-worker-0, ..."""
+    """Return the Indexed Job of an instance. Its pods have random names, but host names NAME-worker-0, ..."""
     name = f"{_instance_name(job, instance)}-worker"
     restarts = "0" if job.restart_policy == "Never" else None
     spec = _job_spec(job, instance, f"{name}-0.{job.name}", restarts)
@@ -81,14 +80,14 @@ def _indexed_job(job: Job, instance: int) -> Object:
 
 
 def _job_spec(job: Job, instance: int, address: str, restarts: str | Object | None) -> Object:
-    """Return the spec of an Indexed Job without restarts; `address`, `restarts`: as in `pods.template`."""
+    """Return the spec of an instance's Indexed Job; `address`, `restarts`: as in `pods.pod_template`."""
     workers, rank = job.shape.workers, {"fieldRef": {"fieldPath": _INDEX}}
     spec: Object = {
         "completionMode": "Indexed",
         "completions": workers,
         "parallelism": workers,
         "backoffLimit": 0,
-        "template": pods.template(job, instance, rank, address, restarts),
+        "template": pods.pod_template(job, instance, rank, address, restarts),
     }
     if job.restart_policy == "ExitCode":
         codes = {"operator": "NotIn", "values": sorted(job.exit_codes)[-255:]}
@@ -102,7 +101,7 @@ def _job_spec(job: Job, instance: int, address: str, restarts: str | Object | No
 
 
 def _job_set(job: Job, instance: int) -> Object:
-    """Return a JobSet of one Indexed Job. It restarts all its workers together, and makes its own Service."""
+    """Return the JobSet of an instance: one Indexed Job with a Service. It restarts all workers together."""
     name = _instance_name(job, instance)
     inner = _job_spec(job, instance, f"{name}-worker-0-0.{name}", {"fieldRef": {"fieldPath": _RESTARTS}})
     inner["template"]["spec"].pop("subdomain", None)

@@ -90,18 +90,18 @@ class Job:
         return f"{self.name}-worker-{instance * self.shape.workers}.{self.name}"
 
 
-def count(number: int, word: str) -> str:
+def counted(number: int, word: str) -> str:
     """Return a number with its noun, such as "1 worker" or "2 workers"."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
-Place = tuple[str | int, ...]  # the path to a part of a document: keys and indices, from the top
+KeyPath = tuple[str | int, ...]  # the path to a part of a document: keys and indices, from the top
 
 
 class Fault(NamedTuple):
     """An error in a document: the path to the faulty part, a message, and a fix ("": none is known)."""
 
-    place: Place
+    path: KeyPath
     message: str
     fix: str = ""
 
@@ -120,17 +120,17 @@ def parse(
         return None, [Fault(("kind",), f"kind {value.get('kind')} isn't an IPUJob", fix)]
     faults: list[Fault] = []
     # The rules between fields are checked on the valid parts, so that all faults are found at once.
-    valid = _check(value, _schema(), (), faults)
+    valid = _checked(value, _schema(), (), faults)
     given, metadata, spec = value.get("metadata"), valid.get("metadata", {}), valid.get("spec", {})
     if isinstance(given, dict) and not (given.get("name") or given.get("generateName")):
         fix = "give it metadata.name, or metadata.generateName"
         faults.append(Fault(("metadata",), "the job has no name", fix))
-    job = _job(metadata, spec, device, images)
+    job = _job_of(metadata, spec, device, images)
     faults += _check_job(job, metadata, spec)
     return (None, faults) if faults else (job, [])
 
 
-def _job(metadata: Mapping[str, Any], spec: Mapping[str, Any], device: str, images: Images | None) -> Job:
+def _job_of(metadata: Mapping[str, Any], spec: Mapping[str, Any], device: str, images: Images | None) -> Job:
     """Return a `Job` from metadata and spec without their invalid fields; missing fields get defaults."""
     of_workers, policy = spec.get("workers", {}), spec.get("restartPolicy", {})
     launcher, template = spec.get("launcher", {}), of_workers.get("template", {})
@@ -176,15 +176,15 @@ def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -
     """Yield a fault for each broken rule between fields, and for each unknown annotation of Pando."""
     for key in metadata.get("annotations", {}):
         if str(key).startswith("pando/") and key not in _ANNOTATIONS:
-            place = ("metadata", "annotations", key)
-            yield Fault(place, f"annotation {key} is unknown", f"one of {', '.join(_ANNOTATIONS)}")
+            path = ("metadata", "annotations", key)
+            yield Fault(path, f"annotation {key} is unknown", f"one of {', '.join(_ANNOTATIONS)}")
     yield from _check_name(job, "name" if metadata.get("name") else "generateName")
     shape, other = job.shape, spec.get("workersPerJobInstance")
     if other and shape.workers != int(other):
         message = f"workers.replicas {shape.workers} and workersPerJobInstance {other} differ"
         yield Fault(("spec", "workers", "replicas"), message, "keep one of them")
     elif shape.ipus % (shape.workers * shape.replicas):
-        over = f"{count(shape.workers, 'worker')} with {count(shape.replicas, 'replica')} each"
+        over = f"{counted(shape.workers, 'worker')} with {counted(shape.replicas, 'replica')} each"
         message = f"ipusPerJobInstance {shape.ipus} can't be shared out over {over}"
         fix = f"a multiple of {shape.workers * shape.replicas}"
         yield Fault(("spec", "ipusPerJobInstance"), message, fix)
@@ -204,22 +204,22 @@ def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -
 
 def _check_name(job: Job, named: str) -> Iterator[Fault]:
     """Yield a fault if pods and Service can't bear the job's name, which is in the field `named`."""
-    place, name, said = ("metadata", named), job.name, f'name "{job.name}"'
+    path, name, said = ("metadata", named), job.name, f'name "{job.name}"'
     if named == "generateName":  # an API server adds five letters
         name, said = name + "bcdfg", f"{said} with five letters added"
     last = f"{name}-worker-{max(job.shape.instances * job.shape.workers - 1, 0)}"
     if len(name) > _MAX_NAME or len(last) > MAX_HOST:
         message = f"{said} has {len(name)} characters: pods are called NAME-worker-0, and a host name holds {MAX_HOST}"
-        yield Fault(place, message, f"at most {_MAX_NAME} characters")
+        yield Fault(path, message, f"at most {_MAX_NAME} characters")
     elif not re.fullmatch("[a-z0-9]([-a-z0-9]*[a-z0-9])?", name):
         yield Fault(
-            place, f"{said} can't be a host's", "small letters, digits and dashes, no dash at the ends"
+            path, f"{said} can't be a host's", "small letters, digits and dashes, no dash at the ends"
         )
     elif job.has_service and not name[0].isalpha():
-        yield Fault(place, f"{said} must begin with a letter: a Service bears it", "begin with a letter")
+        yield Fault(path, f"{said} must begin with a letter: a Service bears it", "begin with a letter")
 
 
-def warnings_of(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
+def warnings_of(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     """Yield the path and text of a warning for each field that has another meaning or no effect here."""
     spec, ipus = value["spec"], job.shape.ipus
     if ipus & (ipus - 1) or ipus > 64:
@@ -270,7 +270,7 @@ def _schema() -> dict[str, Any]:
     return {"type": "object", "required": ["apiVersion", "metadata", "spec"], "properties": properties}
 
 
-def _check(value: Any, schema: dict[str, Any], place: Place, faults: list[Fault]) -> Any:
+def _checked(value: Any, schema: dict[str, Any], path: KeyPath, faults: list[Fault]) -> Any:
     """Return the parts of a value that an API server keeps, without null fields; None, if it is invalid.
 
     Args: faults: a fault is added, in place, for each part that the API server would refuse or drop
@@ -278,30 +278,28 @@ def _check(value: Any, schema: dict[str, Any], place: Place, faults: list[Fault]
     before, kind = len(faults), schema.get("type")
     if wrong := _violation(value, schema):
         message, fix = wrong
-        faults.append(Fault(place, f"{_path_text(place)} {message}", fix))
+        faults.append(Fault(path, f"{_path_text(path)} {message}", fix))
         return None
     if kind == "array":
-        items = [_check(item, schema["items"], (*place, index), faults) for index, item in enumerate(value)]
+        items = [_checked(item, schema["items"], (*path, index), faults) for index, item in enumerate(value)]
         return items if len(faults) == before else None
     if kind != "object":
         return value
     missing = [key for key in schema.get("required", ()) if value.get(key) is None]
-    faults += [Fault(place, f"{_path_text((*place, key))} is missing") for key in missing]
+    faults += [Fault(path, f"{_path_text((*path, key))} is missing") for key in missing]
     known, others = schema.get("properties", {}), schema.get("additionalProperties")
     valid = {}
     for key, item in value.items():
-        inner, allowed = (*place, str(key)), known.get(key, others)
+        inner, allowed = (*path, str(key)), known.get(key, others)
         if allowed is None and schema.get(_OPEN):
             valid[key] = item
         elif allowed is None:
-            fix = (
-                f"use {', '.join(_RENAMED.values())}" if key in _RENAMED else _fix_by_similar(str(key), known)
-            )
+            fix = f"use {', '.join(_RENAMED.values())}" if key in _RENAMED else _typo_fix(str(key), known)
             fix = fix or "take it out: a cluster would leave it away"
             faults.append(Fault(inner, f"{_path_text(inner)} is no field of an IPUJob", fix))
-        elif item is not None and (part := _check(item, allowed, inner, faults)) is not None:
+        elif item is not None and (part := _checked(item, allowed, inner, faults)) is not None:
             valid[key] = part
-    return None if missing and place else valid
+    return None if missing and path else valid
 
 
 def _violation(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
@@ -315,7 +313,7 @@ def _violation(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
         fix = "write it in quotes" if kind == "string" and isinstance(value, (int, float)) else ""
         return f"must be of type {kind}, and is {shown}", fix
     if "enum" in schema and value not in schema["enum"]:
-        return f"{shown} is none of {', '.join(schema['enum'])}", _fix_by_similar(value, schema["enum"])
+        return f"{shown} is none of {', '.join(schema['enum'])}", _typo_fix(value, schema["enum"])
     if kind == "string" and not re.search(pattern, value):
         return f"{shown} doesn't match {pattern}", ""
     if kind == "integer" and not least <= value <= most:
@@ -325,12 +323,12 @@ def _violation(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _fix_by_similar(word: str, known: Iterable[str]) -> str:
+def _typo_fix(word: str, known: Iterable[str]) -> str:
     """Return a fix that names the most similar known word; "", if none is similar."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f"write {near[0]}" if near else ""
 
 
-def _path_text(place: Place) -> str:
+def _path_text(path: KeyPath) -> str:
     """Return the text of a path for messages, such as "spec.workers.template.spec.containers[0]"."""
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place).lstrip(".")
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).lstrip(".")

@@ -20,12 +20,10 @@ ALL = (*SKIPPED, *PYTHONS, "git")
 _CLONES = "clones.json"
 
 
-def install(folder: Path, clones: Mapping[str, str], real: Iterable[str] = ()) -> None:
+def install_stand_ins(folder: Path, clones: Mapping[str, str], real: Iterable[str] = ()) -> None:
     """Write the stand-ins, as shell scripts, into a new folder.
 
-    Args:
-        clones: by URL, the folder that `git clone` copies
-        real:   names of programs that get no stand-in
+    Args: clones: by URL, the folder that `git clone` copies; real: names of programs without a stand-in
     """
     folder.mkdir(parents=True)
     sources = {_without_git_suffix(url): str(Path(path).resolve()) for url, path in clones.items()}
@@ -40,12 +38,9 @@ def install(folder: Path, clones: Mapping[str, str], real: Iterable[str] = ()) -
         (folder / name).chmod(0o755)
 
 
-def git(folder: str, words: list[str]) -> int:
-    """Copy a folder for `git clone URL [FOLDER]`; replace this process by the real git for other commands.
-
-    Args: folder: of the stand-ins; words: git's arguments
-    Returns: the exit code: 0, or 128 if no folder is known for the URL
-    """
+def run_git(folder: str, words: list[str]) -> int:
+    """Copy a folder for `git clone URL [FOLDER]`; return 0, or 128 if no folder is known for the URL. For
+    other commands replace this process by the real git. `folder`: of the stand-ins; `words`: git's arguments."""
     if "clone" not in words[:1]:
         others = [path for path in os.environ["PATH"].split(os.pathsep) if path != folder]
         os.environ["PATH"] = os.pathsep.join(others)
@@ -69,4 +64,4 @@ def _without_git_suffix(url: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(git(sys.argv[1], sys.argv[2:]))
+    sys.exit(run_git(sys.argv[1], sys.argv[2:]))

@@ -108,8 +108,8 @@ def figures(profile: Profile) -> Figures:
 
 
 def _warm_calls(profile: Profile) -> tuple[int, int, int, int]:
-    """Return the number of calls, that of their steps, the ns in these calls, and the ns with the time between
-    calls. If there are several calls, the first one is left out: it is slower, since memory is cold."""
+    """Return the number of calls, that of their steps, the ns in these calls, and the ns from their begin to
+    their end. Of several calls the first is left out: it is slower, since memory is cold."""
     calls, steps, ns = (profile.facts.get(name, 0) for name in ("calls", "steps", "ns_in_calls"))
     if not profile.calls:
         return calls, steps, ns, 0
@@ -141,9 +141,9 @@ def _copies_per_step(events: list[Event]) -> dict[str, dict[str, float]]:
 
 
 def _grouped_rows(profile: Profile, by: str) -> list[dict[str, Any]]:
-    """Return the sums of a step's operations with the same phase and `by`, which is "block", "module", "where"
-    (a source line) or "kind". `calls` is the number of micro-batches; `stage` and `ipu` are -1 in a row of
-    several. A block name that occurs in two stages has a row for each stage."""
+    """Return the sums over a step's operations with the same phase and `by`: "block", "module", "where" (a
+    source line) or "kind". `calls` is the number of micro-batches; `stage` and `ipu` are -1 if they differ
+    within a sum. A block name that occurs in two stages has a dictionary for each stage."""
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for operation in profile.operations:
         piece, name = profile.pieces[operation.piece], getattr(operation, by)

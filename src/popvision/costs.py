@@ -37,7 +37,7 @@ def _add_seconds(total: Spent, more: Mapping[str, float], factor: float = 1.0) -
 
 
 def kind_of(operation: Operation) -> str | None:
-    """Return the kind of an operation, a key of a machine's `efficiency`; None if it costs nothing, as a view."""
+    """Return the kind of an operation, a key of `Machine.efficiency`; None if it costs nothing, as a view."""
     name = re.sub(r"^(poptorch|popengine|prims)\.", "", operation.kind).split(".")[0]
     if _FREE.fullmatch(name):
         return None
@@ -45,8 +45,8 @@ def kind_of(operation: Operation) -> str | None:
 
 
 def operation_seconds(operation: Operation, machine: Machine) -> Spent:
-    """Return the estimated seconds of one call of an operation on a machine, by category. The mapping is empty
-    for an operation that costs nothing (see `kind_of`)."""
+    """Return the estimated seconds of one call of an operation on a machine, by category; empty if it costs
+    nothing (see `kind_of`)."""
     kind, found = kind_of(operation), Spent(float)
     if kind is None:
         return found
@@ -113,8 +113,8 @@ class Costs:
 
 
 def _instruction_seconds(kind: str, size: int, machine: Machine) -> dict[str, float]:
-    """Return the seconds of an instruction that moves or adds `size` bytes, by category; {} for an instruction
-    of another kind than send, receive, load and accumulate."""
+    """Return the seconds of a send, receive, load or accumulate of `size` bytes, by category; {} for other
+    kinds of instructions."""
     if kind in ("send", "receive"):  # neither end computes meanwhile
         return {"links": machine.message + size / (machine.links * machine.share("links"))}
     if kind == "load":

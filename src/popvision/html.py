@@ -1,4 +1,4 @@
-"""The page of profiles: the viewer's scripts and the profiles' data in one HTML file, which needs no other file.
+"""The page of profiles: one HTML file with the viewer's scripts and the profiles' data.
 
 The scripts only draw: every figure is computed in Python, by `analysis` and `memory`.
 """
@@ -47,8 +47,7 @@ def profiles_at(path: Path) -> list[Path]:
 
 
 def write_report(directory: Path) -> Path:
-    """Write `report.html` beside the profiles' folders, and return its path. Raises: ProfileError, if there is
-    no profile."""
+    """Write `report.html` beside the profiles' folders, and return its path. Raises: as `profiles_at`."""
     target = directory / REPORT
     entries = [profile_entry(path) for path in profiles_at(directory)]
     target.write_text(page(entries, f"Profile of {directory.resolve().name}"))
@@ -60,7 +59,7 @@ def page(entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, 
 
     Args:
         entries:     the data of each profile, see `profile_entry`
-        comparisons: of two profiles: {"first", "second"}, indices in `entries`, and {"rows"}, see `Row.to_dict`
+        comparisons: {"first", "second": indices in `entries`, "rows": see `Row.to_dict`} of each comparison
     """
     viewer = files("popvision") / "viewer"
     data = json.dumps(
@@ -92,7 +91,7 @@ def profile_entry(path: Path) -> dict[str, Any]:
 
 
 def page_data(profile: Profile, found: Figures) -> dict[str, Any]:
-    """Return the dictionary of "profile", "groups", "figures" and "curves" (of memory) that the scripts draw."""
+    """Return a profile, its figures, and the memory curves of its ipus as plain values for the scripts."""
     plain = asdict(found)
     said = {
         "warnings": sentences(profile, found),

@@ -44,7 +44,7 @@ class Machine:
     efficiency: Mapping[str, float] | None = None  # by kind of operation: see `share`
 
     def share(self, kind: str) -> float:
-        """Return the share of a rate that operations of a kind reach; 1 for a kind that is not in `efficiency`."""
+        """Return the share of a rate that operations of a kind reach; 1 if it is not in `efficiency`."""
         return (self.efficiency or {}).get(kind, 1.0)
 
 

@@ -277,7 +277,7 @@ def _seconds_here(profile: Profile, replicas: int, micro_batches: int) -> tuple[
 def _problems_here(
     profile: Profile, memory: Mapping[int, Mapping[str, Any]], replicas: int, loaded: int
 ) -> Iterator[str]:
-    """Yield the reason why a plan fails on this host, if any; `loaded`: the bytes of a replica's rows in a step."""
+    """Yield the reason why a plan fails on this host, if any; `loaded`: bytes of a replica's inputs."""
     facts, by_ipu = profile.facts, memory.values()
     # The host's module has a copy of the weights; `base`: memory of a process and its libraries.
     kept = facts["base"] + sum(2 * kinds["weights"] + kinds["optimizer"] for kinds in by_ipu)

@@ -1,4 +1,4 @@
-"""Reports of profiled runs: the headline for the terminal, and the class that a notebook displays as a page."""
+"""Reports of profiled runs: the headline for the terminal, and the class that notebooks display as a page."""
 
 from __future__ import annotations
 

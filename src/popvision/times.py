@@ -20,7 +20,7 @@ from .virtual import StepModel
 
 
 def steady_events(profile: Profile) -> list[Event]:
-    """Return the events of all whole steps except the first two steps of the run, in which caches are cold and
+    """Return the events of the whole steps after the run's first two, in which caches are cold and
     the recorder measures single operations. If no other step is whole: the events of the last whole step; if
     no step is whole: all events."""
     whole, seen = whole_steps(profile), {(track.call, track.step) for track in profile.tracks}
@@ -60,8 +60,8 @@ class Usage:
 
 
 def usages(events: list[Event]) -> list[Usage]:
-    """Return the usage of each ipu; receives and idle time are `waiting`. A replica's step begins with its first
-    computation on any ipu, and ends with its last instruction that is no receive."""
+    """Return the usage of each ipu; receives and idle time are `waiting`. A replica's step begins with its
+    first computation on any ipu, and ends with its last instruction that is no receive."""
     steps: dict[tuple[int, int, int], list[Event]] = defaultdict(list)
     for event in events:
         if event.kind != "receive":
@@ -246,8 +246,8 @@ def step_of(profile: Profile, events: list[Event], times: list[StageTime]) -> St
 
 
 def _ns_between_tasks(events: list[Event]) -> float:
-    """Return the ns that a core takes between two tasks if the next task is ready; 0 for fewer than four gaps.
-    With one core this is the median gap; with several, the lower quartile, since longer gaps include waits."""
+    """Return the ns that a core takes between two tasks if the next one is ready; 0 for fewer than four gaps.
+    With one core it is the median gap; with several, the lower quartile, since longer gaps include waits."""
     cores: dict[int, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.start):
         cores[event.core].append(event)

@@ -158,7 +158,9 @@ def world(folder: Path, scratch: Path):
     place.mkdir(parents=True)
     (place / "required_apt_packages.txt").write_text("libnuma1\n")
     (place / "run_pretraining.py").write_text("import sys\nprint('trained', *sys.argv[1:])\n")
-    skipped_programs.install(scratch / "bin", {"https://github.com/graphcore/examples.git": str(clone)})
+    skipped_programs.install_stand_ins(
+        scratch / "bin", {"https://github.com/graphcore/examples.git": str(clone)}
+    )
     (scratch / "bin/poprun").write_text(
         '#!/bin/sh\necho "poprun $*"\nenv | grep -E "^(POPRUN|MASTER)_" | sort\n'
     )

@@ -215,8 +215,8 @@ def test_whatever_stands_in_a_file_it_is_refused_with_a_sentence_or_becomes_pods
         assert all(fault.message and "\n" not in fault.message for fault in faults)
         if made:
             for number in range(min(made.shape.instances, 2) * made.shape.workers):
-                pods.pod(made, number)
-            list(local.unsupported(made, {})), local.ignored_fields(made)
+                pods.worker_pod(made, number)
+            list(local.unsupported_fields(made, {})), local.ignored_fields(made)
             render(made, "pod")
         value["metadata"] = {"name": "a", "uid": "u", "namespace": "n"}
         observe(value, [], datetime.now(UTC))

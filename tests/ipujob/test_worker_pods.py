@@ -11,7 +11,7 @@ from ipujob.rules import parse
 def made(value, number=0, attempt=0, images=()):
     parsed, faults = parse(value, images=images)
     assert not faults, faults
-    return pods.pod(parsed, number, attempt)
+    return pods.worker_pod(parsed, number, attempt)
 
 
 def environment(pod):
@@ -159,7 +159,7 @@ def test_a_pod_never_restarts_by_itself_and_belongs_to_its_job():
 
 def test_the_service_finds_workers_before_they_are_ready():
     parsed, _ = parse(job(workers={"replicas": 2}))
-    made = pods.service(parsed)
+    made = pods.headless_service(parsed)
     assert made["metadata"]["name"] == "train"
     assert made["spec"]["clusterIP"] == "None" and made["spec"]["publishNotReadyAddresses"] is True
     assert made["spec"]["selector"] == {"graphcore.ai/ipujob": "train"}
