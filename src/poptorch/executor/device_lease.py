@@ -119,12 +119,11 @@ class DeviceLease:
         self._release(plan)
 
     def drop_oldest(self, keys: list[Any], most: int) -> None:
-        """Remove and log all plans except the current one and the `most` used last. `keys`: just used."""
-        latest = {key: self.plans[key] for key in keys}
-        plans = {key: plan for key, plan in self.plans.items() if key not in latest} | latest
-        dropped = [key for key in list(plans)[:-most] if plans[key] is not self.current]
-        self.plans = plans  # one assignment: no plan is lost by an interrupt
-        for key in dropped:
+        """Remove and log all plans except the `most` used last: the current one, and those of `keys`."""
+        used = {key: number for number, key in enumerate(keys, 1)}
+        plans = sorted(self.plans.items(), key=lambda item: (item[1] is self.current, used.get(item[0], 0)))
+        self.plans = dict(plans)  # one assignment: no plan is lost by an interrupt
+        for key, _ in plans[:-most]:
             self.remove(key)
             logger.info("allowNewShapes(plans=%d): the plan used longest ago is dropped", most)
 

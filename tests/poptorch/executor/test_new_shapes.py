@@ -149,6 +149,17 @@ def test_the_plan_used_longest_ago_is_dropped():
     assert len(calls) == 4, "3, 4, 5, and 4 once more"
 
 
+def test_the_plan_of_all_replicas_is_one_of_the_plans_that_are_kept():
+    """It stays current after an incomplete batch, and was kept in addition to the others."""
+    calls = []
+    handle = poptorch.registerPreCompileHook(lambda: calls.append(1))
+    trainer = poptorch.trainingModel(Model(), options(plans=2, replicationFactor=2))
+    for rows in (8, 3, 2, 3):
+        trainer(*batch(rows))
+    handle.remove()
+    assert len(calls) == 4, "of 8, 3 and 2 rows, and of 3 once more"
+
+
 def test_other_types_and_constants_are_still_refused():
     trainer = poptorch.inferenceModel(lambda x, scale=2.0: x * scale, options())
     trainer(torch.ones(4))
