@@ -1,4 +1,4 @@
-"""IPUJob files: YAML documents with the line number of each of their nodes, and the jobs in them."""
+"""IPUJob files: YAML documents with the line number of each node, and the jobs in them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Faults(Exception):
 
 @dataclass(frozen=True)
 class Document:
-    """One YAML document of a file; `lines` has the line number of each of its nodes, by path."""
+    """One YAML document of a file."""
 
     file: str
     value: Any
-    lines: dict[KeyPath, int] = field(repr=False)
+    lines: dict[KeyPath, int] = field(repr=False)  # the line number of each node
     faults: tuple[Fault, ...] = ()  # duplicate keys
 
     @property
@@ -40,7 +40,7 @@ class Document:
         return str(self.value.get("kind")) if isinstance(self.value, dict) else type(self.value).__name__
 
     def locate(self, path: KeyPath, message: str, fix: str = "") -> str:
-        """Return a message with its fix, the file, and the line of the path `path` or its nearest parent."""
+        """Return FILE:LINE: message and the fix. The line is that of `path` or its nearest parent."""
         while path not in self.lines:
             path = path[:-1]
         text = f"{self.file}:{self.lines[path]}: {message}"
@@ -111,7 +111,8 @@ def load_job(document: Document, device: str = "cpu", images: Images | None = ()
 
 
 def with_name(value: Object, name: str | None = None) -> Object:
-    """Return an IPUJob with a name: `name`, else its own, else `generateName` and five letters, if any."""
+    """Return an IPUJob with a name: `name`, else its own, else `generateName` and five letters. An IPUJob
+    without any of these is returned as it is."""
     metadata = {**value["metadata"]}
     start = metadata.pop("generateName", None)
     if not (name or metadata.get("name") or start):
@@ -124,9 +125,7 @@ def with_name(value: Object, name: str | None = None) -> Object:
 def with_changes(document: Document, name: str | None = None, command: str | None = None) -> Document:
     """Return a document with changes from the command line; a malformed document is returned unchanged.
 
-    Args:
-        name:    the job's name; None: as in `with_name`
-        command: a script for bash, in place of the worker's and the launcher's command
+    Args: name: as in `with_name`; command: a script for bash, in place of the worker's and launcher's command
     """
     try:
         value = with_name(copy.deepcopy(document.value), name)

@@ -80,7 +80,7 @@ class LocalJob:
         return code or 0
 
     def _run_round(self) -> int | None:
-        """Run the next actions of the job, or wait 0.05 s. Return the job's exit code at its end, else None."""
+        """Run the next actions of the job, or sleep. Return the exit code of an ended job, else None."""
         for worker in self.workers.values():
             is_late = time.monotonic() > worker.deadline and worker.process.poll() is None
             if is_late:
@@ -231,23 +231,23 @@ def _expand_variables(text: str, known: Mapping[str, str]) -> str:
 
 def unsupported_fields(job: Job, overrides: Mapping[str, str]) -> Iterator[Fault]:
     """Yield a fault for each field of a job without an equivalent here, except variables in `overrides`."""
-    place, container = (*_TEMPLATE, "containers", 0), job.worker
+    path, container = (*_TEMPLATE, "containers", 0), job.worker
     if container.get("envFrom") and not overrides:
         message = "variables of a ConfigMap or Secret can't be had here"
-        yield Fault((*place, "envFrom"), message, "--env NAME=VALUE")
+        yield Fault((*path, "envFrom"), message, "--env NAME=VALUE")
     for index, variable in enumerate(container.get("env", [])):
         name, source = variable["name"], variable.get("valueFrom") or {}
         field = (source.get("fieldRef") or {}).get("fieldPath", "")
         if source and name not in overrides and not re.fullmatch(_FIELDS, field):
             message = f"the value of {name} comes from {', '.join(source)} and can't be had here"
-            yield Fault((*place, "env", index), message, f"--env {name}=VALUE")
+            yield Fault((*path, "env", index), message, f"--env {name}=VALUE")
     for index, mount in enumerate(container.get("volumeMounts", [])):
-        path = mount.get("mountPath", "")
-        if path.rstrip("/") != "/dev/shm" and not Path(path).exists():
-            message = f"volume {mount.get('name')} is mounted at {path}, which doesn't exist here"
-            yield Fault((*place, "volumeMounts", index), message, f"mkdir -p {path}, or take the mount out")
+        where = mount.get("mountPath", "")
+        if where.rstrip("/") != "/dev/shm" and not Path(where).exists():
+            message = f"volume {mount.get('name')} is mounted at {where}, which doesn't exist here"
+            yield Fault((*path, "volumeMounts", index), message, f"mkdir -p {where}, or take the mount out")
     if not (container.get("command") or job.launcher_command or job.ttl):
-        yield Fault(place, "an image's own command can't be run here", "--command TEXT")
+        yield Fault(path, "an image's own command can't be run here", "--command TEXT")
 
 
 def ignored_fields(job: Job) -> list[str]:

@@ -94,7 +94,7 @@ def _command_fields(job: Job) -> dict[str, list[str]]:
 def _environment(
     job: Job, instance: int, rank: str | Object, address: str, restarts: str | Object | None
 ) -> list[Object]:
-    """Return a worker's environment: Pando's variables, and the file's, which can refer to or replace them."""
+    """Return a worker's environment: Pando's variables and the file's, which can refer to or replace them."""
     partition = f"p-{job.name}-{job.namespace}-{instance}"
     added: dict[str, Any] = {"IPUOF_VIPU_API_PARTITION_ID": partition}
     if job.mode != "single":  # the workers connect to each other

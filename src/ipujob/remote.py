@@ -19,7 +19,8 @@ _PATIENCE = 60  # seconds to wait while the cluster can't be reached
 
 
 def submit_file(arguments: argparse.Namespace) -> int:
-    """Check a file, create its jobs and print their names; if asked, wait: return 1 if one fails, else 0."""
+    """Check a file, create its jobs and print their names. With --wait or --follow wait for the jobs' ends.
+    Return 1 if a job failed, else 0."""
     documents = read(arguments.file)
     if arguments.name:
         documents = [with_changes(document, arguments.name) for document in documents]
@@ -28,8 +29,8 @@ def submit_file(arguments: argparse.Namespace) -> int:
     cluster, created = Cluster(), []
     for document in documents:
         metadata = document.value["metadata"]
-        place = arguments.namespace or metadata.get("namespace") or cluster.namespace
-        made = cluster.create({**document.value, "metadata": {**metadata, "namespace": place}})
+        namespace = arguments.namespace or metadata.get("namespace") or cluster.namespace
+        made = cluster.create({**document.value, "metadata": {**metadata, "namespace": namespace}})
         print(f"ipujob.graphcore.ai/{made['metadata']['name']} created", flush=True)
         created.append(made)
     if not (arguments.wait or arguments.follow):
@@ -38,18 +39,18 @@ def submit_file(arguments: argparse.Namespace) -> int:
 
 
 def _wait_for_end(cluster: Cluster, job: Object, follow: bool) -> int:
-    """Wait until a job ends, and return 0 if it is Completed, 1 if it is Failed.
+    """Wait until a job ends, print its last message, and return 0 if it is Completed, 1 if it is Failed.
 
-    Prints the job's last message, and with `follow` the log of worker 0 before.
+    Args: follow: meanwhile print the log of worker 0
     Raises: Refused, if the job was deleted; Unreachable, if the cluster can't be reached for a minute
     """
-    name, place, uid = (job["metadata"][key] for key in ("name", "namespace", "uid"))
+    name, namespace, uid = (job["metadata"][key] for key in ("name", "namespace", "uid"))
     shown: dict[str, int] = {}  # by pod, the number of lines printed
     finished: set[str] = set()  # pods with a log that was printed to its end
     reached = time.monotonic()
     while True:
         try:
-            now = _find_job(cluster, name, place)
+            now = _find_job(cluster, name, namespace)
             if now["metadata"]["uid"] != uid:
                 raise Refused(404, f"{name} was deleted, and another one was created")
             for pod in _pods_of(cluster, now) if follow else ():
@@ -71,12 +72,14 @@ def _wait_for_end(cluster: Cluster, job: Object, follow: bool) -> int:
 def print_status(arguments: argparse.Namespace) -> int:
     """Print a table of all jobs, or the details of one; with --watch, again at each change. Return 0."""
     cluster, last = Cluster(), None
-    place = arguments.namespace or cluster.namespace
+    namespace = arguments.namespace or cluster.namespace
     while True:
         if arguments.name:
-            text = _details(cluster, _find_job(cluster, arguments.name, place))
+            text = _details(cluster, _find_job(cluster, arguments.name, namespace))
         else:
-            text = _job_table(cluster.list("IPUJob", place)) or f"No IPUJobs found in {place} namespace."
+            text = (
+                _job_table(cluster.list("IPUJob", namespace)) or f"No IPUJobs found in {namespace} namespace."
+            )
         if text != last:
             print(text if last is None else f"\n{text}", flush=True)
         last = text
@@ -96,7 +99,7 @@ def _job_table(jobs: Sequence[Object]) -> str:
 
 
 def _columns(names: Sequence[str], values: Sequence[Sequence[Any]]) -> str:
-    """Return a table with padded columns, headed by `names`; "", if there are no rows."""
+    """Return the rows `values` as a table with padded columns, headed by `names`; "", if there are none."""
     if not values:
         return ""
     rows = [names, *([str(value) for value in row] for row in values)]
@@ -105,7 +108,7 @@ def _columns(names: Sequence[str], values: Sequence[Sequence[Any]]) -> str:
 
 
 def _age(created: str) -> str:
-    """Return the age of an object in one unit, much like kubectl: 119s, 10m, 47h, 5d."""
+    """Return the time since an object was created, in one unit: 119s, 10m, 47h, 5d."""
     seconds = max(int((datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()), 0)
     for unit, size, most in (("s", 1, 120), ("m", 60, 120), ("h", 3600, 48)):
         if seconds < most * size:
@@ -114,7 +117,7 @@ def _age(created: str) -> str:
 
 
 def _details(cluster: Cluster, job: Object) -> str:
-    """Return a text about one job: its instances, pods, true conditions and last five events."""
+    """Return tables of a job, its instances and its pods, then its true conditions and last five events."""
     said, metadata = job.get("status", {}), job["metadata"]
     instances = [
         (number, each["state"], each["restarts"])
@@ -140,7 +143,7 @@ def _details(cluster: Cluster, job: Object) -> str:
 
 
 def print_logs(arguments: argparse.Namespace) -> int:
-    """Print the logs of a job's pods, and return 0. Raises: Refused, if there is no such pod."""
+    """Print the log of a worker, or of all, and return 0. Raises: Refused, if it has no pod."""
     cluster = Cluster()
     job = _find_job(cluster, arguments.name, arguments.namespace or cluster.namespace)
     pods = [pod for pod in _pods_of(cluster, job) if arguments.all or _pod_number(pod) == arguments.worker]
@@ -174,7 +177,7 @@ def print_logs(arguments: argparse.Namespace) -> int:
 def _copy_log(
     cluster: Cluster, pod: Object, follow: bool, previous: bool = False, prefix: str = "", skip: int = 0
 ) -> int:
-    """Print a pod's log without its first `skip` lines; return the number of all lines, at least `skip`."""
+    """Print a pod's log without its first `skip` lines; return the number of its lines, at least `skip`."""
     lines = 0
     for lines, line in enumerate(cluster.logs(pod, follow, previous), 1):
         if lines > skip:
@@ -183,12 +186,12 @@ def _copy_log(
 
 
 def delete_jobs(arguments: argparse.Namespace) -> int:
-    """Delete jobs; print the name of each, or the error; return 1 if a deletion was refused, else 0."""
+    """Delete jobs, and print the name or the error of each; return 1 if a deletion was refused, else 0."""
     cluster, code = Cluster(), 0
-    place = arguments.namespace or cluster.namespace
+    namespace = arguments.namespace or cluster.namespace
     for name in arguments.names:
         try:
-            cluster.delete(_find_job(cluster, name, place), orphan=arguments.keep_pods)
+            cluster.delete(_find_job(cluster, name, namespace), orphan=arguments.keep_pods)
             print(f'ipujob.graphcore.ai "{name}" deleted')
         except Refused as error:
             print(f"ipujob: {error}", file=sys.stderr)
@@ -205,7 +208,7 @@ def _find_job(cluster: Cluster, name: str, namespace: str) -> Object:
 
 
 def _pods_of(cluster: Cluster, job: Object) -> list[Object]:
-    """Return the pods that a job owns, ordered by the numbers in their names."""
+    """Return the pods that a job owns, ordered by `_pod_number`."""
     metadata = job["metadata"]
     listed = cluster.list("Pod", metadata["namespace"], labels=f"{JOB}={metadata['name']}")
     owners = [[owner["uid"] for owner in pod["metadata"].get("ownerReferences") or []] for pod in listed]
@@ -215,4 +218,5 @@ def _pods_of(cluster: Cluster, job: Object) -> list[Object]:
 
 
 def _pod_number(pod: Object) -> int:
+    """Return the K of a pod called NAME-worker-K."""
     return int(pod["metadata"]["name"].rpartition("-")[2])

@@ -1,7 +1,4 @@
-"""The rules of an IPUJob. `parse` returns a job, a value that has passed every rule, or all faults.
-
-The rules are the CRD's schema, and those between fields.
-"""
+"""The rules of an IPUJob: those of the CRD's schema, and those between fields. `parse` checks them all."""
 
 from __future__ import annotations
 
@@ -91,19 +88,19 @@ class Job:
 
 
 def counted(number: int, word: str) -> str:
-    """Return a number with its noun, such as "1 worker" or "2 workers"."""
+    """Return a number with a noun, such as "1 worker" or "2 workers"."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
-KeyPath = tuple[str | int, ...]  # the path to a part of a document: keys and indices, from the top
+KeyPath = tuple[str | int, ...]  # of a value in a document: keys and indices, from the top
 
 
 class Fault(NamedTuple):
-    """An error in a document: the path to the faulty part, a message, and a fix ("": none is known)."""
+    """An error in a document."""
 
-    path: KeyPath
+    path: KeyPath  # of the faulty value
     message: str
-    fix: str = ""
+    fix: str = ""  # "": none is known
 
 
 def parse(
@@ -119,7 +116,7 @@ def parse(
         fix = "kind: IPUJob; ipujob render passes other kinds through"
         return None, [Fault(("kind",), f"kind {value.get('kind')} isn't an IPUJob", fix)]
     faults: list[Fault] = []
-    # The rules between fields are checked on the valid parts, so that all faults are found at once.
+    # The rules between fields are checked on the valid fields, so that all faults are found at once.
     valid = _checked(value, _schema(), (), faults)
     given, metadata, spec = value.get("metadata"), valid.get("metadata", {}), valid.get("spec", {})
     if isinstance(given, dict) and not (given.get("name") or given.get("generateName")):
@@ -131,7 +128,7 @@ def parse(
 
 
 def _job_of(metadata: Mapping[str, Any], spec: Mapping[str, Any], device: str, images: Images | None) -> Job:
-    """Return a `Job` from metadata and spec without their invalid fields; missing fields get defaults."""
+    """Return the job of metadata and spec, from which invalid fields were removed; these get defaults."""
     of_workers, policy = spec.get("workers", {}), spec.get("restartPolicy", {})
     launcher, template = spec.get("launcher", {}), of_workers.get("template", {})
     workers = int(of_workers.get("replicas") or spec.get("workersPerJobInstance", 1))
@@ -203,7 +200,7 @@ def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -
 
 
 def _check_name(job: Job, named: str) -> Iterator[Fault]:
-    """Yield a fault if pods and Service can't bear the job's name, which is in the field `named`."""
+    """Yield a fault if pods and Service can't have the job's name. `named`: name or generateName."""
     path, name, said = ("metadata", named), job.name, f'name "{job.name}"'
     if named == "generateName":  # an API server adds five letters
         name, said = name + "bcdfg", f"{said} with five letters added"
@@ -244,7 +241,7 @@ def warnings_of(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[KeyPath, s
 
 _TYPES = {"object": Mapping, "array": list, "string": str, "integer": int}
 _OPEN = "x-kubernetes-preserve-unknown-fields"
-_RENAMED = {"modelReplicas": "modelReplicasPerWorker", "ipusPerModelReplica": "ipusPerJobInstance"}
+_RENAMED = ("modelReplicas", "ipusPerModelReplica")  # fields of older files
 
 
 @cache
@@ -271,9 +268,9 @@ def _schema() -> dict[str, Any]:
 
 
 def _checked(value: Any, schema: dict[str, Any], path: KeyPath, faults: list[Fault]) -> Any:
-    """Return the parts of a value that an API server keeps, without null fields; None, if it is invalid.
+    """Return a value without the fields that are null or invalid; None, if the value itself is invalid.
 
-    Args: faults: a fault is added, in place, for each part that the API server would refuse or drop
+    Args: faults: a fault is added, in place, for each field that an API server would refuse or drop
     """
     before, kind = len(faults), schema.get("type")
     if wrong := _violation(value, schema):
@@ -294,8 +291,8 @@ def _checked(value: Any, schema: dict[str, Any], path: KeyPath, faults: list[Fau
         if allowed is None and schema.get(_OPEN):
             valid[key] = item
         elif allowed is None:
-            fix = f"use {', '.join(_RENAMED.values())}" if key in _RENAMED else _typo_fix(str(key), known)
-            fix = fix or "take it out: a cluster would leave it away"
+            fix = "use modelReplicasPerWorker, ipusPerJobInstance" if key in _RENAMED else ""
+            fix = fix or _typo_fix(str(key), known) or "take it out: a cluster would leave it away"
             faults.append(Fault(inner, f"{_path_text(inner)} is no field of an IPUJob", fix))
         elif item is not None and (part := _checked(item, allowed, inner, faults)) is not None:
             valid[key] = part
@@ -303,7 +300,8 @@ def _checked(value: Any, schema: dict[str, Any], path: KeyPath, faults: list[Fau
 
 
 def _violation(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
-    """Return a message and a fix ("": unknown) if a value, without its parts, breaks a schema; else None."""
+    """Return a message and a fix ("": unknown) if a value breaks a schema; None, if not. Items and fields of
+    the value are not checked."""
     kind, pattern, shown = schema.get("type", ""), schema.get("pattern", ""), reprlib.repr(value)
     least, most = schema.get("minimum", 0), schema.get("maximum", 2**31 - 1)
     if schema.get("x-kubernetes-int-or-string"):
@@ -324,7 +322,7 @@ def _violation(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _typo_fix(word: str, known: Iterable[str]) -> str:
-    """Return a fix that names the most similar known word; "", if none is similar."""
+    """Return a fix with the most similar of the known words; "", if none is similar."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f"write {near[0]}" if near else ""
 

@@ -40,7 +40,10 @@ def install_stand_ins(folder: Path, clones: Mapping[str, str], real: Iterable[st
 
 def run_git(folder: str, words: list[str]) -> int:
     """Copy a folder for `git clone URL [FOLDER]`; return 0, or 128 if no folder is known for the URL. For
-    other commands replace this process by the real git. `folder`: of the stand-ins; `words`: git's arguments."""
+    other commands replace this process by the real git.
+
+    Args: folder: of the stand-ins; words: git's arguments
+    """
     if "clone" not in words[:1]:
         others = [path for path in os.environ["PATH"].split(os.pathsep) if path != folder]
         os.environ["PATH"] = os.pathsep.join(others)

@@ -115,31 +115,27 @@ def write_comparison(first: Path, second: Path, target: Path) -> str:
 
     Raises: ProfileError, if a profile can't be read, or the runs have no profile of the same kind
     """
-    found = [
-        {
-            profile.training: (path, profile)
-            for path in reversed(profiles_at(root))
-            for profile in [load(path)]
-        }
-        for root in (first, second)
-    ]
-    shared = [kind for kind in (True, False) if kind in found[0] and kind in found[1]]
-    if not shared:
+    found: list[dict[bool, tuple[str, Profile]]] = []  # of each folder: labels and profiles by kind
+    for root in (first, second):
+        found.append({})
+        for path in reversed(profiles_at(root)):
+            profile = load(path)
+            is_inside = path.parent != root and path != root
+            label = f"{root.name}: {path.parent.name}" if is_inside else root.name
+            found[-1][profile.training] = label, profile
+    entries, comparisons, texts = [], [], []
+    for kind in sorted(found[0].keys() & found[1].keys(), reverse=True):  # training first
+        runs = [figures(profiles[kind][1]) for profiles in found]
+        rows = compare(*runs)
+        at = {"first": len(entries), "second": len(entries) + 1}
+        comparisons.append({**at, "rows": [row.to_dict() for row in rows]})
+        texts.append(comparison_text(rows, (str(first), str(second))))
+        for profiles, run in zip(found, runs, strict=True):
+            label, profile = profiles[kind]
+            entries.append({"label": label, **page_data(profile, run)})
+    if not entries:
         raise ProfileError(
             f"{first} and {second} have no profile of the same kind: one trains, the other does not"
         )
-    entries, comparisons, texts = [], [], []
-    for kind in shared:
-        runs = []
-        for root, profiles in zip((first, second), found, strict=True):
-            path, profile = profiles[kind]
-            inner = path.parent.name if path.parent != root and path != root else ""
-            runs.append(figures(profile))
-            label = f"{root.name}: {inner}" if inner else root.name
-            entries.append({"label": label, **page_data(profile, runs[-1])})
-        rows = compare(*runs)
-        at = {"first": len(entries) - 2, "second": len(entries) - 1}
-        comparisons.append({**at, "rows": [row.to_dict() for row in rows]})
-        texts.append(comparison_text(rows, (str(first), str(second))))
     target.write_text(page(entries, f"{first.name} and {second.name}", comparisons))
     return "\n".join(texts)

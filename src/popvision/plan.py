@@ -28,14 +28,10 @@ _CORE_FLOPS, _CORE_BYTES = 50e9, 10e9  # FLOPs and bytes per second of a core, r
 _KINDS = ("weights", "gradients", "optimizer", "activations", "between", "code")
 _DRAWN = 600  # tasks; in a wider picture they are too small to see
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8794a3")
-_HEAD = [
-    *("machine", "replicas", "micro-batches", "items/s"),
-    *("an update", "bubble", "bound by", "largest ipu", ""),
-]
 
 
 def total_bytes(kinds: Mapping[str, int | None]) -> int:
-    """Return the sum of bytes over kinds; an unknown number (None) counts as 0."""
+    """Return the sum of bytes over all kinds; an unknown number (None) counts as 0."""
     return sum(count or 0 for count in kinds.values())
 
 
@@ -70,19 +66,19 @@ class Estimate:
         own = ("items_per_second", "seconds_per_update", "memory_per_ipu", "fits", "bound_by")
         return {"machine": self.machine.name, **{name: getattr(self, name) for name in own}}
 
-    def cells(self) -> list[str]:
-        """Return the estimate's cells in `Estimates.table`, as texts with units."""
-        return [
-            self.machine.name,
-            str(self.replicas),
-            str(self.accumulation),
-            f"{self.items_per_second:,.1f}",
-            seconds(self.seconds_per_update),
-            share(self.bubble),
-            self.bound_by,
-            size(max(self.memory_per_ipu, default=0)),
-            "fits" if self.fits else "DOES NOT FIT: " + "; ".join(self.problems),
-        ]
+    def cells(self) -> dict[str, str]:
+        """Return the estimate's cells in `Estimates.table`, as texts with units, by column name."""
+        return {
+            "machine": self.machine.name,
+            "replicas": str(self.replicas),
+            "micro-batches": str(self.accumulation),
+            "items/s": f"{self.items_per_second:,.1f}",
+            "an update": seconds(self.seconds_per_update),
+            "bubble": share(self.bubble),
+            "bound by": self.bound_by,
+            "largest ipu": size(max(self.memory_per_ipu, default=0)),
+            "": "fits" if self.fits else "DOES NOT FIT: " + "; ".join(self.problems),
+        }
 
 
 @dataclass(frozen=True)
@@ -133,8 +129,8 @@ class Estimates:
         return found, profile, Costs(profile, found.machine, found.replicas)
 
     def advice(self) -> list[str]:
-        """Return sentences about the busiest ipu of `drawn`, and about each change that gains 3 % or more; none if
-        all estimates are of this machine."""
+        """Return sentences about the busiest ipu of `drawn`, and about each change that gains 3 % or more;
+        none if all estimates are of this machine."""
         if "apart" not in self.profiles:
             return []
         found, profile, costs = self.drawn
@@ -152,7 +148,8 @@ class Estimates:
 
     def table(self) -> list[list[str]]:
         """Return a row of column names, and a row of cells for each estimate."""
-        return [_HEAD, *(one.cells() for one in self.estimates)]
+        rows = [one.cells() for one in self.estimates]
+        return [list(cells) for cells in (*rows[:1], *(row.values() for row in rows))]
 
     def __str__(self) -> str:
         return table(self.table())
