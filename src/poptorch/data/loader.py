@@ -57,6 +57,10 @@ class DataLoader(torch.utils.data.DataLoader):
         batch_sampler: yields the row indices of each micro-batch; excludes batch_size and shuffle.
     """
 
+    options: Options
+    mode: DataLoaderMode
+    drops_last: bool  # an incomplete combined batch; `drop_last` is of torch's batches
+
     def __init__(
         self,
         options: Options,
@@ -80,7 +84,7 @@ class DataLoader(torch.utils.data.DataLoader):
         self._save_arguments({**locals(), **kwargs})
         self.options, self._progress = options, Progress()
         self.mode = DataLoaderMode(by_name(DataLoaderMode, mode))
-        self.drops_last = drop_last  # an incomplete combined batch; `drop_last` is of torch's batches
+        self.drops_last = drop_last
         self._accessor: AsynchronousDataAccessor | None = None
         assert "rebatched_size" not in (async_options or {}), (
             "'rebatched_size' is what the loader computes: use mode=poptorch.DataLoaderMode.AsyncRebatched"
