@@ -82,16 +82,14 @@ class Spec:
         return dict(zip(self.keys or range(len(self.children)), self.children, strict=True))
 
 
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Constant:
     """A value that is compared by its contents, even if its `==` returns an array or compares identities."""
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and _is_same(self.value, other.value)
+        return isinstance(other, Constant) and _is_equal(self.value, other.value)
 
     def __hash__(self) -> int:
         return hash(type(self.value))  # coarse: equal values of any type must share it
@@ -123,7 +121,7 @@ def with_tensors(value: Any, replacements: Iterator[Any]) -> Any:
         return next(replacements) if isinstance(value, torch.Tensor) else value
     if not tensors_of(value):
         return value
-    return _rebuilt(value, {key: with_tensors(part, replacements) for key, part in parts.items()})
+    return _with_parts(value, {key: with_tensors(part, replacements) for key, part in parts.items()})
 
 
 def describe(value: Any) -> Spec:
@@ -173,8 +171,8 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     return None
 
 
-def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
-    """Return a new container like `value`, with these parts by the keys of `_parts`."""
+def _with_parts(value: Any, parts: dict[Any, Any]) -> Any:
+    """Return a copy of a container, with `parts` (by the keys of `_parts`) in place of its own."""
     kind = type(value)
     if kind in _parsers:
         return _parsers[kind].reconstruct(value, iter(parts.values()))
@@ -192,8 +190,8 @@ def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
     return twin
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two constants have the same type and contents."""
+def _is_equal(one: Any, other: Any) -> bool:
+    """Return whether two constants have the same type and equal contents."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -201,10 +199,12 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict | UserDict):
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
     if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__"):
-        return _is_same(vars(one), vars(other))
+        return _is_equal(vars(one), vars(other))
     try:
         return bool(one == other)
     except (ValueError, RuntimeError):  # arrays, or objects that hold arrays: the truth of `==` is ambiguous
-        return _is_same(vars(one), vars(other)) if hasattr(one, "__dict__") else numpy.array_equal(one, other)
+        return (
+            _is_equal(vars(one), vars(other)) if hasattr(one, "__dict__") else numpy.array_equal(one, other)
+        )
