@@ -179,12 +179,8 @@ def _check_arguments(dataset: Any, buffer_size: int, miss_sleep: float, rebatche
             f"the {type(dataset).__name__} already uses an AsynchronousDataAccessor\n"
             f"  fix: iterate over it as it is, or make the DataLoader with mode=poptorch.DataLoaderMode.Sync"
         )
-    is_ragged = (
-        getattr(dataset, "mode", None) == DataLoaderMode.Sync
-        and not dataset.drops_last
-        and (dataset.combinedBatchSize or 1) > 1
-    )
-    assert not is_ragged or rebatched_size is not None, (
+    keeps_tail = getattr(dataset, "mode", None) == DataLoaderMode.Sync and not dataset.drops_last
+    assert not keeps_tail or rebatched_size is not None or dataset.combinedBatchSize in (None, 1), (
         "a DataLoader with 'drop_last=False' may end with a smaller batch: set drop_last=True, or pass "
         "'rebatched_size' to regroup the rows"
     )
@@ -211,22 +207,8 @@ def length_of(value: Any) -> int | None:
 
 # The worker process ---------------------------------------------------------------------------------------
 
-_START_METHODS = {
-    SharingStrategy.Fork: "fork",
-    SharingStrategy.ForkServer: "forkserver",
-    SharingStrategy.SharedMemory: "spawn",
-    SharingStrategy.FileSystem: "spawn",
-}
-
-
-def _generator_from_state(device: str, state: bytes) -> torch.Generator:
-    return torch.Generator(device).set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
 # torch sends a generator's state in shared memory, which may be freed before the worker opens it.
-ForkingPickler.register(
-    torch.Generator, lambda g: (_generator_from_state, (str(g.device), g.get_state().numpy().tobytes()))
-)
+ForkingPickler.register(torch.Generator, lambda generator: (pickle.loads, (pickle.dumps(generator),)))
 _FIX_OF_SCRIPT = (
     'put the main part of the script under `if __name__ == "__main__":`, as the worker imports the script; or let the '
     'worker be a copy of this process: async_options={"sharing_strategy": "Fork"}'
@@ -244,7 +226,8 @@ def _start_worker(strategy: SharingStrategy, feeder: Feeder) -> tuple[BaseProces
         raise DataError(
             f"an asynchronous loader is made while its own worker process starts\n  fix: {_FIX_OF_SCRIPT}"
         )
-    context: Any = torch.multiprocessing.get_context(_START_METHODS[strategy])
+    method = {SharingStrategy.Fork: "fork", SharingStrategy.ForkServer: "forkserver"}.get(strategy, "spawn")
+    context: Any = torch.multiprocessing.get_context(method)
     if strategy == SharingStrategy.ForkServer:
         context.set_forkserver_preload(["__main__", "poptorch.data.loader_process"])
     ours, theirs = context.Pipe()
@@ -293,9 +276,10 @@ def _cause_of_death(process: BaseProcess) -> str:
             f"  why: where that is about a process that starts, the worker has run the script anew\n"
             f"  fix: {_FIX_OF_SCRIPT}"
         )
-    hints = {
-        signal.SIGKILL: "usually the machine is out of memory: use fewer workers or a smaller buffer_size",
-        signal.SIGBUS: "usually /dev/shm is full: use a smaller buffer_size or more shared memory",
+    name = signal.Signals(-code).name
+    fixes = {
+        "SIGKILL": "usually the machine is out of memory: use fewer workers or a smaller buffer_size",
+        "SIGBUS": "usually /dev/shm is full: use a smaller buffer_size or more shared memory",
     }
-    hint = hints.get(signal.Signals(-code), "look for native code in the dataset that crashes")
-    return f"the worker process (pid {process.pid}) was killed by {signal.Signals(-code).name}\n  fix: {hint}"
+    fix = fixes.get(name, "look for native code in the dataset that crashes")
+    return f"the worker process (pid {process.pid}) was killed by {name}\n  fix: {fix}"

@@ -6,6 +6,7 @@ captured.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,11 +60,7 @@ def ctc_loss(
 def _compute_losses(
     log_probs: Tensor, targets: Tensor, inputs: Tensor, labels: Tensor, blank: int, zero_infinity: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each sequence, [B], and torch's table of path probabilities, which backward reads.
-
-    Args:
-        inputs, labels: lengths of the input sequences and of the targets, [B]
-    """
+    """Return the losses, [B], and torch's table `alpha`. `inputs`, `labels`: lengths of inputs and targets."""
     losses, alpha = aten._ctc_loss(log_probs.float(), targets, inputs, labels, blank, zero_infinity)
     # torch's table is as wide as this batch's longest target; shapes in a graph are fixed.
     missing = _width_of_alpha(targets) - alpha.shape[-1]
@@ -72,8 +69,8 @@ def _compute_losses(
 
 def _fake_losses(log_probs: Tensor, targets: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     steps, batch, _ = log_probs.shape
-    table = log_probs.new_empty((batch, steps, _width_of_alpha(targets)), dtype=torch.float32)
-    return log_probs.new_empty(batch), table
+    alpha = log_probs.new_empty((batch, steps, _width_of_alpha(targets)), dtype=torch.float32)
+    return log_probs.new_empty(batch), alpha
 
 
 def _width_of_alpha(targets: Tensor) -> int:
@@ -92,8 +89,6 @@ def _compute_gradient(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
-    """Return the gradient of `log_probs`, from that of the losses. The other arguments: see
-    `_compute_losses`."""
     alpha = alpha[..., : 2 * int(labels.max()) + 1].contiguous()
     values = (gradient.float(), log_probs.float(), targets, inputs, labels, losses.float(), alpha)
     return aten._ctc_loss_backward(*values, blank, zero_infinity).to(log_probs.dtype)
@@ -106,8 +101,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
-    made = torch.ops.poptorch.ctc_loss_backward(gradient, *ctx.saved_tensors, *ctx.settings)
-    return (made, *[None] * 5)
+    found = torch.ops.poptorch.ctc_loss_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+    return (found, *[None] * 5)
 
 
 register_computed("ctc_loss", _compute_losses, _fake_losses)
@@ -172,27 +167,21 @@ def _best_paths(rows: list[list[float]], blank: int, beam_width: int) -> list[tu
     During the search a path has two log-probabilities: of its alignments that end in a blank, and of those
     that end in its last label. A path can repeat its last label only after a blank.
 
-    Args:
-        rows: log-probabilities of all labels at each step
+    Args: rows: log-probabilities of all labels at each step
     """
-    beams: dict[Path, tuple[float, float]] = {(): (0.0, _LOG_ZERO)}
+    beams: dict[Path, list[float]] = {(): [0.0, _LOG_ZERO]}
     for row in rows:
-        longer: dict[Path, tuple[float, float]] = {}
-
-        def add(path: Path, ends_blank: float, ends_label: float, into: dict = longer) -> None:
-            before = into.get(path, (_LOG_ZERO, _LOG_ZERO))
-            into[path] = (_log_add_exp(before[0], ends_blank), _log_add_exp(before[1], ends_label))
-
+        longer: defaultdict[Path, list[float]] = defaultdict(lambda: [_LOG_ZERO, _LOG_ZERO])
         for path, (ends_blank, ends_label) in beams.items():
             either = _log_add_exp(ends_blank, ends_label)
             for label, chance in enumerate(row):
                 if label == blank:
-                    add(path, either + chance, _LOG_ZERO)
-                elif path and label == path[-1]:
-                    add(path, _LOG_ZERO, ends_label + chance)
-                    add((*path, label), _LOG_ZERO, ends_blank + chance)
-                else:
-                    add((*path, label), _LOG_ZERO, either + chance)
+                    longer[path][0] = _log_add_exp(longer[path][0], either + chance)
+                    continue
+                if repeats := path[-1:] == (label,):
+                    longer[path][1] = _log_add_exp(longer[path][1], ends_label + chance)
+                ends = longer[*path, label]
+                ends[1] = _log_add_exp(ends[1], (ends_blank if repeats else either) + chance)
         best = sorted(longer.items(), key=lambda beam: _log_add_exp(*beam[1]), reverse=True)
         beams = dict(best[:beam_width])
     return [(path, _log_add_exp(*ends)) for path, ends in beams.items()]
