@@ -41,21 +41,19 @@ def sampler_of_process(
     """
     distributed, counts = options.Distributed, options._counts()
     processes, by_replica = distributed.numProcesses, distributed.rows_by_replica
-    users_sampler = next(
-        (name for name in ("batch_sampler", "sampler") if others.get(name) is not None), None
-    )
+    samplers = [name for name in ("batch_sampler", "sampler") if others.get(name) is not None]
     is_iterable = isinstance(dataset, IterableDataset)
     if processes == 1:
         # The options' seed orders the rows of a single process, too: any number of processes has the same order.
         has_seed = options.exists("random_seed") and others.get("generator") is None
         is_seeded = by_replica and shuffle and has_seed
-        if not is_seeded or users_sampler or micro_batch is None or is_iterable:
+        if not is_seeded or samplers or micro_batch is None or is_iterable:
             return None
-    if users_sampler:
+    if samplers:
         raise DataError(
-            f"{users_sampler} is mutually exclusive with auto_distributed_partitioning=True: both decide "
+            f"{samplers[0]} is mutually exclusive with auto_distributed_partitioning=True: both decide "
             f"what process {distributed.processId} of {processes} reads\n"
-            f"  fix: auto_distributed_partitioning=False, and a {users_sampler} that reads one share"
+            f"  fix: auto_distributed_partitioning=False, and a {samplers[0]} that reads one share"
         )
     assert not is_iterable, (
         "auto_distributed_partitioning not supported for IterableDataset: yield each process's own share "
@@ -118,9 +116,9 @@ class ProcessSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         self.is_shifted = self.generator is not None and not self.is_shifted
         indices = (self.get_indices() + (self.leftovers if self.is_shifted else 0)) % self.rows
-        if self.generator is None:
-            return iter(indices.tolist())
-        return iter(torch.randperm(self.rows, generator=self.generator)[indices].tolist())
+        if self.generator is not None:
+            indices = torch.randperm(self.rows, generator=self.generator)[indices]
+        return iter(indices.tolist())
 
 
 def _indices_of_process(index_count: int, width: int | None, processes: int, process: int) -> torch.Tensor:

@@ -87,13 +87,13 @@ class Progress:
             loader._iterator = None  # persistent workers may have begun another epoch
         _set_generators(loader, begun)
         if isinstance(loader.dataset, IterableDataset):
-            return self._count_batches(
-                loader, _after_skip(loader._begin_epoch(), self.position, now, ahead=0)
-            )
-        begin = None if begun["fresh"] else partial(_set_generators, loader, begun)
-        parts, head = loader._offset_in_sampler(self.position)
-        self.iterate = partial(_after_skip, count=parts, random=now, ahead=1, begin=begin)
-        return self._count_batches(loader, loader._begin_epoch(head))
+            batches = _after_skip(loader._begin_epoch(), self.position, now, ahead=0)
+        else:
+            begin = None if begun["fresh"] else partial(_set_generators, loader, begun)
+            count, skipped = loader._offset_in_sampler(self.position)
+            self.iterate = partial(_after_skip, count=count, random=now, ahead=1, begin=begin)
+            batches = loader._begin_epoch(skipped)
+        return self._count_batches(loader, batches)
 
     def _count_batches(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches and count them; then count the epoch, and warn if the first epoch was empty."""
@@ -187,10 +187,9 @@ def _layout(loader: Any) -> dict[str, Any]:
 
 
 def _describe_layout(layout: Mapping[str, Any]) -> str:
-    shares = (
-        f"{layout['shares']} processes with a share each" if layout["shares"] > 1 else "one order for all"
-    )
-    return f"{shares} in calls of {layout['rows']} rows"
+    count, rows = layout["shares"], layout["rows"]
+    shares = f"{count} processes with a share each" if count > 1 else "one order for all"
+    return f"{shares} in calls of {rows} rows"
 
 
 def _own_generators(loader: Any) -> list[torch.Generator]:

@@ -57,24 +57,24 @@ def ipu_print_tensor(
         raise KeyError(f"float_format must be one of {', '.join(_FORMATS)}; found {float_format!r}")
     if current() is None:
         return tensor
-    layout = (summarise_threshold, edge_items, max_line_width, digits, float_format, separator)
-    return torch.ops.poptorch.ipu_print_tensor(
-        tensor, title, print_gradient, *layout, open_bracket, close_bracket
-    )
+    settings = summarise_threshold, edge_items, max_line_width, digits, float_format, separator
+    settings += open_bracket, close_bracket
+    return torch.ops.poptorch.ipu_print_tensor(tensor, title, print_gradient, *settings)
 
 
-def _print_tensor(tensor: Tensor, title: str = "", print_gradient: bool = True, *layout: Any) -> None:
+def _print_tensor(tensor: Tensor, title: str = "", print_gradient: bool = True, *settings: Any) -> None:
     head = f"{title}: " if title else ""
-    lines = _Layout(tensor.detach().cpu(), *layout).lines()
+    layout = _Layout(tensor.detach().cpu(), *settings)
+    lines = layout.lines(layout.tensor, "", layout.element_format())
     sys.stderr.write(head + "\n".join(lines) + "\n")  # one write, as other threads print, too
     sys.stderr.flush()
 
 
-def _print_gradient(gradient: Tensor, title: str = "", print_gradient: bool = True, *layout: Any) -> Tensor:
-    """Return the gradient; if `print_gradient`, as the result of an operation that prints it."""
+def _print_gradient(gradient: Tensor, title: str = "", print_gradient: bool = True, *settings: Any) -> Tensor:
+    """Return the gradient, which an operation prints if `print_gradient`."""
     if not print_gradient:
         return gradient
-    return torch.ops.poptorch.ipu_print_tensor(gradient, f"{title}_gradient", False, *layout)
+    return torch.ops.poptorch.ipu_print_tensor(gradient, f"{title}_gradient", False, *settings)
 
 
 register_mark(
@@ -98,37 +98,33 @@ class _Layout:
     open_bracket: str = "("
     close_bracket: str = ")"
 
-    def lines(self) -> list[str]:
-        write = self._formatter()
-        return [write(self.tensor.item())] if self.tensor.dim() == 0 else self._lines(self.tensor, "", write)
-
-    def _lines(self, part: Tensor, indent: str, write: Callable[[Any], str]) -> list[str]:
-        """Return the lines of a sub-tensor; `write` formats an element. If the whole tensor is to be
-        summarised, "..." replaces all but the edges."""
-        shown: list[int | None] = list(range(len(part)))
+    def lines(self, part: Tensor, indent: str, write: Callable[[Any], str]) -> list[str]:
+        """Return the lines of a sub-tensor, or of the tensor itself; `write` returns an element as text."""
+        if part.dim() == 0:
+            return [write(part.item())]
+        shown: list[int | None] = list(range(len(part)))  # None: "..." in place of all but the edges
         edge = self.edge_items
         if 0 < self.summarise_threshold < self.tensor.numel() and len(part) > 2 * edge:
             shown[edge : len(part) - edge] = [None]
         if part.dim() == 1:
             return self._row(["..." if i is None else write(part[i].item()) for i in shown], indent)
-        inner = [[f"{indent} ..."] if i is None else self._lines(part[i], f"{indent} ", write) for i in shown]
+        inner = [[f"{indent} ..."] if i is None else self.lines(part[i], f"{indent} ", write) for i in shown]
         return [indent + self.open_bracket, *itertools.chain(*inner), indent + self.close_bracket]
 
     def _row(self, values: list[str], indent: str) -> list[str]:
-        """Return the lines of an innermost row, broken after separators where longer than
-        `max_line_width`."""
+        """Return the lines of an innermost row, broken after separators to fit `max_line_width`."""
         lines, line = [], indent + self.open_bracket
         for position, value in enumerate(values):
             item = value + (self.close_bracket if position == len(values) - 1 else self.separator)
-            started = line.strip() not in ("", self.open_bracket)
-            if started and 0 < self.max_line_width < len((line + item).rstrip()):
+            has_items = line.strip() not in ("", self.open_bracket)
+            if has_items and 0 < self.max_line_width < len((line + item).rstrip()):
                 lines.append(line)
                 line = indent + "  "
             line += item
         return [*lines, line if values else line + self.close_bracket]
 
-    def _formatter(self) -> Callable[[Any], str]:
-        """Return a function that formats one element as text."""
+    def element_format(self) -> Callable[[Any], str]:
+        """Return a function from an element to its text."""
         tensor, digits, kind = self.tensor, self.digits, self.float_format
         if not tensor.is_floating_point():
             return lambda value: str(int(value)) if isinstance(value, bool) else str(value)
