@@ -137,8 +137,7 @@ class Reporter:
 
 
 def _capacity(ipu_bytes: float) -> dict[str, Any]:
-    """Return the "capacity" of a profile: the memory of each ipu, if the user has set it for `AutoBalance`,
-    else the memory of this machine, which all ipus share."""
+    """Return a profile's "capacity": the memory of an ipu, if set for `AutoBalance`, else of this machine."""
     if ipu_bytes < math.inf:
         return {"bytes": int(ipu_bytes), "of": "the capacity of an ipu", "shared": False}
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -192,8 +191,7 @@ def recording_event(reporter: Reporter | None, kind: str) -> Iterator[None]:
 
 
 def _tracks(recorder: Recorder) -> list[profile.Track]:
-    """Return the recorded times of each step, replica and ipu, in this order; of a failed step only those of
-    the instructions that ran."""
+    """Return the times of the recorded steps of each ipu; of a failed step only of instructions that ran."""
     steps = [step for steps in recorder.kept for step in steps.items()]
     steps += [(key, times) for key, times in recorder.broken.items() if any(times.ends[:1])]
     found = [_track(recorder, key, times) for key, times in steps]
@@ -223,9 +221,9 @@ def _with_times(operations: Sequence[profile.Operation], detail: Detail | None) 
         return list(operations)
     lines = {piece: iter(detail.times(piece)) for piece in detail.lines}
     return [
-        row._replace(calls=detail.runs[row.piece], ns=next(lines[row.piece]))
-        if row.piece in detail.runs
-        else row
+        row
+        if row.piece not in lines
+        else row._replace(calls=detail.runs[row.piece], ns=next(lines[row.piece]))
         for row in operations
     ]
 

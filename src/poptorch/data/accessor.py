@@ -124,16 +124,12 @@ class AsynchronousDataAccessor:
             return start
         return {**pickle.loads(self._state), "begun": start["begun"] or start["now"]}
 
-    def _resume(self, state: LoaderState) -> None:
-        """Make the worker continue from a loader's `state_dict()`; batches loaded ahead are discarded."""
-        self._check_alive()
-        self._is_epoch_ended = False
-        self._restart(state)
-
     def _restart(self, state: LoaderState | None) -> None:
-        """Make the worker drop its epoch and continue from a loader's state; None: begin the next epoch."""
+        """Make the worker drop its epoch, with the batches loaded ahead, and continue from a loader's
+        `state_dict()`; None: begin the next epoch."""
+        self._check_alive()
         self._restart_count += 1
-        self._needs_restart = False
+        self._needs_restart = self._is_epoch_ended = False
         if state is not None:
             self._start_state = self._state = pickled(state)
         self._send(Restart(self._restart_count, None if state is None else self._state))

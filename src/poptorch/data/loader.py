@@ -171,7 +171,7 @@ class DataLoader(torch.utils.data.DataLoader):
         if self._accessor is None:
             self._progress.loaded_state = state
         else:
-            self._accessor._resume(state)
+            self._accessor._restart(state)
 
     def __len__(self) -> int:
         parts, size = self._row_count(), self._combined_batch_size or 1
@@ -223,12 +223,6 @@ class DataLoader(torch.utils.data.DataLoader):
             saved = {"args": (), "kwargs": arguments, "arg_names": (), "default_kwargs": {}}
             self.__dict__.update({f"__pl_saved_{name}": value for name, value in saved.items()})
             self.__dict__["__dataset"] = arguments["dataset"]
-
-    def _rows_per_call(self) -> int | None:
-        """Return the number of rows that an executor's call reads, in all processes together, or only in this
-        process if each has its own share of the dataset; None if the micro-batch is not known."""
-        processes = 1 if self._share_count > 1 else self.options.Distributed.numProcesses
-        return self._combined_batch_size and self._combined_batch_size * processes
 
     def _row_count(self) -> int | None:
         """Return the number of rows that this process reads in an epoch; None for a stream without length."""

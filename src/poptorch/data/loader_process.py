@@ -63,7 +63,10 @@ class EpochEnd:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The request to drop the current epoch and go on from a loader's pickled state (None: the next epoch)."""
+    """The request to drop the current epoch and go on from a pickled state of the loader.
+
+    Args: state: None: begin the next epoch
+    """
 
     restart_count: int
     state: bytes | None

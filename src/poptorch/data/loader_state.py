@@ -182,8 +182,11 @@ def adapted_state(state: Mapping[str, Any], loader: Any) -> LoaderState:
 
 
 def _layout(loader: Any) -> dict[str, Any]:
-    """Return the number of processes with shares of their own (1: no shares), and the rows of a call."""
-    return {"shares": loader._share_count, "rows": loader._rows_per_call()}
+    """Return the number of processes with shares of their own (1: no shares), and the rows of a call of all
+    processes (with shares, of this process; None: the micro-batch is not known)."""
+    shares, size = loader._share_count, loader._combined_batch_size
+    processes = 1 if shares > 1 else loader.options.Distributed.numProcesses
+    return {"shares": shares, "rows": size and size * processes}
 
 
 def _describe_layout(layout: Mapping[str, Any]) -> str:

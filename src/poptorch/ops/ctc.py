@@ -60,7 +60,7 @@ def ctc_loss(
 def _compute_losses(
     log_probs: Tensor, targets: Tensor, inputs: Tensor, labels: Tensor, blank: int, zero_infinity: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses, [B], and torch's table `alpha`. `inputs`, `labels`: lengths of inputs and targets."""
+    """Return the losses, [B], and torch's table `alpha`. `inputs`, `labels`: lengths of input and target."""
     losses, alpha = aten._ctc_loss(log_probs.float(), targets, inputs, labels, blank, zero_infinity)
     # torch's table is as wide as this batch's longest target; shapes in a graph are fixed.
     missing = _width_of_alpha(targets) - alpha.shape[-1]

@@ -39,19 +39,16 @@ def register_mark(
             return first
         return _MarkAutogradFunction.apply(operation, gradient, first, *settings)
 
+    def fake(first: Tensor, *settings: Any) -> Tensor:  # not a view: its backward would forbid writes into it
+        return torch.empty_strided(first.size(), first.stride(), dtype=first.dtype, device=first.device)
+
     LIBRARY.impl(name, identity, "CompositeExplicitAutograd")
     LIBRARY.impl(name, differentiable, "Autograd")
-    torch.library.register_fake(f"poptorch::{name}", _fake_copy, lib=LIBRARY)
-
-
-def _fake_copy(first: Tensor, *settings: Any) -> Tensor:
-    """Return a new fake tensor like `first`, not a view: a view with its own backward can't be written to."""
-    return torch.empty_strided(first.size(), first.stride(), dtype=first.dtype, device=first.device)
+    torch.library.register_fake(f"poptorch::{name}", fake, lib=LIBRARY)
 
 
 class _MarkAutogradFunction(torch.autograd.Function):
-    """The autograd function of a mark: calls the mark's operation in forward, and its gradient in
-    backward."""
+    """The autograd function of a mark: its operation in forward, its registered gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, operation: Any, gradient: Any, first: Tensor, *settings: Any) -> Tensor:

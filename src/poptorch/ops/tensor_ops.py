@@ -104,10 +104,6 @@ def serializedMatMul(
         return torch.cat([torch.matmul(piece, rhs) for piece in lhs.chunk(factor, -2)], -2)
     if mode is MatMulSerializationMode.OutputChannels:
         return torch.cat([torch.matmul(lhs, piece) for piece in rhs.chunk(factor, -1)], -1)
-    return _sum_of_products(lhs, rhs, factor, keep_precision)
-
-
-def _sum_of_products(lhs: Tensor, rhs: Tensor, factor: int, keep_precision: bool) -> Tensor:
     wide = torch.promote_types(lhs.dtype, torch.float32) if keep_precision else lhs.dtype
     pairs = zip(lhs.to(wide).chunk(factor, -1), rhs.to(wide).chunk(factor, max(-2, -rhs.dim())), strict=True)
     first, *others = (torch.matmul(left, right) for left, right in pairs)
