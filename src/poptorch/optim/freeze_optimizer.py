@@ -76,11 +76,10 @@ def kind_of(optimizer: Any) -> str:
         kind = optimizer._kind
     else:  # the nearest class, as torch derives AdamW from Adam
         kind = next((_TORCH_KINDS[base] for base in type(optimizer).__mro__ if base in _TORCH_KINDS), None)
-    if kind is None:
-        raise AssertionError(
-            f"Unsupported optimizer type. Types supported: {supported_optimizers()}; "
-            f"this one is {type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        )
+    assert kind is not None, (
+        f"Unsupported optimizer type. Types supported: {supported_optimizers()}; "
+        f"this one is {type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    )
     return "adamw" if kind == "adam" and _is_set_in_groups(optimizer, "decoupled_weight_decay") else kind
 
 

@@ -103,11 +103,10 @@ class Optimizer:
         """
         given = {name: value for name, value in arguments.items() if value is not None}
         for name, dtype in given.items():
-            if name.endswith("accum_type") and dtype not in (torch.float32, torch.float16):
-                raise AssertionError(
-                    "Accumulation types must be either torch.float32 or torch.float16, "
-                    f"but {name}={dtype!r} was given to poptorch.optim.{type(self).__name__}"
-                )
+            assert not name.endswith("accum_type") or dtype in (torch.float32, torch.float16), (
+                "Accumulation types must be either torch.float32 or torch.float16, "
+                f"but {name}={dtype!r} was given to poptorch.optim.{type(self).__name__}"
+            )
         if self._needs_lr and "lr" not in given:
             groups = given["params"] = list(given["params"])
             for index, group in enumerate(groups):

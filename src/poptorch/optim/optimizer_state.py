@@ -41,14 +41,12 @@ _SWITCHES = ("nesterov", "maximize", "fused")  # not in "ipu_param"
 def rates_of(kind: str, optimizer: Any) -> Hyper:
     """Return the rates of an optimizer's parameter groups as floats, and its loss scaling. Raises
     AssertionError if a key of the rule `kind` is missing in a group, or a value is invalid."""
-    given = getattr(optimizer, "loss_scaling", 1.0)
-    scaling = as_float(given, "loss_scaling", "the optimizer")
-    if not 0 < scaling < math.inf:
-        raise AssertionError(
-            f"loss_scaling has to be a positive, finite number, and is {given!r}\n"
-            "  why: the loss is multiplied by it, and gradients are divided by it before the update\n"
-            "  fix: loss_scaling=1.0, or a power of two for half precision"
-        )
+    scaling = as_float(getattr(optimizer, "loss_scaling", 1.0), "loss_scaling", "the optimizer")
+    assert 0 < scaling < math.inf, (
+        f"loss_scaling has to be a positive, finite number, and is {scaling:g}\n"
+        "  why: the loss is multiplied by it, and gradients are divided by it before the update\n"
+        "  fix: loss_scaling=1.0, or a power of two for half precision"
+    )
     groups = (_group_rates(kind, group, index) for index, group in enumerate(optimizer.param_groups))
     return Hyper(groups=tuple(groups), loss_scaling=scaling)
 
@@ -56,18 +54,17 @@ def rates_of(kind: str, optimizer: Any) -> Hyper:
 def _group_rates(kind: str, group: dict[str, Any], index: int) -> dict[str, float]:
     """Return the rates of parameter group `index`, with "betas" split. Raises errors as `rates_of`."""
     rule, where, rates = RULES[kind], f"parameter group {index}", {}
-    if missing := [key for key in rule.group_keys if key not in group]:
-        raise AssertionError(
-            f"Mandatory attribute {min(missing)} not found in {where} of the {kind} optimizer; "
-            f"fix: optimizer.param_groups[{index}][{min(missing)!r}] = ..."
+    for key in rule.group_keys:
+        assert key in group, (
+            f"Mandatory attribute {key} not found in {where} of the {kind} optimizer; "
+            f"fix: optimizer.param_groups[{index}][{key!r}] = ..."
         )
     for name in (*rule.rates, "maximize"):
         value = group.get(name, False)
         if name == "betas":
-            if not isinstance(value, tuple) or len(value) != 2:
-                raise AssertionError(
-                    f"Expected a pair of numbers, a tuple, for betas in {where}, but found {value!r}"
-                )
+            assert isinstance(value, tuple) and len(value) == 2, (
+                f"Expected a pair of numbers, a tuple, for betas in {where}, but found {value!r}"
+            )
             rates["beta1"], rates["beta2"] = (as_float(beta, name, where) for beta in value)
         else:
             is_default = name == "max_weight_norm" and value is None
