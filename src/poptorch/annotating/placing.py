@@ -142,8 +142,8 @@ def _register_hooks(marks: list[_Mark], strategy: PipelinedExecution) -> None:
 def _marks_by_count(model: nn.Module, counts: Sequence[int]) -> list[_Mark]:
     """Return marks that place counts[i] consecutive layers on ipu i, as one block.
 
-    If exactly one of the `_layer_stacks` has sum(counts) layers, these are placed, else those of all stacks.
-    Raises Error if their number is not sum(counts).
+    If exactly one of the `_layer_stacks` has sum(counts) layers, its layers are placed, else the layers of
+    all stacks. Raises Error if their number is not sum(counts).
     """
     fitting = [layers for layers in _layer_stacks(model).values() if len(layers) == sum(counts)]
     layers = fitting[0] if len(fitting) == 1 else _repeated_layers(model)

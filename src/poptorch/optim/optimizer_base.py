@@ -19,7 +19,7 @@ DeviceState = tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]
 class VariableAttributes:
     """Marks of an optimizer's attributes: constant, or variable, which may change after compilation.
 
-    Attributes that were given to the optimizer's constructor are variable, others constant, unless marked.
+    Unless it is marked, an attribute is variable if it was an argument of the constructor, else constant.
 
     >>> optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1)
     >>> optimizer.variable_attrs.markAsVariable("momentum")
@@ -96,7 +96,7 @@ class Optimizer:
     def _construct(self, arguments: dict[str, Any]) -> None:
         """Initialise torch's class with the arguments that it accepts, and set the other declared attributes.
 
-        Args: arguments: `locals()` of the constructor; None: not given. Rates that are given become variable.
+        Args: arguments: `locals()` of the constructor; None means omitted. All other rates become variable.
         Raises:
             AssertionError: an accumulation type is not float16 or float32
             ValueError: a mandatory "lr" is missing

@@ -75,7 +75,7 @@ def _group_rates(kind: str, group: dict[str, Any], index: int) -> dict[str, floa
 
 
 def as_float(value: Any, name: str, where: str) -> float:
-    """Return a number or a one-element tensor as a float. Raises AssertionError for NaN and other values."""
+    """Return a number or a one-element tensor as a float. Raises AssertionError for NaN and other types."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     try:
@@ -141,7 +141,7 @@ def load_rates(kind: str, optimizer: Any, ipu_param: Mapping[str, Tensor]) -> No
 def _load_group_rates(
     rule: Rule, group: dict[str, Any], entries: Mapping[str, float], scaling: float
 ) -> None:
-    """Write `entries`, one parameter's rates by their names in "ipu_param", into its group, in place."""
+    """Write one parameter's rates (`entries`, by their names in "ipu_param") into its group, in place."""
     for rate in rule.rates:
         if rate == "betas":
             group[rate] = tuple(
@@ -168,7 +168,7 @@ def _loaded_or_old(loaded: float | None, old: Any) -> Any:
 
 
 def to_ipu_state(kind: str, states: Mapping[str, State]) -> dict[str, Tensor]:
-    """Return states, given by canonical parameter name, as an "ipu_state" with the same tensors."""
+    """Convert states, by canonical parameter name, to an "ipu_state" with the same tensors."""
     prefixes = {state.name: state.file for state in RULES[kind].states}
     return {
         f"{prefixes[name]}___{parameter}": value
@@ -178,7 +178,7 @@ def to_ipu_state(kind: str, states: Mapping[str, State]) -> dict[str, Tensor]:
 
 
 def from_ipu_state(kind: str, ipu_state: Mapping[str, Tensor]) -> dict[str, State]:
-    """Return the states in an "ipu_state", by canonical parameter name; skip entries that the rule lacks."""
+    """Convert an "ipu_state" to states by canonical parameter name, without entries that the rule lacks."""
     names = {state.file: state.name for state in RULES[kind].states}
     states: dict[str, State] = {}
     for key, value in ipu_state.items():
@@ -222,7 +222,8 @@ def check_states(
 
 
 def to_torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
-    """Return one parameter's state in torch's format, with `steps` as "step" if the state has no count."""
+    """Convert one parameter's state from the engine's format to torch's, in which `steps` is the default of
+    "step", the number of updates."""
     names = {each.name: each.torch_name for each in RULES[kind].states}
     result = {names[name]: value for name, value in state.items() if names[name]}
     if names.get("step", "step"):  # torch counts the updates of every rule but SGD
@@ -231,8 +232,8 @@ def to_torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
 
 
 def from_torch_state(optimizer: settings.Optimizer, state: Mapping[str, Any]) -> State:
-    """Return one parameter's state, in torch's format, in the engine's format, without unknown entries.
-    With torch's dampening a "step" of 1 is added: torch leaves the first update undampened."""
+    """Convert one parameter's state from torch's format to the engine's, without unknown entries. With
+    torch's dampening a "step" of 1 is added: torch leaves the first update undampened."""
     names = {each.torch_name: each.name for each in RULES[optimizer.kind].states if each.torch_name}
     result = {names[n]: value for n, value in state.items() if n in names and isinstance(value, Tensor)}
     if optimizer.flags.get("torch_dampening") and result:

@@ -96,14 +96,14 @@ class SGD(Optimizer, torch.optim.SGD):
 
 
 class _Moments(Optimizer):
-    """Base class of optimizers with two moments, each of which is kept in float16 or float32."""
+    """Base class of optimizers with two moments, each in float16 or float32."""
 
     first_order_momentum_accum_type: torch.dtype = torch.float32
     second_order_momentum_accum_type: torch.dtype = torch.float32
 
 
 class Adam(_Moments, torch.optim.Adam):
-    """Adam, with weight decay as an L2 penalty in the gradient. `SGD` describes other arguments.
+    """Adam, with weight decay as an L2 penalty in the gradient. `SGD` describes the common arguments.
 
     Args: first_order_momentum_accum_type, second_order_momentum_accum_type: dtypes of the two moments
     """
@@ -135,7 +135,7 @@ class Adam(_Moments, torch.optim.Adam):
 
 
 class AdamW(_Moments, torch.optim.AdamW):
-    """Adam with decoupled weight decay. `Adam` and `SGD` describe other arguments.
+    """Adam with decoupled weight decay. `Adam` and `SGD` describe the common arguments.
 
     Args: bias_correction: False uses the moments without dividing them by 1 − β^step
     """
@@ -171,7 +171,7 @@ class AdamW(_Moments, torch.optim.AdamW):
 
 
 class RMSprop(_Moments, torch.optim.RMSprop):
-    """RMSprop, centered or not. `SGD` describes other arguments; none is for clipping.
+    """RMSprop, centered or not. `SGD` describes the common arguments; there is none for clipping.
 
     Args: use_tf_variant: use TensorFlow's rule: the square average starts at 1, eps is inside the root, and
               the learning rate inside the momentum buffer
@@ -221,7 +221,7 @@ class LAMB(OwnRule, _Moments):
 
     Args: bias_correction: False uses the moments without dividing them by 1 − β^step
           max_weight_norm: may also be a key of a parameter group; None is 65500
-    Defaults: lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0. `Adam` and `SGD` describe the others.
+    Defaults: lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0. `Adam` describes the common arguments.
     """
 
     _kind = "lamb"
@@ -252,7 +252,7 @@ class LARS(OwnRule):
     the parameters of norms) have λ = 1 and β = 0. From You, Gitman and Ginsburg, "Large Batch Training of
     Convolutional Networks", 2017.
 
-    Args: momentum, weight_decay, eta: μ, β and η. `SGD` describes the others.
+    Args: momentum, weight_decay, eta: μ, β and η. `SGD` describes the common arguments.
     """
 
     _kind = "lars"

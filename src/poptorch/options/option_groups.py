@@ -22,7 +22,7 @@ _SYNTHETIC_NORMAL = 2  # popart.SyntheticDataMode.RandomNormal
 
 
 class ExecutionOptions(OptionsDict):
-    """Options for how much one call computes, on how many replicas, and which outputs it returns."""
+    """Options for the work of one call, its replicas, and the outputs that it returns."""
 
     _execution_strategy: ExecutionStrategy = PipelinedExecution()
     _relax_optimizer_checks: bool = False
@@ -162,7 +162,7 @@ class ExecutionOptions(OptionsDict):
     def loss(self, output: str | int | None = None, *, marked: bool = False) -> Self:
         """*Pando*: name the output that is the loss by its key, attribute or index ("total", "out.loss", 0).
 
-        By default it is a scalar that forward marks, else one that it returns; see docs/guide/options.md.
+        By default the loss is a scalar that forward marks, else one that it returns: docs/guide/options.md.
         `marked=True` is PopTorch's rule: the loss is the result of `identity_loss` or of a loss function of
         torch, and values that forward computes from it are not trained.
         """
@@ -188,8 +188,8 @@ class ExecutionOptions(OptionsDict):
 
 
 def _checked_period(mode: OutputMode, period: int | None) -> int:
-    """Return the period for EveryN; for other modes 1, and log a given period. Raises AssertionError unless
-    the period for EveryN is an int from 1."""
+    """Return the period for EveryN. For other modes return 1, and log that the period is ignored, if there is
+    one. Raises AssertionError unless the period for EveryN is an int from 1."""
     if mode == OutputMode.EveryN:
         assert isinstance(period, int) and period > 0, (
             f"OutputMode.EveryN needs output_return_period, a number of device iterations from 1; "

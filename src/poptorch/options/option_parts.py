@@ -148,7 +148,7 @@ class Jit(OptionsDict):
 
 
 class TensorLocationSettings(OptionsDict):
-    """Settings for where the tensors of one kind are kept. They never change a result.
+    """Settings for the memory of one kind of tensor, such as weights. They never change a result.
 
     >>> TensorLocationSettings().useOnChipStorage(False).useReplicatedTensorSharding(True)
     """
@@ -231,8 +231,8 @@ class TensorLocations(OptionsDict):
 class Distributed(OptionsDict):
     """The number of processes and the id of this process, by default from the launcher's environment.
 
-    MPI's variables come first, as in PopTorch. Those of other launchers (torchrun, srun) are read too:
-    processes that ignored them would each train alone, without a warning.
+    MPI's variables take precedence, as in PopTorch. Variables of other launchers (torchrun, srun) are read,
+    too: without them, each process would train alone.
     """
 
     distributed_process_id: int = 0
