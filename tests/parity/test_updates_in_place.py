@@ -90,7 +90,7 @@ def moments(monkeypatch):
         seen.at("chunk")
         formula(*given)
 
-    monkeypatch.setattr("popengine.update.chunks.CHUNK", 4)
+    monkeypatch.setattr("popengine.update.group_update.CHUNK", 4)
     monkeypatch.setitem(RULES, "adam", replace(RULES["adam"], formula=updates))
     monkeypatch.setattr(RowFunctions, "_compute_function", computes)
     return seen

@@ -32,9 +32,8 @@ from torch import Tensor
 
 from .. import ir
 from ..settings import Optimizer, Settings
-from ..update.chunks import Chunk, Part
 from ..update.gradients import all_finite, clamp_, clipping_factor, element_counts, next_factor, norm, scale_
-from ..update.group_update import UpdateStep
+from ..update.group_update import Chunk, Part, UpdateStep
 from .call import EngineCall
 from .instances.all_reduce import AllReduce, leaves, tree_sum
 from .instances.process_group import FIRST_TAG, ProcessGroup

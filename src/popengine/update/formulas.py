@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..settings import Optimizer
-from .chunks import State
 
 Rates = Mapping[str, float]
+State = dict[str, Tensor]  # of one parameter, by name
 
 
 class Step(NamedTuple):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from popengine.settings import Optimizer
-from popengine.update.chunks import CHUNK, Part, chunks
-from popengine.update.group_update import init_state, update
+from popengine.update.group_update import CHUNK, Part, chunks, init_state, update
 
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -51,7 +50,7 @@ def test_half_weights_have_the_bits_of_an_update_in_one_chunk(monkeypatch):
     torch.manual_seed(0)
     weights = [torch.randn(CHUNK + 77)]
     mine = trained("adamw", ADAM, weights, torch.float16)
-    monkeypatch.setattr("popengine.update.chunks.CHUNK", 1 << 30)
+    monkeypatch.setattr("popengine.update.group_update.CHUNK", 1 << 30)
     assert torch.equal(mine[0], trained("adamw", ADAM, weights, torch.float16)[0])
 
 

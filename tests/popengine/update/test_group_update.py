@@ -56,7 +56,7 @@ def decaying(**rates):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr("popengine.update.chunks.CHUNK", CHUNK)
+    monkeypatch.setattr("popengine.update.group_update.CHUNK", CHUNK)
 
 
 def test_a_shape_of_these_tests_spans_chunks():
