@@ -7,7 +7,6 @@ model). So every layout of stages draws the same numbers, and recomputation draw
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,13 +48,16 @@ def generator(device: torch.device, key: int, number: int) -> torch.Generator:
 _default_generator_lock = threading.Lock()  # held while torch's own generator is seeded for one operation
 
 
-def draw(func: Any, key: int, number: int, *args: Any, **kwargs: Any) -> Any:
+def draw(func: Any, key: int, number: int, *args: Any, on: torch.device | None = None, **kwargs: Any) -> Any:
     """Run a random operation with a generator of its own, and return its result.
 
     Args:
         key:    hash of (seed, step, micro-batch, replica)
         number: index of the draw in the model
+        on:     device on which the operation makes a tensor; None: the device in its arguments
     """
+    if on is not None and any(argument.name == "device" for argument in func._schema.arguments):
+        kwargs["device"] = on
     device = torch.device(
         next(
             (value.device for value in args if isinstance(value, torch.Tensor)), kwargs.get("device") or "cpu"
@@ -72,17 +74,6 @@ def draw(func: Any, key: int, number: int, *args: Any, **kwargs: Any) -> Any:
     if any(argument.name == "generator" for argument in func._schema.arguments):
         return func(*args, generator=random, **kwargs)
     return _run_with_default_generator(random, func, *args, **kwargs)
-
-
-def draw_on(accelerator: torch.device) -> Callable[..., Any]:
-    """Return a variant of `draw` that makes tensors on an accelerator, for a graph captured on the CPU."""
-
-    def draw_there(func: Any, key: int, number: int, *args: Any, **kwargs: Any) -> Any:
-        if any(argument.name == "device" for argument in func._schema.arguments):
-            kwargs["device"] = accelerator
-        return draw(func, key, number, *args, **kwargs)
-
-    return draw_there
 
 
 def _run_with_default_generator(random: torch.Generator, func: Any, *args: Any, **kwargs: Any) -> Any:

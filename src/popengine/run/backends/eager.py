@@ -22,7 +22,7 @@ from ...errors import Error
 from ...ir import Piece
 from ...operations import Body
 from ..devices import CPU
-from ..random_draws import draw, draw_on
+from ..random_draws import draw
 
 Code = Callable[[list[Any]], tuple[Tensor, ...]]
 
@@ -94,7 +94,7 @@ def build(
         more:   other names that the source may use
     """
     names: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
-    names |= {"draw": draw if device.type == "cpu" else draw_on(device), **more}
+    names |= {"draw": draw if device.type == "cpu" else functools.partial(draw, on=device), **more}
     for (name, is_drawn), written in piece.functions.items():
         operation = operation_of(name)
         # `draw` takes the operation itself.
