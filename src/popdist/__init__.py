@@ -41,7 +41,7 @@ _read = _environment.read
 
 def isPopdistEnvSet() -> bool:
     """Return whether poprun, or another launcher of several processes, started this process."""
-    return _environment.is_set()
+    return _environment.is_launched()
 
 
 def getNumTotalReplicas() -> int:

@@ -106,7 +106,7 @@ def _connect_instances(launch: Launch, address: str, port: int, seconds: float) 
         rank=launch.instance,
         world_size=launch.instances,
     )
-    process_group.join(group)
+    process_group.set_current(group)
 
 
 def _open_store(launch: Launch, address: str, port: int, seconds: float) -> Any:

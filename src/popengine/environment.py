@@ -91,7 +91,7 @@ def pando_version() -> str:
         return "(not installed)"
 
 
-def is_set(environment: Mapping[str, str] = os.environ) -> bool:
+def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether poprun has set its variables, or another launcher those of several processes."""
     return TOTAL in environment or _other_launcher_names(environment) is not None
 

@@ -34,7 +34,7 @@ from popengine.ir import Graph, Line, Piece, Plan, Value
 from popengine.piece import GETITEM
 from popengine.profile import Profile
 from popengine.run.engine import Engine
-from popengine.run.piece_costs import Sample, sharing, with_threads
+from popengine.run.piece_costs import Sample, measure_sharing, with_threads
 from popengine.run.ready_queue import JUDGED
 from popengine.run.state import State
 from popengine.settings import Hyper, Settings
@@ -323,7 +323,7 @@ def _operation_seconds(found: Executable, hyper: Hyper | None) -> dict[str, Any]
     costs = with_threads(1, lambda: [sum(seconds(piece, line) for line in piece.lines) for piece in pieces])
     threads, shared = torch.get_num_threads(), []
     for alone, operation in longest if threads > 1 else []:
-        shared.append((threads, *sharing(operation.total_seconds, threads, alone)[0]))
+        shared.append((threads, *measure_sharing(operation.total_seconds, threads, alone)[0]))
     return {"pieces": costs, "updates": _update_seconds(found, hyper), "sharing": shared}
 
 

@@ -219,7 +219,7 @@ def _with_times(operations: Sequence[profile.Operation], detail: Detail | None) 
     """Return the operations with their runs and nanoseconds in the detailed step, if there is one."""
     if detail is None:
         return list(operations)
-    lines = {piece: iter(detail.times(piece)) for piece in detail.lines}
+    lines = {piece: iter(detail.line_times(piece)) for piece in detail.lines}
     return [
         row
         if row.piece not in lines

@@ -87,10 +87,10 @@ def test_asking_for_the_index_loads_no_torch():
     ids=["torchrun", "mpirun", "srun"],
 )
 def test_processes_of_other_launchers_are_instances_of_one_replica(variables):
-    assert environment.is_set(variables)
+    assert environment.is_launched(variables)
     expected = environment.Launch(4, 1, 1, replica_offset=3, local_instance=1, instances=4, instance=3)
     assert environment.read(variables) == expected
 
 
 def test_a_single_process_of_another_launcher_is_alone():
-    assert not environment.is_set({"WORLD_SIZE": "1", "RANK": "0"})
+    assert not environment.is_launched({"WORLD_SIZE": "1", "RANK": "0"})

@@ -6,7 +6,7 @@ from torch import nn
 
 import poptorch
 from popengine.profile import load
-from popengine.run.piece_costs import speedups
+from popengine.run.piece_costs import measure_speedup
 from poptorch.compiling import tune
 from popvision.advice import sentences
 from popvision.analysis import figures
@@ -94,7 +94,7 @@ def test_a_profile_says_how_well_threads_share_micro_batches(tmp_path, monkeypat
 
 def test_a_factor_is_the_middle_half_of_alternating_rounds():
     first, second = iter([1.0, *range(1, 8)]), iter([1.0] * 8)  # the first run of each counts for nothing
-    assert speedups(lambda count: next(first), lambda count: next(second), 1.0) == (2.0, 6.0)
+    assert measure_speedup(lambda count: next(first), lambda count: next(second), 1.0) == (2.0, 6.0)
 
 
 def test_measuring_on_this_machine_leaves_the_training_alone(tmp_path):

@@ -161,8 +161,8 @@ def test_liveness_is_what_the_engine_holds(tmp_path, monkeypatch):
             super().__init__(rows, ipu)
             counted[ipu] = {}
 
-        def after(self, task, micro_batch, first):
-            super().after(task, micro_batch, first)
+        def record_after(self, task, micro_batch, first):
+            super().record_after(task, micro_batch, first)
             rows = self._rows
             state = {value.untyped_storage()._cdata for value in rows.state.values[0].values()}
             state |= {value.untyped_storage()._cdata for value in rows.state.new_buffers[0].values()}

@@ -80,8 +80,7 @@ class Engine:
         self._has_warned = False  # of overflowing gradients
         self._is_running = False
         self._latest: EngineCall | None = None  # the call that the threads may still run
-        # Held during a call, so that calls from several threads of the user run one after another. Re-entrant:
-        # an interrupt at the very end of a call may leave it locked, and the same thread must be able to call again.
+        # Re-entrant: an interrupt at the end of a call may leave it locked, and the same thread may call again.
         self._call_lock = threading.RLock()
         if settings.is_eager:
             codes = tuple(build(piece, device=device) for piece in plan.partition.pieces)
@@ -148,7 +147,7 @@ class Engine:
             self._group.barrier(name, self._facts(hyper, inputs))
             self._unconfirmed.clear()
         call = self._latest = EngineCall(
-            self._by_micro_batch(inputs),
+            self._split_into_micro_batches(inputs),
             Results(self.plan.partition.signature, self.settings, self._state.device),
             hyper,
             self.settings.counts.iterations if self.settings.training else 1,
@@ -171,7 +170,7 @@ class Engine:
             logger.warning(_OVERFLOW, *min(call.overflows))
         return call.results
 
-    def _by_micro_batch(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _split_into_micro_batches(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return batches as [turns, groups, micro-batch, ...]: `aligned`; for an accelerator `pinned`."""
         counts, device = self.settings.counts, self._state.device
         found = []

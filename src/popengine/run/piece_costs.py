@@ -24,7 +24,7 @@ _MOST = 1.5  # seconds after which no further round begins
 T = TypeVar("T")
 
 
-class Factor(NamedTuple):
+class SpeedupRange(NamedTuple):
     """The interquartile range of measured speedup ratios."""
 
     low: float
@@ -75,9 +75,9 @@ def measure(
     return [min(of_piece) for of_piece in zip(*times, strict=True)]
 
 
-def speedups(
+def measure_speedup(
     first: Callable[[int], float], second: Callable[[int], float], alone: float, rounds: int = 7
-) -> Factor:
+) -> SpeedupRange:
     """Return the range of the speedup of `second` over `first`, in at most `rounds` alternating rounds.
 
     Args:
@@ -92,10 +92,12 @@ def speedups(
         if perf_counter() - began > _MOST:
             break
     found.sort()
-    return Factor(found[len(found) // 4], found[-1 - len(found) // 4])
+    return SpeedupRange(found[len(found) // 4], found[-1 - len(found) // 4])
 
 
-def sharing(several: Callable[[int], float], threads: int, alone: float) -> tuple[Factor, float]:
+def measure_sharing(
+    several: Callable[[int], float], threads: int, alone: float
+) -> tuple[SpeedupRange, float]:
     """Measure how much faster `threads` threads compute micro-batches at the same time than one thread.
 
     Args:
@@ -106,7 +108,7 @@ def sharing(several: Callable[[int], float], threads: int, alone: float) -> tupl
     barrier = Barrier(threads)
     spent: dict[bool, list[float]] = {True: [], False: []}  # CPU seconds per micro-batch: together, alone
 
-    def one(count: int, is_together: bool = False) -> float:
+    def run_alone_or_together(count: int, is_together: bool = False) -> float:
         if is_together:
             barrier.wait()
         start = thread_time()
@@ -118,10 +120,10 @@ def sharing(several: Callable[[int], float], threads: int, alone: float) -> tupl
 
         def together(count: int) -> float:
             start = perf_counter()
-            list(pool.map(one, [count] * threads, [True] * threads))
+            list(pool.map(run_alone_or_together, [count] * threads, [True] * threads))
             return (perf_counter() - start) / threads
 
-        factor = with_threads(1, lambda: speedups(one, together, alone))
+        factor = with_threads(1, lambda: measure_speedup(run_alone_or_together, together, alone))
     return factor, median(spent[True]) / median(spent[False])
 
 

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 MASK = (1 << 64) - 1
 
 
-def mix(*numbers: int) -> int:
+def hash_integers(*numbers: int) -> int:
     """Return a 64-bit hash of several integers, by splitmix64 (Steele, Lea, Flood 2014)."""
     state = 0
     for number in numbers:
@@ -42,7 +42,7 @@ _WITH_GENERATOR: dict[Any, Any] = {
 
 def generator(device: torch.device, key: int, number: int) -> torch.Generator:
     """Return a new generator for one draw, seeded from the arguments of `draw`."""
-    return torch.Generator(device).manual_seed(mix(key, number))
+    return torch.Generator(device).manual_seed(hash_integers(key, number))
 
 
 _default_generator_lock = threading.Lock()  # held while torch's own generator is seeded for one operation

@@ -88,11 +88,11 @@ class StepTasks:
                 if (work := rows.bind(row, replica)) is not None
                 for index in range(self._sizes[row])
             ),
-            key=self._key,
+            key=self._sort_key,
         )
         number_of = {(task.row, task.index, task.replica): number for number, task in enumerate(self.all)}
         before = [
-            {number_of[n] for edge in after[task.row] for n in self._needs(edge, task) if n in number_of}
+            {number_of[n] for edge in after[task.row] for n in self._awaited(edge, task) if n in number_of}
             for task in self.all
         ]
         for program in programs(plan).values() if not cores else ():
@@ -107,7 +107,7 @@ class StepTasks:
                 self.followers[need].append(number)
         self.first = [number for number, needs in enumerate(before) if not needs]
 
-    def _key(self, task: BoundTask) -> tuple[int, ...]:
+    def _sort_key(self, task: BoundTask) -> tuple[int, ...]:
         """Return a sort key: sums first (they free memory), then by micro-batch and row, then other rows."""
         row = self._plan.tasks[task.row]
         if row.index != "micro_batch":
@@ -131,7 +131,7 @@ class StepTasks:
                         found[row].append(After(end, bound.behind))
         return found
 
-    def _needs(self, edge: After, task: BoundTask) -> list[tuple[int, int, int]]:
+    def _awaited(self, edge: After, task: BoundTask) -> list[tuple[int, int, int]]:
         """Return (row, index, replica) of each task for which `task` waits by an edge."""
         row = self._plan.tasks[edge.row]
         group = self._replicas if self._plan.tasks[task.row].once else min(edge.group, self._replicas)
@@ -287,7 +287,7 @@ class ReadyQueue:
                 self._fail(error)
 
     def _next_task(self, is_over: Callable[[], bool], core: int, done: int | None) -> int | None:
-        """Mark the task `done` as finished, wait for a ready task and return its number; None if `is_over`.
+        """Mark the task `done` as finished; wait for a ready task; return its number, or None if `is_over`.
 
         Both under one lock: no other core takes a task that reads values which are in this core's cache.
         """

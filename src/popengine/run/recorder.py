@@ -41,7 +41,7 @@ class Meter:
         self._inputs = {value.untyped_storage()._cdata for value in rows.call.inputs}
         self._state = self._state_storages()
 
-    def before(self, task: Task, micro_batch: int, first: int) -> None:
+    def record_before(self, task: Task, micro_batch: int, first: int) -> None:
         """Add the tensors that a row loads (inputs) and receives (from other ipus), before the row runs.
 
         Args:
@@ -50,27 +50,29 @@ class Meter:
         frame = self._rows.frames[0].get(micro_batch, {})
         for index, instruction in enumerate(task.instructions, first):
             if instruction.kind == "receive":
-                self._add(instruction.names, frame, micro_batch, index)
+                self._add_tensors(instruction.names, frame, micro_batch, index)
             elif instruction.kind == "load":
                 keys = zip(instruction.names, instruction.keys, strict=True)
                 values = {name: self._rows.input_on_host(int(key), micro_batch, 0) for name, key in keys}
-                self._add(values, values, micro_batch, index)
+                self._add_tensors(values, values, micro_batch, index)
 
-    def after(self, task: Task, micro_batch: int, first: int) -> None:
+    def record_after(self, task: Task, micro_batch: int, first: int) -> None:
         """Add the tensors that a row has made, and mark the freed tensors, after the row has run."""
         frame = self._rows.frames[0].get(micro_batch, {})
         for index, instruction in enumerate(task.instructions, first):
             if instruction.kind == "compute":
                 self._mark_freed(instruction.names, micro_batch, index)
                 made = self._rows.plan.partition.pieces[instruction.piece].writes
-                self._add(made, frame, micro_batch, index)
+                self._add_tensors(made, frame, micro_batch, index)
             elif instruction.kind == "keep":
                 self._state = self._state_storages()
             elif instruction.kind == "free":
                 self._mark_freed(instruction.names, micro_batch, index)
 
-    def _add(self, names: Iterable[str], values: Mapping[str, Tensor], micro_batch: int, index: int) -> None:
-        """Add the memory of named values, made by instruction `index`, unless it is known or of the state."""
+    def _add_tensors(
+        self, names: Iterable[str], values: Mapping[str, Tensor], micro_batch: int, index: int
+    ) -> None:
+        """Add named values, made by instruction `index`, unless their memory is known or holds the state."""
         for name in names:
             if name not in values or (micro_batch, name) in self._memory:
                 continue
@@ -144,7 +146,7 @@ class Detail:
     lines: dict[int, list[int]] = field(default_factory=dict)
     runs: Counter[int] = field(default_factory=Counter)  # number of runs of each piece
 
-    def times(self, piece: int) -> list[int]:
+    def line_times(self, piece: int) -> list[int]:
         """Return the ns of each line of a piece in all runs: CPU time, but at least fastest run × runs."""
         least = (ns * self.runs[piece] for ns in self.fastest[piece])
         return [max(pair) for pair in zip(self.lines[piece], least, strict=True)]
@@ -261,7 +263,7 @@ class Recorder:
             return
         detail = self._detail if replica == 0 and not task.once else None
         if detail is not None:
-            detail.meters[task.ipu].before(task, index, first)
+            detail.meters[task.ipu].record_before(task, index, first)
         self._ticks.readings.clear()
         begin, before = perf_counter_ns(), thread_time_ns()
         work(index)
@@ -271,7 +273,7 @@ class Recorder:
         for other in range(self._rows.settings.counts.replicas) if task.once else (replica,):
             self._store_times(task, first, other, begin, end, core, computed)
         if detail is not None:
-            detail.meters[task.ipu].after(task, index, first)
+            detail.meters[task.ipu].record_after(task, index, first)
             if self._ticks.readings and task.kind in ("forward", "backward"):
                 detail.add_run(task.piece, self._ticks.readings)
 

@@ -25,7 +25,7 @@ from .devices import upload
 from .instances.all_reduce import all_gather_rows
 from .instances.connections import PeerFailed, PeerLost
 from .instances.process_group import ProcessGroup
-from .random_draws import mix
+from .random_draws import hash_integers
 from .state import State
 from .updating import Updates, Work
 
@@ -132,9 +132,9 @@ class RowFunctions:
 
     def input_on_host(self, key: int, micro_batch: int, replica: int) -> Tensor:
         """Return a replica's micro-batch of the input number `key`, before its upload: [micro-batch, ...]."""
-        return self.call.inputs[key][self._turn(micro_batch), self.settings.counts.group_of(replica)]
+        return self.call.inputs[key][self._turn_of(micro_batch), self.settings.counts.group_of(replica)]
 
-    def _turn(self, micro_batch: int) -> int:
+    def _turn_of(self, micro_batch: int) -> int:
         """Return the index in the call of a micro-batch, given its index in the step."""
         return self.call.done * self.plan.micro_batches + micro_batch
 
@@ -164,7 +164,7 @@ class RowFunctions:
             for name, key in loads:
                 started = perf_counter()
                 frame[name] = upload(self.input_on_host(key, micro_batch, replica), device)
-                call.results.record_load(key, self._turn(micro_batch), replica, started)
+                call.results.record_load(key, self._turn_of(micro_batch), replica, started)
             sources = (
                 frame,
                 self.state.values[replica],
@@ -177,7 +177,7 @@ class RowFunctions:
                 del frame[name]
             if piece.draws:
                 number_in_step = self.settings.part.before + micro_batch
-                values.append(mix(*self.state.random_state, number_in_step, global_replica))
+                values.append(hash_integers(*self.state.random_state, number_in_step, global_replica))
             try:
                 with self._checks():
                     made = codes[number](values)
@@ -226,7 +226,7 @@ class RowFunctions:
         self, stores: Sequence[tuple[str, str]], frame: Mapping[str, Tensor], micro_batch: int, replica: int
     ) -> None:
         """Copy values of a frame to the results. Args: stores: (name, index of the result) of each value"""
-        results, turn = self.call.results, self._turn(micro_batch)
+        results, turn = self.call.results, self._turn_of(micro_batch)
         for name, key in stores:
             value, index = frame[name], int(key)
             if index in self._scaled:
@@ -237,8 +237,7 @@ class RowFunctions:
         """Return the function that adds gradients to their sums or means, and outputs to the results."""
         task, frames, sums = self.plan.tasks[row], self.frames[replica], self.state.sums[replica]
         added, stores = _names_and_keys(task, "accumulate"), _names_and_keys(task, "store")
-        frees = task.frees
-        part = self.settings.part
+        part, frees = self.settings.part, task.frees
 
         def add(micro_batch: int) -> None:
             frame = frames[micro_batch]

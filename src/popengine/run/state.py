@@ -79,7 +79,7 @@ class State:
         replicas, trained = range(settings.counts.replicas), set(self.trained)
         with devices.running(device):
             others = [slot for slot in self._slots.values() if slot.role not in WEIGHTS]
-            fixed = {slot.name: self._first_value(slot) for slot in others}
+            fixed = {slot.name: self._initial_value(slot) for slot in others}
             self.values: list[dict[str, Tensor]] = [dict(fixed) for _ in replicas]
             known = () if previous is None else previous.slot_of
             new = {key: value for key, value in weights.items() if key not in known}
@@ -111,7 +111,7 @@ class State:
                         self.optimizer[unit] = init_state(optimizer, self.weight(unit))
         devices.synchronize(device)
 
-    def _first_value(self, slot: Slot) -> Tensor:
+    def _initial_value(self, slot: Slot) -> Tensor:
         """Return the value of a constant on the device, aligned; for a slot of another role, ones."""
         if slot.role == "constant":
             return with_aligned_start(self.plan.partition.signature.constants[slot.key].to(self.device))
@@ -163,7 +163,7 @@ class State:
         return self.owner.get(key, self.settings.counts.instance) == self.settings.counts.instance
 
     def begin_step(self) -> None:
-        """Reset the new buffers; of a step that another plan began, take its buffers and gradient sums."""
+        """Reset the new buffers; if another plan has begun the step, restore its buffers and sums."""
         for values, new in zip(self.values, self.new_buffers, strict=True):
             new.clear()
             new.update((name, values[name]) for name in self._changed)

@@ -32,12 +32,20 @@ from torch import Tensor
 
 from .. import ir
 from ..settings import Optimizer, Settings
-from ..update.gradients import all_finite, clamp_, clipping_factor, element_counts, next_factor, norm, scale_
+from ..update.gradients import (
+    all_finite,
+    clamp_,
+    clipping_factor,
+    element_counts,
+    next_loss_factor,
+    norm,
+    scale_,
+)
 from ..update.group_update import Chunk, Part, UpdateStep
 from .call import EngineCall
 from .instances.all_reduce import AllReduce, leaves, tree_sum
 from .instances.process_group import FIRST_TAG, ProcessGroup
-from .random_draws import mix
+from .random_draws import hash_integers
 from .state import State, Unit
 
 _ALIGNED = 64  # bytes; each gradient begins at a multiple, as torch's own allocations do
@@ -76,7 +84,7 @@ class Updates:
         self._counts: list[Tensor] = []  # results of `element_counts`
         self._steps: dict[_StepKey, UpdateStep] = {}  # empty: a gradient overflowed, and no weight changes
         self._clipping_factor: Tensor | None = None  # of clipping by norm
-        self.is_writing = False  # from `_begin` to `end_step`
+        self.is_writing = False  # from `_begin_updates` to `end_step`
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -89,7 +97,7 @@ class Updates:
         functions: dict[ir.TaskKind, Work] = {
             "exchange": partial(self._exchange_buckets, row),
             "norm": self._measure_gradient,
-            "begin": self._begin,
+            "begin": self._begin_updates,
             "measure": partial(self._measure_chunk, ipu),
             "trust": self._compute_trust_ratios,
             "update": partial(self._update_chunk, ipu),
@@ -98,7 +106,7 @@ class Updates:
         return functions.get(kind)
 
     def index_count(self, row: int) -> int:
-        """Return how often a row runs in a step: the number of parameters or of chunks, or 1."""
+        """Return the number of indices of a row: the number of parameters or of chunks, or 1."""
         task = self.plan.tasks[row]
         if task.index == "parameter":
             return len(self.state.units)
@@ -171,7 +179,7 @@ class Updates:
 
     # ---- the updates -----------------------------------------------------------------------------------------
 
-    def _begin(self, _: int) -> None:
+    def _begin_updates(self, _: int) -> None:
         """Compute the clipping factor and loss scale, allocate all large tensors, then commit the step.
 
         Waits for all processes, acquires `weights_lock` until `end_step`, and adds 1 to the step counts. No
@@ -197,7 +205,7 @@ class Updates:
             step.increment_counts()
 
     def _prepare_gradients(self, parts: Sequence[Part]) -> Sequence[Part]:
-        """Reduce (unless "norm" did) and clip the parts' gradients, in place; return the parts."""
+        """Reduce (unless "norm" did) and clip gradients, in place; record overflows; return the parts."""
         optimizer = self._optimizer
         if not self.settings.measures_gradients:
             self._reduce(parts)
@@ -239,14 +247,14 @@ class Updates:
         """Set the loss factor of the next step; return whether all gradients of this step are finite."""
         seen = self._all_reduce_if_sharded(sum(self._counts, torch.zeros(3, dtype=torch.int64)))
         elements, large, not_finite = seen.tolist()
-        self.state.loss_factor = next_factor(self.state.loss_factor, elements, large, not_finite)
+        self.state.loss_factor = next_loss_factor(self.state.loss_factor, elements, large, not_finite)
         return not not_finite
 
     def _seed(self, unit: Unit) -> int | None:
-        """Return the seed of a parameter's stochastic rounding in this step; None: it is not rounded so."""
+        """Return the seed of a parameter's stochastic rounding in this step; None: no stochastic rounding."""
         if not self.settings.stochastic_rounding or self.state.weight(unit).dtype == torch.float32:
             return None
-        return mix(mix(*self.state.random_state), self._slot_index[unit.key])
+        return hash_integers(hash_integers(*self.state.random_state), self._slot_index[unit.key])
 
     def _measure_chunk(self, ipu: int, index: int) -> None:
         step_key, chunk = self._chunks[ipu][index]
@@ -266,7 +274,7 @@ class Updates:
             step.apply(views if step.layers is not None else self._prepare_gradients(views))
 
     def _broadcast_weights(self, _: int) -> None:
-        """Send the updated weights from the processes that own them to all others, in place."""
+        """Overwrite the weights that peers own by the peers' updated weights; send the own ones."""
         units = [unit for unit in self.state.units if unit.key in self.state.owner]
         weights = [self.state.weight(unit) for unit in units]
         self._all_reduce.broadcast_by_owners(weights, [self.state.owner[unit.key] for unit in units])

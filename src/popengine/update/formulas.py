@@ -163,7 +163,7 @@ def rmsprop(step: Step) -> None:
 
 
 def lamb_steps(step: Step) -> None:
-    """Update the moments; overwrite the gradients with the step before trust, u = m̂ / (√v̂ + eps) + λ·w."""
+    """Update the moments; overwrite the gradients with u = m̂ / (√v̂ + eps) + λ·w, the step before trust."""
     _, group, _, gradients, states = step
     negate_to_maximize(step)
     corrections1, corrections2 = _update_moments(step)

@@ -62,7 +62,7 @@ def all_finite(gradients: Sequence[Tensor]) -> bool:
     )
 
 
-def next_factor(factor: float, elements: int, large: int, not_finite: int) -> float:
+def next_loss_factor(factor: float, elements: int, large: int, not_finite: int) -> float:
     """Return the factor of the user's loss scale for the next update: twice the current factor; or half, if
     an element is not finite or more than `SHARE` of the elements are large.
 

@@ -3,9 +3,9 @@
 Half precision parameters and states are converted to float32, and their new values are rounded once, at the
 end. Rules that scale each parameter's step by norms (LAMB, LARS) compute all norms before any weight changes.
 
-A chunk is a number of elements that fits the shared cache. On the CPU a parameter is cut at multiples of CHUNK
-elements from its first element. So the order of additions in a norm, and with it the norm's bits, depends on
-this parameter alone. Small neighbours share a chunk.
+A chunk is a number of elements that fits the shared cache. On the CPU a parameter is cut at multiples of
+CHUNK elements from its first element. So the order of additions in a norm, and with it the norm's bits,
+depends on this parameter alone. Small neighbours share a chunk.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ CHUNK = 1 << 20
 def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
     """Return the optimizer state of one parameter before its first update."""
     state = {}
-    for kept in rule_of(optimizer).kept(optimizer):
+    for kept in rule_of(optimizer).initial_states(optimizer):
         if kept.name == "step":  # on the CPU: the host reads it
             state[kept.name] = torch.zeros((), dtype=torch.float32)
         else:
-            state[kept.name] = _zeros(optimizer, kept.name, parameter)
+            state[kept.name] = _zero_state(optimizer, kept.name, parameter)
         if optimizer.flags.get(kept.ones_when):
             state[kept.name].fill_(1)
     return state
 
 
-def has_kernel(optimizer: Optimizer, parameter: Tensor) -> bool:
+def has_fused_kernel(optimizer: Optimizer, parameter: Tensor) -> bool:
     """Return whether the rule has a fused kernel that fits: all tensors float32, all flags at default."""
     rule = rule_of(optimizer)
     types = {parameter.dtype, optimizer.accumulator_type, *optimizer.state_types.values()}
@@ -170,11 +170,11 @@ class UpdateStep:
             for state in self.rule.states:
                 if state.when == "momentum" and rates.get("momentum") and state.name not in part.state:
                     # The momentum was 0 until now, so this state starts as zeros.
-                    part.state[state.name] = _zeros(optimizer, state.name, part.parameter)
+                    part.state[state.name] = _zero_state(optimizer, state.name, part.parameter)
         if self.layers is not None:
             parts = [_with_step_buffer(part, part.parameter.dim() >= self.layers.least) for part in parts]
         elif rates.get("fused"):
-            parts = [replace(part, is_fused=has_kernel(optimizer, part.parameter)) for part in parts]
+            parts = [replace(part, is_fused=has_fused_kernel(optimizer, part.parameter)) for part in parts]
         self.parts = parts
 
     @property
@@ -256,7 +256,7 @@ class UpdateStep:
             _write_back(part.state, results)
 
 
-def _zeros(optimizer: Optimizer, name: str, parameter: Tensor) -> Tensor:
+def _zero_state(optimizer: Optimizer, name: str, parameter: Tensor) -> Tensor:
     dtype = optimizer.type_for(parameter.dtype, name)
     return torch.zeros_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
 

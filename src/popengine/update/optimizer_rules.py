@@ -67,7 +67,7 @@ class Layers:
     Args:
         steps: overwrites the gradients with the steps whose norms are compared with the weights' norms
         trust: returns one ratio per parameter (the state "trust") from the norms of weights and of steps
-        least: dimensions that a parameter must have; parameters with fewer have no ratio
+        least: number of dimensions from which on a parameter has a ratio
     """
 
     steps: Formula
@@ -101,7 +101,7 @@ class Rule:
         """The keys that every parameter group must have."""
         return (*self.rates, *(name for name, flag in self.flags.items() if flag.of_group))
 
-    def kept(self, optimizer: Optimizer) -> Iterator[RuleState]:
+    def initial_states(self, optimizer: Optimizer) -> Iterator[RuleState]:
         """Yield the descriptions of the state tensors that a parameter has before its first update.
 
         States of momentum are left out if the momentum is 0, and the states of flags that are off.

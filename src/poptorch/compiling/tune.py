@@ -22,7 +22,7 @@ from popengine.errors import PartitionError
 from popengine.ir import Graph
 from popengine.run.instances.all_reduce import all_gather_rows
 from popengine.run.instances.process_group import FIRST_TAG, group_of
-from popengine.run.piece_costs import measure, sample_of, sharing, speedups, with_threads
+from popengine.run.piece_costs import measure, measure_sharing, measure_speedup, sample_of, with_threads
 from popengine.settings import Settings, StagePlan, Strategy
 from popengine.update.optimizer_rules import rule_of
 
@@ -81,11 +81,11 @@ def measured_hints(
         if other is not graph:
             changed = sample_of(partition(other, _EACH_ALONE), weights, samples)
             gains[name] = with_threads(
-                1, partial(speedups, now.total_seconds, changed.total_seconds, alone)
+                1, partial(measure_speedup, now.total_seconds, changed.total_seconds, alone)
             ).low
     threads, rows = torch.get_num_threads(), []
     if threads > 1:
-        gain, cost = sharing(now.total_seconds, threads, alone)
+        gain, cost = measure_sharing(now.total_seconds, threads, alone)
         rows.append([threads, *gain, cost])
     return {"hints": gains, "sharing": rows}
 
@@ -152,7 +152,9 @@ def _block_costs(
     # A pipeline holds the activations of one micro-batch for each ipu; an update holds copies of the weights.
     size = [held * settings.strategy.ipus for held in held_bytes(graph, parts)]
     optimizer = settings.optimizer
-    states = [state for state in rule_of(optimizer).kept(optimizer) if state.dtype] if optimizer else []
+    states = (
+        [state for state in rule_of(optimizer).initial_states(optimizer) if state.dtype] if optimizer else []
+    )
     copies = 2 + len(states) if optimizer else 1
     for slot in graph.slots:
         if slot.name in parts.home:

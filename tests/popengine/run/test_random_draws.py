@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from popengine.run.random_draws import draw, mix
+from popengine.run.random_draws import draw, hash_integers
 
 aten = torch.ops.aten
 CALLS = [
@@ -63,8 +63,11 @@ def test_dropout_keeps_the_asked_share_and_scales_it():
 
 def test_numbers_next_to_each_other_mix_to_unlike_ones():
     found = {
-        mix(seed, step, micro_batch) for seed in range(10) for step in range(10) for micro_batch in range(10)
+        hash_integers(seed, step, micro_batch)
+        for seed in range(10)
+        for step in range(10)
+        for micro_batch in range(10)
     }
     assert len(found) == 1000
-    assert mix(1, 2) != mix(2, 1)
+    assert hash_integers(1, 2) != hash_integers(2, 1)
     assert all(0 <= number < 2**64 for number in found)

@@ -80,4 +80,4 @@ def test_a_group_may_hold_both_kinds_of_parameters():
     ],
 )
 def test_what_has_no_kernel_is_updated_by_its_rule(optimizer, dtype, fits):
-    assert group_update.has_kernel(optimizer, torch.zeros(3, dtype=dtype)) is fits
+    assert group_update.has_fused_kernel(optimizer, torch.zeros(3, dtype=dtype)) is fits

@@ -140,7 +140,7 @@ def _body_function(body: str, device: torch.device) -> Code:
 
 
 def _run_body(body: str, values: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the results of a packed `Body`, contiguous, as the graph around the body was captured."""
+    """Run a packed `Body`; return its results, made contiguous, as the graph around the body expects."""
     return [value.contiguous() for value in _body_function(body, device)(values)]
 
 
@@ -184,7 +184,7 @@ class FiniteCheck(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         taken, made = tree_leaves((args, kwargs)), tree_leaves(out)
-        inputs, outputs = _floating_point(taken), _floating_point(made)
+        inputs, outputs = _floating_point_tensors(taken), _floating_point_tensors(made)
         if func in _WITHOUT_VALUES or not inputs:
             return out
         if any(bool(value.isnan().any()) for value in inputs):
@@ -199,5 +199,5 @@ class FiniteCheck(TorchDispatchMode):
         return out
 
 
-def _floating_point(values: Iterable[Any]) -> list[Tensor]:
+def _floating_point_tensors(values: Iterable[Any]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]

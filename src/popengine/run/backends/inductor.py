@@ -48,7 +48,7 @@ def load(partition: Partition, device: torch.device) -> tuple[Code, ...]:
         )
         return tuple(build(piece, device=device) for piece in partition.pieces)
     with _compiling:
-        pairs = zip(partition.pieces, values_read(partition), strict=True)
+        pairs = zip(partition.pieces, input_metadata(partition), strict=True)
         return tuple(_compiled_or_eager(piece, reads) for piece, reads in pairs)
 
 
@@ -73,7 +73,7 @@ def _missing_requirement(device: torch.device) -> tuple[str, str] | None:
     return None
 
 
-def _compiled_or_eager(piece: Piece, reads: Sequence[Like]) -> Code:
+def _compiled_or_eager(piece: Piece, reads: Sequence[TensorMetadata]) -> Code:
     """Return the function of a piece; the eager one if inductor can't compile it (a failure is a warning)."""
     if not piece.calls or piece.gather_group_size or any(call in NEEDS_GRADIENTS_ON for call in piece.calls):
         return build(piece)
@@ -89,7 +89,7 @@ def _compiled_or_eager(piece: Piece, reads: Sequence[Like]) -> Code:
 
 
 @functools.lru_cache(maxsize=256)  # replicas and repeated layers run the same code
-def compiled(piece: Piece, reads: tuple[Like, ...]) -> Code:
+def compiled(piece: Piece, reads: tuple[TensorMetadata, ...]) -> Code:
     """Return the compiled function of a piece for inputs with the metadata `reads`. Results are cached."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
@@ -105,7 +105,7 @@ def compiled(piece: Piece, reads: tuple[Like, ...]) -> Code:
     return _with_traced_inputs(code, reads, piece.draws)
 
 
-def _with_traced_inputs(code: Any, reads: tuple[Like, ...], draws: bool) -> Code:
+def _with_traced_inputs(code: Any, reads: tuple[TensorMetadata, ...], draws: bool) -> Code:
     """Return a function that calls compiled code with inputs as they were traced: it copies inputs with other
     strides, and makes the random key, the last input if the piece draws, an int64 tensor."""
     strides = [like.stride for like in reads]
@@ -125,7 +125,7 @@ def _with_traced_inputs(code: Any, reads: tuple[Like, ...], draws: bool) -> Code
 # ---- tracing a piece on fake tensors -------------------------------------------------------------------------
 
 
-class Like(NamedTuple):
+class TensorMetadata(NamedTuple):
     """The metadata of a tensor that compiled code depends on."""
 
     shape: tuple[int, ...]
@@ -133,11 +133,11 @@ class Like(NamedTuple):
     dtype: torch.dtype
 
     @staticmethod
-    def of(value: Tensor) -> Like:
-        return Like(tuple(value.shape), value.stride(), value.dtype)
+    def of(value: Tensor) -> TensorMetadata:
+        return TensorMetadata(tuple(value.shape), value.stride(), value.dtype)
 
 
-def values_read(partition: Partition) -> list[tuple[Like, ...]]:
+def input_metadata(partition: Partition) -> list[tuple[TensorMetadata, ...]]:
     """Return the metadata of the inputs of each piece, by running all pieces on fake tensors."""
     fake = FakeTensorMode()
     found = []
@@ -147,7 +147,7 @@ def values_read(partition: Partition) -> list[tuple[Like, ...]]:
             (values[name],) = build(piece)([values[read] for read in piece.reads])
         for piece in partition.pieces:
             reads = [values[name] for name in piece.reads]
-            found.append(tuple(map(Like.of, reads)))
+            found.append(tuple(map(TensorMetadata.of, reads)))
             code = build(piece, draw=lambda func, key, number, *args, **kwargs: func(*args, **kwargs))
             made = code([*reads, 0] if piece.draws else list(reads))
             values.update(zip(piece.writes, made, strict=True))
@@ -155,7 +155,7 @@ def values_read(partition: Partition) -> list[tuple[Like, ...]]:
 
 
 def trace(
-    piece: Piece, reads: Sequence[Like], decompositions: dict[Any, Any]
+    piece: Piece, reads: Sequence[TensorMetadata], decompositions: dict[Any, Any]
 ) -> tuple[fx.GraphModule, list[Tensor]]:
     """Return the fx graph of a piece, and its fake inputs; the last is the random key, if the piece draws."""
     fake = FakeTensorMode(shape_env=ShapeEnv())  # inductor's cache asks for one, though no shape is dynamic
@@ -186,7 +186,7 @@ def _traceable(operation: OpOverload) -> Callable[..., Any]:
 
 
 def _draw(operation: OpOverload, key: Tensor, number: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a random operation by `popengine::eager`; arguments and result are those of `random_draws.draw`."""
+    """Run a random operation by `popengine::eager`, as `random_draws.draw` does; the key is a tensor here."""
     return _call_eager(operation, key, number, args, kwargs)
 
 
@@ -196,7 +196,7 @@ def _call_eager(operation: OpOverload, key: Tensor | None, number: int | None, a
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     others = [... if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    def run(key: Tensor | None, tensors: Sequence[Tensor], is_fake: bool) -> list[Tensor]:
+    def call_operation(key: Tensor | None, tensors: Sequence[Tensor], is_fake: bool) -> list[Tensor]:
         given = iter(tensors)
         filled = [next(given) if leaf is ... else leaf for leaf in others]
         args, kwargs = tree_unflatten(filled, structure)
@@ -207,7 +207,7 @@ def _call_eager(operation: OpOverload, key: Tensor | None, number: int | None, a
         return [made] if isinstance(made, Tensor) else list(made)
 
     text = f"{operation} {number} {others} {structure}"
-    _calls[text] = run
+    _calls[text] = call_operation
     made = torch.ops.popengine.eager(text, key, tensors)
     returns = operation._schema.returns
     is_single = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)

@@ -50,7 +50,7 @@ def leaves(replicas: Iterable[list[Tensor]], first: int = 0) -> Iterator[TreeNod
     return (TreeNode(0, number, values) for number, values in enumerate(replicas, first))
 
 
-def merged(nodes: Iterable[TreeNode]) -> list[TreeNode]:
+def merge_siblings(nodes: Iterable[TreeNode]) -> list[TreeNode]:
     """Replace pairs of siblings by their parents, as long as there are pairs; return the remaining nodes.
 
     A parent's tensors are those of its left child, overwritten by the sums.
@@ -71,7 +71,7 @@ def tree_sum(nodes: Iterable[TreeNode]) -> list[Tensor]:
 
     The tensors of other nodes may be overwritten, too.
     """
-    found = merged(nodes)
+    found = merge_siblings(nodes)
     while len(found) > 1:
         last = found.pop()
         torch._foreach_add_(found[-1].values, last.values)
@@ -85,7 +85,7 @@ _Positions = tuple[tuple[tuple[int, int], ...], ...]  # by instance, (level, ind
 def _node_positions(instances: int, replicas: int) -> _Positions:
     """Return, by instance, (level, index) of the nodes to which its `replicas` replicas add up."""
     return tuple(
-        tuple(node[:2] for node in merged(leaves([[]] * replicas, instance * replicas)))
+        tuple(node[:2] for node in merge_siblings(leaves([[]] * replicas, instance * replicas)))
         for instance in range(instances)
     )
 
@@ -161,7 +161,7 @@ class AllReduce:
         Args: gathers: also start to send the sum to all peers
         """
         first = self._rank * len(flats)
-        nodes = [node.values[0] for node in merged(leaves(([flat] for flat in flats), first))]
+        nodes = [node.values[0] for node in merge_siblings(leaves(([flat] for flat in flats), first))]
         target = nodes[0]
         begun = [
             self._group.send(node[start:stop], peer, self._tag)

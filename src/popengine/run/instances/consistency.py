@@ -23,7 +23,7 @@ _LISTED = 8  # constants with more elements are shown as a hash
 _WIDTH = 120  # characters of a value that are shown
 
 
-def header(what: str, facts: Facts) -> Tensor:
+def barrier_header(what: str, facts: Facts) -> Tensor:
     """Return a barrier's first message, uint8 [HEADER]: a hash of the facts, and its name, cut to fit."""
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     text = f"{digest} {what}".encode()[:HEADER]
@@ -35,7 +35,7 @@ def barrier_name(value: Tensor) -> str:
     return bytes(value.numpy()).rstrip(b"\0").decode(errors="replace").partition(" ")[2]
 
 
-def differences(whats: Sequence[str], facts: Sequence[Facts], ranks: Sequence[int]) -> str:
+def describe_differences(whats: Sequence[str], facts: Sequence[Facts], ranks: Sequence[int]) -> str:
     """Return the error message for instances that are at different barriers or have different facts.
 
     Args:
@@ -51,7 +51,7 @@ def differences(whats: Sequence[str], facts: Sequence[Facts], ranks: Sequence[in
         )
     sections = dict.fromkeys(section for of_instance in facts for section in of_instance)
     # The first section that differs may be the cause of differences in later sections.
-    lines = next(filter(None, (_differing(section, facts, ranks) for section in sections)))
+    lines = next(filter(None, (_differing_lines(section, facts, ranks) for section in sections)))
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return (
         f"the instances differ at {whats[0]}, so they would train apart:\n"
@@ -62,7 +62,7 @@ def differences(whats: Sequence[str], facts: Sequence[Facts], ranks: Sequence[in
     )
 
 
-def _differing(section: str, facts: Sequence[Facts], ranks: Sequence[int]) -> list[str]:
+def _differing_lines(section: str, facts: Sequence[Facts], ranks: Sequence[int]) -> list[str]:
     """Return a line for each fact of a section that differs; of "operation" only the first line."""
     of_instances = [of_instance.get(section, {}) for of_instance in facts]
     found = []

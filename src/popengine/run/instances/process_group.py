@@ -23,7 +23,7 @@ from torch import Tensor
 from ...errors import Error
 from ..state import OptimizerState, State
 from .connections import Connections, TorchThread, join_threads
-from .consistency import HEADER, Facts, barrier_name, differences, header
+from .consistency import HEADER, Facts, barrier_header, barrier_name, describe_differences
 
 _PATIENCE = 0.2  # seconds; an interrupt does not wake a thread that waits in torch
 _PATIENCE_AT_EXIT = 2.0  # seconds
@@ -133,7 +133,7 @@ class ProcessGroup(Connections):
         Returns without equal headers if `what` is a reading, which the peers serve at their own barriers.
         Raises: Error, if names or facts differ
         """
-        mine = header(what, facts)
+        mine = barrier_header(what, facts)
         while True:
             headers = self._all_gather(mine, [HEADER] * self.size, _BARRIER, what)
             if all(torch.equal(other, mine) for other in headers):
@@ -148,7 +148,7 @@ class ProcessGroup(Connections):
             self._gather_shards(min(readings))
         texts = self.all_gather_bytes(json.dumps([what, facts]).encode(), _FACTS, what)
         whats, others = zip(*map(json.loads, texts), strict=True)
-        raise Error(differences(whats, others, self.ranks))
+        raise Error(describe_differences(whats, others, self.ranks))
 
     # ---- sharded state -----------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class ProcessGroup(Connections):
 _current: ProcessGroup | None = None
 
 
-def join(group: ProcessGroup) -> ProcessGroup:
+def set_current(group: ProcessGroup) -> ProcessGroup:
     """Make a group the one that `current` returns from now on, and return it."""
     global _current
     _current = group
@@ -223,12 +223,14 @@ def join(group: ProcessGroup) -> ProcessGroup:
 
 
 def current() -> ProcessGroup | None:
-    """Return the group of this process; None if it is alone. Without `join`, the group is made from that of
-    torch.distributed, if the user's program has initialized it for several processes."""
+    """Return the group of this process; None if it is alone. Without `set_current` the group is made from
+    torch.distributed's, if the user's program has initialized it for several processes."""
     if _current is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         store = dist.distributed_c10d._get_default_store()
         atexit.register(join_threads, _PATIENCE_AT_EXIT)
-        return join(ProcessGroup(dist.PrefixStore("pando", store), dist.get_rank(), dist.get_world_size()))
+        return set_current(
+            ProcessGroup(dist.PrefixStore("pando", store), dist.get_rank(), dist.get_world_size())
+        )
     return _current
 
 

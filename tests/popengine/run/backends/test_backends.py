@@ -11,7 +11,7 @@ from engine_models import graph_of, net
 from popengine.compile import compile_graph
 from popengine.run.backends import inductor
 from popengine.run.backends.eager import build
-from popengine.run.backends.inductor import Like, trace, values_read
+from popengine.run.backends.inductor import TensorMetadata, input_metadata, trace
 from popengine.run.engine import Engine
 from popengine.run.recorder import Recorder
 from popengine.settings import Counts, Hyper, Optimizer, Settings, StagePlan, Strategy
@@ -114,7 +114,7 @@ def test_what_was_compiled_is_found_on_disk_by_the_next_process():
 @needs_a_compiler
 def test_values_that_lie_otherwise_in_memory_are_copied():
     partition = partition_of(net(0.5))
-    piece, likes = partition.pieces[0], values_read(partition)[0]
+    piece, likes = partition.pieces[0], input_metadata(partition)[0]
     code, eager = inductor.compiled(piece, likes), build(piece)
     torch.manual_seed(1)
     values = [torch.randn(like.shape).abs().to(like.dtype) for like in likes]
@@ -128,16 +128,16 @@ def test_values_that_lie_otherwise_in_memory_are_copied():
 def test_what_a_piece_will_read_is_known_before_anything_has_run():
     partition = partition_of(net(0.5))
     slots = {slot.name for slot in partition.signature.slots}
-    likes = dict(zip(partition.pieces[1].reads, values_read(partition)[1], strict=True))
+    likes = dict(zip(partition.pieces[1].reads, input_metadata(partition)[1], strict=True))
     activations = {like for name, like in likes.items() if name not in slots}
-    assert activations == {Like((2, 4), (4, 1), torch.float32)}
+    assert activations == {TensorMetadata((2, 4), (4, 1), torch.float32)}
 
 
 def test_a_draw_is_one_opaque_call_in_the_compiled_graph():
     partition = partition_of(net(0.5))
     traced = [
         trace(piece, likes, {})[0]
-        for piece, likes in zip(partition.pieces, values_read(partition), strict=True)
+        for piece, likes in zip(partition.pieces, input_metadata(partition), strict=True)
     ]
     calls = [node for graph in traced for node in graph.graph.nodes if "popengine.eager" in str(node.target)]
     assert len(calls) == 1
