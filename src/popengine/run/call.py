@@ -65,10 +65,8 @@ class ResultBuffer:
         self.finished[row] = perf_counter()
 
     def on_host(self) -> Tensor:
-        """Return a copy of the rows on the CPU, `_narrowed`, concatenated in dimension 0.
-
-        Of 0-d values that is [rows], or 0-d if there is a single row.
-        """
+        """Return a copy of the rows on the CPU, `_narrowed`, concatenated in dimension 0; of 0-d values that
+        is [rows], or 0-d if there is a single row."""
         values = _narrowed(self.values.cpu())
         if values.dim() == 1:
             return values.reshape(()) if len(values) == 1 else values

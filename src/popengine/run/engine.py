@@ -236,10 +236,8 @@ class Engine:
     # ---- the host's side -----------------------------------------------------------------------------------
 
     def read_whole_optimizer(self) -> dict[str, dict[str, Tensor]]:
-        """Return copies of the optimizer state by parameter; if it is sharded, of all processes.
-
-        Waits for the peers' shards: see `ProcessGroup.read_shards`.
-        """
+        """Return copies of the optimizer state by parameter; if processes shard it, wait for all shards (see
+        `ProcessGroup.read_shards`)."""
         if self._group is None or not self._sharded:
             return self._state.read_optimizer()
         shards = self._group.read_shards(self._sharded)
@@ -248,18 +246,14 @@ class Engine:
         return {key: whole[key] for key in dict.fromkeys(self._state.trained) if key in whole}
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy parameters and buffers, by canonical name, to all replicas, all or none.
-
-        With several processes the next call raises Error if the trained parameters differ from the peers'.
-        """
+        """Copy parameters and buffers, by canonical name, to all replicas, all or none. With several
+        processes the next call raises Error if the trained parameters differ from the peers'."""
         self._state.write([weights] * self.settings.counts.replicas)
         self._unconfirmed.update(key for key in weights if key in self._state.trained)
 
     def average_buffers(self) -> None:
-        """Set floating point buffers that forward changes to their means over all replicas of all processes.
-
-        The means have the same bits in every layout of replicas and processes.
-        """
+        """Set floating point buffers that forward changes to their means over all replicas of all processes,
+        which have the same bits in every layout of replicas and processes."""
         with self._call_lock:
             self._await_idle()
             results = self.plan.partition.signature.results
@@ -284,7 +278,5 @@ class Engine:
 
 def threads_inside(plan: Plan, settings: Settings, cores: int) -> int:
     """Return the number of threads per operation: cores // (micro-batches · replicas) of a step, at least 1.
-
-    It does not depend on the stages, so that all layouts of stages give the bits of plain PyTorch.
-    """
+    It does not depend on the stages, so that all layouts of stages give the bits of plain PyTorch."""
     return max(1, cores // (plan.micro_batches * settings.counts.replicas))

@@ -118,11 +118,8 @@ class State:
         return torch.ones(slot.shape, dtype=slot.dtype, device=self.device)
 
     def _owners(self) -> dict[str, int]:
-        """Return the owner process of each sharded parameter, by canonical name; {} without sharding.
-
-        For each ipu every process owns about the same number of elements. Parameters that are small, or have
-        replica groups, are not sharded.
-        """
+        """Return the owner process of each sharded parameter, by canonical name: for each ipu, processes own
+        about as many elements. Small parameters, and parameters with replica groups, are not sharded."""
         counts, optimizer = self.settings.counts, self.settings.optimizer
         least = self.settings.shard_optimizer
         if least is None or optimizer is None or counts.instances == 1:
@@ -138,10 +135,8 @@ class State:
         return found
 
     def take_over(self, other: State) -> None:
-        """Share the weights, buffers, optimizer state and random state of another plan; nothing is copied.
-
-        A replica that the other plan lacks keeps its tensors, or shares the last replica's if it has none.
-        """
+        """Share the weights, buffers, optimizer state and random state of another plan; nothing is copied. A
+        replica that the other plan lacks keeps its tensors, or shares the last replica's if it has none."""
         for replica, values in enumerate(self.values):
             theirs = other.values[min(replica, len(other.values) - 1)]
             for key, name in other.slot_of.items():
@@ -259,11 +254,8 @@ class State:
     def write_optimizer(
         self, states: Mapping[str, Mapping[str, Tensor]], loss_factor: float | None = None
     ) -> None:
-        """Copy optimizer state, by parameter, to all replicas, and set the loss factor if it is not None.
-
-        An error leaves all states as they were. States that are not in `states` stay, and parameters without
-        state in this process are ignored.
-        """
+        """Copy optimizer state, by parameter, to all replicas, all or none; set the loss factor unless None.
+        States that are not in `states` stay, and parameters without state in this process are ignored."""
         written: dict[Unit, OptimizerState] = {}
         with devices.running(self.device):
             for unit, state in self.optimizer.items():

@@ -136,10 +136,8 @@ class Updates:
                 self._all_reduce.reduce_scatter(bucket.flats, bucket.cuts)
 
     def _divide_means(self, sums: Sequence[Tensor]) -> None:
-        """Divide running means in place by the number of all replicas, so that their sum can't overflow.
-
-        With another reduction do nothing.
-        """
+        """Divide running means in place by the number of all replicas, so that their sum can't overflow; with
+        another reduction do nothing."""
         if self.settings.reduction == "running":
             divide_(sums, self.settings.counts.global_replicas)
 

@@ -132,10 +132,6 @@ class TensorMetadata(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    @staticmethod
-    def of(value: Tensor) -> TensorMetadata:
-        return TensorMetadata(tuple(value.shape), value.stride(), value.dtype)
-
 
 def input_metadata(partition: Partition) -> list[tuple[TensorMetadata, ...]]:
     """Return the metadata of the inputs of each piece, by running all pieces on fake tensors."""
@@ -147,7 +143,7 @@ def input_metadata(partition: Partition) -> list[tuple[TensorMetadata, ...]]:
             (values[name],) = build(piece)([values[read] for read in piece.reads])
         for piece in partition.pieces:
             reads = [values[name] for name in piece.reads]
-            found.append(tuple(map(TensorMetadata.of, reads)))
+            found.append(tuple(TensorMetadata(tuple(v.shape), v.stride(), v.dtype) for v in reads))
             code = build(piece, draw=lambda func, key, number, *args, **kwargs: func(*args, **kwargs))
             made = code([*reads, 0] if piece.draws else list(reads))
             values.update(zip(piece.writes, made, strict=True))

@@ -51,10 +51,8 @@ def leaves(replicas: Iterable[list[Tensor]], first: int = 0) -> Iterator[TreeNod
 
 
 def merge_siblings(nodes: Iterable[TreeNode]) -> list[TreeNode]:
-    """Replace pairs of siblings by their parents, as long as there are pairs; return the remaining nodes.
-
-    A parent's tensors are those of its left child, overwritten by the sums.
-    """
+    """Replace pairs of siblings by their parents as long as there are pairs; return the remaining nodes. A
+    parent's tensors are those of its left child, overwritten by the sums."""
     found: list[TreeNode] = []
     for node in nodes:
         while found and node.index % 2 and found[-1][:2] == (node.level, node.index - 1):
@@ -67,10 +65,8 @@ def merge_siblings(nodes: Iterable[TreeNode]) -> list[TreeNode]:
 
 
 def tree_sum(nodes: Iterable[TreeNode]) -> list[Tensor]:
-    """Return the sum of all nodes, which are given from left to right, in the first node's tensors.
-
-    The tensors of other nodes may be overwritten, too.
-    """
+    """Return the sum of all nodes, which are given from left to right, in the first node's tensors. Other
+    nodes' tensors may be overwritten, too."""
     found = merge_siblings(nodes)
     while len(found) > 1:
         last = found.pop()
@@ -157,9 +153,7 @@ class AllReduce:
 
     def _reduce(self, flats: Sequence[Tensor], cuts: Sequence[int], gathers: bool) -> list[Message]:
         """Sum this instance's shard over all replicas, into `flats[0]`, and return the messages being sent.
-
-        Args: gathers: also start to send the sum to all peers
-        """
+        With `gathers` these send the sum to all peers, too."""
         first = self._rank * len(flats)
         nodes = [node.values[0] for node in merge_siblings(leaves(([flat] for flat in flats), first))]
         target = nodes[0]
@@ -230,10 +224,8 @@ class AllReduce:
 
 
 def all_gather_rows(group: Connections, ranks: Sequence[int], tag: int, mine: Tensor) -> Tensor:
-    """Return the tensors `mine` of all instances in `ranks`, concatenated in dimension 0.
-
-    Each of these instances must call this function, with the same shape and dtype.
-    """
+    """Return the tensors `mine` of all instances in `ranks`, concatenated in dimension 0. Each of these
+    instances must call this function, with the same shape and dtype."""
     parts = {rank: mine if rank == group.rank else torch.empty_like(mine) for rank in ranks}
     received = {rank: part for rank, part in parts.items() if rank != group.rank}
     group.exchange(mine, received, tag, "values that replicas gather")

@@ -121,10 +121,7 @@ class Connections:
             raise self._close_after(error, peer, number) from error
 
     def wait(self, messages: Iterable[Message], what: str) -> None:
-        """Wait until messages are sent or received. Raises PeerFailed or PeerLost.
-
-        Args: what: the purpose, which a warning of a long wait names
-        """
+        """Wait until messages are sent or received; warnings name `what`. Raises PeerFailed or PeerLost."""
         thread, number = threading.get_ident(), self._number
         for work, peer in messages:
             self._waits[thread] = _PeerWait(self.ranks[peer], what)
@@ -179,10 +176,7 @@ class Connections:
     # ---- connecting --------------------------------------------------------------------------------------
 
     def connect(self, what: str) -> None:
-        """Connect to all peers and wait for them, unless connected. Raises PeerLost if a peer has ended.
-
-        Args: what: the purpose, which a warning of a long wait names
-        """
+        """Connect to all peers, unless connected; warnings name `what`. Raises PeerLost if a peer ends."""
         with self._connecting:
             if self._has_ended:
                 raise self._new_error()
@@ -203,9 +197,7 @@ class Connections:
 
     def await_peers(self, what: str, seconds: float = math.inf) -> list[int]:
         """Wait for all peers to connect; return the global ranks of peers that have not after `seconds`.
-
-        Raises: RuntimeError, if a peer or this process ends
-        """
+        Raises RuntimeError if a peer or this process ends."""
         if not self._is_watched:
             self._is_watched = True
             TorchThread(self._watch).start()
@@ -230,10 +222,8 @@ class Connections:
         return [self.ranks[peer] for peer in missing]
 
     def _check_peer(self, peer: int) -> None:
-        """Raise RuntimeError if a message to a peer in torch's default gloo group fails: the peer has ended.
-
-        Without such a group nothing is sent.
-        """
+        """Raise RuntimeError if a peer has ended: a message to it in torch's default gloo group then fails.
+        Without such a group do nothing."""
         group = dist.group.WORLD
         if group is not None and dist.get_backend(group) == "gloo":
             group.send([torch.zeros(1, dtype=torch.uint8)], self.ranks[peer], _PROBE)
@@ -242,9 +232,7 @@ class Connections:
 
     def abort(self, why: str) -> None:
         """Close the gloo group after a failure here, which wakes threads that wait, here and in peers.
-
-        Args: why: the failure, which follows "instance N" in the peers' errors
-        """
+        The error that they raise says: "instance N", then `why`."""
         with self._lock:
             if self._group is not None:
                 failure = f"instance {self.ranks[self.rank]} {why}", False
@@ -254,10 +242,8 @@ class Connections:
                 self._close(*failure)
 
     def _publish_failure(self, why: str, ends: bool) -> tuple[str, bool]:
-        """Write (reason, whether the training ends) to the store, unless a peer has; return the stored pair.
-
-        If the store can't be reached, return the arguments.
-        """
+        """Write (reason, whether the training ends) to the store, unless a peer has; return the stored pair,
+        or the arguments if the store can't be reached."""
         key = f"{self._name}/{self._number}/broken"
         with suppress(RuntimeError):
             why, ends = json.loads(self._store.compare_set(key, "", json.dumps([why, ends])))
@@ -265,9 +251,7 @@ class Connections:
 
     def _close_after(self, error: Exception, peer: int, number: int) -> Error:
         """Return the error to raise after a message to or from `peer` has failed in gloo group `number`.
-
-        Close this group, unless it is closed already.
-        """
+        Close this group, unless it is closed already."""
         with self._lock:
             if self._group is not None and self._number == number:
                 gone = f"instance {self.ranks[peer]} has left the training ({str(error).splitlines()[0]})"

@@ -92,9 +92,7 @@ def _values_by_instance(values: Sequence[str], ranks: Sequence[int]) -> str:
 def facts_of_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor], seed: int) -> Facts:
     """Return the facts of a plan that have to be equal in all instances when the plan is loaded.
 
-    Args:
-        weights: parameters and buffers by canonical name; only hashes of the parameters are facts
-        seed:    seed of the random numbers
+    Args: weights: parameters and buffers by canonical name; only hashes of the parameters are facts
     """
     counts, signature = dataclasses.replace(settings.counts, instance=0), plan.partition.signature
     forms: dict[str, dict[str, str]] = {"shape": {}, "input": {}}
@@ -127,10 +125,8 @@ def _operations(plan: Plan) -> dict[str, str]:
 
 
 def _constants(plan: Plan) -> dict[str, str]:
-    """Return shape, dtype and values of each constant, by a text with its name and the reading operation.
-
-    Of a constant with more than `_LISTED` elements a hash stands for the values.
-    """
+    """Return shape, dtype and values (of more than `_LISTED` values a hash) of each constant, by a text with
+    its name and the operation that reads it."""
     constants, found = plan.partition.signature.constants, {}
     for line in (line for piece in plan.partition.pieces for line in piece.lines):
         for name in (name for name in line.operands() if name in constants):

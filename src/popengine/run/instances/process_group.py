@@ -35,10 +35,8 @@ T = TypeVar("T")
 
 
 def start_in_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException | None]]:
-    """Start `work` in a thread, because an interrupt can't end a wait in torch.
-
-    Returns: the queue that receives (the result of `work`, None), or (None, its exception)
-    """
+    """Start `work` in a thread, because an interrupt can't end a wait in torch. Return the queue that
+    receives (the result of `work`, None) or (None, its exception)."""
     outcome: SimpleQueue = SimpleQueue()
 
     def call_work() -> None:
@@ -52,10 +50,8 @@ def start_in_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException
 
 
 def result_of(outcome: SimpleQueue[tuple[T, BaseException | None]]) -> T:
-    """Wait for the queue of `start_in_thread`, and return the result of `work` or raise its exception.
-
-    An interrupt ends the wait, and not `work`.
-    """
+    """Wait for the queue of `start_in_thread`, and return the result of `work` or raise its exception. An
+    interrupt ends the wait, and not `work`."""
     while True:
         with suppress(Empty):
             value, error = outcome.get(timeout=_PATIENCE)
@@ -98,10 +94,8 @@ class ProcessGroup(Connections):
         self.after_barrier(what, facts or {}, lambda: None)
 
     def after_barrier(self, what: str, facts: Facts, work: Callable[[], T]) -> T:
-        """Wait as `barrier` does, then call `work` in a thread and return its result.
-
-        An interrupt closes the connections, so that the peers raise PeerFailed.
-        """
+        """Wait as `barrier` does, then call `work` in a thread and return its result. An interrupt closes the
+        connections, so that the peers raise PeerFailed."""
         is_abandoned = threading.Event()
 
         def barrier_and_work() -> T:
@@ -173,11 +167,8 @@ class ProcessGroup(Connections):
         return bool(self._states or self._copies)
 
     def read_shards(self, name: str) -> list[OptimizerStates]:
-        """Return the published states of all instances, by rank.
-
-        Waits until each peer reads, too, or is at its next barrier. Raises PeerFailed if a peer has dropped
-        its state, and PeerLost if a peer has ended.
-        """
+        """Return the published states of all instances, by rank. Waits until each peer reads, too, or is at
+        its next barrier. Raises PeerFailed if a peer has dropped its state, PeerLost if a peer has ended."""
         return self.after_barrier(name, {}, lambda: self._gather_shards(name))
 
     def _gather_shards(self, name: str) -> list[OptimizerStates]:
