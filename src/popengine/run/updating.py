@@ -256,8 +256,7 @@ class Updates:
 
     def _measure_chunk(self, ipu: int, index: int) -> None:
         step_key, chunk = self._chunks[ipu][index]
-        if step_key in self._steps:
-            step = self._steps[step_key]
+        if step := self._steps.get(step_key):
             step.measure(self._prepare_gradients(step.views(chunk)))
 
     def _compute_trust_ratios(self, _: int) -> None:
@@ -266,8 +265,7 @@ class Updates:
 
     def _update_chunk(self, ipu: int, index: int) -> None:
         step_key, chunk = self._chunks[ipu][index]
-        if step_key in self._steps:
-            step = self._steps[step_key]
+        if step := self._steps.get(step_key):
             views = step.views(chunk)
             step.apply(views if step.layers is not None else self._prepare_gradients(views))
 

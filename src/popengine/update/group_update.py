@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..settings import Optimizer
-from .formulas import Rates, State, Step
+from .formulas import Formula, Rates, State, Step
 from .optimizer_rules import Layers, rule_of
 
 SCALARS = ("step", "trust")  # names of the states that have one number per parameter
@@ -204,10 +204,7 @@ class UpdateStep:
             if step.dtype != view.gradient.dtype:
                 step.copy_(view.gradient)
         weights = [view.parameter.to(step.dtype) for view, step in zip(views, steps, strict=True)]
-        wide = [_converted(view.state, step.dtype) for view, step in zip(views, steps, strict=True)]
-        self.layers.steps(Step(self.optimizer, self.rates, weights, steps, wide))
-        for view, results in zip(views, wide, strict=True):
-            _write_back(view.state, results)
+        self._run_formula(self.layers.steps, views, weights, steps)
         chosen = [i for i, view in enumerate(views) if view.norms is not None]
         if chosen:
             sizes = torch._foreach_norm([weights[i] for i in chosen])
@@ -242,35 +239,36 @@ class UpdateStep:
         types = [torch.promote_types(part.parameter.dtype, torch.float32) for part in parts]
         # .to returns the tensor itself if it has the dtype already: then nothing is to be written back.
         floats = [part.parameter.to(dtype) for part, dtype in zip(parts, types, strict=True)]
-        wide = [_converted(part.state, dtype) for part, dtype in zip(parts, types, strict=True)]
         steps = (part.gradient if part.step is None else part.step for part in parts)
         gradients = [step.to(dtype) for step, dtype in zip(steps, types, strict=True)]
-        self.rule.formula(Step(self.optimizer, self.rates, floats, gradients, wide))
-        for part, result, results in zip(parts, floats, wide, strict=True):
+        self._run_formula(self.rule.formula, parts, floats, gradients)
+        for part, result in zip(parts, floats, strict=True):
             if result is not part.parameter:
                 if part.seed is None:
                     part.parameter.copy_(result)
                 else:
                     generator = torch.Generator(result.device).manual_seed(part.seed + part.start)
                     stochastic_round_(part.parameter, result, generator)
-            _write_back(part.state, results)
+
+    def _run_formula(
+        self, formula: Formula, parts: Sequence[Part], weights: list[Tensor], gradients: list[Tensor]
+    ) -> None:
+        """Run a formula on weights and gradients, which it changes in place, and on the parts' states: on copies
+        in the weights' dtypes, which are then copied back."""
+        states = [
+            {name: value if name in SCALARS else value.to(weight.dtype) for name, value in part.state.items()}
+            for part, weight in zip(parts, weights, strict=True)
+        ]
+        formula(Step(self.optimizer, self.rates, weights, gradients, states))
+        for part, results in zip(parts, states, strict=True):
+            for name, value in part.state.items():
+                if results[name] is not value:
+                    value.copy_(results[name])
 
 
 def _zero_state(optimizer: Optimizer, name: str, parameter: Tensor) -> Tensor:
     dtype = optimizer.type_for(parameter.dtype, name)
     return torch.zeros_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
-
-
-def _converted(state: State, dtype: torch.dtype) -> State:
-    """Return the states in a dtype, without copies of scalars and of states that have this dtype."""
-    return {name: value if name in SCALARS else value.to(dtype) for name, value in state.items()}
-
-
-def _write_back(state: State, results: State) -> None:
-    """Copy the results of `_converted`, which a formula has changed, into the states."""
-    for name, value in state.items():
-        if results[name] is not value:
-            value.copy_(results[name])
 
 
 def _with_step_buffer(part: Part, has_ratio: bool) -> Part:
