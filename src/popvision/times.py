@@ -7,22 +7,25 @@ trace) are in wall-clock time.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median, quantiles
+from typing import TypeVar
 
 from popengine.profile import Event, Profile
 
 from .virtual import StepModel
 
+_K = TypeVar("_K", bound=Hashable)
+_V = TypeVar("_V")
+
 # ---- steps -----------------------------------------------------------------------------------------------
 
 
 def steady_events(profile: Profile) -> list[Event]:
-    """Return the events of the whole steps after the run's first two, in which caches are cold and
-    the recorder measures single operations. If no other step is whole: the events of the last whole step; if
-    no step is whole: all events."""
+    """Return the events of the whole steps after the run's first two, in which caches are cold and the recorder
+    measures single operations. If no other step is whole: those of the last whole step; if none is: all."""
     whole, seen = whole_steps(profile), {(track.call, track.step) for track in profile.tracks}
     wanted = (set(whole) - {*sorted(seen)[:2]}) or set(whole[-1:]) or seen
     return [event for event in profile.events() if (event.call, event.step) in wanted]
@@ -62,13 +65,10 @@ class Usage:
 def usages(events: list[Event]) -> list[Usage]:
     """Return the usage of each ipu; receives and idle time are `waiting`. A replica's step begins with its
     first computation on any ipu, and ends with its last instruction that is no receive."""
-    steps: dict[tuple[int, int, int], list[Event]] = defaultdict(list)
-    for event in events:
-        if event.kind != "receive":
-            steps[event.call, event.step, event.replica].append(event)
     window: Counter[int] = Counter()  # by replica
     spent: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
-    for (_, _, replica), working in steps.items():
+    busy = [event for event in events if event.kind != "receive"]
+    for (_, _, replica), working in _grouped(busy, lambda one: (one.call, one.step, one.replica)).items():
         computing = [event.start for event in working if event.kind == "compute"]
         start = min(computing, default=min(event.start for event in working))
         window[replica] += max(event.end for event in working) - start
@@ -124,24 +124,19 @@ class StageTime:
 
 def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
     """Return the cost of each stage. An ipu's update is divided equally among its stages."""
-    computed: dict[tuple[str, int], list[Event]] = defaultdict(list)
-    around: dict[int, dict[tuple[str, str, int], list[Event]]] = defaultdict(lambda: defaultdict(list))
-    updates: dict[int, list[Event]] = defaultdict(list)
-    for event in _without_contention(profile, events):
-        if event.kind == "compute":
-            computed[event.phase, event.stage].append(event)
-        elif event.kind == "update":
-            updates[event.ipu].append(event)
-        elif event.kind != "receive" and event.stage >= 0:
-            around[event.stage][event.phase, event.kind, event.peer].append(event)
+    alone = _without_contention(profile, events)
+    runs = _grouped(alone, lambda event: (event.kind, event.ipu, event.stage, event.phase, event.peer))
     found = []
     for stage, (ipu, blocks) in enumerate(zip(profile.ipus, profile.stages, strict=True)):
-        forward, backward = computed["F", stage], computed["B", stage]
+        forward, backward = (runs.get(("compute", ipu, stage, phase, -1), []) for phase in "FB")
         costs = _instruction_cost(forward), _instruction_cost(backward)
-        surroundings = sum(_instruction_cost(same) * len(same) for same in around[stage].values())
-        each = surroundings / (max(len(forward), len(backward)) or 1)
-        update = _instruction_cost(updates[ipu]) / profile.ipus.count(ipu)
-        found.append(StageTime(stage, ipu, blocks, *costs, each, update, sum(costs) + each))
+        around = sum(
+            _instruction_cost(same) * len(same)
+            for (kind, _, its_stage, *_), same in runs.items()
+            if its_stage == stage and kind not in ("compute", "update", "receive")
+        ) / (max(len(forward), len(backward)) or 1)
+        update = _instruction_cost(runs.get(("update", ipu, -1, "", -1), [])) / profile.ipus.count(ipu)
+        found.append(StageTime(stage, ipu, blocks, *costs, around, update, sum(costs) + around))
     return found
 
 
@@ -163,11 +158,9 @@ def with_stage_costs(profile: Profile, stages: Sequence[StageTime]) -> Profile:
 
 def spread(events: list[Event]) -> float:
     """Return the median of `spread_of` the costs of each piece; 0 if no piece ran four times."""
-    costs: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for event in events:
-        if event.kind == "compute":
-            costs[event.phase, event.stage].append(event.cost)
-    return _median([spread_of(values) for values in costs.values() if len(values) >= 4])
+    computing = (event for event in events if event.kind == "compute")
+    runs = _grouped(computing, lambda event: (event.phase, event.stage)).values()
+    return _median([spread_of([event.cost for event in same]) for same in runs if len(same) >= 4])
 
 
 def spread_of(values: Sequence[float]) -> float:
@@ -190,10 +183,16 @@ def _instruction_cost(events: Sequence[Event]) -> float:
 
 def _median_of_steps(values: Iterable[tuple[Event, float]]) -> float:
     """Return the median over steps of each step's mean. `values`: (an event of the step, value)."""
-    steps: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for event, value in values:
-        steps[event.call, event.step].append(value)
-    return _median([fmean(own) for own in steps.values()])
+    steps = _grouped(values, lambda pair: (pair[0].call, pair[0].step)).values()
+    return _median([fmean(value for _, value in own) for own in steps])
+
+
+def _grouped(values: Iterable[_V], key: Callable[[_V], _K]) -> dict[_K, list[_V]]:
+    """Return the values with the same key as lists by key, in the order of `values`."""
+    found = defaultdict(list)
+    for value in values:
+        found[key(value)].append(value)
+    return found
 
 
 def _median(values: Sequence[float]) -> float:
@@ -248,9 +247,7 @@ def step_of(profile: Profile, events: list[Event], times: list[StageTime]) -> St
 def _ns_between_tasks(events: list[Event]) -> float:
     """Return the ns that a core takes between two tasks if the next one is ready; 0 for fewer than four gaps.
     With one core it is the median gap; with several, the lower quartile, since longer gaps include waits."""
-    cores: dict[int, list[Event]] = defaultdict(list)
-    for event in sorted(events, key=lambda event: event.start):
-        cores[event.core].append(event)
+    cores = _grouped(sorted(events, key=lambda event: event.start), lambda event: event.core)
     gaps = [
         (later, later.start - earlier.end)
         for core, own in cores.items()
