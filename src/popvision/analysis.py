@@ -196,51 +196,47 @@ class Row:
 def compare(a: Figures, b: Figures) -> list[Row]:
     """Return the figures of two runs side by side: totals, then the times of each stage and block, which are
     None in a run that lacks the stage or block."""
-    of_steps, of_costs = a.step_spread + b.step_spread, a.spread + b.spread
-    rows = [
-        Row(name, getattr(a, field), getattr(b, field), in_words, spread)
-        for name, field, in_words, spread in (
-            ("throughput", "samples_per_second", rate, of_steps),
-            ("throughput with the time between calls", "samples_per_second_overall", rate, of_steps),
-            ("time of a step", "step_seconds", seconds, of_steps),
-            ("a step on separate devices", "step_apart", seconds, of_costs),
-            ("a step here", "step_here", seconds, of_costs),
-            ("compilation", "compile_seconds", seconds, 0.0),
-            ("bubble, measured", "bubble_measured", share, 0.0),
-            ("bubble, ideal", "bubble_ideal", share, 0.0),
+    first, second, rows = _compared_values(a), _compared_values(b), []
+    for name in {**first, **second}:
+        (one, in_words, spread), (other, _, other_spread) = (
+            values.get(name, (None, seconds, 0.0)) for values in (first, second)
         )
-    ]
-    totals = [[need.total for need in found.needs] for found in (a, b)]
-    activations = (sum(need.activations for need in found.needs) for found in (a, b))
-    rows += [
-        Row("largest ipu", *(max(sizes, default=None) for sizes in totals), in_words=size),
-        Row("all ipus", *(sum(sizes) if sizes else None for sizes in totals), in_words=size),
-        Row("activations", *activations, in_words=size),
-    ]
-    first, second = _phase_seconds(a), _phase_seconds(b)
-    names = {**first, **second}
-    return rows + [Row(name, first.get(name), second.get(name), seconds, of_costs) for name in names]
+        rows.append(Row(name, one, other, in_words, spread + other_spread))
+    return rows
 
 
-def _phase_seconds(found: Figures) -> dict[str, float]:
-    """Return the seconds of a micro-batch in each phase of each stage and block, by the name of its `Row`."""
-    times = {
-        f"stage {stage.stage}, {phase}": getattr(stage, phase) / 1e9
-        for stage in found.stages
-        for phase in ("forward", "backward", "update")
-        if getattr(stage, phase)
+def _compared_values(
+    found: Figures,
+) -> dict[str, tuple[float | None, Callable[[float | None], str], float]]:
+    """Return (value, function that adds the unit, spread) of each compared figure of a run, by name."""
+    of_steps, of_costs = found.step_spread, found.spread
+    totals = [need.total for need in found.needs]
+    values = {
+        "throughput": (found.samples_per_second, rate, of_steps),
+        "throughput with the time between calls": (found.samples_per_second_overall, rate, of_steps),
+        "time of a step": (found.step_seconds, seconds, of_steps),
+        "a step on separate devices": (found.step_apart, seconds, of_costs),
+        "a step here": (found.step_here, seconds, of_costs),
+        "compilation": (found.compile_seconds, seconds, 0.0),
+        "bubble, measured": (found.bubble_measured, share, 0.0),
+        "bubble, ideal": (found.bubble_ideal, share, 0.0),
+        "largest ipu": (max(totals, default=None), size, 0.0),
+        "all ipus": (sum(totals) if totals else None, size, 0.0),
+        "activations": (sum(need.activations for need in found.needs), size, 0.0),
     }
+    for stage in found.stages:
+        for phase in ("forward", "backward", "update"):
+            if ns := getattr(stage, phase):
+                values[f"stage {stage.stage}, {phase}"] = ns / 1e9, seconds, of_costs
     for row in found.groups["block"]:
         name = f"block {row['block']}, {'forward' if row['phase'] == 'F' else 'backward'}"
-        times[name] = times.get(name, 0.0) + row["ns"] / max(row["calls"], 1) / 1e9
-    return times
+        before = values[name][0] if name in values else 0.0  # of another stage
+        values[name] = (before or 0.0) + row["ns"] / max(row["calls"], 1) / 1e9, seconds, of_costs
+    return values
 
 
 def comparison_text(rows: Sequence[Row], names: tuple[str, str]) -> str:
-    """Return a comparison as a table for the terminal, with `<` after the better figure.
-
-    Args: names: of the two runs
-    """
+    """Return a comparison of two runs as a table for the terminal, with `<` after the better figure."""
     lines = [["", names[0][-24:], names[1][-24:], "ratio", "spread"]]
     for row in rows:
         cells = [

@@ -24,8 +24,8 @@ _V = TypeVar("_V")
 
 
 def steady_events(profile: Profile) -> list[Event]:
-    """Return the events of the whole steps after the run's first two, in which caches are cold and the recorder
-    measures single operations. If no other step is whole: those of the last whole step; if none is: all."""
+    """Return the events of the whole steps after the run's first two, in which caches are cold and single
+    operations are measured. If no other step is whole: those of the last whole step; if none is: all."""
     whole, seen = whole_steps(profile), {(track.call, track.step) for track in profile.tracks}
     wanted = (set(whole) - {*sorted(seen)[:2]}) or set(whole[-1:]) or seen
     return [event for event in profile.events() if (event.call, event.step) in wanted]
