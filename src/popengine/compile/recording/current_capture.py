@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import CaptureError
 from ...ir import Visit
-from .graph_recorder import user_line
-from .known_values import CaptureRecorder
+from .graph_recorder import CaptureRecorder, user_line
 from .standins import StandIns
 
 aten = torch.ops.aten

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import CaptureError, Error
-from .graph_recorder import TORCH, user_line
-from .known_values import VALUE_READS
+from .graph_recorder import TORCH, VALUE_READS, user_line
 
 # The errors that torch raises, subclasses first. The error that explains one has its class, too.
 _KINDS = (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AssertionError)
