@@ -22,8 +22,14 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
 from ..ir import Graph, Key
-from .recording.capture_contexts import interrupts_delayed, modes_restored, tracing_settings
-from .recording.current_capture import ENDED, Capture, active
+from .recording.current_capture import (
+    ENDED,
+    Capture,
+    active,
+    interrupts_delayed,
+    modes_restored,
+    tracing_settings,
+)
 from .recording.functional import as_graph
 from .recording.graph_recorder import check_dense, empty_like, map_leaves, sources_of, user_line
 from .recording.leftovers import Attributes
