@@ -68,9 +68,7 @@ class Block(nn.Module):
 
 class BeginBlockHook:
     """A forward pre-hook that opens a block. Without an id, it uses the automatic id of its first capture.
-
-    Args: strategy: the model's default strategy, in hooks of `poptorch.annotate` and `split`; else None
-    """
+    In hooks of `poptorch.annotate` and `split`, `strategy` is the model's default strategy."""
 
     def __init__(self, user_id: str | None, ipu_id: int | None, strategy: Any = None) -> None:
         self.user_id, self.ipu_id, self.strategy = user_id, _checked_ipu(ipu_id), strategy

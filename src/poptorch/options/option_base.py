@@ -106,19 +106,15 @@ class OptionsDict(Freezable):
         vars(self)["_popart"] = popart
 
     def set(self, **values: Any) -> Self:
-        """Change existing values, given by name, and return the object.
-
-        Raises: AssertionError for an unknown name, and errors as `createOrSet` does.
-        """
+        """Change existing values, given by name, and return the object. Raises AssertionError for an unknown
+        name, and errors as `createOrSet` does."""
         for name in values:
             self._check_exists(name)
         return self.createOrSet(**values)
 
     def createOrSet(self, **values: Any) -> Self:
-        """Change or create values, given by name, and return the object.
-
-        Raises: AttributeError if frozen; AssertionError for another type than the old value's, or counts < 1.
-        """
+        """Change or create values, given by name, and return the object. Raises AttributeError if frozen, and
+        AssertionError for another type than the old value's, or counts below 1."""
         self.checkIsFrozen()
         vars(self).update({name: self._checked_value(name, value) for name, value in values.items()})
         return self
@@ -134,10 +130,8 @@ class OptionsDict(Freezable):
         return self
 
     def update(self, other: dict[str, Any]) -> dict[str, Any]:
-        """Return a new dictionary with these values and those of `other`. Unlike dict.update, change nothing.
-
-        Raises: AssertionError if a name is in both.
-        """
+        """Return a new dictionary with these values and those of `other`; unlike dict.update, change nothing.
+        Raises AssertionError if a name is in both."""
         return merge_disjoint(other, self.toDict())
 
     def toDict(self) -> dict[str, Any]:

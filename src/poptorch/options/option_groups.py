@@ -53,8 +53,7 @@ class ExecutionOptions(OptionsDict):
     def inputReplicaGrouping(self, input_group_size: int, input_group_type: CommGroupType) -> Self:
         """Give the replicas of a group the same rows of the batch. Call `replicationFactor` before.
 
-        Args: input_group_size: replicas per group
-        Raises: ValueError if the size does not divide the replication factor, or for the type All.
+        Raises: ValueError if the group size does not divide the replication factor, or for the type All.
         """
         expect("inputReplicaGrouping", input_group_type, CommGroupType, ValueError)
         if input_group_type is CommGroupType.All:
@@ -132,9 +131,7 @@ class ExecutionOptions(OptionsDict):
 
     def compiler(self, backend: str) -> Self:
         """*Pando*: choose how operations run: one by one ("eager", default) or in fused kernels ("inductor").
-
-        Takes precedence over the environment variable POPTORCH_BACKEND.
-        """
+        Takes precedence over the environment variable POPTORCH_BACKEND."""
         return self.createOrSet(backend=expect("compiler", backend, BACKENDS))
 
     def memoryFormat(self, memory_format: Literal["preserve", "channels_last", "auto"]) -> Self:
@@ -215,9 +212,7 @@ class DeviceOptions(OptionsDict):
 
     def device(self, kind: str) -> Self:
         """*Pando*: compute on the "cpu" (default), or on one GPU: "cuda" (NVIDIA, AMD) or "xpu" (Intel).
-
-        Takes precedence over the environment variable POPTORCH_DEVICE.
-        """
+        Takes precedence over the environment variable POPTORCH_DEVICE."""
         return self.createOrSet(device_kind=expect("device", kind, DEVICES))
 
     def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Self:
@@ -250,10 +245,7 @@ class DeviceOptions(OptionsDict):
         return self.set(sync_pattern=expect("syncPattern", sync_pattern, SyncPattern))
 
     def setAvailableMemoryProportion(self, available_memory_proportion: dict[str, float]) -> Self:
-        """Recorded: all ipus share the memory of the machine.
-
-        Args: available_memory_proportion: the share of each ipu's memory, as `{"IPU0": 0.5}`
-        """
+        """Recorded: all ipus share the memory of the machine. `{"IPU0": 0.5}` means half of ipu 0's."""
         given = expect("setAvailableMemoryProportion", available_memory_proportion, dict)
         for key, value in given.items():
             is_ipu = isinstance(key, str) and key.startswith("IPU") and key[3:].isdecimal()
@@ -299,10 +291,7 @@ class ReportingOptions(OptionsDict):
 
     def enableProfiling(self, profile_dir: str | os.PathLike[str] | None = None) -> Self:
         """Write a profile and a report page into a folder of `profile_dir` (default: the current directory).
-
-        The folder has the model's name (`modelName`), else it is "training" or "inference".
-        docs/profile-format.md describes the files.
-        """
+        The folder has the name of the model (`modelName`), else "training" or "inference"."""
         directory = os.fspath("." if profile_dir is None else profile_dir)
         wanted = {"autoReport.all": "true", "autoReport.directory": directory}
         clash = sorted(wanted.keys() & _engine_options_of_environment().keys())
@@ -328,10 +317,8 @@ class ReportingOptions(OptionsDict):
         return self
 
     def sourceLocationExcludes(self, excludes: list[str]) -> Self:
-        """Recorded: messages show the innermost source line outside of torch and this package.
-
-        Args: excludes: fragments of paths that are not to be shown
-        """
+        """Recorded: messages show the innermost source line outside of torch and this package. `excludes` are
+        fragments of paths."""
         self._source_location_excludes = list(expect("sourceLocationExcludes", excludes, list))
         return self
 

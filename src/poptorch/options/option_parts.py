@@ -134,10 +134,8 @@ class Jit(OptionsDict):
     trace_model: bool = False
 
     def traceModel(self, trace_model: bool) -> Self:
-        """Refused: True asks for tracing with TorchScript, which is gone.
-
-        Raises: ValueError for True. False logs a warning, since the option is deprecated.
-        """
+        """Refused: True asks for tracing with TorchScript, which is gone, and raises ValueError. False logs a
+        warning, since the option is deprecated."""
         logger.warning("Jit.traceModel is deprecated: leave it out")
         if trace_model:
             raise ValueError(
@@ -333,10 +331,8 @@ class Popart(Freezable):
         return self
 
     def check_names(self) -> None:
-        """*Pando*: raise Error if a name or value is bad, and log a warning for each unknown name.
-
-        Bad: names that look mistyped, and values other than bools, numbers, strings, and containers of these.
-        """
+        """*Pando*: raise Error for names that look mistyped, and for values that are not bools, numbers,
+        strings or containers of these. Log a warning for each unknown name."""
         known = _NAMES.split()
         prefixes = tuple(name for name in known if name.endswith("."))
         for name, value in self.options.items():

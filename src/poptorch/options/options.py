@@ -114,10 +114,8 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         return self
 
     def toDict(self) -> dict[str, Any]:
-        """Return all values in one dictionary, including those of the parts.
-
-        Raises: AssertionError if the output mode is Default.
-        """
+        """Return all values in one dictionary, including those of the parts. Raises AssertionError if the
+        output mode is Default."""
         assert not self.defaultOutputMode(), (
             "An output mode must be picked before toDict(): call outputMode(...), or read the options of a "
             "model (model.options), where it is Final in training and All in inference"
@@ -169,8 +167,8 @@ class ConfigFileError(Exception):
 
 
 def _as_enum_member(value: Any) -> Any:
-    """Return the member that a string such as "OutputMode.All" names; any other value unchanged. Raises
-    ValueError if the enum has no such member."""
+    """Return the member that a string such as "OutputMode.All" names; return any other value unchanged.
+    Raises ValueError if the enum has no such member."""
     if not isinstance(value, str) or value.count(".") != 1:
         return value
     enum_name, member = value.split(".")
