@@ -76,7 +76,7 @@ class _Formatter(logging.Formatter):
         return super().format(record)
 
 
-class _StandardStreamHandler(logging.StreamHandler):
+class _LiveStreamHandler(logging.StreamHandler):
     """A handler that reads `sys.stderr` or `sys.stdout` anew for each line, so that redirection works. It
     drops lines that a handler of the root logger writes to the terminal, too, so that they appear once."""
 
@@ -118,11 +118,8 @@ def configure(level: str, destination: str) -> None:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
-    handler = (
-        _StandardStreamHandler(destination)
-        if destination in ("stderr", "stdout")
-        else logging.FileHandler(destination, delay=True)
-    )
+    is_stream = destination in ("stderr", "stdout")
+    handler = _LiveStreamHandler(destination) if is_stream else logging.FileHandler(destination, delay=True)
     handler.setFormatter(_Formatter())
     handler.addFilter(repeats)
     logger.addHandler(handler)

@@ -21,10 +21,7 @@ _RULES: dict[AutoStage, AutoRule] = {
 
 
 class Stage:
-    """Blocks that run on one ipu, one after another.
-
-    >>> Stage("embedding", "layer0").ipu(1)
-    """
+    """Blocks that run on one ipu, one after another: `Stage("embedding", "layer0").ipu(1)`."""
 
     blocks: list[str]
 

@@ -24,10 +24,8 @@ OUTPUTS: dict[OutputMode, Outputs] = {
 
 def resolve_options(options: Options, training: bool, model: nn.Module | None = None) -> Options:
     """Return a frozen copy of the options, with an output mode in place of Default, and the strategy that
-    `poptorch.annotate` or `split` set for `model` in place of the default strategy.
-
-    Raises: Error if gradient accumulation is not 1 in inference
-    """
+    `poptorch.annotate` or `split` set for `model` in place of the default strategy. Raises Error if gradient
+    accumulation is not 1 in inference."""
     own = options.clone()
     if own.defaultOutputMode():
         own.outputMode(OutputMode.Final if training else OutputMode.All)
