@@ -1,7 +1,7 @@
 """Profiles of executors: measured times and the tables of the plan, written when devices are released.
 
 The files are `<directory>/training/profile.pop` or `<directory>/inference/profile.pop`, and a page of all
-profiles there, `<directory>/report.html`. Profiles that are open when the program ends are written then.
+profiles in the directory, `<directory>/report.html`. At the end of the program the open profiles are written.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Reporter:
             self._next_save = now + max(_SAVE_INTERVAL, _SAVE_FACTOR * (now - began))
 
     def save(self) -> None:
-        """Write the profile, and the page of all profiles; log a warning if that fails. No effect in other
-        instances than 0, and if no engine is attached."""
+        """Write the profile, and the page of all profiles; log a warning if that fails. No effect if no
+        engine is attached, or in an instance other than 0."""
         if self._running is None or self._running[0].settings.counts.instance != 0:
             return
         try:
@@ -97,7 +97,7 @@ class Reporter:
             "steps": recorder.steps,
             "ns_in_calls": recorder.ns_in_calls,
             "detailed_step": None if detail is None else [detail.call, detail.step],
-            "capacity": _capacity(settings.strategy.capacity),
+            "capacity": _memory_capacity(settings.strategy.capacity),
             "threads": torch.get_num_threads() // inside,
             "threads_inside": inside,
             "versions": {
@@ -116,8 +116,8 @@ class Reporter:
             name=f"{name} (plan {self.number})" if self.number > 1 else name,
             facts={**found.facts, **facts},
             passes=tuple(profile.Pass(name, round(seconds, 6)) for name, seconds in self.passes.items()),
-            operations=tuple(_with_times(found.operations, detail)),
-            tracks=tuple(_tracks(recorder)),
+            operations=tuple(_add_times(found.operations, detail)),
+            tracks=tuple(_recorded_tracks(recorder)),
             calls=tuple(
                 profile.Call(call, start - origin, end - origin, steps)
                 for call, start, end, steps in recorder.in_calls
@@ -136,7 +136,7 @@ class Reporter:
         )
 
 
-def _capacity(ipu_bytes: float) -> dict[str, Any]:
+def _memory_capacity(ipu_bytes: float) -> dict[str, Any]:
     """Return a profile's "capacity": the memory of an ipu, if set for `AutoBalance`, else of this machine."""
     if ipu_bytes < math.inf:
         return {"bytes": int(ipu_bytes), "of": "the capacity of an ipu", "shared": False}
@@ -179,8 +179,7 @@ def _save_and_end(number: int, frame: Any) -> None:
 
 @contextlib.contextmanager
 def recording_event(reporter: Reporter | None, kind: str) -> Iterator[None]:
-    """Run the body, and record its duration as an event `kind` of the host; no effect without a reporter, or
-    if the body raises."""
+    """Run the body; unless it raises, record its duration as an event of this kind if there is a reporter."""
     start = time.perf_counter_ns()
     yield
     if reporter is not None:
@@ -190,17 +189,16 @@ def recording_event(reporter: Reporter | None, kind: str) -> Iterator[None]:
 # ---- recorded times ---------------------------------------------------------------------------------------
 
 
-def _tracks(recorder: Recorder) -> list[profile.Track]:
-    """Return the times of the recorded steps of each ipu; of a failed step only of instructions that ran."""
+def _recorded_tracks(recorder: Recorder) -> list[profile.Track]:
+    """Return the times of each ipu in each recorded step; of a failed step only of instructions that ran."""
     steps = [step for steps in recorder.kept for step in steps.items()]
     steps += [(key, times) for key, times in recorder.broken.items() if any(times.ends[:1])]
-    found = [_track(recorder, key, times) for key, times in steps]
+    found = [_track_of_step(recorder, key, times) for key, times in steps]
     return sorted(found, key=lambda track: (track.call, track.step, track.replica, track.ipu))
 
 
-def _track(recorder: Recorder, key: tuple[int, int], times: Times) -> profile.Track:
-    """Return the times of one ipu in a step, up to the first unfinished instruction; `key`: (replica,
-    ipu)."""
+def _track_of_step(recorder: Recorder, key: tuple[int, int], times: Times) -> profile.Track:
+    """Return the times of the ipu `key` (replica, ipu) in a step, up to the first unfinished instruction."""
     length = next((index for index, end in enumerate(times.ends) if not end), times.length)
     begins, ends = times.begins[:length], times.ends[:length]
     return profile.Track(
@@ -215,7 +213,7 @@ def _track(recorder: Recorder, key: tuple[int, int], times: Times) -> profile.Tr
     )
 
 
-def _with_times(operations: Sequence[profile.Operation], detail: Detail | None) -> list[profile.Operation]:
+def _add_times(operations: Sequence[profile.Operation], detail: Detail | None) -> list[profile.Operation]:
     """Return the operations with their runs and nanoseconds in the detailed step, if there is one."""
     if detail is None:
         return list(operations)
@@ -242,8 +240,7 @@ def _changed_options(options: Options, training: bool) -> list[profile.Option]:
 
 
 def _optimizer_in_words(optimizer: Optimizer | None) -> str:
-    """Return, as text, an optimizer's rule, its numbers of parameters and groups, and its settings, but
-    learning rates, that differ from the rule's defaults; "none" without an optimizer."""
+    """Return as text an optimizer's rule, size, and settings unlike the rule's defaults; None: "none"."""
     if optimizer is None:
         return "none"
     groups, plain = len(set(optimizer.group_of.values())), Optimizer(optimizer.kind, optimizer.group_of)

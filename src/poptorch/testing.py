@@ -104,15 +104,15 @@ def compare(
             losses = torch.as_tensor(update(ours, our_optimizer, used)).detach()
     finally:
         torch.set_num_threads(threads)
-    loss = _verdict(losses, expected)
+    loss = _compare_tensors(losses, expected)
     rows = tuple(
-        (name, _verdict(our.grad, weight.grad), _verdict(our.detach(), weight.detach()))
+        (name, _compare_tensors(our.grad, weight.grad), _compare_tensors(our.detach(), weight.detach()))
         for (name, weight), our in zip(plain.named_parameters(), ours.parameters(), strict=True)
     )
-    return Comparison(f"{title}; against plain PyTorch", _conclusion(loss, rows, counts), loss, rows)
+    return Comparison(f"{title}; against plain PyTorch", _describe_gradients(loss, rows, counts), loss, rows)
 
 
-def _call(model: Callable[..., Any], batch: Any) -> Any:
+def _call_with_batch(model: Callable[..., Any], batch: Any) -> Any:
     """Call a model with a batch of arguments, and return its outputs."""
     args, kwargs = arguments_of(batch)
     return model(*args, **kwargs)
@@ -145,7 +145,7 @@ def _update_plain(
             index = turn * counts.groups + counts.group_of(replica)
             # Copies, since an executor's tensors begin at aligned addresses, on which the kernel depends.
             parts = (t.chunk(counts.accumulation * counts.groups)[index].clone() for t in tensors_of(batch))
-            outputs = _call(model, with_tensors(batch, parts))
+            outputs = _call_with_batch(model, with_tensors(batch, parts))
             loss_index = _index_of_loss(outputs)
             loss = tensors_of(outputs)[loss_index]
             loss.backward()
@@ -164,24 +164,24 @@ def _update_plain(
 def _update_by_executor(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, batch: Any, loss_index: int
 ) -> tuple[str, Tensor]:
-    """Update a model in place by an executor, and leave in `.grad` the momenta of an update of a copy by SGD,
-    which are the gradients. Return the title of the executor's plan, and the losses of all micro-batches."""
+    """Update a model in place by an executor, and leave its gradients in `.grad`: the momenta of an update of a
+    copy by SGD. Return the title of the executor's plan, and the losses of all micro-batches."""
     other = copy.deepcopy(model)
     executor = trainingModel(model, options.clone().outputMode(OutputMode.All), optimizer)
-    losses = tensors_of(_call(executor, batch))[loss_index].flatten()
+    losses = tensors_of(_call_with_batch(executor, batch))[loss_index].flatten()
     title = executor.plan.title
     executor.destroy()
     sgd = torch.optim.SGD(other.parameters(), lr=0.0, momentum=0.5)
     executor = trainingModel(other, options, sgd)
-    _call(executor, batch)
+    _call_with_batch(executor, batch)
     executor.destroy()
     for parameter, same in zip(model.parameters(), other.parameters(), strict=True):
         parameter.grad = sgd.state.get(same, {}).get("momentum_buffer")
     return title, losses
 
 
-def _verdict(found: Tensor | None, plain: Tensor | None) -> str:
-    """Return "equal", "none" if both are None, or a short description of the difference from `plain`."""
+def _compare_tensors(found: Tensor | None, plain: Tensor | None) -> str:
+    """Return "equal", "none" if both are None, or as text how `found` differs from plain PyTorch's tensor."""
     if found is None or plain is None:
         return "none" if found is plain else "missing" if found is None else "plain has none"
     if torch.equal(found, plain):
@@ -207,7 +207,7 @@ def _factor_text(factor: float) -> str:
     return f"{ratio if ratio.denominator == 1 else format(factor, '.4g')} times plain"
 
 
-def _conclusion(loss: str, rows: Sequence[tuple[str, str, str]], counts: Counts) -> str:
+def _describe_gradients(loss: str, rows: Sequence[tuple[str, str, str]], counts: Counts) -> str:
     """Return "all equal", "all gradients are equal", or the differing gradients and a likely cause."""
     rows = [row for row in rows if row[1] != "none"]
     differing = [(name, gradient) for name, gradient, _ in rows if gradient != "equal"]

@@ -1,4 +1,4 @@
-"""Loaders of combined batches, the rows of one call of an executor; a worker process can load them ahead."""
+"""Load combined batches, each with the rows of one call of an executor; a worker process can load ahead."""
 
 from poptorch.data.accessor import AsynchronousDataAccessor
 from poptorch.data.loader import DataLoader

@@ -25,13 +25,21 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset
 
 from popengine.errors import DataError
-from poptorch.data.loader_process import EpochEnd, Feeder, Loaded, Restart, SlotUnpickler, pickled, serve
+from poptorch.data.loader_process import (
+    EpochEnd,
+    Feeder,
+    Loaded,
+    Restart,
+    SlotUnpickler,
+    pickle_state,
+    run_worker,
+)
 from poptorch.data.loader_state import LoaderState, with_epoch_ended
 from poptorch.enums import DataLoaderMode, SharingStrategy, by_name
 
 
 class FetcherError(DataError, AssertionError):
-    """The error of an accessor whose worker failed or was terminated. An AssertionError, as in PopTorch."""
+    """The error of an accessor whose worker failed or was terminated; an AssertionError, as in PopTorch."""
 
 
 class AsynchronousDataAccessor:
@@ -68,7 +76,7 @@ class AsynchronousDataAccessor:
         feeder = Feeder(dataset, slots, prefilled_slots, load_indefinitely, rebatched_size)
         self._process, self._connection = _start_worker(strategy, feeder)
         # Before multiprocessing's own exit handler (priority 0), which would wait for the worker for ever.
-        self._stop = Finalize(self, _stop, args=(self._process, self._connection), exitpriority=10)
+        self._stop = Finalize(self, _stop_worker, args=(self._process, self._connection), exitpriority=10)
         self._restart_count = 0
         # Slots to return to the worker with the next batch: the latest batch's; at first all that aren't prefilled.
         self._slots_to_release = list(range(prefilled_slots, slots))
@@ -78,7 +86,7 @@ class AsynchronousDataAccessor:
         # Pickled states of a poptorch.DataLoader: when this epoch began, and after the latest batch without "begun".
         self._start_state: bytes | None = None
         if hasattr(dataset, "_progress"):
-            self._start_state = pickled(dataset._progress.next_state(dataset))  # type: ignore[union-attr]
+            self._start_state = pickle_state(dataset._progress.next_state(dataset))  # type: ignore[union-attr]
         self._state = self._start_state
         self._memory = self._receive("AsynchronousDataAccessor worker thread failed to start")
 
@@ -125,13 +133,12 @@ class AsynchronousDataAccessor:
         return {**pickle.loads(self._state), "begun": start["begun"] or start["now"]}
 
     def _restart(self, state: LoaderState | None) -> None:
-        """Make the worker drop its epoch, with the batches loaded ahead, and continue from a loader's
-        `state_dict()`; None: begin the next epoch."""
+        """Make the worker drop its epoch and begin the next one, or continue from a loader's state."""
         self._check_alive()
         self._restart_count += 1
         self._needs_restart = self._is_epoch_ended = False
         if state is not None:
-            self._start_state = self._state = pickled(state)
+            self._start_state = self._state = pickle_state(state)
         self._send(Restart(self._restart_count, None if state is None else self._state))
 
     def terminate(self) -> None:
@@ -231,7 +238,7 @@ def _start_worker(strategy: SharingStrategy, feeder: Feeder) -> tuple[BaseProces
     as_bytes = strategy in (SharingStrategy.ForkServer, SharingStrategy.FileSystem)
     try:
         arguments = (theirs, pickle.dumps(feeder) if as_bytes else feeder)
-        process = context.Process(target=serve, args=arguments, name="poptorch-data", daemon=False)
+        process = context.Process(target=run_worker, args=arguments, name="poptorch-data", daemon=False)
         process.start()
     except BrokenPipeError as error:
         ours.close()
@@ -252,7 +259,7 @@ def _start_worker(strategy: SharingStrategy, feeder: Feeder) -> tuple[BaseProces
     return process, ours
 
 
-def _stop(process: BaseProcess, connection: Connection) -> None:
+def _stop_worker(process: BaseProcess, connection: Connection) -> None:
     """Close the connection; end the worker, by SIGKILL after 3 s, and all processes that it started."""
     process.terminate()
     connection.close()

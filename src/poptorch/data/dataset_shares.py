@@ -1,7 +1,7 @@
 """The division of a dataset's rows among processes.
 
-By replica (`Options.Distributed.rowsByReplica`): the replicas of all processes divide each global batch.
-Otherwise as in PopTorch: each process has a contiguous share of the order.
+With `Options.Distributed.rowsByReplica` the replicas of all processes divide each global batch. Otherwise, as
+in PopTorch, each process reads a contiguous share of the dataset, in the dataset's order or shuffled.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class ProcessSampler(Sampler[int]):
 
     Args:
         rows: number of rows of the dataset
-        seed: of the random order of the rows, drawn anew in each epoch; None: the order is the dataset's
+        seed: seed of the order of the rows, which is drawn anew in each epoch; None: the dataset's order
         get_indices: returns the process's indices into that order, which are taken modulo `rows`
         leftovers: number of rows that no process reads. With a seed, this number is added to the indices in
             the first, third, ... epoch, so that every index is read in one of two epochs

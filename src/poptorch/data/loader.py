@@ -186,8 +186,7 @@ class DataLoader(torch.utils.data.DataLoader):
         return _record_batches(batches, self.options._counts(), self._micro_batch)
 
     def _begin_epoch(self, skipped: int = 0) -> Iterator[Any]:
-        """Begin an epoch, and return an iterator over its batches; if rows are regrouped, without the first
-        `skipped` rows."""
+        """Begin an epoch; return an iterator over its batches (if rows are regrouped, but `skipped` rows)."""
         batches = super().__iter__()
         if self._worker_size is not None:
             return rebatch_rows(batches, self._combined_batch_size or 1, not self.drops_last, skipped)
@@ -196,8 +195,8 @@ class DataLoader(torch.utils.data.DataLoader):
         return group_batches(batches, self._elements_per_batch, not self.drops_last)
 
     def _offset_in_sampler(self, position: int) -> tuple[int, int]:
-        """Return the number of whole sampler elements before the batch with this index in an epoch, and the
-        number of rows of the next element that are before the batch, too."""
+        """Return the number of whole sampler elements before a batch of an epoch, and the number of rows
+        before it of the next element. `position`: index of the batch."""
         if self._worker_size is None:
             return position * self._elements_per_batch, 0
         return divmod(position * (self._combined_batch_size or 1), self._worker_size)
@@ -229,8 +228,8 @@ class DataLoader(torch.utils.data.DataLoader):
         return length_of(self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler)
 
     def _worker_batch_size(self, worker_size: int | None, batch_sampler: Any) -> int | None:
-        """Return the rows of a batch of torch's loader if rows are regrouped into combined batches, else
-        None. Raises AssertionError if `worker_size` exceeds the combined batch size."""
+        """Return the size of the batches of torch's loader if their rows are regrouped, else None. Raises
+        AssertionError if `worker_size` exceeds the combined batch size."""
         combined = self._combined_batch_size
         assert worker_size is None or combined is None or worker_size <= combined, (
             f"rebatched_worker_size={worker_size} must not be larger than the combined batch size {combined}"
@@ -242,7 +241,7 @@ class DataLoader(torch.utils.data.DataLoader):
         return worker_size or combined if regroups and has_rows else None
 
     def _warn_of_incomplete_batch(self, batch_sampler: Any) -> None:
-        """Log a warning if the last batch is incomplete, or may be as `batch_sampler` has no length."""
+        """Log a warning if the last batch is incomplete, or if that is unknown: a sampler without length."""
         parts, whole, unit = self._row_count() or 0, self._combined_batch_size or 1, "rows"
         if batch_sampler is not None:
             parts, whole, unit = length_of(batch_sampler), self._elements_per_batch, "micro-batches"
@@ -254,7 +253,7 @@ class DataLoader(torch.utils.data.DataLoader):
             )
 
     def _warn_of_no_batch(self) -> None:
-        """Log a warning that the dataset has too few rows; no effect in asynchronous modes, which raise."""
+        """Log a warning that the dataset has too few rows. (In asynchronous modes the worker raises.)"""
         if self.mode == DataLoaderMode.Sync:
             rows, combined = self._row_count(), self._combined_batch_size
             logger.warning(

@@ -54,7 +54,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class EpochEnd:
-    """The message that an epoch has ended; `state` as in Loaded."""
+    """The message that an epoch has ended; `state` is the dataset's state then, as in Loaded."""
 
     restart_count: int
     is_continuing: bool  # False if the worker waits for a Restart
@@ -92,7 +92,7 @@ class _SlotPickler(pickle.Pickler):
         where = self._end, obj.nbytes, obj.dtype, obj.shape
         self._end += _padded_size(obj)
         with torch.no_grad():
-            _view(self._slot, *where).copy_(obj)
+            _view_of_slot(self._slot, *where).copy_(obj)
         return where
 
     def reducer_override(self, obj: Any) -> Any:
@@ -108,10 +108,10 @@ class SlotUnpickler(pickle.Unpickler):
         self._slot = slot
 
     def persistent_load(self, pid: Any) -> Tensor:
-        return _view(self._slot, *pid)
+        return _view_of_slot(self._slot, *pid)
 
 
-def _view(slot: Tensor, start: int, size: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+def _view_of_slot(slot: Tensor, start: int, size: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     """Return a tensor that is a view of `size` bytes of a slot, from the offset `start` in bytes."""
     return slot[start : start + size].view(dtype).view(shape)
 
@@ -121,9 +121,8 @@ def _padded_size(tensor: Tensor) -> int:
     return -(-tensor.nbytes // 64) * 64
 
 
-def pickled(state: LoaderState) -> bytes:
-    """Return a loader's state, pickled: its tensors as numpy arrays, since a state is sent with every batch
-    and torch's pickling is slow."""
+def pickle_state(state: LoaderState) -> bytes:
+    """Return a loader's state as bytes. Tensors are pickled as numpy arrays, which is faster."""
     file = io.BytesIO()
     pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = {Tensor: lambda tensor: (torch.from_numpy, (tensor.numpy(),))}
@@ -131,20 +130,20 @@ def pickled(state: LoaderState) -> bytes:
     return file.getvalue()
 
 
-def _with_lists(value: Any) -> Any:
-    """Return a batch with lists in place of plain tuples, also of tuples inside plain lists and
-    dictionaries."""
+def _tuples_to_lists(value: Any) -> Any:
+    """Return a batch with lists in place of tuples, also inside lists and dictionaries. Parts of other types,
+    such as named tuples, are unchanged."""
     if type(value) in (tuple, list):
-        return [_with_lists(part) for part in value]
+        return [_tuples_to_lists(part) for part in value]
     if type(value) is dict:
-        return {key: _with_lists(part) for key, part in value.items()}
+        return {key: _tuples_to_lists(part) for key, part in value.items()}
     return value
 
 
 # The process ----------------------------------------------------------------------------------------------
 
 
-def serve(connection: Connection, feeder: Feeder | bytes) -> None:
+def run_worker(connection: Connection, feeder: Feeder | bytes) -> None:
     """Run the worker process until the consumer ends, or an error, which is sent to the consumer as text.
 
     `feeder` may be pickled: then an error of unpickling is sent to the consumer, too.
@@ -220,23 +219,23 @@ class Feeder:
                     self.batches = rebatch_rows(self.batches, self.rebatched_size, keep_tail=False)
             batch = next(self.batches, end)
             if batch is not end:
-                self.send_batch(_with_lists(batch))
+                self.send_batch(_tuples_to_lists(batch))
                 is_empty = False
                 continue
             if self.memory is None:
                 raise DataError("the dataset is empty: it has not a single (complete) batch")
             # After an empty epoch the worker waits: a generator, for example, can be iterated only once.
             self.batches, self.is_loading = None, self.load_indefinitely and not is_empty
-            connection.send(EpochEnd(self.restart_count, self.is_loading, self.pickled_state()))
+            connection.send(EpochEnd(self.restart_count, self.is_loading, self.pickle_dataset_state()))
 
-    def pickled_state(self) -> bytes | None:
-        """Return the dataset's state without "begun", which the consumer knows; None if it has no state."""
+    def pickle_dataset_state(self) -> bytes | None:
+        """Return the pickled state of a poptorch.DataLoader without "begun"; None for another dataset."""
         if not hasattr(self.dataset, "_progress"):
             return None
-        return pickled({**self.dataset.state_dict(), "begun": None})
+        return pickle_state({**self.dataset.state_dict(), "begun": None})
 
     def send_batch(self, batch: Any) -> None:
-        """Copy a batch into a free slot, and send a Loaded; before the first one, make and send the slots."""
+        """Copy a batch into a free slot and send a Loaded; make and send the slots before the first one."""
         is_first = self.memory is None
         if self.memory is None:
             size = max(sum(map(_padded_size, tensors_of(batch))), 1)
@@ -246,7 +245,7 @@ class Feeder:
         _SlotPickler(file, self.memory[slot]).dump(batch)
         if is_first:
             self.connection.send(self.memory)
-        self.connection.send(Loaded(self.restart_count, slot, file.getvalue(), self.pickled_state()))
+        self.connection.send(Loaded(self.restart_count, slot, file.getvalue(), self.pickle_dataset_state()))
 
     def handle_message(self) -> None:
         """Wait for a message. Free a returned slot; or, at a Restart, drop the current epoch, so that `run`

@@ -67,7 +67,7 @@ class Progress:
         if self.loaded_state is not None:
             return self.loaded_state
         position = {"epoch": self.epoch, "position": self.position}
-        return {**position, **_layout(loader), "begun": self.begun, "now": _generator_states(loader)}
+        return {**position, **_shares_and_rows(loader), "begun": self.begun, "now": _generator_states(loader)}
 
     def next_state(self, loader: Any) -> LoaderState:
         """Return the loaded state, if there is one, else the state at the beginning of the next epoch."""
@@ -87,16 +87,16 @@ class Progress:
             loader._iterator = None  # persistent workers may have begun another epoch
         _set_generators(loader, begun)
         if isinstance(loader.dataset, IterableDataset):
-            batches = _after_skip(loader._begin_epoch(), self.position, now, ahead=0)
+            batches = _skip_elements(loader._begin_epoch(), self.position, now, ahead=0)
         else:
             begin = None if begun["fresh"] else partial(_set_generators, loader, begun)
             count, skipped = loader._offset_in_sampler(self.position)
-            self.iterate = partial(_after_skip, count=count, random=now, ahead=1, begin=begin)
+            self.iterate = partial(_skip_elements, count=count, random=now, ahead=1, begin=begin)
             batches = loader._begin_epoch(skipped)
         return self._count_batches(loader, batches)
 
     def _count_batches(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches and count them; then count the epoch, and warn if the first epoch was empty."""
+        """Yield and count the batches; at the end count the epoch, and warn if the first one was empty."""
         for batch in batches:
             self.position += 1
             yield batch
@@ -107,7 +107,7 @@ class Progress:
 
 
 class ResumableSampler:
-    """A wrapper of a sampler, whose next iteration is by `progress.iterate`, and later ones by `iter`."""
+    """A wrapper of a sampler, whose next iteration is by `progress.iterate`, which may skip elements."""
 
     def __init__(self, sampler: Any, progress: Progress) -> None:
         self.sampler, self.progress = sampler, progress
@@ -121,7 +121,7 @@ class ResumableSampler:
         yield from iterate(self.sampler)
 
 
-def _after_skip(
+def _skip_elements(
     parts: Iterable[Any],
     count: int,
     random: RandomState | None,
@@ -155,7 +155,7 @@ def adapted_state(state: Mapping[str, Any], loader: Any) -> LoaderState:
         DataError: the value is not a loader's state, it has other random generators than this loader, or rows
             would be lost or read twice
     """
-    here = _layout(loader)
+    here = _shares_and_rows(loader)
     if not isinstance(state, Mapping) or set(state) != {"epoch", "position", "begun", "now", *here}:
         raise DataError(
             "this is not the state of a poptorch.DataLoader\n  fix: load what its state_dict() has returned"
@@ -171,8 +171,8 @@ def adapted_state(state: Mapping[str, Any], loader: Any) -> LoaderState:
         rows = position * (state["rows"] or 0)
         if state["shares"] != 1 or here["shares"] != 1 or not rows or rows % (here["rows"] or rows + 1):
             raise DataError(
-                f"the loader's state is of the middle of epoch {state['epoch']}, from {_describe_layout(state)}, "
-                f"and here are {_describe_layout(here)}: rows would be read twice, and others never\n"
+                f"the loader's state is of the middle of epoch {state['epoch']}, from {_describe_shares(state)}, "
+                f"and here are {_describe_shares(here)}: rows would be read twice, and others never\n"
                 f"  why: a process with a share of its own counts the batches of that share\n"
                 f"  fix: go on as before until the epoch has ended, or load a state from between two epochs; with "
                 f"popdist.poptorch.Options rows belong to replicas, and any number of processes goes on"
@@ -181,7 +181,7 @@ def adapted_state(state: Mapping[str, Any], loader: Any) -> LoaderState:
     return {**state, **here, "position": position}
 
 
-def _layout(loader: Any) -> dict[str, Any]:
+def _shares_and_rows(loader: Any) -> dict[str, Any]:
     """Return the number of processes with shares of their own (1: no shares), and the rows of a call of all
     processes (with shares, of this process; None: the micro-batch is not known)."""
     shares, size = loader._share_count, loader._combined_batch_size
@@ -189,21 +189,22 @@ def _layout(loader: Any) -> dict[str, Any]:
     return {"shares": shares, "rows": size and size * processes}
 
 
-def _describe_layout(layout: Mapping[str, Any]) -> str:
+def _describe_shares(layout: Mapping[str, Any]) -> str:
     count, rows = layout["shares"], layout["rows"]
     shares = f"{count} processes with a share each" if count > 1 else "one order for all"
     return f"{shares} in calls of {rows} rows"
 
 
 def _own_generators(loader: Any) -> list[torch.Generator]:
-    """Return the generators of a loader and its samplers, each once."""
+    """Return the user's and our torch generators, each once, of a loader and of its samplers."""
     samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
     generators = [getattr(part, "generator", None) for part in (loader, *samplers)]
     return list({id(each): each for each in generators if isinstance(each, torch.Generator)}.values())
 
 
 def _generator_states(loader: Any) -> LoaderState:
-    """Return the states of the global generators and the loader's own, and whether an epoch changes them."""
+    """Return the states of the global generators and of the loader's own; "behind" is `is_shifted` of its
+    ProcessSampler, "fresh" says whether the next epoch starts new workers."""
     return {
         "random": random_state(),
         "own": [generator.get_state() for generator in _own_generators(loader)],

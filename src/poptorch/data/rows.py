@@ -11,8 +11,7 @@ from poptorch.nested_values import describe, tensors_of, with_tensors
 
 
 def concatenate_batches(batches: Sequence[Any]) -> Any:
-    """Return a batch whose tensors are concatenated from those of all batches. Raises DataError if the
-    batches differ in structure or constants."""
+    """Return a batch with the rows of all batches. Raises DataError if structures or constants differ."""
     if len(batches) == 1:
         return batches[0]
     if any(describe(batch) != describe(batches[0]) for batch in batches[1:]):
@@ -26,8 +25,7 @@ def concatenate_batches(batches: Sequence[Any]) -> Any:
 
 
 def group_batches(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterator[Any]:
-    """Yield a concatenation of each `size` consecutive batches; with `keep_tail` also of fewer, at the
-    end."""
+    """Yield each `size` consecutive batches as one; with `keep_tail` also fewer batches, at the end."""
     source = iter(batches)
     while group := list(islice(source, size)):
         if len(group) == size or keep_tail:
@@ -35,8 +33,7 @@ def group_batches(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterato
 
 
 def rebatch_rows(batches: Iterable[Any], size: int, keep_tail: bool, skipped: int = 0) -> Iterator[Any]:
-    """Yield the rows of all batches but the first `skipped`, in batches of `size` rows; with `keep_tail` also
-    a last batch of fewer rows."""
+    """Yield all rows but the first `skipped` in batches of `size`; with `keep_tail` also a smaller rest."""
     parts: list[Any] = []
     missing = size
     for batch in batches:
@@ -55,8 +52,7 @@ def rebatch_rows(batches: Iterable[Any], size: int, keep_tail: bool, skipped: in
 
 
 def row_count_of(batch: Any) -> int:
-    """Return the size of dimension 0 of a batch's tensors. Raises DataError if their sizes differ, or a
-    tensor has no dimension, or there is no tensor."""
+    """Return the size of dimension 0 of a batch's tensors. Raises DataError unless there is one size."""
     counts = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(batch)}
     if len(counts) != 1 or None in counts:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_of(batch)) or "no tensors"

@@ -12,7 +12,7 @@ from popengine.compile.recording.current_capture import Capture, current
 from popengine.errors import Error
 
 from .host import as_list
-from .library import check_tensors, listed, shapes_of
+from .library import check_tensors, shapes_of, shapes_text
 
 
 def cond(
@@ -37,7 +37,7 @@ def cond(
     capture = current()
     if capture is None:
         body, given = (then_body, then_inps) if bool(condition) else (else_body, else_inps)
-        return _call_body("cond", body, _copies(given))
+        return _call_body("cond", body, _clone_tensors(given))
     _check_inference(capture, "cond")
     words = "poptorch.cond() takes a bool tensor with one element as condition"
     check_tensors(words, condition)
@@ -51,7 +51,8 @@ def cond(
     if bodies[0].outputs != bodies[1].outputs:
         raise Error(
             "the bodies of poptorch.cond() must return the same number of tensors, of the same shapes and types\n"
-            f"  then_body returns {listed(bodies[0].outputs)}\n  else_body returns {listed(bodies[1].outputs)}"
+            f"  then_body returns {shapes_text(bodies[0].outputs)}\n"
+            f"  else_body returns {shapes_text(bodies[1].outputs)}"
         )
     library = torch.ops.popengine
     run = library.cond_that_draws if any(body.draws for body in bodies) else library.cond
@@ -81,7 +82,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
     if capture is None:
         values = list(inputs)
         for _ in range(count):
-            values = _call_body("for_loop", body, _copies(values))
+            values = _call_body("for_loop", body, _clone_tensors(values))
         return values
     _check_inference(capture, "for_loop")
     if not inputs:
@@ -92,7 +93,8 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
     if traced.outputs != shapes_of(inputs):
         raise Error(
             "the body of poptorch.for_loop() must return tensors of the shapes and types of its inputs, which are"
-            f" fed to the next turn\n  it takes {listed(shapes_of(inputs))}\n  it returns {listed(traced.outputs)}"
+            f" fed to the next turn\n  it takes {shapes_text(shapes_of(inputs))}\n"
+            f"  it returns {shapes_text(traced.outputs)}"
         )
     run = torch.ops.popengine.loop_that_draws if traced.draws else torch.ops.popengine.loop
     return list(run(count, traced.packed(), list(inputs), outer))
@@ -114,13 +116,12 @@ def _check_inference(capture: Capture, name: str) -> None:
         )
 
 
-def _copies(values: Sequence[Any]) -> list[Any]:
+def _clone_tensors(values: Sequence[Any]) -> list[Any]:
     return [value.clone() if isinstance(value, Tensor) else value for value in values]
 
 
 def _call_body(name: str, body: Callable[..., Any], inputs: Sequence[Any]) -> list[Tensor]:
-    """Return the outputs of a body as a list. Raises Error, with the operation's `name`, unless all are
-    tensors."""
+    """Call a body of the operation `name`; return its outputs as a list. Raises Error if one is no tensor."""
     values = as_list(body(*inputs))
     check_tensors(f"a body of poptorch.{name}() returns a tensor, or a list or tuple of tensors", *values)
     return values

@@ -1,8 +1,6 @@
-"""CTC (connectionist temporal classification): the loss, and the search for the most probable label
-sequences.
+"""CTC, connectionist temporal classification: the loss, and the search for the most probable label sequences.
 
-Each is a single operation of the graph, since it reads lengths, which have no values while a model is
-captured.
+Each is a single operation of the graph: it reads lengths, which have no values while a model is captured.
 """
 
 import math
@@ -100,7 +98,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.set_materialize_grads(False)  # the second output has no gradient
 
 
-def _backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
+def _loss_backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
     found = torch.ops.poptorch.ctc_loss_backward(gradient, *ctx.saved_tensors, *ctx.settings)
     return (found, *[None] * 5)
 
@@ -110,7 +108,7 @@ register_computed(
     "ctc_loss_backward", _compute_gradient, lambda gradient, log_probs, *rest: torch.empty_like(log_probs)
 )
 torch.library.register_autograd(
-    "poptorch::ctc_loss", _backward, setup_context=_save_for_backward, lib=LIBRARY
+    "poptorch::ctc_loss", _loss_backward, setup_context=_save_for_backward, lib=LIBRARY
 )
 
 
@@ -188,7 +186,7 @@ def _best_paths(rows: list[list[float]], blank: int, beam_width: int) -> list[tu
 
 
 def _log_add_exp(one: float, other: float) -> float:
-    """Return log(exp(one) + exp(other))."""
+    """Return log(exp(one) + exp(other)), also for minus infinity."""
     high, low = max(one, other), min(one, other)
     return high if low == _LOG_ZERO else high + math.log1p(math.exp(low - high))
 

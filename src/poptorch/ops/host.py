@@ -23,7 +23,7 @@ from popengine.ir import Plan
 from popengine.operations import calls_within
 
 from .known_operations import KNOWN, compute_known
-from .library import check_tensors, listed, register_computed, shapes_of
+from .library import check_tensors, register_computed, shapes_of, shapes_text
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,7 @@ class HostCall:
     """A function that a graph calls on the host.
 
     Args:
-        outputs:   shape and dtype of each tensor that the call returns: the function's, then those of
-            `writes`
+        outputs:   shapes and dtypes of the function's outputs, then of the inputs `writes`
         writes:    indices of the inputs that the function changes in place
         unchanged: indices of the inputs that the function must not change
         weights:   names and references of the model's tensors on the host, which it must not change either
@@ -119,21 +118,21 @@ def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
                 )
     if shapes_of(made) != call.outputs:
         raise Error(
-            f"{call.name} returned {listed(shapes_of(made))}; the graph was compiled for {listed(call.outputs)}\n"
+            f"{call.name} returned {shapes_text(shapes_of(made))}; the graph was compiled for"
+            f" {shapes_text(call.outputs)}\n"
             "  fix: return the same shapes and types at every call"
         )
     return [value.contiguous() for value in made]
 
 
 def _version_counters(call: HostCall) -> dict[str, int]:
-    """Return the version counters of the model's tensors on the host, by name; a write increments a
-    counter."""
+    """Return the version counters, which writes increment, of the model's tensors on the host, by name."""
     with torch._C.DisableTorchFunctionSubclass():  # reading a marked tensor would copy weights to the host
         return {name: value._version for name, link in call.weights if (value := link()) is not None}
 
 
 def _has_same_bits(value: Tensor, before: Tensor) -> bool:
-    """Return whether two tensors hold the same bits. (NaN differs from NaN in `torch.equal`.)"""
+    """Return whether two tensors hold the same bits; unlike `torch.equal`, equal NaNs are the same."""
     value, before = value.contiguous(), before.to("cpu").contiguous()
     return torch.equal(value.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8))
 
@@ -154,7 +153,7 @@ def calls_host(plan: Plan) -> bool:
 
 @dataclass(frozen=True)
 class HostFunction:
-    """A function, and its backward, that run on the host each time a graph runs.
+    """A function that runs on the host each time a graph runs, and the function that computes its gradients.
 
     Args:
         backward: `backward(gradients, inputs)` returns a gradient, or None, for each input; by default
@@ -256,13 +255,13 @@ class CPU:
                 "  why: it has no gradient\n  fix: poptorch.registerCustomOp, with a backward of your own"
             )
         check_tensors(f"poptorch.CPU {self._name!r} takes tensors", *inputs)
-        example = self._example(inputs)
+        example = self._example_outputs(inputs)
         function = HostFunction(f"poptorch.CPU {self._name!r}", self._layer, writes=self._writes)
         made = function(inputs, as_list(example))
         return type(example)(made) if isinstance(example, (list, tuple)) else made[0]
 
-    def _example(self, inputs: Sequence[Tensor]) -> Any:
-        """Return the layer's outputs, unrecorded, for fake tensors, or for zeros if these make it fail."""
+    def _example_outputs(self, inputs: Sequence[Tensor]) -> Any:
+        """Return the outputs of an unrecorded call of the layer with fake tensors, else with zeros."""
         with hidden_from_capture() as fake, torch.no_grad():
             try:
                 with fake:  # during capture the model's weights are fake

@@ -16,7 +16,7 @@ from popengine.errors import Error
 
 from ..logs import logger
 from .ctc import ctc_loss
-from .library import listed, shapes_of
+from .library import shapes_of, shapes_text
 
 _IGNORED_ATTRIBUTES = ("root_path", "grain_size")  # the path of code for IPUs, and its layout there
 REDUCTIONS = ("sum", "mean", "none")  # by the number of popart's enum
@@ -80,7 +80,7 @@ def l2_distance(first: Tensor, second: Tensor) -> Tensor:
     return torch.linalg.vector_norm(first.unsqueeze(1) - second.unsqueeze(0), dim=-1)
 
 
-def quantised(x: Tensor, exponent_bits: int, mantissa_bits: int, rounding: str) -> Tensor:
+def quantise(x: Tensor, exponent_bits: int, mantissa_bits: int, rounding: str) -> Tensor:
     """Return the values rounded to a smaller float format and clamped to its range; their dtype stays.
 
     With e exponent and m mantissa bits the largest value is 2^(2^(e-1)-1) · (2 - 2^-m), the smallest normal
@@ -100,11 +100,11 @@ class _QuantisedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, fwd: int, bwd: int, *how: Any) -> Tensor:
         ctx.bwd, ctx.how = bwd, how
-        return quantised(x, *how) if fwd else x.clone()
+        return quantise(x, *how) if fwd else x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (quantised(gradient, *ctx.how) if ctx.bwd else gradient, *[None] * 5)
+        return (quantise(gradient, *ctx.how) if ctx.bwd else gradient, *[None] * 5)
 
 
 def simulated_quant(
@@ -115,8 +115,7 @@ def simulated_quant(
     fwd: int = 1,
     bwd: int = 0,
 ) -> Tensor:
-    """Return the values, rounded as by `quantised` if `fwd` is not 0; likewise gradients if `bwd` is not
-    0."""
+    """Return the values, rounded by `quantise` if `fwd` is not 0. Gradients are rounded if `bwd` is not 0."""
     if rounding not in ("nearest", "stochastic"):
         raise Error(f'SimulatedQuant has rounding {rounding!r}\n  fix: rounding="nearest", or "stochastic"')
     return _QuantisedFunction.apply(x, fwd, bwd, exponent_bits, mantissa_bits, rounding)  # type: ignore[return-value]
@@ -161,7 +160,7 @@ def compute_known(
         logger.warning("the custom operation %s is computed by poptorch's own: %s", name, summary)
     made = function(*inputs, **given)
     if [made.numel()] != [example.numel() for example in examples]:
-        found, wanted = listed(shapes_of([made])), listed(shapes_of(examples))
+        found, wanted = shapes_text(shapes_of([made])), shapes_text(shapes_of(examples))
         raise Error(
             f"the custom operation {name} makes {found}; the program's example_outputs are {wanted}\n"
             f"  fix: an example of that shape, or poptorch.registerCustomOp({name!r}, domain, version, forward)"

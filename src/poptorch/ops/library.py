@@ -73,8 +73,7 @@ def register_computed(name: str, function: Callable[..., Any], fake: Callable[..
 
 
 def check_tensors(rule: str, *values: Any, error: type[Exception] = Error) -> None:
-    """Raise `error` unless all values are tensors. The message is `rule` and the types of the wrong
-    values."""
+    """Raise `error`, with `rule` and the types of the wrong values as message, unless all are tensors."""
     wrong = [type(value).__name__ for value in values if not isinstance(value, Tensor)]
     if wrong:
         raise error(f"{rule}; found {', '.join(wrong)}")
@@ -85,6 +84,6 @@ def shapes_of(values: Iterable[Tensor]) -> tuple[tuple[tuple[int, ...], torch.dt
     return tuple((tuple(value.shape), value.dtype) for value in values)
 
 
-def listed(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> str:
+def shapes_text(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> str:
     """Return a result of `shapes_of` as text; "nothing" if it is empty."""
     return ", ".join(f"{dtype} {shape}" for shape, dtype in shapes) or "nothing"

@@ -94,13 +94,13 @@ def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
 
 
 def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
-    """Return the tensors unchanged; as `set_overlap_for_input`, for the transfer to the host."""
+    """Return the tensors unchanged, and record `mode` for their transfer to the host:
+    `set_overlap_for_input`."""
     return _mark_tensors("set_overlap_for_output", output_tensors, mode)
 
 
 def _mark_tensors(name: str, tensors: Any, mode: OverlapMode) -> Any:
-    """Apply the mark `name` with `mode` to each tensor in a structure. Raises Error if another value is in
-    it."""
+    """Apply the mark `name` to each tensor in a structure. Raises Error if it contains another value."""
     mode = by_name(OverlapMode, mode)
     if not isinstance(mode, OverlapMode):
         raise Error(f"the mode must be one of poptorch.OverlapMode's; found {mode!r}")
@@ -194,8 +194,9 @@ class MultiConv:
         with poptorch.MultiConv().planType(poptorch.MultiConvPlanType.Parallel):
             a, b = self.left(x), self.right(y)
 
-    Setters return the object; None means no value, a list a value for each convolution. The end of the `with`
-    raises Error if there was no convolution, or a list has another length; nesting raises Error, too.
+    The setters return the object. They take one value for all convolutions, a list with a value for each, or
+    None for no value. The end of the `with` raises Error if there was no convolution, or if a list has
+    another length. Nesting raises Error, too.
     """
 
     def __init__(self) -> None:
@@ -204,7 +205,7 @@ class MultiConv:
     def availableMemoryProportions(self, value: float | list[float] | None) -> MultiConv:
         """Set the proportion of tile memory that each convolution may use."""
         valid = _all_valid(value, lambda item: isinstance(item, int | float) and not isinstance(item, bool))
-        return self._set(
+        return self._set_property(
             "available_memory_proportions", value, valid, "available memory proportion! A number or a list"
         )
 
@@ -212,30 +213,34 @@ class MultiConv:
         """Set the type of partial sums: torch.float or torch.half."""
         valid = _all_valid(value, lambda dtype: dtype in (torch.float32, torch.float16))
         words = "partials types: torch.float, torch.half or a list of them"
-        return self._set("partials_types", value, valid, words, ValueError)
+        return self._set_property("partials_types", value, valid, words, ValueError)
 
     def enableConvDithering(self, value: bool | list[bool] | None) -> MultiConv:
-        """Set whether the convolutions start on different tiles."""
+        """Set whether each convolution starts on another tile."""
         valid = _all_valid(value, lambda flag: isinstance(flag, bool))
-        return self._set(
+        return self._set_property(
             "conv_dithering", value, valid, "convolution dithering: a bool or a list of bools", ValueError
         )
 
     def planType(self, value: MultiConvPlanType | None) -> MultiConv:
         """Set whether the convolutions run in parallel or one after another."""
         valid = isinstance(value, MultiConvPlanType | None)
-        return self._set("plan_type", value, valid, "plan type! A member of poptorch.MultiConvPlanType")
+        return self._set_property(
+            "plan_type", value, valid, "plan type! A member of poptorch.MultiConvPlanType"
+        )
 
     def perConvReservedTiles(self, value: int | None) -> MultiConv:
         """Set the number of tiles that are reserved for each convolution."""
         valid = isinstance(value, int | None) and not isinstance(value, bool)
-        return self._set("per_conv_reserved_tiles", value, valid, "reserved tiles! An integer")
+        return self._set_property("per_conv_reserved_tiles", value, valid, "reserved tiles! An integer")
 
     def cycleBackOff(self, value: float | None) -> MultiConv:
         """Record by what share of cycles a convolution on an IPU may be slower than the fastest way."""
-        return self._set("cycle_back_off", value, isinstance(value, float | None), "cycle back-off! A float")
+        return self._set_property(
+            "cycle_back_off", value, isinstance(value, float | None), "cycle back-off! A float"
+        )
 
-    def _set(
+    def _set_property(
         self, name: str, value: Any, valid: bool, words: str, error: type[Exception] = AssertionError
     ) -> MultiConv:
         if not valid:
@@ -276,8 +281,7 @@ class MultiConv:
 
 
 def _all_valid(value: Any, is_valid: Callable[[Any], bool]) -> bool:
-    """Return whether a value, or each item of a list or tuple, is valid. None is valid, an empty list is
-    not."""
+    """Return whether a value is valid, or is None, or is a list or tuple, not empty, of valid items."""
     if isinstance(value, (list, tuple)):
         return len(value) > 0 and all(map(is_valid, value))
     return value is None or is_valid(value)

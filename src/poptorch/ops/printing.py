@@ -86,7 +86,7 @@ register_mark(
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """A tensor, and the arguments of `ipu_print_tensor` that say how to print it."""
+    """A tensor to print, and the arguments of `ipu_print_tensor` for its layout."""
 
     tensor: Tensor
     summarise_threshold: int = 1000
@@ -107,11 +107,11 @@ class _Layout:
         if 0 < self.summarise_threshold < self.tensor.numel() and len(part) > 2 * edge:
             shown[edge : len(part) - edge] = [None]
         if part.dim() == 1:
-            return self._row(["..." if i is None else write(part[i].item()) for i in shown], indent)
+            return self._row_lines(["..." if i is None else write(part[i].item()) for i in shown], indent)
         inner = [[f"{indent} ..."] if i is None else self.lines(part[i], f"{indent} ", write) for i in shown]
         return [indent + self.open_bracket, *itertools.chain(*inner), indent + self.close_bracket]
 
-    def _row(self, values: list[str], indent: str) -> list[str]:
+    def _row_lines(self, values: list[str], indent: str) -> list[str]:
         """Return the lines of an innermost row, broken after separators to fit `max_line_width`."""
         lines, line = [], indent + self.open_bracket
         for position, value in enumerate(values):
@@ -124,7 +124,7 @@ class _Layout:
         return [*lines, line if values else line + self.close_bracket]
 
     def element_format(self) -> Callable[[Any], str]:
-        """Return a function from an element to its text."""
+        """Return a function that returns an element as text, as `digits` and `float_format` say."""
         tensor, digits, kind = self.tensor, self.digits, self.float_format
         if not tensor.is_floating_point():
             return lambda value: str(int(value)) if isinstance(value, bool) else str(value)

@@ -111,14 +111,14 @@ def serializedMatMul(
 
 
 def fps(src: Tensor, ptr: list[int], ratio: float = 0.5, random_start: bool = False) -> Tensor:
-    """Return the indices of points sampled from each cloud, each farthest from those already sampled.
+    """Return the indices of points sampled from each cloud, each point the farthest from those before it.
 
     Args:
         src:   points of all clouds, [N, F]
         ptr:   offsets of the clouds in `src`: cloud i is src[ptr[i]:ptr[i + 1]]
         ratio: share of a cloud's points that is sampled; the number is rounded up
         random_start: begin with a random point of the cloud instead of its first point
-    Returns: row indices in `src`, int64, cloud after cloud
+    Returns: indices into dimension 0 of `src`, int64, cloud after cloud
     """
     check_tensors("fps: src must be a tensor of points [N, F]", src)
     is_list = isinstance(ptr, list) and len(ptr) >= 2 and all(isinstance(value, int) for value in ptr)
@@ -148,8 +148,7 @@ def _sample_clouds(src: Tensor, ptr: list[int], ratio: float, starts: Tensor) ->
 
 
 def _sample_cloud(points: Tensor, count: int, start: int) -> Tensor:
-    """Return the indices of `count` points, [count]: `start`, then the farthest from those already
-    sampled."""
+    """Return the indices of `count` points: `start`, then each time the farthest from all sampled points."""
     chosen = torch.empty(count, dtype=torch.int64)
     distance = torch.full((len(points),), math.inf, device=points.device)
     for position in range(count):
@@ -182,14 +181,14 @@ def nearest(x: Tensor, y: Tensor, batch_x: Any = None, batch_y: Any = None) -> T
         raise Error(f"nearest: points of x have {x.shape[1]} coordinates, those of y {y.shape[1]}")
     distance = (x[:, None] - y[None]).square().sum(2)
     if batch_x is not None:
-        of_x, of_y = _clouds("batch_x", batch_x, x), _clouds("batch_y", batch_y, y)
+        of_x, of_y = _cloud_numbers("batch_x", batch_x, x), _cloud_numbers("batch_y", batch_y, y)
         distance = distance.masked_fill(of_x[:, None] != of_y[None], math.inf)
     return distance.argmin(1)
 
 
-def _clouds(name: str, value: Any, points: Tensor) -> Tensor:
-    """Return the argument `name`, the cloud number of each point, as a tensor [N]. Raises Error for another
-    shape, or an unsorted list."""
+def _cloud_numbers(name: str, value: Any, points: Tensor) -> Tensor:
+    """Return `value`, the cloud number of each point, as a tensor [N]. Raises Error, which calls it `name`,
+    for another shape or an unsorted list."""
     is_sorted = not isinstance(value, (list, tuple)) or list(value) == sorted(value)
     numbers = torch.as_tensor(value, device=points.device)
     if not is_sorted or numbers.shape != points.shape[:1]:
