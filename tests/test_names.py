@@ -3,6 +3,8 @@
 import ast
 import inspect
 import operator
+import pkgutil
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -41,6 +43,11 @@ TWICE = """
     Recorder
 """
 
+ROOT = Path(__file__).parents[1]
+DOTTED = re.compile(
+    r"\b(?:poptorch|popdist|popvision|popengine|ipujob|lightning_ipu)(?:\.[A-Za-z_]\w*)+(?<!\.md)"
+)
+
 
 @pytest.mark.parametrize("name", NAMES.split())
 def test_poptorch_has(name):
@@ -64,3 +71,22 @@ def test_one_class_name_is_one_class():
         if isinstance(node, ast.ClassDef)
     ]
     assert {name for name, count in Counter(classes).items() if count > 1} == set(TWICE.split())
+
+
+def test_each_dotted_name_in_documents_and_docstrings_exists():
+    """`poptorch.notes.note` had moved, and pages still named it."""
+    texts = {p: p.read_text() for p in ROOT.glob("*.md")} | {
+        p: p.read_text() for p in ROOT.glob("docs/**/*.md")
+    }
+    for path in ROOT.glob("src/**/*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        kinds = ast.FunctionDef | ast.ClassDef | ast.Module
+        texts[path] = "\n".join(ast.get_docstring(node) or "" for node in nodes if isinstance(node, kinds))
+    missing = []
+    for path, text in texts.items():
+        for name in sorted(set(DOTTED.findall(text))):
+            try:
+                pkgutil.resolve_name(name)
+            except (ImportError, AttributeError):
+                missing.append(f"{path.relative_to(ROOT)}: {name}")
+    assert not missing

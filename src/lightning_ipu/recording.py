@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from popengine.compile.recording.current_capture import Capture, current, is_traced
 from popengine.compile.recording.graph_recorder import user_line
 from popengine.errors import CaptureError
-from poptorch.compiling.outputs import note
 from poptorch.nested_values import tensors_of
+from poptorch.notes import note
 
 logger = logging.getLogger("poptorch::python")
 

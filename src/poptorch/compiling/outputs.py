@@ -8,13 +8,6 @@ layer.weight          (or model.layer.weight) a parameter or buffer at the start
 Gradient___<name>     the gradient of each micro-batch, without loss scaling       (training)
 UpdatedVar___<name>   a parameter after each weight update                         (training)
 finalLossScale        the loss scaling of the call's last weight update            (training)
-
-A forward is captured once, so Python side effects (logging a value, appending it to a list) are not in the
-graph. `note` adds a value as an output: each call returns it for every micro-batch, in any output mode.
-
-    >>> note("accuracy", accuracy)         # in forward, while it is captured; elsewhere it does nothing
-    >>> executor.notes                     # after a call of n micro-batches
-    [("accuracy", tensor of shape [n])]
 """
 
 import warnings
@@ -171,18 +164,6 @@ def _refuse_backward(*args: Any, **kwargs: Any) -> None:
 
 
 # ---- notes ------------------------------------------------------------------------------------------------
-
-
-def note(what: Any, value: Any) -> None:
-    """Add `value` to the notes that each call returns. Outside a capture this does nothing.
-
-    Args:
-        what:  the note's key; it must pickle, since it becomes a part of the compiled model
-        value: a tensor, or tensors in containers; values that forward does not compute are returned unchanged
-    """
-    capture = current()
-    if capture is not None:
-        capture.notes.append((what, value))
 
 
 @dataclass(frozen=True)

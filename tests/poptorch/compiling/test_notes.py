@@ -6,7 +6,6 @@ from executor_models import options
 from torch import nn
 
 import poptorch
-from poptorch.compiling.outputs import note
 
 
 class Noting(nn.Module):
@@ -19,8 +18,8 @@ class Noting(nn.Module):
     def forward(self, x):
         output = self.layer(x)
         loss = poptorch.identity_loss(output**2, "mean")
-        note("loss", loss)
-        note(("rows", 1), {"x": x, "number": 3})
+        poptorch.notes.note("loss", loss)
+        poptorch.notes.note(("rows", 1), {"x": x, "number": 3})
         return loss
 
 
@@ -51,7 +50,7 @@ def test_notes_keep_their_order_over_replicas():
 def test_a_noted_value_has_its_own_type_again():
     class Counting(nn.Module):
         def forward(self, x):
-            note("hits", (x > 0).sum())
+            poptorch.notes.note("hits", (x > 0).sum())
             return x
 
     executor = poptorch.inferenceModel(Counting(), options())

@@ -1,0 +1,27 @@
+"""Notes: values that forward passes to the host beside its outputs.
+
+A forward is captured once, so Python side effects (logging a value, appending it to a list) are not in the
+graph. `note` adds a value as an output: each call returns it for every micro-batch, in any output mode.
+
+    >>> poptorch.notes.note("accuracy", accuracy)  # in forward, while it is captured; elsewhere it does nothing
+    >>> executor.notes                             # after a call of n micro-batches
+    [("accuracy", tensor of shape [n])]
+"""
+
+from typing import Any
+
+from popengine.compile.recording.current_capture import current
+
+__all__ = ["note"]
+
+
+def note(what: Any, value: Any) -> None:
+    """Add `value` to the notes that each call returns. Outside a capture this does nothing.
+
+    Args:
+        what:  the note's key; it must pickle, since it becomes a part of the compiled model
+        value: a tensor, or tensors in containers; values that forward does not compute are returned unchanged
+    """
+    capture = current()
+    if capture is not None:
+        capture.notes.append((what, value))
