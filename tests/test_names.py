@@ -45,7 +45,7 @@ TWICE = """
 
 ROOT = Path(__file__).parents[1]
 DOTTED = re.compile(
-    r"\b(?:poptorch|popdist|popvision|popengine|ipujob|lightning_ipu)(?:\.[A-Za-z_]\w*)+(?<!\.md)"
+    r"\b(?:poptorch|popdist|popvision|popengine|ipujob|lightning_ipu)(?:\.(?!md\b)[A-Za-z_]\w*)+"
 )
 
 
