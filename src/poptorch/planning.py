@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from popengine.compile import compile_graph
 from popengine.compile.describe import describe, peak_bytes
@@ -231,9 +231,6 @@ def _generated(shape: Sequence[int], dtype: torch.dtype, key: str = "") -> Tenso
     return torch.randn(shape, dtype=torch.float32).mul_(1 / math.sqrt(max(1, math.prod(shape[1:])))).to(dtype)
 
 
-# ---- short steps on the engine ---------------------------------------------------------------------------
-
-
 def _step_seconds(found: Executable, hyper: Hyper | None) -> list[tuple[int, float]]:
     """Return rows (micro-batches of all replicas, seconds) of two shortened steps, or of one short step."""
     assert found.graph is not None
@@ -243,27 +240,17 @@ def _step_seconds(found: Executable, hyper: Hyper | None) -> list[tuple[int, flo
     for count in (few, 3 * few) if whole > 3 * few else (whole,):
         factors = {"accumulation": count, "iterations": 1} if settings.training else {"iterations": count}
         short = replace(settings, counts=replace(settings.counts, **factors))
-        plan = compile_graph(found.graph, short)
-        slots = plan.partition.signature.slots
-        weights = {
-            s.key: _generated(s.shape, s.dtype, s.key)
-            for s in plan.partition.signature.parameters_and_buffers
-        }
-        inputs = sorted((slot for slot in slots if slot.role == "input"), key=lambda slot: int(slot.key))
-        product = short.counts.product
-        batch = [
-            _generated((slot.shape[0] * product, *slot.shape[1:]) if slot.shape else (), slot.dtype)
-            for slot in inputs
-        ]
+        plan, product = compile_graph(found.graph, short), short.counts.product
+        signature = plan.partition.signature
+        weights = {s.key: _generated(s.shape, s.dtype, s.key) for s in signature.parameters_and_buffers}
+        inputs = {int(slot.key): slot for slot in signature.slots if slot.role == "input"}
+        shapes = [(s.shape[0] * product, *s.shape[1:]) if s.shape else () for _, s in sorted(inputs.items())]
+        batch = [_generated(shape, inputs[index].dtype) for index, shape in enumerate(shapes)]
         # Only after its first tasks does the engine know whether it should use several cores.
         warm = math.ceil(2 * JUDGED / (product * len(plan.partition.pieces)))
-        engine = Engine(plan, short, weights, seed=0)
-        try:
-            rows.append(
-                (count * short.counts.replicas, _median_seconds(partial(engine.run, batch, hyper), warm))
-            )
-        finally:
-            engine.close()
+        with contextlib.closing(Engine(plan, short, weights, seed=0)) as engine:
+            seconds = _median_seconds(partial(engine.run, batch, hyper), warm)
+        rows.append((count * short.counts.replicas, seconds))
     return rows
 
 
@@ -279,19 +266,6 @@ def _median_seconds(work: Callable[[], Any], warm: int = 1) -> float:
     return median(found)
 
 
-# ---- single operations -----------------------------------------------------------------------------------
-
-
-def _sample_of_line(piece: Piece, line: Line, values: dict[str, Any]) -> Sample:
-    """Return a sample that runs one operation, with operands filled with constants."""
-    reads, given = tuple(dict.fromkeys(line.operands())), dict[str, Tensor]()
-    for name in reads:
-        like = values[name]
-        value = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
-        given[name] = value.fill_(0.5 if like.dtype.is_floating_point else 0)
-    return Sample([Piece(piece.phase, piece.stage, reads, (line.name,), (line,))], given)
-
-
 def _operation_seconds(found: Executable, hyper: Hyper | None) -> dict[str, Any]:
     """Return "pieces", "updates", "sharing" of `measured_times`; equal operations are measured once."""
     assert found.graph is not None
@@ -301,18 +275,26 @@ def _operation_seconds(found: Executable, hyper: Hyper | None) -> dict[str, Any]
     longest: list[tuple[float, Sample]] = []
 
     def seconds(piece: Piece, line: Line) -> float:
-        operands = [values.get(name) for name in line.operands()]
+        operands = {name: values.get(name) for name in line.operands()}
         if line.call == GETITEM or not line.call.startswith(("aten.", "prims.")):
             return 0.0
-        if not all(isinstance(value, Tensor) for value in operands):
+        if not all(isinstance(value, Tensor) for value in operands.values()):
             return 0.0  # an operand that is no tensor, such as a kernel's workspace
         tensors = (v for v in tree_leaves([operands, values.get(line.name)]) if isinstance(v, Tensor))
         if (size := sum(v.nbytes for v in tensors)) > most:
             return size / _BYTES_PER_SECOND
-        shapes = [(tuple(v.shape), v.stride(), v.dtype) for v in operands if v is not None]
-        key = line.call, repr(_without_names((line.arguments, line.named))), repr(shapes)
+        shapes = {
+            name: (tuple(v.shape), v.stride(), v.dtype) for name, v in operands.items() if v is not None
+        }
+        arguments = line.arguments, line.named
+        arguments = tree_map(lambda each: shapes[each.name] if isinstance(each, Value) else each, arguments)
+        key = line.call, repr(arguments)
         if key not in known:
-            operation = _sample_of_line(piece, line, values)
+            given = {  # operands, filled with constants
+                name: torch.empty_strided(*shape, dtype=dtype).fill_(0.5 if dtype.is_floating_point else 0)
+                for name, (*shape, dtype) in shapes.items()
+            }
+            operation = Sample([Piece(piece.phase, piece.stage, tuple(given), (line.name,), (line,))], given)
             once = operation.total_seconds(1)
             known[key] = once if once > 0.2 else min(operation.total_seconds(1) for _ in range(3))
             if not longest or known[key] > longest[0][0]:
@@ -325,13 +307,6 @@ def _operation_seconds(found: Executable, hyper: Hyper | None) -> dict[str, Any]
     for alone, operation in longest if threads > 1 else []:
         shared.append((threads, *measure_sharing(operation.total_seconds, threads, alone)[0]))
     return {"pieces": costs, "updates": _update_seconds(found, hyper), "sharing": shared}
-
-
-def _without_names(argument: Any) -> Any:
-    """Return an operation's arguments with "_" in place of each name of a value, to compare operations."""
-    if isinstance(argument, Value):
-        return "_"
-    return [*map(_without_names, argument)] if isinstance(argument, list | tuple) else argument
 
 
 def _update_seconds(found: Executable, hyper: Hyper | None) -> list[float]:
