@@ -45,6 +45,7 @@ class Executable:
     Args:
         template: the structure of forward's return value, with empty tensors on "meta"
         outputs:  the number of those tensors
+        anchor_names: all names that `Options.anchorTensor` accepts
         notes:    the values that forward has noted for the host (`poptorch.notes`)
         graph:    the captured graph, for profiles; None in a file
         hints:    `NO_HINTS` if no profile is recorded
@@ -57,6 +58,7 @@ class Executable:
     template: Any
     outputs: int
     anchors: Anchors
+    anchor_names: tuple[str, ...]
     notes: tuple[Note, ...] = ()
     graph: Graph | None = None
     memory_format: str = "preserve"  # never "auto"
@@ -94,7 +96,7 @@ def compile_model(
     new = same[0] if same else _captured(model, call, options, settings, samples, layout, is_plan_only)
     graph = new.graph
     assert graph is not None
-    anchors = [anchor for anchor in new.anchors.by_name.values() if anchor is not None]
+    anchors = [anchor for anchor in new.anchors.values() if anchor is not None]
     anchors += [anchor for note in new.notes for anchor in note.anchors]
     settings = replace(settings, anchors=tuple(anchors), products_in_float32=new.settings.products_in_float32)
     if settings.counts.replicas > 1 and options.broadcast_buffers:
@@ -148,7 +150,7 @@ def _captured(
         options._execution_strategy.onEndTracing()
         _call_hooks("Post")
     _check_overlap(graph, options)
-    graph, anchors = resolve_anchors(graph, forward.traced, requests, settings.training)
+    graph, anchors, names = resolve_anchors(graph, forward.traced, requests, settings.training)
     kernels = options.Precision.half_kernels
     if settings.device == "cpu" and kernels != "native":
         is_chosen = is_faster_in_float32 if kernels == "auto" else lambda operation, dtype: True
@@ -161,8 +163,8 @@ def _captured(
     if chosen == "auto":
         logger.info("memoryFormat auto: %s is used", memory_format)
     unknown: Any = None  # `compile_model` sets plan and inputs
-    outputs = forward.template, forward.returned
-    return Executable(unknown, settings, unknown, *outputs, anchors, forward.notes, graph, memory_format)
+    outputs = forward.template, forward.returned, anchors, names
+    return Executable(unknown, settings, unknown, *outputs, forward.notes, graph, memory_format)
 
 
 @dataclass

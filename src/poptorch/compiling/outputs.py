@@ -33,9 +33,8 @@ from ..options import Options
 from ..options.freeze_options import OUTPUTS
 
 GRADIENT, UPDATED, LOSS_SCALE = "Gradient___", "UpdatedVar___", "finalLossScale"
-
-
 Request = tuple[str, Outputs, int]  # of `Options.anchorTensor`: the long name, the output mode and its period
+Anchors = dict[str, Anchor | None]  # by short name; None: the loss scaling
 
 
 def requests_of(options: Options) -> dict[str, Request]:
@@ -56,30 +55,11 @@ def requests_of(options: Options) -> dict[str, Request]:
     return requests
 
 
-@dataclass(frozen=True)
-class Anchors:
-    """The anchors of a compiled model.
-
-    Args:
-        by_name: the anchor of each short name; None: the loss scaling
-        names:   all names that could be anchored, for `getTensorNames`
-    """
-
-    by_name: dict[str, Anchor | None]
-    names: tuple[str, ...]
-
-    def values(self, results: Results) -> dict[str, Tensor]:
-        """Return the anchors' values in one call, by short name."""
-        return {
-            name: torch.tensor(results.loss_scale) if anchor is None else results.anchored(anchor)
-            for name, anchor in self.by_name.items()
-        }
-
-
 def resolve_anchors(
     graph: Graph, traced: dict[str, int], requests: dict[str, Request], training: bool
-) -> tuple[Graph, Anchors]:
-    """Return the graph with requested inputs, losses and gradients as further outputs, and the anchors.
+) -> tuple[Graph, Anchors, tuple[str, ...]]:
+    """Return the graph with requested inputs, losses and gradients as further outputs, the anchors, and the
+    names of all tensors that could be anchored.
 
     Args: traced: by name, the index of each input and loss in the graph's outputs; -1: not requested
     Raises: Error, if no tensor has a requested name
@@ -96,7 +76,7 @@ def resolve_anchors(
         sources |= {UPDATED + result.key: ("updated", result.key) for result in gradients}
         sources[LOSS_SCALE] = "", ""
     added: list[Result] = []
-    by_name: dict[str, Anchor | None] = {}
+    anchors: Anchors = {}
     for short, (long_name, mode, period) in requests.items():
         name = _matching_name(long_name, sources, traced)
         if name is None:
@@ -109,9 +89,9 @@ def resolve_anchors(
             position = str(len(graph.results) + len(added))
             added.append(replace(source, kind="output", key=position))
             source = position
-        by_name[short] = None if name == LOSS_SCALE else Anchor(kind, source, mode, period)
+        anchors[short] = None if name == LOSS_SCALE else Anchor(kind, source, mode, period)
     graph = replace(graph, results=(*graph.results, *added)) if added else graph
-    return graph, Anchors(by_name, tuple(sources))
+    return graph, anchors, tuple(sources)
 
 
 def _matching_name(name: str, names: Container[str], traced: Container[str]) -> str | None:

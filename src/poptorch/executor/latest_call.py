@@ -62,14 +62,16 @@ def latest_call(finished: Sequence[tuple[Run, LoadedPlan, Results]]) -> LatestCa
     }
     returned = zip(*(results.outputs()[: executable.outputs] for _, _, results in finished), strict=True)
     outputs = [_joined(values, executable.settings.outputs, replicas) for values in returned]
-    anchors = [plan.executable.anchors.values(results) for _, plan, results in finished]
-    # A weight, and the loss scaling, has one value in a step: that of the run which ends the step.
-    last = [i for i, (run, _, _) in enumerate(finished) if run.part.ends_step]
     anchored = {}
-    for name, anchor in executable.anchors.by_name.items():
-        chosen = last if anchor is None or anchor.is_weight else range(len(finished))
-        mode = "final" if anchor is None else anchor.outputs
-        anchored[name] = _joined([anchors[i][name] for i in chosen], mode, [replicas[i] for i in chosen])
+    for name, anchor in executable.anchors.items():
+        # A weight, and the loss scaling, has one value in a step: that of the run which ends the step.
+        is_of_step, mode = (True, "final") if anchor is None else (anchor.is_weight, anchor.outputs)
+        chosen = [each for each in finished if each[0].part.ends_step or not is_of_step]
+        values = [
+            torch.tensor(results.loss_scale) if own is None else results.anchored(own)
+            for own, results in ((plan.executable.anchors[name], results) for _, plan, results in chosen)
+        ]
+        anchored[name] = _joined(values, mode, [run.counts.replicas for run, _, _ in chosen])
     notes = []
     for parts in zip(*(plan.executable.notes for _, plan, _ in finished), strict=True):
         values = [

@@ -153,18 +153,14 @@ class HostForward:
         )
 
 
-def is_marked(model: Any) -> bool:
-    return isinstance(model, _MarkedModel)
-
-
 def plain_class(model: Any) -> type:
     """Return the class of a model; of a marked one, the class that it had before."""
-    return type(model).__mro__[2] if is_marked(model) else type(model)
+    return type(model).__mro__[2] if isinstance(model, _MarkedModel) else type(model)
 
 
 def owner_of(model: Any) -> Any:
     """Return the executor that trains a model; None if the model is not marked, or its executor is gone."""
-    return model._pando_owner() if is_marked(model) else None
+    return model._pando_owner() if isinstance(model, _MarkedModel) else None
 
 
 def check_not_wrapped(model: Any) -> None:
@@ -232,7 +228,7 @@ def mark_tensors(value: nn.Module | Tensor, link: weakref.ref[Any]) -> None:
 
 def unmark(model: nn.Module) -> None:
     """Undo `mark`. Does nothing to an unmarked model."""
-    if not is_marked(model):
+    if not isinstance(model, _MarkedModel):
         return
     model.__class__ = plain_class(model)
     for tensor in (*model.parameters(), *model.buffers()):

@@ -210,7 +210,7 @@ class PublicNames:
         assert executable is not None, (
             "getTensorNames() needs a compiled model: call it, or model.compile(*inputs), before"
         )
-        return list(executable.anchors.names)
+        return list(executable.anchor_names)
 
     # ---- the latest call ---------------------------------------------------------------------------------
 
