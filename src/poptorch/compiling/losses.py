@@ -36,20 +36,21 @@ def choose_loss(returned: Any, capture: Capture, options: Options, where: str) -
     """
     if capture.chosen is not None or (options.exists("loss_is_marked") and options("loss_is_marked")):
         return
+    chosen, origin = None, f"the return of forward, {where}"
     if options.exists("loss_output"):
-        capture.choose_loss(
-            _named_output(returned, options("loss_output"), where), f"the return of forward, {where}"
-        )
+        chosen = _named_output(returned, options("loss_output"), where)
+    elif capture.is_marked:
         return
-    if capture.is_marked:
-        return
-    field = loss_field(returned)
-    if not isinstance(returned, Tensor) and isinstance(field, Tensor) and is_traced(field):
-        capture.choose_loss(field, f'the output "loss" of forward, {where}')
-        return
-    chosen = _derived_loss(returned, capture, where)
+    elif (
+        not isinstance(returned, Tensor)
+        and isinstance(field := loss_field(returned), Tensor)
+        and is_traced(field)
+    ):
+        chosen, origin = field, f'the output "loss" of forward, {where}'
+    else:
+        chosen = _derived_loss(returned, capture, where)
     if chosen is not None:
-        capture.choose_loss(chosen, f"the return of forward, {where}")
+        capture.choose_loss(chosen, origin)
 
 
 def loss_field(returned: Any) -> Any:

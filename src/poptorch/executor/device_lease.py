@@ -20,7 +20,7 @@ from ..reporter import Reporter
 
 @dataclass(frozen=True)
 class KeptState:
-    """The state that an executor keeps without an engine, for its next engine. None: the initial state."""
+    """The state with which an executor's next engine begins. A field that is None: the initial state."""
 
     random: tuple[int, int] | None = None  # seed, number of steps run
     optimizer: Mapping[str, dict[str, Tensor]] | None = None  # {parameter: {name of a state: tensor}}
@@ -39,11 +39,11 @@ class LoadedPlan:
 
 
 class DeviceLease:
-    """The plans of a model by `Run.key`, and their engines. That of `current` has the newest weights."""
+    """The compiled plans of a model, and their engines. The engine of `current` has the newest weights."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self.plans: dict[Any, LoadedPlan] = {}  # in order of use, the latest last
+        self.plans: dict[Any, LoadedPlan] = {}  # by `Run.key`, in order of use, the latest last
         self.current: LoadedPlan | None = None
         self.first: Executable | None = None  # compiled first; calls are checked against its inputs
         self.kept = KeptState()
@@ -94,7 +94,7 @@ class DeviceLease:
             self.current, self.first = plan, plan.executable
 
     def switch_to(self, plan: LoadedPlan, weights: Mapping[str, Tensor]) -> None:
-        """Make `plan` the current plan. If the previous one has an engine, `plan` gets one with its tensors.
+        """Make `plan` current. If the plan before has an engine, the engine of `plan` takes over its tensors.
 
         Args: weights: the host's, by canonical name; only weights that the previous engine lacks are read
         Raises: Error, in a fork of the process that attached the model
@@ -114,12 +114,11 @@ class DeviceLease:
         self.current = plan
 
     def remove(self, key: Any) -> None:
-        """Remove a plan other than the current one; if it has an engine, save its profile and close it."""
-        plan = self.plans.pop(key)
-        self._release(plan)
+        """Remove a plan that is not current. If it has an engine, save its profile and close the engine."""
+        self._close_engine(self.plans.pop(key))
 
     def drop_oldest(self, keys: list[Any], most: int) -> None:
-        """Remove and log all plans except the `most` used last: the current one, and those of `keys`."""
+        """Remove and log all plans but the `most` used last. `keys`: of the plans that the latest call used."""
         used = {key: number for number, key in enumerate(keys, 1)}
         plans = sorted(self.plans.items(), key=lambda item: (item[1] is self.current, used.get(item[0], 0)))
         self.plans = dict(plans)  # one assignment: no plan is lost by an interrupt
@@ -128,14 +127,14 @@ class DeviceLease:
             logger.info("allowNewShapes(plans=%d): the plan used longest ago is dropped", most)
 
     def clear_plans(self) -> None:
-        """Remove all plans, whose engines must be closed already."""
+        """Remove all plans. Their engines must be closed."""
         self.plans.clear()
         self.current = self.first = None
 
     # ---- devices -------------------------------------------------------------------------------------------
 
     def attach(self, weights: Mapping[str, Tensor]) -> None:
-        """Start an engine for the current plan, and upload the host's `weights` and the state in `kept`."""
+        """Start an engine for the current plan, with the host's weights (by name) and the state in `kept`."""
         plan, kept = self.current, self.kept
         assert plan is not None
         engine = self._new_engine(plan, weights)
@@ -152,7 +151,7 @@ class DeviceLease:
     def _new_engine(
         self, plan: LoadedPlan, weights: Mapping[str, Tensor], previous: Engine | None = None
     ) -> Engine:
-        """Return a new engine for a plan, with the tensors of `previous`; pass it to the plan's reporter."""
+        """Return a new engine of a plan, which the plan's reporter records; it shares the tensors of `previous`."""
         executable = plan.executable
         # An executable from a file runs on the device that this program's options name.
         settings = replace(executable.settings, device=device_of(self._options, executable.settings.training))
@@ -163,15 +162,14 @@ class DeviceLease:
         return engine
 
     def detach(self) -> None:
-        """Store the engine's state, without weights, in `kept`; close all engines. A fork only drops them."""
+        """Store the engine's state, without weights, in `kept`, and close all engines; a fork only drops them."""
         if not self.is_forked:
-            self.need_engine()
             self.kept = self.state_to_keep()
         for plan in self.plans.values():
-            self._release(plan)
+            self._close_engine(plan)
 
-    def _release(self, plan: LoadedPlan) -> None:
-        """Save the profile of a plan and close its engine, if it has one; in a fork only drop the engine."""
+    def _close_engine(self, plan: LoadedPlan) -> None:
+        """Save a plan's profile and close its engine, if it has an engine; in a fork only drop the engine."""
         engine, plan.engine = plan.engine, None  # before its threads end
         if engine is None or self._process != os.getpid():  # its threads are the other process's
             return
@@ -180,7 +178,7 @@ class DeviceLease:
         engine.close()
 
     def state_to_keep(self, whole: bool = False) -> KeptState:
-        """Return a copy of `kept` with the engine's random state, loss factor and optimizer state.
+        """Return `kept` with the engine's random state, loss factor and optimizer state, if there is an engine.
 
         Args: whole: gather an optimizer state that is sharded over instances; False: only the shard here
         """

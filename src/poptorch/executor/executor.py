@@ -1,9 +1,9 @@
-"""The executor: a wrapped model that compiles itself at its first call, and runs on its devices.
+"""The executor: a wrapped model, which its first call compiles and attaches to its devices. A call:
 
-    arguments ─ bind ─► runs ─ a plan for each: compiled, or known ─► engine.run ─► outputs
+    bind the arguments ─► split them into runs ─► for each run: find or compile its plan, engine.run ─► outputs
 
-Its parts: the lease of the devices (`device_lease.py`), the copies of the weights (`weight_sync.py`), the
-optimizer (`optimizer_link.py`), the latest call (`latest_call.py`) and other methods (`public_names.py`).
+Its parts: plans and engines (`device_lease.py`), the copies of the weights (`weight_sync.py`), the optimizer
+(`optimizer_link.py`), the latest call's results (`latest_call.py`), all other methods (`public_names.py`).
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from ..planning import exit_if_only_planning
 from ..reporter import Reporter, start_reporter
 from . import executable_file, marked_model
 from .device_lease import LoadedPlan
-from .latest_call import LatestCall, latest_call
+from .latest_call import LatestCall, join_runs
 from .marked_model import WrappedModel
 from .public_names import PublicNames, methods_outside_inference_mode
 
@@ -93,7 +93,7 @@ class PoplarExecutor(PublicNames):
             finished: list[tuple[Run, LoadedPlan, Results]] = []
             try:
                 for run in self._runs_of(call):
-                    plan, results = self._run(run)
+                    plan, results = self._run_plan(run)
                     finished.append((run, plan, results))
                     if run.counts.replicas == self.options.replication_factor:
                         whole = plan
@@ -103,21 +103,21 @@ class PoplarExecutor(PublicNames):
                     self._lease.switch_to(whole, {})
             if self._most_plans:
                 self._lease.drop_oldest([run.key for run, _, _ in finished], self._most_plans)
-            self._latest = latest_call(finished)
+            self._latest = join_runs(finished)
             return output_value(finished[0][1].executable.template, list(self._latest.outputs))
 
     def _runs_of(self, call: arguments.BoundCall) -> list[Run]:
-        """Return the runs of a call: one, unless `allowNewShapes` is set and the batch is incomplete."""
+        """Return the runs of plans that a call needs: one, or with `allowNewShapes` several for an incomplete batch."""
         run, first = Run(call, self.options._counts()), self._lease.first
         if not self._most_plans or run.key in self._lease.plans:
             return [run]
         return split_into_runs(run, self.options, self._wrapped.training, first and first.inputs)
 
-    def _run(self, run: Run) -> tuple[LoadedPlan, Results]:
-        """Run the plan of `run`, and return its results. First compile the plan and attach, if not done.
+    def _run_plan(self, run: Run) -> tuple[LoadedPlan, Results]:
+        """Return the plan of a run and its results. Compiles the plan, and attaches it, unless this is done.
 
-        Uploads loaded optimizer state and, in inference, weights that another executor trained; writes new
-        values of inputs to the caller's tensors. Removes a new plan that fails before its call's updates.
+        First uploads loaded optimizer state and, in inference, weights that another executor trained. Writes
+        inputs that forward changes to the caller's tensors. A new plan that fails before an update is removed.
         """
         lease, before = self._lease, self._lease.current
         plan = lease.plans.get(run.key)
@@ -125,7 +125,7 @@ class PoplarExecutor(PublicNames):
         if plan is None:
             if lease.first is not None:
                 lease.first.inputs.check(run.call, any_shape=self._most_plans > 0)
-            plan = self._compile(run)
+            plan = self._compile_plan(run)
         else:
             lease.switch_to(plan, {})
         try:
@@ -153,7 +153,7 @@ class PoplarExecutor(PublicNames):
         return plan, results
 
     def _engine_inputs(self, call: arguments.BoundCall, plan: LoadedPlan) -> list[Tensor]:
-        """Return the call's tensors as the engine takes them, or the plan's synthetic inputs."""
+        """Return the call's tensors, converted for the engine, or the plan's synthetic inputs."""
         if plan.synthetic is None:
             tensors = arguments.tensors_for_engine(call, plan.executable.inputs.wide)
             mode = self.options._Popart.options.get("syntheticDataMode", 0)
@@ -177,13 +177,15 @@ class PoplarExecutor(PublicNames):
             whole = self._lease.current
             for run in self._runs_of(call):
                 if run.key not in self._lease.plans:
-                    self._compile(run)
+                    self._compile_plan(run)
             if whole is not None:
                 self._lease.switch_to(whole, {})
 
-    def _compile(self, run: Run) -> LoadedPlan:
-        """Compile a run's plan and make it the current one; attach the first one, unless offline. If that
-        fails, remove the plan. Under `popvision plan`: write profiles, and exit the program."""
+    def _compile_plan(self, run: Run) -> LoadedPlan:
+        """Compile the plan of a run, and make it current. Attach the first plan, unless the device is offline.
+
+        If that fails the plan is removed. Under `popvision plan` write profiles and exit the program instead.
+        """
         if self._wrapped.training:
             marked_model.mark(self._user_model, self)  # destroy() unmarks the model
         options, model, lease = self.options, self._wrapped.traced, self._lease
@@ -192,7 +194,7 @@ class PoplarExecutor(PublicNames):
         before, number = lease.current, self._compiled_plans + 1
         if before is None:
             self._weights.note_compilation()
-        reporter = self._reporter_of(number)
+        reporter = self._make_reporter(number)
         times = {} if reporter is None else reporter.passes
         with progress(options._show_progress_bar, times) as done:
             with self._weights.flags_of_compilation():
@@ -217,13 +219,13 @@ class PoplarExecutor(PublicNames):
             logger.info("plan %d, for inputs %s, took %.2f s", number, shapes, self._compilation_seconds)
         return plan
 
-    def _reporter_of(self, number: int) -> Reporter | None:
+    def _make_reporter(self, number: int) -> Reporter | None:
         """Return a reporter for the plan with this number (from 1); None if no profile is requested."""
         reporter, self._next_reporter = self._next_reporter, None
         return reporter or start_reporter(self, self.options, self._wrapped.training, number)
 
     def _checked_settings(self, run: Run, options: Options) -> Settings:
-        """Return the settings of a complete combined batch, after checking a run's arguments (may warn).
+        """Check a run's arguments, and return the engine's settings of a complete batch. May log warnings.
 
         Raises: Error or AssertionError, if the arguments or the model's buffers do not fit the options
         """
@@ -265,9 +267,9 @@ class PoplarExecutor(PublicNames):
         self._lease.need_executable()
         if self._lease.engine is None:
             raise Error("Device is not attached")
-        self._detach()
+        self._detach_if_attached()
 
-    def _detach(self) -> None:
+    def _detach_if_attached(self) -> None:
         """If attached, copy a trained model's weights to the host (not in a fork) and release the devices."""
         if self._lease.engine is None:
             return
@@ -281,8 +283,8 @@ class PoplarExecutor(PublicNames):
             self._release()
 
     def _release(self) -> None:
-        """Free devices and plans, copy the newest state to the model and the optimizer, and unlink both."""
-        self._detach()
+        """Copy the newest state to model and optimizer, unlink both, and free devices and plans, if any."""
+        self._detach_if_attached()
         self._optimizer_link.release()  # before the plans are gone: it needs them to read the state
         self._lease.clear_plans()
         self._latest = LatestCall()
@@ -290,13 +292,13 @@ class PoplarExecutor(PublicNames):
         if self._wrapped.training and marked_model.owner_of(self._user_model) in (self, None):
             marked_model.unmark(self._user_model)
 
-    def _remove_plan(self, key: Any, before: LoadedPlan | None) -> None:
-        """Remove the plan of `key`, and make `before` current; None: detach, and remove all plans."""
-        if before is None:
-            self._detach()
+    def _remove_plan(self, key: Any, previous: LoadedPlan | None) -> None:
+        """Remove the plan of `key`, and make `previous` current; None: detach, and remove all plans."""
+        if previous is None:
+            self._detach_if_attached()
             self._lease.clear_plans()
         else:
-            self._lease.switch_to(before, {})
+            self._lease.switch_to(previous, {})
             self._lease.remove(key)
 
     def __del__(self) -> None:
@@ -353,13 +355,13 @@ class PoplarExecutor(PublicNames):
         self._restore(saved)
 
     def _restore(self, saved: executable_file.SavedExecutor) -> None:
-        """Add saved plans and state to an executor without plans; attach it for ConnectionType.Always."""
+        """Add the plans and the state of a file to an executor without plans. Attach for ConnectionType.Always."""
         if self._wrapped.training:
             marked_model.mark(self._user_model, self)
         self._weights.note_compilation()
         self._compiled_plans = len(saved.executables)
         for number, executable in enumerate(saved.executables, 1):
-            self._lease.add(executable.key, LoadedPlan(executable, self._reporter_of(number)))
+            self._lease.add(executable.key, LoadedPlan(executable, self._make_reporter(number)))
         self._lease.kept = saved.kept
         self.per_replica_params.clear()
         self.per_replica_params.update(saved.per_replica_params)

@@ -23,7 +23,7 @@ _KEYS = ("input", "input_complete", "output", "output_complete")
 
 @dataclass(frozen=True)
 class LatestCall:
-    """The results of a call; `LatestCall()`: no call so far. `counters` are those of `getPerfCounters`."""
+    """The results of a call; `LatestCall()`: no call so far. `counters` is what `getPerfCounters` returns."""
 
     counters: dict[str, Times] = field(default_factory=lambda: {key: [[]] for key in _KEYS})
     anchored: Mapping[str, Tensor] = field(default_factory=dict)  # by short name
@@ -48,20 +48,20 @@ class LatestCall:
         return min(spans), max(spans), sum(spans) / len(spans)
 
 
-def latest_call(finished: Sequence[tuple[Run, LoadedPlan, Results]]) -> LatestCall:
-    """Return the results of a call, joined from those of its finished runs.
+def join_runs(finished: Sequence[tuple[Run, LoadedPlan, Results]]) -> LatestCall:
+    """Join the results of the runs of a call: concatenate outputs, notes and times, or use the output mode.
 
     Raises: Error, if the output mode is Sum, and micro-batches differ in size
     """
     executable = finished[0][1].executable
     replicas = [run.counts.replicas for run, _, _ in finished]
-    times = [_times(plan, results) for _, plan, results in finished]
+    times = [_run_times(plan, results) for _, plan, results in finished]
     counters = {
         key: [[*chain(*spans)] for spans in zip(*of_runs, strict=True)]
         for key, *of_runs in zip(_KEYS, *times, strict=True)
     }
     returned = zip(*(results.outputs()[: executable.outputs] for _, _, results in finished), strict=True)
-    outputs = [_joined(values, executable.settings.outputs, replicas) for values in returned]
+    outputs = [_join_values(values, executable.settings.outputs, replicas) for values in returned]
     anchored = {}
     for name, anchor in executable.anchors.items():
         # A weight, and the loss scaling, has one value in a step: that of the run which ends the step.
@@ -71,20 +71,20 @@ def latest_call(finished: Sequence[tuple[Run, LoadedPlan, Results]]) -> LatestCa
             torch.tensor(results.loss_scale) if own is None else results.anchored(own)
             for own, results in ((plan.executable.anchors[name], results) for _, plan, results in chosen)
         ]
-        anchored[name] = _joined(values, mode, [run.counts.replicas for run, _, _ in chosen])
+        anchored[name] = _join_values(values, mode, [run.counts.replicas for run, _, _ in chosen])
     notes = []
     for parts in zip(*(plan.executable.notes for _, plan, _ in finished), strict=True):
         values = [
             note.value(results, run.counts) for note, (run, _, results) in zip(parts, finished, strict=True)
         ]
         tensors = zip(*map(tensors_of, values), strict=True)
-        joined = (_joined(of_runs, "all", replicas) for of_runs in tensors)
+        joined = (_join_values(of_runs, "all", replicas) for of_runs in tensors)
         notes.append((parts[0].what, with_tensors(values[0], joined)))
     return LatestCall(counters, anchored, notes, True, outputs)
 
 
-def _times(plan: LoadedPlan, results: Results) -> list[Times]:
-    """Return the times of a run in the order of `_KEYS`; empty lists for synthetic inputs."""
+def _run_times(plan: LoadedPlan, results: Results) -> list[Times]:
+    """Return a run's times of each tensor, in the order of `_KEYS`; empty lists if inputs are synthetic."""
     outputs = plan.executable.outputs
     if plan.synthetic is not None:
         return [[[]] * count for count in (*[len(plan.synthetic)] * 2, *[outputs] * 2)]
@@ -93,11 +93,11 @@ def _times(plan: LoadedPlan, results: Results) -> list[Times]:
     return [results.load_started, results.loaded, started, finished]
 
 
-def _joined(values: Sequence[Tensor], mode: Outputs, replicas: Sequence[int]) -> Tensor:
-    """Return one tensor from the values of several runs: the last ("final"), the sum ("sum") or concatenated.
+def _join_values(values: Sequence[Tensor], mode: Outputs, replicas: Sequence[int]) -> Tensor:
+    """Return the last of the runs' values ("final"), their sum ("sum"), or (other modes) their concatenation.
 
     Args: replicas: the number of replicas of each run
-    Raises: Error, if values of different shapes would be added
+    Raises: Error, if values of micro-batches of different sizes would be added
     """
     if mode == "final" or len(values) == 1:
         return values[-1]

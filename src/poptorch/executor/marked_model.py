@@ -1,7 +1,7 @@
 """Marked models: reading a weight of a trained model on the host first copies the newest values from devices.
 
 The classes of the model, its parameters and its buffers are replaced by subclasses, in which a read calls the
-executor's `copyWeightsToHostIfNeeded`. Copies and pickles have the original classes.
+executor's `copyWeightsToHostIfNeeded`. Deep copies and pickles have the original classes.
 """
 
 import copy
@@ -22,8 +22,8 @@ from ..logs import listed, logger
 from ..options import Options
 
 
-def _refresh_host(owner: weakref.ref[Any] | None) -> Any:
-    """Copy weights to the host if the devices have newer ones; return the executor, None if it is gone."""
+def _refresh_weights(owner: weakref.ref[Any] | None) -> Any:
+    """Copy the weights to the host if the devices have newer ones. Return the executor; None if it is gone."""
     executor = owner() if owner is not None else None
     if executor is not None:
         executor.copyWeightsToHostIfNeeded()
@@ -31,7 +31,7 @@ def _refresh_host(owner: weakref.ref[Any] | None) -> Any:
 
 
 class _Marked:
-    """The base class of a marked model's parameters and buffers, whose use first copies newer values."""
+    """The base class of a marked model's parameters and buffers. Any use first copies newer values to them."""
 
     _owner: weakref.ref[Any] | None
 
@@ -40,15 +40,15 @@ class _Marked:
         for value in (*args, *(kwargs or {}).values()):
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(item, _Marked):
-                    _refresh_host(item.__dict__.get("_owner"))
+                    _refresh_weights(item.__dict__.get("_owner"))
         if func in _HOOKS:
-            _check_hook(args[0])
+            _refuse_hook_after_compilation(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def _unmarked(self) -> Any:
-        """Return an unmarked parameter or tensor with the same memory, after copying newer values to it."""
-        _refresh_host(self.__dict__.get("_owner"))
+        """Copy newer values from the devices, and return a plain parameter or tensor that shares the memory."""
+        _refresh_weights(self.__dict__.get("_owner"))
         with torch._C.DisableTorchFunctionSubclass():
             plain = self.detach()  # type: ignore[attr-defined]
             return nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain
@@ -63,9 +63,9 @@ class _Marked:
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
-def _check_hook(value: Any) -> None:
-    """Raise Error if `value` is a parameter of a compiled model, whose backward would not call a new hook."""
-    executor = _refresh_host(value.__dict__.get("_owner"))
+def _refuse_hook_after_compilation(value: Any) -> None:
+    """Raise Error if `value` is a weight of a compiled model, whose backward would not call a new hook."""
+    executor = _refresh_weights(value.__dict__.get("_owner"))
     if executor is not None and executor.isCompiled():
         raise Error(
             "a hook is set on a parameter of a compiled model, and would never be called\n"
@@ -75,25 +75,25 @@ def _check_hook(value: Any) -> None:
 
 
 class PoptorchParameter(_Marked, nn.Parameter):
-    """A parameter of a model that an executor trains: using it first copies newer values from the devices."""
+    """A parameter of a model that an executor trains."""
 
     def __repr__(self, **kwargs: Any) -> str:
         return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)!r}"
 
 
 class PoptorchBuffer(_Marked, Tensor):
-    """A buffer of a model that an executor trains: using it first copies newer values from the devices."""
+    """A buffer of a model that an executor trains."""
 
     def __repr__(self, **kwargs: Any) -> str:
         return repr(self.detach())  # as the tensor that it is to the user
 
 
-def _with_refresh(name: str) -> Callable[..., Any]:
-    """Return the method `name` of nn.Module, wrapped to copy the newest weights to the host first."""
+def _refreshing_method(name: str) -> Callable[..., Any]:
+    """Return a method that copies the newest weights to the host, then calls nn.Module's method `name`."""
 
     @functools.wraps(getattr(nn.Module, name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _refresh_host(self._pando_owner)
+        _refresh_weights(self._pando_owner)
         return getattr(super(_MarkedModel, self), name)(*args, **kwargs)
 
     return method
@@ -114,7 +114,7 @@ class _MarkedModel:
         return owner is not None and owner.copyWeightsToHostIfNeeded()
 
     def destroy(self) -> None:
-        """Destroy the executor that trains this model: see its `destroy`. Do nothing if it is gone."""
+        """Destroy the executor that trains this model (see its `destroy`), if it exists still."""
         owner = self._pando_owner()
         if owner is not None:
             owner.destroy()
@@ -122,11 +122,11 @@ class _MarkedModel:
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # type: ignore[misc]
         if isinstance(value, _Marked):
-            _refresh_host(self._pando_owner)
+            _refresh_weights(self._pando_owner)
         return value
 
     named_parameters, named_buffers, state_dict, __call__ = map(
-        _with_refresh, ("named_parameters", "named_buffers", "state_dict", "__call__")
+        _refreshing_method, ("named_parameters", "named_buffers", "state_dict", "__call__")
     )
 
     def __copy__(self) -> Any:
@@ -135,14 +135,14 @@ class _MarkedModel:
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _refresh_host(self._pando_owner)
+        _refresh_weights(self._pando_owner)
         # Later protocols refuse an object of another class than that of the object which is pickled.
         return shallow_copy(self).__reduce_ex__(1)
 
 
 class HostForward:
-    """A descriptor for an executor's `forward`: the host model's forward. On the class it raises
-    AttributeError, for trainers that inspect it."""
+    """A descriptor: `executor.forward` is the host model's forward. `PoplarExecutor.forward` raises
+    AttributeError with a fix, since trainers look for a forward in the class of what they train."""
 
     def __get__(self, executor: Any, kind: type) -> Any:
         if executor is not None:
@@ -154,7 +154,7 @@ class HostForward:
 
 
 def plain_class(model: Any) -> type:
-    """Return the class of a model; of a marked one, the class that it had before."""
+    """Return the class of a model; if the model is marked, the class that it had before."""
     return type(model).__mro__[2] if isinstance(model, _MarkedModel) else type(model)
 
 
@@ -184,9 +184,11 @@ def check_buffers(model: nn.Module) -> None:
 
 
 def mark(model: nn.Module, owner: Any) -> None:
-    """Replace the classes of a model, its parameters and buffers; add weak references to executor `owner`.
+    """Replace the classes of a model and its weights by marked ones, which refer weakly to executor `owner`.
 
-    Warns if another executor trains some parameters. Raises: RuntimeError, if one trains the model
+    Warns if another executor trains some of the parameters.
+
+    Raises: RuntimeError, if another executor trains the model
     """
     link = weakref.ref(owner)
     if owner_of(model) is not owner:
@@ -213,7 +215,10 @@ def mark(model: nn.Module, owner: Any) -> None:
 
 
 def mark_tensors(value: nn.Module | Tensor, link: weakref.ref[Any]) -> None:
-    """Mark a tensor, or the parameters and buffers of a module, in place. `link`: refers to the executor."""
+    """Replace the class of a tensor, or of a module's parameters and buffers, by a marked one.
+
+    Args: link: a reference to the executor that trains them
+    """
     tensors: list[Any] = [value]
     if isinstance(value, nn.Module):
         tensors = [
@@ -227,7 +232,7 @@ def mark_tensors(value: nn.Module | Tensor, link: weakref.ref[Any]) -> None:
 
 
 def unmark(model: nn.Module) -> None:
-    """Undo `mark`. Does nothing to an unmarked model."""
+    """Give a marked model and its weights their original classes; leave other models as they are."""
     if not isinstance(model, _MarkedModel):
         return
     model.__class__ = plain_class(model)
@@ -239,7 +244,7 @@ def unmark(model: nn.Module) -> None:
 
 
 def shallow_copy(model: Any) -> Any:
-    """Return a copy of the top-level module, of the user's class, with shared weights and submodules."""
+    """Return an unmarked copy of the top-level module, which shares its weights and submodules."""
     plain = object.__new__(plain_class(model))
     plain.__dict__.update(copy.copy(model).__dict__)
     return plain
@@ -254,8 +259,8 @@ class WrappedModel:
 
     Args:
         user:        the user's model
-        traced:      a shallow copy of it, made when it was wrapped: submodules and weights are shared
-        per_replica: the groups of replicas of each parameter that has one value per group, by its name
+        traced:      its shallow copy, made when it was wrapped, which is compiled
+        per_replica: by parameter name, the groups of replicas that have a value of their own
     """
 
     user: nn.Module
@@ -269,7 +274,10 @@ class WrappedModel:
         return weights_of(self.traced)
 
     def shapes(self, groups: Container[str]) -> dict[str, tuple[int, ...]]:
-        """Return each weight's shape in a replica; `groups`: parameters with a row per group of replicas."""
+        """Return the shape that each weight has in a replica, by name.
+
+        Args: groups: names of the parameters that have one row per group of replicas
+        """
         with torch._C.DisableTorchFunctionSubclass():
             return {n: tuple(w.shape[1:] if n in groups else w.shape) for n, w in self.weights().items()}
 
@@ -281,7 +289,7 @@ class WrappedModel:
         return {id(parameter): name for name, parameter in self.parameters()}
 
     def updatable_buffers(self) -> list[str]:
-        """Return the names in `updatableNamedBuffers`. Raises: Error, if the model lacks such a buffer"""
+        """Return the names in `updatableNamedBuffers`. Raises: Error, if one is no buffer of the model"""
         names = self.options._Popart.options.get("updatableNamedBuffers", [])
         known = dict(self.traced.named_buffers())
         unknown = [name for name in names if name not in known]

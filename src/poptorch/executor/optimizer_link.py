@@ -1,4 +1,4 @@
-"""The link of executor and optimizer: rates are copied at `setOptimizer`; the state is on the devices.
+"""The link of executor and optimizer: `setOptimizer` copies the rates; the state is on the devices.
 
 While an executor trains with an optimizer, `optimizer.state` is empty. `state_dict()` reads the state from
 the devices, and a state loaded by `load_state_dict()` is uploaded before the next call. poptorch's optimizers
@@ -41,7 +41,7 @@ _PICKLED = "__getstate__"  # set on a torch optimizer itself: copies and pickles
 
 
 class OptimizerLink:
-    """The optimizer of an executor, and the rates that the next call uses (`hyper`): both None in inference.
+    """The optimizer of an executor, and the rates that the next call uses (`hyper`). Both are None in inference.
 
     `frozen` has the optimizer's properties that are compiled in.
     """
@@ -60,9 +60,9 @@ class OptimizerLink:
         self._guard = OptimizerGuard(options._relax_optimizer_checks, scaling)
 
     def setOptimizer(self, optimizer: Any) -> None:
-        """Use this optimizer, with its present rates, from the next call on.
+        """Train with this optimizer and its present rates from the next call on.
 
-        Its state is used, too, if the model is not compiled yet. The previous optimizer gets its state back.
+        Before compilation its state is used, too. The previous optimizer gets the state from the devices.
 
         Raises:
             Error: a property that is compiled in has changed, or the model is for inference
@@ -108,9 +108,9 @@ class OptimizerLink:
     def connect(self, take: bool = True) -> None:
         """Make the optimizer's `state_dict()` read from the devices, and `load_state_dict()` upload to them.
 
-        A torch optimizer's state is emptied; if its hooks are set already, or in inference, nothing is done.
+        Empties a torch optimizer's state. Does nothing in inference, or if its hooks are set already.
 
-        Args: take: whether the optimizer's present state is uploaded before the next call
+        Args: take: whether the next call uploads the optimizer's present state
         """
         if isinstance(self.optimizer, PoptorchOptimizer):
             if take and self.optimizer._state_reader is None:
@@ -126,8 +126,10 @@ class OptimizerLink:
             self.optimizer.state.clear()
 
     def release(self) -> None:
-        """Undo `connect`, after copying the state from the devices into the optimizer. A state that is
-        sharded over instances is not copied: a later read of it raises Error."""
+        """Copy the state from the devices into the optimizer, and undo `connect`.
+
+        A state that is sharded over instances is not copied: a later read of it raises Error.
+        """
         lost, optimizer = self._lease.is_optimizer_sharded, self.optimizer
         if isinstance(optimizer, PoptorchOptimizer):
             optimizer._unlink_executor(self._model.parameter_names(), _raise_lost if lost else None)
@@ -145,8 +147,8 @@ class OptimizerLink:
     # ---- a torch optimizer ---------------------------------------------------------------------------------
 
     def _add_hooks(self) -> None:
-        """Set hooks and `__getstate__` of a torch optimizer: state_dict(), copies and pickles read the devices'
-        state, load_state_dict() uploads. Without the executor they use the optimizer's own state."""
+        """Set hooks and `__getstate__` of a torch optimizer, so that state_dict(), copies and pickles read the
+        devices' state, and load_state_dict() uploads. They have no effect once the executor is gone."""
         optimizer: torch.optim.Optimizer = self.optimizer
         link = weakref.ref(self)
 
@@ -179,7 +181,7 @@ class OptimizerLink:
         ]
 
     def _load_torch_state(self) -> None:
-        """Check the states in `optimizer.state` (torch's format), and move them to `_loaded` for upload."""
+        """Check the states in `optimizer.state` (torch's format), and move them to `_loaded`, for an upload."""
         names = self._model.parameter_names()
         loaded = {
             names[id(parameter)]: from_torch_state(self.frozen, state)
@@ -191,7 +193,7 @@ class OptimizerLink:
         self.optimizer.state.clear()
 
     def _write_torch_state(self) -> None:
-        """Write loaded states and, after the first update, the devices' other states to `optimizer.state`."""
+        """Write states to `optimizer.state`: those in `_loaded` and, after an update, the devices' others."""
         _, steps = self._lease.random_state
         on_devices, names = self._lease.optimizer_states() or {}, self._model.parameter_names()
         states = {name: dict(state) for name, state in on_devices.items()} if steps else {}
@@ -205,7 +207,7 @@ class OptimizerLink:
     # ---- state -------------------------------------------------------------------------------------------
 
     def discard_loaded(self) -> None:
-        """Discard the optimizer's states on the host, uploaded or not: the executor's state is newer."""
+        """Discard the optimizer's states on the host, also those that are loaded and not uploaded yet."""
         self._loaded = {}
         self.optimizer.state.clear()
         if isinstance(self.optimizer, PoptorchOptimizer):
@@ -215,7 +217,7 @@ class OptimizerLink:
             self.connect(take=False)
 
     def _read_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-        """Return a poptorch optimizer's states and hyperparameters for state_dict(); None without states."""
+        """Return ("ipu_state", "ipu_param") for a poptorch optimizer's state_dict(); None without a state."""
         assert self.hyper is not None
         states, executable = self._lease.optimizer_states(), self._lease.executable
         if states is None:
@@ -226,7 +228,10 @@ class OptimizerLink:
         return entries, to_ipu_param(self.frozen.group_of, self.hyper)
 
     def upload(self) -> None:
-        """Check and upload states loaded into the optimizer, and use loaded rates. Warn of missing states."""
+        """Check and upload the state that was loaded into the optimizer, and use loaded rates.
+
+        Warns of parameters' states that a loaded state lacks, which stay as they are.
+        """
         optimizer, state = self.optimizer, self._lease.need_engine().state
         is_ours = isinstance(optimizer, PoptorchOptimizer)
         if is_ours and optimizer._has_torch_state:
@@ -252,7 +257,7 @@ class OptimizerLink:
             optimizer._has_loaded_rates = False
 
     def _check_states(self, entries: Mapping[str, Tensor]) -> None:
-        """Raise RuntimeError if a state in "ipu_state" has impossible values or not its parameter's shape."""
+        """Raise RuntimeError if a state of an "ipu_state" has impossible values or a wrong shape."""
         with torch._C.DisableTorchFunctionSubclass():
             shapes = {name: tuple(parameter.shape) for name, parameter in self._model.parameters()}
         grouped = self._model.per_replica  # on the host these have one row per group of replicas
@@ -262,7 +267,7 @@ class OptimizerLink:
     # ---- rates -------------------------------------------------------------------------------------------
 
     def check_changes(self) -> None:
-        """Warn once if rates were changed without `setOptimizer`. Raises: Error, if `step()` has hooks"""
+        """Warn once of rates that changed without `setOptimizer`. Raises: Error, if `step()` has hooks"""
         used = self.hyper
         if used is None:
             return
