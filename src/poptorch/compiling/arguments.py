@@ -27,7 +27,7 @@ _HINT = (
 
 
 class InputKind(NamedTuple):
-    """The inputs of a plan: structure and constants of each argument, dtype and shape of each tensor."""
+    """The kind of a call's inputs: structure and constants of each argument, dtype and shape of each tensor."""
 
     specs: tuple[tuple[str, Spec], ...]
     tensors: tuple[tuple[torch.dtype, torch.Size], ...]
@@ -35,7 +35,7 @@ class InputKind(NamedTuple):
 
 @dataclass(frozen=True)
 class BoundCall:
-    """The arguments of a call, bound to forward with its defaults, and the number of positional ones."""
+    """A call's arguments, bound to forward's signature, defaults included. `positional`: their number."""
 
     bound: inspect.BoundArguments
     positional: int
@@ -52,7 +52,7 @@ class BoundCall:
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """Return the tensors by path: `x`, `b[0]`, `x["k"]`; in **kwargs it begins with the keyword."""
+        """Return the tensors by path: `x`, `b[0]`, `x["k"]`. Paths in **kwargs begin with the keyword."""
         named: dict[str, Any] = {}
         for name, value in self.bound.arguments.items():
             keywords = self.bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
@@ -61,9 +61,9 @@ class BoundCall:
         return dict(zip(paths, self.tensors, strict=True))
 
     def in_words(self, samples: Sequence[Tensor]) -> str:
-        """Return a text with path, dtype and shape of each tensor, path and type of other non-default values.
+        """Return a text for messages: path, dtype and shape of each tensor, type of each other non-default value.
 
-        Args: samples: the tensors as forward receives them
+        Args: samples: the tensors of one micro-batch
         """
         words = [f"{p}: {s.dtype} {tuple(s.shape)}" for p, s in zip(self.named, samples, strict=True)]
         for name, value in self.bound.arguments.items():
@@ -73,18 +73,18 @@ class BoundCall:
         return ", ".join(words)
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> BoundCall:
-        """Return a copy of the call with `tensors` in place of its own."""
+        """Return a copy of the call with other tensors, in the order of `self.tensors`."""
         values = with_tensors(list(self.bound.arguments.values()), iter(tensors))
         arguments: Any = dict(zip(self.bound.arguments, values, strict=True))
         return BoundCall(inspect.BoundArguments(self.bound.signature, arguments), self.positional)
 
 
 class MissingArgument(Error, TypeError):
-    """The error of a missing argument. Also a TypeError, which programs catch if forward takes *args."""
+    """The error of a missing argument; a TypeError, too, since some programs catch that."""
 
 
 def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> BoundCall:
-    """Return the arguments bound to forward's signature, as Python binds them, with defaults filled in.
+    """Bind a call's arguments to forward's signature, as Python does, with defaults filled in.
 
     Raises:
         MissingArgument: a mandatory parameter is missing
@@ -123,7 +123,7 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
 
 
 def check_batch(call: BoundCall, counts: Counts) -> None:
-    """Raise an error unless each tensor holds whole micro-batches. A 0-d tensor counts as one row.
+    """Check that each tensor holds whole micro-batches. A 0-d tensor counts as one row.
 
     Raises:
         Error: a tensor is empty
@@ -135,26 +135,26 @@ def check_batch(call: BoundCall, counts: Counts) -> None:
         rows = tensor.shape[0] if tensor.dim() else 1
         assert rows % counts.product == 0, (
             f"Invalid batch dimension: {path} has shape {tuple(tensor.shape)}, and its first dimension must be a"
-            f" multiple of {counts.product} = {factors(counts)}\n"
+            f" multiple of {counts.product} = {factors_in_words(counts)}\n"
             "  fix: load such batches with poptorch.DataLoader(options, dataset, batch_size=<micro-batch>)"
         )
 
 
-def warn_about_inputs(call: BoundCall, counts: Counts, wide: bool) -> None:
+def warn_about_inputs(call: BoundCall, counts: Counts, has_float64: bool) -> None:
     """Warn of inputs loaded for other options, of a dictionary argument, and of tensors that calls convert.
 
     Args:
         counts: the batch factors of the model's options
-        wide:   whether the model has float64 weights or buffers
+        has_float64: whether the model has float64 weights or buffers
     """
-    loaded = {factors(theirs) for tensor in call.tensors if (theirs := loader_factors_of(tensor)[0])}
-    if others := loaded - {factors(counts)}:
+    loaded = {factors_in_words(theirs) for tensor in call.tensors if (theirs := loader_factors_of(tensor)[0])}
+    if others := loaded - {factors_in_words(counts)}:
         logger.warning(
             "the DataLoader and the model have different options: batches are loaded for %s, and the model"
             " reads them as %s\n"
             "  fix: give poptorch.DataLoader the options of the model that it loads for",
             others.pop(),
-            factors(counts),
+            factors_in_words(counts),
         )
     for name, value in call.bound.arguments.items():
         kind = call.bound.signature.parameters[name].kind
@@ -164,7 +164,7 @@ def warn_about_inputs(call: BoundCall, counts: Counts, wide: bool) -> None:
                 name,
             )
             break
-    paths = [path for path, tensor in call.named.items() if narrowed(tensor, wide) is not tensor]
+    paths = [path for path, tensor in call.named.items() if narrow_float64(tensor, has_float64) is not tensor]
     if paths:
         logger.warning("inputs become float32, since the model has no float64 weights: %s", ", ".join(paths))
     for path, tensor in call.named.items():
@@ -177,9 +177,9 @@ def warn_about_inputs(call: BoundCall, counts: Counts, wide: bool) -> None:
             logger.warning("input %s is not contiguous: a contiguous copy is made at each call", path)
 
 
-def narrowed(tensor: Tensor, wide: bool) -> Tensor:
-    """Return a float64 tensor as float32, unless `wide` (the model has float64 weights); others unchanged."""
-    return tensor.float() if tensor.dtype == torch.float64 and not wide else tensor
+def narrow_float64(tensor: Tensor, has_float64: bool) -> Tensor:
+    """Convert a float64 tensor to float32, unless the model has float64 weights; return others unchanged."""
+    return tensor.float() if tensor.dtype == torch.float64 and not has_float64 else tensor
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -193,14 +193,14 @@ def has_float64_weights(model: torch.nn.Module) -> bool:
         return any(value.dtype == torch.float64 for value in weights_of(model).values())
 
 
-def tensors_for_engine(call: BoundCall, wide: bool) -> list[Tensor]:
-    """Return a call's tensors detached, contiguous, `narrowed`, and without lazy conjugation or negation."""
+def tensors_for_engine(call: BoundCall, has_float64: bool) -> list[Tensor]:
+    """Return a call's tensors detached, contiguous, by `narrow_float64`, and without lazy conjugation or negation."""
     plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in call.tensors]
-    return [narrowed(tensor, wide).contiguous() for tensor in plain]
+    return [narrow_float64(tensor, has_float64).contiguous() for tensor in plain]
 
 
 def write_back(call: BoundCall, signature: Signature, values: dict[int, Tensor]) -> None:
-    """Copy the new values of inputs that forward writes in place into the caller's tensors.
+    """Copy new values of inputs that forward writes in place into the caller's tensors.
 
     Args: values: the new values, by index in `signature.results`
     """
@@ -210,8 +210,8 @@ def write_back(call: BoundCall, signature: Signature, values: dict[int, Tensor])
             tensor.copy_(value.reshape(tensor.shape))
 
 
-def factors(counts: Counts) -> str:
-    """Return a text for messages: the factors of a combined batch, each with its option's name."""
+def factors_in_words(counts: Counts) -> str:
+    """Return the factors of a combined batch as text, each with its option's name."""
     return (
         f"deviceIterations {counts.iterations} x input groups of replicationFactor {counts.groups}"
         f" x Training.gradientAccumulation {counts.accumulation}"
@@ -219,43 +219,43 @@ def factors(counts: Counts) -> str:
 
 
 def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> list[Tensor]:
-    """Return a combined batch for each input, in which one synthetic micro-batch is repeated.
+    """Return for each input a combined batch that repeats one synthetic micro-batch.
 
     Args: mode: a `popart.SyntheticDataMode`: 1 zeros, 2 normal, 3 uniform; integers are always 0
     """
     made = []
     for tensor in tensors:
-        value = torch.zeros(sample(tensor, counts).shape, dtype=tensor.dtype)
+        value = torch.zeros(first_micro_batch(tensor, counts).shape, dtype=tensor.dtype)
         if value.is_floating_point() and mode > 1:
             value.normal_() if mode == 2 else value.uniform_()
         made.append(value.expand(counts.product, *value.shape).reshape(tensor.shape))
     return made
 
 
-def sample(tensor: Tensor, counts: Counts) -> Tensor:
-    """Return the rows of the first micro-batch of a combined batch; a 0-d tensor itself."""
+def first_micro_batch(tensor: Tensor, counts: Counts) -> Tensor:
+    """Return a view of the first micro-batch of a combined batch; a 0-d tensor unchanged."""
     return tensor[: tensor.shape[0] // counts.product] if tensor.dim() else tensor
 
 
 @dataclass(frozen=True)
 class CompiledInputs:
-    """The structure, constants, dtypes and shapes of the arguments that a model was compiled for.
+    """The inputs that a plan was compiled for.
 
     Args:
-        paths:      of the tensors, as in `BoundCall.named`
+        paths:      the path of each tensor, as in `BoundCall.named`
         positional: the number of positional arguments
-        wide:       whether the model has float64 weights or buffers
+        has_float64: whether the model has float64 weights or buffers
     """
 
     kind: InputKind
     paths: list[str]
     positional: int
     counts: Counts
-    wide: bool
+    has_float64: bool
 
     @property
     def micro_batch(self) -> InputKind:
-        """Return the inputs of one micro-batch. Plans with equal micro-batches can share a graph."""
+        """Return the kind of one micro-batch. Plans with equal micro-batches can share a graph."""
         n, tensors = self.counts.product, self.kind.tensors
         cut = ((dtype, torch.Size([size[0] // n, *size[1:]]) if size else size) for dtype, size in tensors)
         return self.kind._replace(tensors=tuple(cut))
@@ -263,7 +263,7 @@ class CompiledInputs:
     def check(self, call: BoundCall, any_shape: bool = False) -> None:
         """Raise BatchError unless a call has the compiled structure, constants, dtypes and shapes.
 
-        Args: any_shape: accept other shapes; arguments, items and keys may be left out or added
+        Args: any_shape: accept other shapes, and arguments, items and keys that are left out or added
         """
         pairs = zip(self.kind.specs, call.kind.specs, strict=True)
         for index, ((name, compiled), (_, found)) in enumerate(pairs):
@@ -283,7 +283,7 @@ class CompiledInputs:
             fix, whole = "", self.counts.product
             if whole > 1 and tensor.dim() and shape == (len(tensor) * whole, *tensor.shape[1:]):
                 fix = (  # the input is one micro-batch, as torch's DataLoader yields
-                    f"\n  {shape[0]} = micro-batch {len(tensor)} x {factors(self.counts)}\n"
+                    f"\n  {shape[0]} = micro-batch {len(tensor)} x {factors_in_words(self.counts)}\n"
                     f"  fix: load combined batches: poptorch.DataLoader(options, dataset, batch_size={len(tensor)})"
                 )
             _check_equal(f"Shape mismatch for {path}", shape, tensor.shape, fix)

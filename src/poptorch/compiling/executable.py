@@ -30,7 +30,14 @@ from ..enums import OutputMode, OverlapMode
 from ..logs import logger
 from ..options import Options
 from . import compilation_log
-from .arguments import BoundCall, CompiledInputs, has_float64_weights, narrowed, sample, weights_of
+from .arguments import (
+    BoundCall,
+    CompiledInputs,
+    first_micro_batch,
+    has_float64_weights,
+    narrow_float64,
+    weights_of,
+)
 from .losses import choose_loss
 from .outputs import Anchors, Note, notes_of, requests_of, resolve_anchors, traced_outputs
 from .runs import Run
@@ -88,9 +95,9 @@ def compile_model(
     """
     if earlier:
         settings = replace(settings, strategy=earlier[0].settings.strategy)
-    settings, call, wide = run.settings(settings), run.call, has_float64_weights(model)
-    inputs = CompiledInputs(call.kind, list(call.named), call.positional, run.counts, wide)
-    samples = [narrowed(sample(tensor, run.counts), wide) for tensor in call.tensors]
+    settings, call, has_float64 = run.settings(settings), run.call, has_float64_weights(model)
+    inputs = CompiledInputs(call.kind, list(call.named), call.positional, run.counts, has_float64)
+    samples = [narrow_float64(first_micro_batch(tensor, run.counts), has_float64) for tensor in call.tensors]
     same = [e for e in earlier if e.graph is not None and e.inputs.micro_batch == inputs.micro_batch]
     layout = earlier[0].memory_format if earlier else None
     new = same[0] if same else _captured(model, call, options, settings, samples, layout, is_plan_only)

@@ -184,7 +184,7 @@ def training_state(executor: Any) -> TrainingState:
                 values = {name: value.clone() for name, value in lease.engine.state.read().items()}
             buffers = lease.engine.state.read_buffers()
         else:
-            values = {name: v.detach().clone() for name, v in executor._weights.on_host().items()}
+            values = {name: v.detach().clone() for name, v in executor._weights.host_weights().items()}
             buffers = lease.kept.buffers or [{name: values[name] for name in names}]
     # Not `state_to_keep`: it also has the other shards, as they were restored.
     states = lease.optimizer_states(whole=False) or {}
@@ -211,7 +211,7 @@ def set_training_state(executor: Any, state: TrainingState) -> None:
     attached = executor.isAttachedToDevice()
     if attached:
         executor.detachFromDevice()
-    executor._weights.put_on_host({**state["buffers"][0], **state["weights"]})
+    executor._weights.write_host({**state["buffers"][0], **state["weights"]})
     kept = {field.name: state[field.name] for field in fields(KeptState)}
     executor._lease.kept = KeptState(**kept)
     optimizer = executor._optimizer
@@ -231,7 +231,7 @@ def _check_state(executor: Any, state: TrainingState) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         here, there = (
             {n: list(value.shape) for n, value in values.items() if n not in executor.per_replica_params}
-            for values in (executor._weights.on_host(), saved)
+            for values in (executor._weights.host_weights(), saved)
         )
     other = [
         f"{name} is {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"

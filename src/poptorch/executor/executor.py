@@ -132,8 +132,8 @@ class PoplarExecutor(PublicNames):
             if lease.engine is None:
                 self.attachToDevice()
             if not self._wrapped.training:
-                self._weights.refresh()
-            self._weights.check_host()
+                self._weights.upload_if_behind()
+            self._weights.warn_of_changes()
             self._optimizer_link.check_changes()
             self._optimizer_link.upload()
             engine, recorder = lease.need_engine(), plan.reporter and plan.reporter.recorder
@@ -155,7 +155,7 @@ class PoplarExecutor(PublicNames):
     def _engine_inputs(self, call: arguments.BoundCall, plan: LoadedPlan) -> list[Tensor]:
         """Return the call's tensors, converted for the engine, or the plan's synthetic inputs."""
         if plan.synthetic is None:
-            tensors = arguments.tensors_for_engine(call, plan.executable.inputs.wide)
+            tensors = arguments.tensors_for_engine(call, plan.executable.inputs.has_float64)
             mode = self.options._Popart.options.get("syntheticDataMode", 0)
             if not mode:
                 return tensors
@@ -193,11 +193,11 @@ class PoplarExecutor(PublicNames):
         exit_if_only_planning(model, run, options, settings, self._optimizer_link.hyper)
         before, number = lease.current, self._compiled_plans + 1
         if before is None:
-            self._weights.note_compilation()
+            self._weights.store_compiled_flags()
         reporter = self._make_reporter(number)
         times = {} if reporter is None else reporter.passes
         with progress(options._show_progress_bar, times) as done:
-            with self._weights.flags_of_compilation():
+            with self._weights.with_compiled_flags():
                 earlier = [plan.executable for plan in lease.plans.values()]
                 found = compile_model(model, run, options, settings, done, earlier=earlier)
             log_plan(found.plan, found.settings)
@@ -205,7 +205,7 @@ class PoplarExecutor(PublicNames):
             lease.add(run.key, plan)
             try:
                 if before is not None:
-                    lease.switch_to(plan, self._weights.on_host())
+                    lease.switch_to(plan, self._weights.host_weights())
                 elif options.connection_type != ConnectionType.Never:
                     self.attachToDevice()
             except BaseException:
@@ -258,7 +258,7 @@ class PoplarExecutor(PublicNames):
         assert self.options.connection_type != ConnectionType.Never, (
             "Trying to attach a model to an offline device (ConnectionType.Never)"
         )
-        weights = self._weights.newest()
+        weights = self._weights.weights_for_engine()
         self._optimizer_link.connect()
         self._lease.attach(weights)
 
@@ -358,7 +358,7 @@ class PoplarExecutor(PublicNames):
         """Add the plans and the state of a file to an executor without plans. Attach for ConnectionType.Always."""
         if self._wrapped.training:
             marked_model.mark(self._user_model, self)
-        self._weights.note_compilation()
+        self._weights.store_compiled_flags()
         self._compiled_plans = len(saved.executables)
         for number, executable in enumerate(saved.executables, 1):
             self._lease.add(executable.key, LoadedPlan(executable, self._make_reporter(number)))

@@ -1,7 +1,8 @@
 """The two copies of the weights: the user's on the host, and the executor's on its devices.
 
-Training makes the host's copy stale: the next read of a weight there copies all of them. Values that the user
-writes on the host reach the devices by `copyWeightsToDevice`; a call before it logs a warning, once.
+Training makes the host's copy stale, and the next read of a weight on the host copies all weights. Values that
+the user writes on the host reach the devices by `copyWeightsToDevice`; a call before that logs a warning, once.
+The other executors of a model, or of some of its layers, are an executor's peers.
 """
 
 import contextlib
@@ -20,35 +21,34 @@ from ..reporter import recording_event
 from .device_lease import DeviceLease
 from .marked_model import WrappedModel, mark_tensors, owner_of
 
-# A weight on the host: its version counter, its address, whether it requires a gradient.
-Fingerprint = tuple[int, int, bool]
+Fingerprint = tuple[int, int, bool]  # of a weight on the host: version counter, address, requires_grad
 
 
 class WeightSync:
     """The transfer of weights between a model and the devices of its executor.
 
-    `version` counts the copies to the host. `mode`: the `training` that the user's model is compiled with.
+    `version` counts the copies to the host. `mode` is `training` of the user's model at its compilation.
     """
 
     def __init__(self, model: WrappedModel, lease: DeviceLease, executor: weakref.ref[Any]) -> None:
         self._model, self._lease, self._executor = model, lease, executor
         self.version = 0
-        self._is_behind = False  # whether another executor of the model has trained or uploaded newer weights
-        self._peers: weakref.WeakSet[WeightSync] = weakref.WeakSet()  # of executors that share a layer
+        self._is_behind = False  # whether a peer has trained or uploaded newer weights
+        self._peers: weakref.WeakSet[WeightSync] = weakref.WeakSet()
         self._is_replaced = False  # whether a layer, parameter or buffer was replaced since the latest call
         self._warned: set[str] = set()
-        self.note_compilation()
+        self.store_compiled_flags()
 
-    def note_compilation(self) -> None:
-        """Store the model's layers, their modes and `requires_grad`, to notice later changes to them."""
+    def store_compiled_flags(self) -> None:
+        """Store the model's layers, modes and `requires_grad`, with which later changes are compared."""
         self._layers, self._flags = dict(self._model.traced.named_modules()), _flags_of(self._model.traced)
         self.mode = self._model.user.training
         self._synced: dict[str, Tensor] = {}  # the host's weights when they were last equal to the devices'
         self._fingerprints: dict[str, Fingerprint] = {}  # of the weights in `_synced` at that time
 
     @contextlib.contextmanager
-    def flags_of_compilation(self) -> Iterator[None]:
-        """In the body set modes and `requires_grad` to those of the compilation; restore them after it."""
+    def with_compiled_flags(self) -> Iterator[None]:
+        """In the body, modes and `requires_grad` are those of the first compilation; then restore them."""
         now = _flags_of(self._model.traced)
         _set_flags(self._model.traced, self._flags)
         try:
@@ -56,8 +56,8 @@ class WeightSync:
         finally:
             _set_flags(self._model.traced, now)
 
-    def on_host(self) -> dict[str, Tensor]:
-        """Return the user's parameters and buffers by canonical name.
+    def host_weights(self) -> dict[str, Tensor]:
+        """Return the user's parameters and buffers by canonical name; they may be stale.
 
         Raises: Error, if a weight of the compiled model was removed, or has another shape or dtype
         """
@@ -100,13 +100,13 @@ class WeightSync:
         """Copy the devices' weights and buffers into the user's model. Raises: Error, if not attached"""
         engine = self._lease.need_engine()
         with recording_event(self._lease.reporter, "weights to host"), engine.state.weights_lock:
-            self.put_on_host(engine.state.read())
+            self.write_host(engine.state.read())
         # Last: after an interrupted copy the next read of a weight copies all of them again.
         engine.state.host_is_stale = False
 
-    def put_on_host(self, values: Mapping[str, Tensor]) -> None:
-        """Copy values, by canonical name, into the user's model. In training notify the peers."""
-        host = self.on_host()
+    def write_host(self, values: Mapping[str, Tensor]) -> None:
+        """Copy values, given by canonical name, into the user's model; in training notify the peers."""
+        host = self.host_weights()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for name, value in values.items():
                 if host[name].shape == value.shape:
@@ -114,7 +114,7 @@ class WeightSync:
                 else:  # a per-replica parameter: the host gets one row per group of replicas
                     host[name].data = value.clone()
         self.version += 1
-        self._note_synced(host)
+        self._mark_synced(host)
         if self._model.training:
             self._notify_peers()
 
@@ -126,13 +126,13 @@ class WeightSync:
         self._notify_peers()
 
     def _upload(self, names: Sequence[str] | None = None) -> None:
-        """Upload the user's weights (only those with these canonical names), without notifying the peers."""
-        engine, host = self._lease.need_engine(), self.on_host()
+        """Upload the user's weights (None: all; else by canonical name), without notifying the peers."""
+        engine, host = self._lease.need_engine(), self.host_weights()
         weights = host if names is None else {name: host[name] for name in names}
         event = recording_event(self._lease.reporter, "weights to devices")
         with event, torch._C.DisableTorchFunctionSubclass():
             engine.write(weights)
-        self._note_synced(weights, is_behind=self._is_behind and names is not None)
+        self._mark_synced(weights, is_behind=self._is_behind and names is not None)
 
     def copyNamedBuffersToDevice(self) -> None:
         """Upload only the buffers of `Options.updatableNamedBuffers`. Raises: Error, if it names none"""
@@ -150,18 +150,20 @@ class WeightSync:
     def hostWeightsChanged(self) -> bool:
         """*Pando*: return whether weights were written on the host since the last upload or download. False
         while the devices have newer weights. Writes into `weight.data` are not detected."""
-        return not self.host_is_stale and bool(self._synced) and bool(self._written_names(self.on_host()))
+        return (
+            not self.host_is_stale and bool(self._synced) and bool(self._changed_names(self.host_weights()))
+        )
 
-    def check_host(self) -> None:
+    def warn_of_changes(self) -> None:
         """Warn, once per kind, of changes to the model since its compilation, which calls ignore.
 
-        Kinds: weights written or replaced; layers replaced; in training, another mode or `requires_grad`.
+        Kinds are written or replaced weights, replaced layers and, in training, modes and `requires_grad`.
 
         Raises: Error, if a weight was removed, or its dtype or shape has changed
         """
         if self._model.training and self._model.user.training != self.mode:
             modes = ("eval", "train") if self.mode else ("train", "eval")
-            self._warn(
+            self._warn_once(
                 "the model is in {}() mode now, and was compiled in {}() mode".format(*modes),
                 "trains it in that mode",
                 "set the mode before the first call, or call destroy() on the executor; wrap the model with"
@@ -169,15 +171,15 @@ class WeightSync:
             )
         if not self._is_replaced and _fingerprints_of(self._synced) == self._fingerprints:
             return
-        host, layers = self.on_host(), dict(self._model.traced.named_modules())
+        host, layers = self.host_weights(), dict(self._model.traced.named_modules())
         replaced = [name for name, layer in self._layers.items() if layers.get(name, layer) is not layer]
         if replaced:
-            self._warn(
+            self._warn_once(
                 f"{listed(replaced)} has another layer in its place since the compilation",
                 "computes what the layer before did",
             )
-        elif written := self._written_names(host):
-            self._warn(
+        elif written := self._changed_names(host):
+            self._warn_once(
                 f"{listed(written)} changed on the host",
                 "uses the values that the devices have",
                 "call copyWeightsToDevice() on the executor after weights were loaded or written",
@@ -186,7 +188,7 @@ class WeightSync:
         self._is_replaced = False
 
     def _check_flags(self, host: Mapping[str, Tensor]) -> None:
-        """In training, warn once of parameters that were frozen or made trainable since the compilation."""
+        """In training, warn once of parameters frozen, and once of some made trainable, since compilation."""
         if not self._model.training:
             return
         results = self._lease.need_executable().plan.partition.signature.results
@@ -195,11 +197,11 @@ class WeightSync:
             frozen = [name for name in trained if not host[name].requires_grad]
             freed = [n for n, weight in host.items() if weight.requires_grad and self._flags.get(n) is False]
         if frozen:
-            self._warn(f"{listed(frozen)} was frozen after the compilation", "trains it as before")
+            self._warn_once(f"{listed(frozen)} was frozen after the compilation", "trains it as before")
         if freed:
-            self._warn(f"{listed(freed)} was made trainable after the compilation", "does not train it")
+            self._warn_once(f"{listed(freed)} was made trainable after the compilation", "does not train it")
 
-    def _warn(
+    def _warn_once(
         self,
         change: str,
         effect: str,
@@ -209,7 +211,7 @@ class WeightSync:
             self._warned.add(effect)
             logger.warning("%s, and the compiled program %s\n  fix: %s", change, effect, fix)
 
-    def _written_names(self, host: Mapping[str, Tensor]) -> list[str]:
+    def _changed_names(self, host: Mapping[str, Tensor]) -> list[str]:
         """Return the names of weights replaced or written on the host since the last upload or download."""
         now = _fingerprints_of(host)
         return [
@@ -218,26 +220,26 @@ class WeightSync:
             if self._synced.get(n) is not w or self._fingerprints[n][:2] != now[n][:2]
         ]
 
-    def _note_synced(self, weights: dict[str, Tensor], is_behind: bool = False) -> None:
-        """Record that these weights of the host, by canonical name, are now equal to the devices'."""
+    def _mark_synced(self, weights: dict[str, Tensor], is_behind: bool = False) -> None:
+        """Record that these weights of the host, given by canonical name, equal those of the devices now."""
         self._synced |= weights
         self._fingerprints |= _fingerprints_of(weights)
         self._is_behind = is_behind
 
     # ---- other executors of the model ----------------------------------------------------------------------
 
-    def newest(self) -> dict[str, Tensor]:
-        """Return the host's weights for a new engine, after copying newer ones from peers to them."""
+    def weights_for_engine(self) -> dict[str, Tensor]:
+        """Register with peers, copy their newer weights to the host, and return the host's weights by name."""
         _watch_registrations()
-        self._register_with(self._model.user)
+        self._find_peers(self._model.user)
         self._copy_from_trainers()
-        host = self.on_host()
+        host = self.host_weights()
         self._check_flags(host)
-        self._note_synced(host)
+        self._mark_synced(host)
         return host
 
-    def _register_with(self, layer: nn.Module) -> None:
-        """Register this executor with a module and its submodules; their other executors become its peers."""
+    def _find_peers(self, layer: nn.Module) -> None:
+        """Add the other executors of a module and its submodules to the peers, in both directions."""
         for module in layer.modules():
             users = _syncs_of_module.setdefault(module, weakref.WeakSet())
             for peer in set(users) - {self}:
@@ -245,24 +247,24 @@ class WeightSync:
                 peer._peers.add(self)
             users.add(self)
 
-    def refresh(self) -> None:
-        """Upload the weights if another executor of the model has trained or uploaded newer ones."""
+    def upload_if_behind(self) -> None:
+        """Upload the host's weights if a peer has trained or uploaded newer ones."""
         self._copy_from_trainers()
         if self._is_behind:
             self._upload()
 
     def _copy_from_trainers(self) -> None:
-        """Copy to the host the newest weights of the model's other training executors."""
+        """Let the peers that train copy their newest weights to the host."""
         for peer in list(self._peers):
             executor = peer._executor() if peer._model.training else None
             if executor is not None:
                 executor.copyWeightsToHostIfNeeded()
 
     def _notify_peers(self) -> None:
-        """Record in the executors that share a layer with this executor that the host has new weights.
+        """Record in the peers that the host has new weights.
 
-        Inference executors upload them before their next run. Training executors keep their own weights,
-        without a warning: there was one when the model was wrapped.
+        Peers for inference upload them before their next run. Peers that train keep their own weights,
+        without a warning, since there was one when the model was wrapped.
         """
         for peer in self._peers:
             if peer._model.training:
@@ -271,7 +273,7 @@ class WeightSync:
                 peer._is_behind = True
 
 
-# By module, the executors that are, or were, attached to devices with it.
+# For each module, the executors that have been attached to devices with it.
 _syncs_of_module: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[WeightSync]] = (
     weakref.WeakKeyDictionary()
 )
@@ -280,8 +282,8 @@ _syncs_of_module: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[WeightSyn
 def _on_registration(module: nn.Module, name: str, value: Any) -> None:
     """Handle torch's hook: the layer, parameter or buffer `name` of a module is about to become `value`.
 
-    The module's executors check for changes at their next call. In a trained model the newest weights are
-    copied to the host first, and the new parameters and buffers are marked.
+    Makes the module's executors look for changes at their next call. If the model is trained, copies the
+    newest weights to the host first, and marks the new parameters and buffers.
     """
     old = (module._modules, module._parameters, module._buffers)
     if any(names.get(name) is value for names in old):
@@ -295,19 +297,19 @@ def _on_registration(module: nn.Module, name: str, value: Any) -> None:
                     executor.copyWeightsToHostIfNeeded()
                 mark_tensors(value, weakref.ref(executor))
             if isinstance(value, nn.Module):
-                sync._register_with(value)
+                sync._find_peers(value)
 
 
 @functools.cache
 def _watch_registrations() -> None:
-    """Register a hook that torch calls before a layer, parameter or buffer is set in any module."""
+    """Register `_on_registration`, which torch calls before a module's layer, parameter or buffer is set."""
     nn.modules.module.register_module_module_registration_hook(_on_registration)
     nn.modules.module.register_module_parameter_registration_hook(_on_registration)
     nn.modules.module.register_module_buffer_registration_hook(_on_registration)
 
 
 def _fingerprints_of(weights: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
-    """Return the `Fingerprint` of each weight. The version of tensors made in inference mode is 0."""
+    """Return the fingerprint of each weight, with version 0 for tensors that were made in inference mode."""
     with torch._C.DisableTorchFunctionSubclass():
         return {
             name: (0 if weight.is_inference() else weight._version, weight.data_ptr(), weight.requires_grad)
@@ -316,14 +318,14 @@ def _fingerprints_of(weights: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
 
 
 def _flags_of(model: nn.Module) -> dict[str, bool]:
-    """Return the mode (`training`) of each layer, and `requires_grad` of each parameter, by name."""
+    """Return `training` of each layer and `requires_grad` of each parameter, by name."""
     with torch._C.DisableTorchFunctionSubclass():
         modes = {name: layer.training for name, layer in model.named_modules()}
         return modes | {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
 
 def _set_flags(model: nn.Module, flags: Mapping[str, bool]) -> None:
-    """Set the modes of layers and `requires_grad` of parameters to those of `_flags_of`, in place."""
+    """Set `training` of layers and `requires_grad` of parameters to what `_flags_of` has returned."""
     with torch._C.DisableTorchFunctionSubclass():
         for name, layer in model.named_modules():
             vars(layer)["training"] = flags.get(name, layer.training)
