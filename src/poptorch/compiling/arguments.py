@@ -225,16 +225,17 @@ def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> li
     """
     made = []
     for tensor in tensors:
-        value = torch.zeros(first_micro_batch(tensor, counts).shape, dtype=tensor.dtype)
+        value = torch.zeros_like(tensor[: len(tensor) // counts.product] if tensor.dim() else tensor)
         if value.is_floating_point() and mode > 1:
             value.normal_() if mode == 2 else value.uniform_()
         made.append(value.expand(counts.product, *value.shape).reshape(tensor.shape))
     return made
 
 
-def first_micro_batch(tensor: Tensor, counts: Counts) -> Tensor:
-    """Return a view of the first micro-batch of a combined batch; a 0-d tensor unchanged."""
-    return tensor[: tensor.shape[0] // counts.product] if tensor.dim() else tensor
+def samples_of(call: BoundCall, counts: Counts, has_float64: bool) -> list[Tensor]:
+    """Return the first micro-batch of each tensor of a call, by `narrow_float64`; 0-d tensors are not cut."""
+    rows = (tensor[: len(tensor) // counts.product] if tensor.dim() else tensor for tensor in call.tensors)
+    return [narrow_float64(tensor, has_float64) for tensor in rows]
 
 
 @dataclass(frozen=True)

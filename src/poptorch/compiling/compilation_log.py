@@ -1,8 +1,7 @@
 """A compilation as text: its log, and the overview that `describe` and `executor.plan` return.
 
-The log has the time of each pass and the schedule (DEBUG), and the ipu of each block (INFO).
-
-On request the number of ipus is checked against the limits of real hardware, too.
+The log has the time of each pass and the schedule (DEBUG), and the ipu of each block (INFO). On request the
+number of ipus is checked against the limits of real hardware.
 """
 
 import contextlib
@@ -33,9 +32,9 @@ _PASSES = ("capture", "partition", "tasks", "load")
 
 @contextlib.contextmanager
 def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], None]]:
-    """Yield a function, to be called with the name of each finished pass of a compilation.
+    """Draw a progress bar, log each pass's time, and add the running pass to a CaptureError or PartitionError.
 
-    Draws a progress bar, logs each pass's time, and adds the pass to a CaptureError or PartitionError.
+    Yields a function, to be called with the name of each pass of the compilation that is finished.
 
     Args:
         shown: whether the bar is drawn
@@ -77,8 +76,10 @@ def log_plan(plan: Plan, settings: Settings) -> None:
 
 
 def schedule_text(plan: Plan, settings: Settings) -> str:
-    """Return a drawing of a step's schedule on this machine and, for several ipus, on separate devices; for
-    more than `_DRAWN` micro-batches only their number."""
+    """Return a drawing of a step's schedule on this machine and, for several ipus, on separate devices.
+
+    A step of more than `_DRAWN` micro-batches is not drawn: the text has their number.
+    """
     if plan.micro_batches > _DRAWN:
         return f"schedule of a step: {plan.micro_batches} micro-batches, too many to draw"
     here, apart = drawn_schedule(plan, core_count(settings.device)), drawn_schedule(plan)
@@ -90,10 +91,9 @@ def schedule_text(plan: Plan, settings: Settings) -> str:
 
 
 def check_hardware_rules(plan: Plan, settings: Settings, rounds: bool) -> None:
-    """With POPTORCH_CHECK_HARDWARE_RULES=1, raise Error if no real system could reserve the plan's ipus.
+    """With POPTORCH_CHECK_HARDWARE_RULES=1, raise Error for more than 64 ipus, or no power of two.
 
-    Args: rounds: whether `autoRoundNumIPUs` is set
-    Raises: Error, for more than 64 ipus, or for a number that is no power of two (a warning with `rounds`)
+    Args: rounds: whether `autoRoundNumIPUs` is set: a number that is no power of two is only a warning then
     """
     if os.environ.get(HARDWARE_RULES, "0") == "0":
         return
@@ -125,7 +125,7 @@ class Overview:
     """A compiled model as text.
 
     `stages`: (number, ipu, blocks, number of parameters); `pieces`: (name, ipu, source); `transfers`: (from
-    ipu, to ipu, bytes, per "micro-batch" or "step", when), with None bytes for a loaded executable.
+    ipu, to ipu, bytes, per "micro-batch" or "step", when), where bytes are None for a loaded executable.
     """
 
     title: str
@@ -154,7 +154,7 @@ class Overview:
 
 
 def overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overview:
-    """Return the overview of a compiled model. If `graph` is None, bytes between ipus are None."""
+    """Return the overview of a compiled model. Without a graph, the bytes of its transfers are None."""
     partition, counts = plan.partition, settings.counts
     sizes = dict.fromkeys(range(partition.stages), 0)
     for slot in partition.signature.slots:

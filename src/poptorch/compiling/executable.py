@@ -30,19 +30,12 @@ from ..enums import OutputMode, OverlapMode
 from ..logs import logger
 from ..options import Options
 from . import compilation_log
-from .arguments import (
-    BoundCall,
-    CompiledInputs,
-    first_micro_batch,
-    has_float64_weights,
-    narrow_float64,
-    weights_of,
-)
+from .arguments import BoundCall, CompiledInputs, has_float64_weights, samples_of, weights_of
 from .losses import choose_loss
 from .outputs import Anchors, Note, notes_of, requests_of, resolve_anchors, traced_outputs
 from .runs import Run
 from .traced_functions import traced_functions
-from .tune import NO_HINTS, Hints, measured_hints, with_balanced_stages
+from .tune import NO_HINTS, Hints, measure_hints, with_balanced_stages
 
 
 @dataclass(frozen=True)
@@ -50,8 +43,8 @@ class Executable:
     """A compiled model, without weights and state.
 
     Args:
-        template: the structure of forward's return value, with empty tensors on "meta"
-        outputs:  the number of those tensors
+        template: forward's return value, with an empty tensor on "meta" in place of each output
+        outputs:  the number of outputs
         anchor_names: all names that `Options.anchorTensor` accepts
         notes:    the values that forward has noted for the host (`poptorch.notes`)
         graph:    the captured graph, for profiles; None in a file
@@ -82,7 +75,7 @@ def compile_model(
     earlier: Sequence[Executable] = (),
     is_plan_only: bool = False,
 ) -> Executable:
-    """Compile a model: capture it, unless `earlier` has its graph, and lower the graph to a plan.
+    """Compile the plan of a run: capture the model, unless `earlier` has the graph, and lower the graph.
 
     Args:
         settings: of a complete combined batch
@@ -97,7 +90,7 @@ def compile_model(
         settings = replace(settings, strategy=earlier[0].settings.strategy)
     settings, call, has_float64 = run.settings(settings), run.call, has_float64_weights(model)
     inputs = CompiledInputs(call.kind, list(call.named), call.positional, run.counts, has_float64)
-    samples = [narrow_float64(first_micro_batch(tensor, run.counts), has_float64) for tensor in call.tensors]
+    samples = samples_of(call, run.counts, has_float64)
     same = [e for e in earlier if e.graph is not None and e.inputs.micro_batch == inputs.micro_batch]
     layout = earlier[0].memory_format if earlier else None
     new = same[0] if same else _captured(model, call, options, settings, samples, layout, is_plan_only)
@@ -110,7 +103,7 @@ def compile_model(
         _check_buffers(graph, settings.counts.replicas)
     done("capture")
     if not same and not is_plan_only:
-        hints = measured_hints(graph, settings, options, new.memory_format, model, samples)
+        hints = measure_hints(graph, settings, options, new.memory_format, model, samples)
         new = replace(new, hints=hints)
     if settings.strategy.auto == "balance":
         weights = weights_of(model)
@@ -130,12 +123,10 @@ def _captured(
     layout: str | None,
     is_plan_only: bool,
 ) -> Executable:
-    """Capture a model between its compile hooks, and rewrite the graph for half precision and memory format.
+    """Return an executable with a model's graph, and without plan and inputs.
 
-    Args:
-        samples: the tensors of a micro-batch
-        layout:  the memory format of an earlier plan, used in place of the option; None: the option's
-    Returns: an executable with the graph, without plan and inputs
+    Calls the compile hooks before and after the capture. The graph is rewritten for half precision and for
+    the memory format: `layout` if an earlier plan has one, else the option's. `samples`: one micro-batch
     """
     requests = requests_of(options)
     wanted = {long_name for long_name, *_ in requests.values()}
@@ -179,9 +170,9 @@ class _TracedForward:
     """A callable for `capture`: runs forward, returns the graph's outputs, and sets the fields with defaults.
 
     Args:
-        wanted:   the names of inputs and losses to be added to the outputs
-        template: the structure of what forward returned
-        returned: the number of tensors in it
+        wanted:   the names of inputs and losses that are added to the outputs
+        template: forward's return value, with an empty tensor on "meta" in place of each output
+        returned: the number of outputs
         traced:   by name of an input or loss, its index in the graph's outputs; -1 if not in `wanted`
     """
 
@@ -220,7 +211,7 @@ class _TracedForward:
 
 
 def _check_buffers(graph: Graph, replicas: int) -> None:
-    """Raise Error if forward updates buffers other than running statistics: replicas would differ."""
+    """Raise Error if forward changes buffers other than running statistics, since replicas would differ."""
     statistics = ("running_mean", "running_var", "num_batches_tracked")
     changed = [
         result.key
@@ -242,7 +233,7 @@ _INPUT, _OUTPUT = "poptorch.set_overlap_for_input.default", "poptorch.set_overla
 
 
 def _check_overlap(graph: Graph, options: Options) -> None:
-    """Raise Error if a mark for overlap (`_INPUT`, `_OUTPUT`) is misplaced, or the options forbid overlap."""
+    """Raise Error if a call of `set_overlap_for_input` or `_output` is misplaced, or options forbid overlap."""
     nodes: Any = graph.code.nodes
     marks = [node for node in nodes if str(node.target) in (_INPUT, _OUTPUT)]
     marks = [node for node in marks if node.args[1] != OverlapMode.NoOverlap.value]

@@ -1,6 +1,6 @@
-"""The runs of plans that make up one call.
+"""The runs of a call: a complete combined batch is one run of one plan.
 
-A complete combined batch is one run. With `Options.allowNewShapes` a batch may end early (it is ragged).
+With `Options.allowNewShapes` a batch may be incomplete (ragged), and needs several runs, each of its own plan.
 Examples of training with two micro-batches per step, where `####` is a micro-batch of four rows:
 
     #### #### | #### #### | ####     two steps, and a step of one micro-batch
@@ -27,9 +27,9 @@ class Run:
     """One run of a plan.
 
     Args:
-        call:      the arguments, cut to the rows of this run
+        call:      the call's arguments, cut to the rows of this run
         part:      the part of a weight update that the run computes
-        iteration: with OutputMode.EveryN, at the end of a ragged call: the device iterations before it
+        iteration: with OutputMode.EveryN, at the end of a ragged batch: the device iterations before this run
         is_ragged: whether the call's batch is incomplete
     """
 
@@ -41,7 +41,7 @@ class Run:
 
     @property
     def key(self) -> Any:
-        """Return the key of the plan for this run: runs with equal keys share a plan."""
+        """Return the key of this run's plan. Runs with equal keys share a plan."""
         return self.call.kind, self.counts, self.part, self.iteration
 
     def settings(self, settings: Settings) -> Settings:
@@ -59,7 +59,7 @@ class Run:
 
 
 def split_into_runs(whole: Run, options: Options, training: bool, like: CompiledInputs | None) -> list[Run]:
-    """Return the runs of a call: `whole`, unless all inputs have equally many rows, too few for a full batch.
+    """Return the runs of a call: `whole`, unless all inputs have equally many rows, fewer than a full batch.
 
     Args: like: inputs of the model's first plan, which give the rows of a micro-batch if no DataLoader does
     """
@@ -95,7 +95,7 @@ def split_into_runs(whole: Run, options: Options, training: bool, like: Compiled
 
 
 def _micro_batch_rows(call: BoundCall, like: CompiledInputs | None) -> int | None:
-    """Return the number of rows of a micro-batch; None if not known, or not equal in all inputs."""
+    """Return the rows of a micro-batch by the DataLoader, else by `like`; None if unknown or not all equal."""
     loaded = next((rows for tensor in call.tensors if (rows := loader_factors_of(tensor)[1])), None)
     if loaded is not None or like is None:
         return loaded

@@ -1,7 +1,7 @@
-"""Tuning: decisions made by running the captured model on a micro-batch, only if an option requests it.
+"""Tuning: running the captured model on a micro-batch to decide something, only if an option requests it.
 
 `AutoBalance` becomes explicit stages, by the measured cost of each block. The hints of a profile are the
-speed with other options and the throughput of several threads; they do not change what is computed.
+speedups by other options and by several threads; they do not change what is computed.
 """
 
 import operator
@@ -35,14 +35,14 @@ _MOST_SECONDS = 1.0  # a micro-batch that takes longer is not measured
 _ROUNDS = 5
 _EACH_ALONE = Strategy("sharded", "auto_increment")
 _STAGE_OF_EACH_BLOCK = Strategy("pipelined", "auto_increment")
-Hints = dict[str, Any]  # what `measured_hints` returns
+Hints = dict[str, Any]  # the facts of a profile that `measure_hints` returns
 NO_HINTS: Hints = {"hints": {}, "sharing": []}
 
 
 # ---- hints ---------------------------------------------------------------------------------------------------
 
 
-def measured_hints(
+def measure_hints(
     graph: Graph,
     settings: Settings,
     options: Options,
@@ -50,17 +50,15 @@ def measured_hints(
     model: nn.Module,
     samples: Sequence[Tensor],
 ) -> Hints:
-    """Measure how much faster a micro-batch is with options that are not set, and with several threads.
+    """Measure the speedup of a micro-batch by options that are not set, and by several threads.
 
     Args:
-        graph:         the rewritten graph, as it will run
         memory_format: of the graph's convolutions
         samples:       the inputs of one micro-batch
-    Returns: facts of a profile. "hints": {option that is not set: lower quartile of the speedup by it};
-        "sharing": rows (number of threads, lower and upper quartile of the speedup by them, CPU time of a
-        micro-batch relative to that in one thread). `NO_HINTS` unless the device is the CPU, the backend is
-        eager, and a profile is recorded; also if the graph may call user code, or a micro-batch takes more
-        than `_MOST_SECONDS`
+    Returns: "hints": {option: lower quartile of the speedup}, "sharing": rows (threads, lower and upper
+        quartile of the speedup, CPU time of a micro-batch relative to that in one thread). `NO_HINTS` unless
+        the CPU runs eager pieces, and a profile is recorded; also if the graph may call user code, or a
+        micro-batch takes more than `_MOST_SECONDS`
     """
     is_measurable = (settings.device, settings.backend) == ("cpu", "eager")
     if not is_measurable or options._profile_directory(settings.training) is None or calls_user_code(graph):
@@ -91,7 +89,7 @@ def measured_hints(
 
 
 def calls_user_code(graph: Graph) -> bool:
-    """Return whether a graph calls functions other than aten and prims operations, such as the user's."""
+    """Return whether a graph calls functions that are no aten or prims operations, such as the user's."""
     called = {node.target for node in graph.code.nodes if node.op == "call_function"} - {operator.getitem}
     return not all(isinstance(t, torch._ops.OpOverload) and t.namespace in ("aten", "prims") for t in called)
 
@@ -106,11 +104,11 @@ def with_balanced_stages(
     inputs: Sequence[Tensor],
     together: bool,
 ) -> Settings:
-    """Return the settings with the stages that `AutoBalance` chooses by measured costs; log the costs.
+    """Measure the blocks, log their costs, and return the settings with the stages of `AutoBalance`.
 
     Args:
         weights:  parameters and buffers by canonical name
-        inputs:   those of one micro-batch
+        inputs:   one micro-batch of each input
         together: whether all instances call this function now; in training they use the seconds of instance 0
     Raises: PartitionError, if there are fewer blocks than ipus, or the blocks don't fit the capacity
     """
@@ -131,9 +129,9 @@ def with_balanced_stages(
 def _block_costs(
     graph: Graph, settings: Settings, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]
 ) -> list[Cost]:
-    """Return the measured seconds, and the bytes, of each block, in the order of their first operations.
+    """Return the measured seconds and the bytes of each block, in the order of the blocks' first operations.
 
-    Operations before the first block count for this block. Raises: PartitionError, if there is no block
+    Operations before the first block count as a part of it. Raises: PartitionError, if there is no block
     """
     used = used_visits(graph)
     placement = place(graph.visits, used, _STAGE_OF_EACH_BLOCK)

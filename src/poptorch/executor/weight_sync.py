@@ -150,9 +150,7 @@ class WeightSync:
     def hostWeightsChanged(self) -> bool:
         """*Pando*: return whether weights were written on the host since the last upload or download. False
         while the devices have newer weights. Writes into `weight.data` are not detected."""
-        return (
-            not self.host_is_stale and bool(self._synced) and bool(self._changed_names(self.host_weights()))
-        )
+        return bool(self._synced and not self.host_is_stale and self._changed_names(self.host_weights()))
 
     def warn_of_changes(self) -> None:
         """Warn, once per kind, of changes to the model since its compilation, which calls ignore.
