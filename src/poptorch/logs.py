@@ -85,19 +85,16 @@ class _LiveStreamHandler(logging.StreamHandler):
         self._stream_name = name
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return bool(super().filter(record)) and not (logger.propagate and _root_logger_writes_to_terminal())
+        terminal = (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
+        is_written = logger.propagate and any(
+            getattr(handler, "stream", None) in terminal or type(handler).__name__ == "RichHandler"
+            for handler in logging.getLogger().handlers
+        )
+        return bool(super().filter(record)) and not is_written
 
     @property
     def stream(self):  # pyright: ignore[reportIncompatibleVariableOverride]
         return getattr(sys, self._stream_name)
-
-
-def _root_logger_writes_to_terminal() -> bool:
-    terminal = (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
-    return any(
-        getattr(handler, "stream", None) in terminal or type(handler).__name__ == "RichHandler"
-        for handler in logging.getLogger().handlers
-    )
 
 
 def setLogLevel(level: int | str) -> None:

@@ -116,13 +116,13 @@ class Optimizer:
                         "required optimization parameter lr\n"
                         f"  fix: poptorch.optim.{type(self).__name__}(params, lr=...), or an 'lr' in every group"
                     )
-        taken = inspect.signature(super().__init__).parameters if self._defaults is None else self._defaults
-        theirs = {name: value for name, value in given.items() if name in taken}
+        accepted = self._defaults or inspect.signature(super().__init__).parameters
+        torch_arguments = {name: value for name, value in given.items() if name in accepted}
         if self._defaults is None:
-            super().__init__(**theirs)
+            super().__init__(**torch_arguments)
         else:
-            super().__init__(given["params"], self._defaults | theirs)  # type: ignore[call-arg]
-        for name in given.keys() - theirs.keys():
+            super().__init__(given["params"], self._defaults | torch_arguments)  # type: ignore[call-arg]
+        for name in given.keys() - torch_arguments.keys():
             if not name.startswith("_") and hasattr(type(self), name):
                 setattr(self, name, given[name])
         allowed = (*RULES[self._kind].group_keys, *self._more_rates, "loss_scaling")
@@ -163,13 +163,13 @@ class Optimizer:
                 "  fix: load what `optimizer.state_dict()` of a poptorch optimizer returned; if a torch optimizer with"
                 " the same rule wrote it, load {'ipu_state': None, 'ipu_param': None, **dictionary}"
             )
-        rest = {name: value for name, value in state_dict.items() if name not in ("ipu_state", "ipu_param")}
-        ipu_state, ipu_param = state_dict["ipu_state"], state_dict["ipu_param"]
-        check_torch_state(self._kind, self, rest)
+        torch_part = dict(state_dict)
+        ipu_state, ipu_param = torch_part.pop("ipu_state"), torch_part.pop("ipu_param")
+        check_torch_state(self._kind, self, torch_part)
         check_states(self._kind, from_ipu_state(self._kind, ipu_state or {}))
         if self._state_check is not None:
             self._state_check(ipu_state or {})
-        super().load_state_dict(rest)  # type: ignore[misc]
+        super().load_state_dict(torch_part)  # type: ignore[misc]
         self._pending_state = None if ipu_state is None else (dict(ipu_state), dict(ipu_param or {}))
         if ipu_param:
             load_rates(self._kind, self, ipu_param)

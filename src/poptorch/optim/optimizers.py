@@ -23,15 +23,13 @@ logger = logging.getLogger("poptorch::python")
 
 
 @torch.no_grad()
-def step_by_own_rule(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None = None) -> Any:
+def step_by_engine_rule(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None = None) -> Any:
     """Update the host's weights from their `.grad`, and `optimizer.state`, in place by the executors' rule.
     Return the result of `closure`, which is called first, or None."""
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-    everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    rule, hyper = freeze_optimizer(optimizer, {id(value): str(n) for n, value in enumerate(everything)})
+    with torch.enable_grad():
+        loss = None if closure is None else closure()
+    names = {id(value): str(id(value)) for group in optimizer.param_groups for value in group["params"]}
+    rule, hyper = freeze_optimizer(optimizer, names)
     for group, rates in zip(optimizer.param_groups, hyper.groups, strict=True):
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         gradients = [parameter.grad.clone() for parameter in parameters]  # a rule may overwrite them
@@ -167,7 +165,7 @@ class AdamW(_Moments, torch.optim.AdamW):
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override]
         """Update the host's weights by torch's `step`, or (`bias_correction` off) by the executors' rule."""
-        return super().step(closure) if self.bias_correction else step_by_own_rule(self, closure)
+        return super().step(closure) if self.bias_correction else step_by_engine_rule(self, closure)
 
 
 class RMSprop(_Moments, torch.optim.RMSprop):
@@ -211,7 +209,7 @@ class OwnRule(Optimizer, torch.optim.Optimizer):
     def __init__(self, params: ParamsT, **rates: Any) -> None:
         self._construct({"params": params, **rates})
 
-    step = step_by_own_rule  # type: ignore[assignment]
+    step = step_by_engine_rule  # type: ignore[assignment]
 
 
 class LAMB(OwnRule, _Moments):

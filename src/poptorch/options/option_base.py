@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import pprint
 import sys
 from enum import Enum, IntEnum
@@ -43,7 +44,7 @@ class Freezable:
     _is_frozen = False
 
     def __init__(self) -> None:
-        for name in (name for base in type(self).__mro__ for name in inspect.get_annotations(base)):
+        for name in itertools.chain(*map(inspect.get_annotations, type(self).__mro__)):
             if hasattr(type(self), name):
                 vars(self)[name] = copy.copy(getattr(type(self), name))
 

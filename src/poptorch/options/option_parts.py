@@ -175,8 +175,7 @@ class TensorLocationSettings(OptionsDict):
         if use is None:
             self.checkIsFrozen()
             return self.deleteIfExists("on_chip_storage")
-        assert isinstance(use, bool), f"useOnChipStorage takes a bool or None; found {use!r}"
-        return self.createOrSet(on_chip_storage=use)
+        return self.createOrSet(on_chip_storage=expect("useOnChipStorage", use, bool))
 
     def useReplicatedTensorSharding(self, use: bool = True) -> Self:
         """Set whether the optimizer state is sharded: each of N instances keeps about 1/N of it, in whole
