@@ -4,7 +4,7 @@ import enum
 from typing import Any
 
 
-def by_name(kind: type[enum.Enum], value: Any) -> Any:
+def member_by_name(kind: type[enum.Enum], value: Any) -> Any:
     """Return the enum member whose name is `value`; return any other value unchanged."""
     return kind.__members__.get(value, value) if isinstance(value, str) else value
 

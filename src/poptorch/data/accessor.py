@@ -35,7 +35,7 @@ from poptorch.data.loader_process import (
     run_worker,
 )
 from poptorch.data.loader_state import LoaderState, with_epoch_ended
-from poptorch.enums import DataLoaderMode, SharingStrategy, by_name
+from poptorch.enums import DataLoaderMode, SharingStrategy, member_by_name
 
 
 class FetcherError(DataError, AssertionError):
@@ -72,7 +72,7 @@ class AsynchronousDataAccessor:
         self._length = _batch_count(dataset, rebatched_size)  # a reference to the dataset could keep it alive
         slots = max(2, buffer_size)
         prefilled_slots = slots if early_preload else 1
-        strategy = SharingStrategy(by_name(SharingStrategy, sharing_strategy))
+        strategy = SharingStrategy(member_by_name(SharingStrategy, sharing_strategy))
         feeder = Feeder(dataset, slots, prefilled_slots, load_indefinitely, rebatched_size)
         self._process, self._connection = _start_worker(strategy, feeder)
         # Before multiprocessing's own exit handler (priority 0), which would wait for the worker for ever.

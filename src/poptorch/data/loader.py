@@ -20,7 +20,7 @@ from poptorch.data.accessor import AsynchronousDataAccessor, length_of
 from poptorch.data.dataset_shares import sampler_of_process
 from poptorch.data.loader_state import Progress, ResumableSampler, adapted_state
 from poptorch.data.rows import group_batches, rebatch_rows
-from poptorch.enums import DataLoaderMode, by_name
+from poptorch.enums import DataLoaderMode, member_by_name
 from poptorch.logs import logger
 from poptorch.nested_values import tensors_of
 from poptorch.options import Options
@@ -83,7 +83,7 @@ class DataLoader(torch.utils.data.DataLoader):
         options._freeze()
         self._save_arguments({**locals(), **kwargs})
         self.options, self._progress = options, Progress()
-        self.mode = DataLoaderMode(by_name(DataLoaderMode, mode))
+        self.mode = DataLoaderMode(member_by_name(DataLoaderMode, mode))
         self.drops_last = drop_last
         self._accessor: AsynchronousDataAccessor | None = None
         assert "rebatched_size" not in (async_options or {}), (

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from popengine.compile.recording.current_capture import Group, current
 from popengine.errors import Error
 
-from ..enums import MultiConvPlanType, OverlapMode, by_name
+from ..enums import MultiConvPlanType, OverlapMode, member_by_name
 from .library import check_tensors, register_mark
 
 register_mark("nop(Tensor input) -> Tensor")
@@ -101,7 +101,7 @@ def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
 
 def _mark_tensors(name: str, tensors: Any, mode: OverlapMode) -> Any:
     """Apply the mark `name` to each tensor in a structure. Raises Error if it contains another value."""
-    mode = by_name(OverlapMode, mode)
+    mode = member_by_name(OverlapMode, mode)
     if not isinstance(mode, OverlapMode):
         raise Error(f"the mode must be one of poptorch.OverlapMode's; found {mode!r}")
 
