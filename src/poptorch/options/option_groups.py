@@ -241,7 +241,7 @@ class DeviceOptions(OptionsDict):
         return self.set(connection_type=expect("connectionType", connection_type, ConnectionType))
 
     def syncPattern(self, sync_pattern: SyncPattern) -> Self:
-        """Recorded: workers wait for the values they need only, so there are no synchronization patterns."""
+        """Recorded: workers wait only for the values that they need: there are no synchronization patterns."""
         return self.set(sync_pattern=expect("syncPattern", sync_pattern, SyncPattern))
 
     def setAvailableMemoryProportion(self, available_memory_proportion: dict[str, float]) -> Self:
@@ -312,7 +312,7 @@ class ReportingOptions(OptionsDict):
         return Path(engine.get("autoReport.directory", ".")) / name
 
     def disableModuleNamescope(self) -> Self:
-        """Recorded: names of operations contain those of `NameScope` only, not those of modules."""
+        """Recorded: names of operations contain the names of `NameScope` only, not the names of modules."""
         self._module_namescope_enabled = False
         return self
 

@@ -214,5 +214,5 @@ def test_a_device_has_a_number_from_0():
 
 
 def test_docstrings_name_what_is_recorded():
-    assert Options.syncPattern.__doc__.startswith("Recorded: workers wait for the values they need")
+    assert Options.syncPattern.__doc__.startswith("Recorded: workers wait only for the values that they need")
     assert "ecorded" not in Options().Precision.enableStochasticRounding.__doc__  # which is carried out
