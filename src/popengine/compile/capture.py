@@ -182,12 +182,11 @@ def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
     state.phase, state.block = "B", ENDED
     if (scale.dtype, scale.shape) != (loss.dtype, loss.shape):
         scale = scale.to(loss.dtype).reshape(loss.shape)
-    orphans = [value for value, _ in stand_ins.orphans]
-    leaves = [*wanted.values(), *orphans]
-    made = (
-        torch.autograd.grad(loss, leaves, scale, allow_unused=True) if loss.requires_grad and leaves else []
-    )
-    for (value, where), gradient in zip(stand_ins.orphans, made[len(wanted) :], strict=bool(made)):
+    leaves = [*wanted.values(), *(value for value, _ in stand_ins.orphans)]
+    gradients: Sequence[Tensor | None] = [None] * len(leaves)
+    if loss.requires_grad and leaves:
+        gradients = torch.autograd.grad(loss, leaves, scale, allow_unused=True)
+    for (value, where), gradient in zip(stand_ins.orphans, gradients[len(wanted) :], strict=True):
         if gradient is not None:
             raise CaptureError(
                 f"a tensor of shape {tuple(value.shape)} needs a gradient, but is no parameter of the model, and"
@@ -197,7 +196,7 @@ def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
                 " nn.ParameterList and nn.ModuleList, not in lists; compute in forward what depends on parameters;"
                 " or say `.detach()`, if it is meant as a constant"
             )
-    found = {name: value for name, value in zip(wanted, made, strict=False) if value is not None}
+    found = {name: value for name, value in zip(wanted, gradients, strict=False) if value is not None}
     for name, value in found.items():
         check_dense(value, f"the gradient of {name}")
     if not found:

@@ -32,8 +32,8 @@ def cut_pieces(partition: Partition, settings: Settings) -> Partition:
     sizes = _gradient_sizes(partition.signature, settings) if settings.is_eager else {}
     pieces: list[Piece] = []
     for piece in partition.pieces:
-        places = _cut_indices(piece, chained if piece.phase == "F" else frozenset(), sizes)
-        pieces += _cut_piece(piece, sorted(places - {0, len(piece.lines)}), changed)
+        indices = _cut_indices(piece, chained if piece.phase == "F" else frozenset(), sizes)
+        pieces += _cut_piece(piece, sorted(indices - {0, len(piece.lines)}), changed)
     return replace(partition, pieces=tuple(pieces))
 
 
@@ -55,33 +55,33 @@ def _cut_indices(piece: Piece, chained: frozenset[str], sizes: Mapping[str, int]
         chained: names of buffers that each micro-batch changes: cut before the first read of each
         sizes:   bytes of each gradient, by name: cut after each bucket of `BUCKET` bytes
     """
-    places: set[int] = set()
+    indices: set[int] = set()
     seen: set[str] = set()
     latest, size = -_CLOSE, 0
-    for place, line in enumerate(piece.lines):
+    for index, line in enumerate(piece.lines):
         if line.call == GATHER:
-            places |= {place, place + 1}
+            indices |= {index, index + 1}
         new = chained.intersection(line.operands()) - seen
         seen |= new
-        if new and place - latest >= _CLOSE:
-            latest = place
-            places.add(place)
+        if new and index - latest >= _CLOSE:
+            latest = index
+            indices.add(index)
         size += sizes.get(line.name, 0) if line.name in piece.writes else 0
         if size >= BUCKET:
-            places.add(place + 1)
+            indices.add(index + 1)
             size = 0
-    return places
+    return indices
 
 
-def _cut_piece(piece: Piece, places: Sequence[int], changed: frozenset[str]) -> Iterator[Piece]:
-    """Yield the parts of a piece that is cut before the lines with the indices `places`.
+def _cut_piece(piece: Piece, indices: Sequence[int], changed: frozenset[str]) -> Iterator[Piece]:
+    """Yield the parts of a piece, cut before the lines at `indices`; the piece itself if there are none.
 
     A value that the piece both reads and writes is written by the first part that reads it.
     """
-    if not places:
+    if not indices:
         yield piece
         return
-    bounds = [0, *places, len(piece.lines)]
+    bounds = [0, *indices, len(piece.lines)]
     parts = [piece.lines[start:stop] for start, stop in pairwise(bounds)]
     used = [{name for line in lines for name in line.operands()} for lines in parts]
     # A forward reads a changed buffer once, since the next micro-batch may have replaced it meanwhile.
@@ -92,7 +92,7 @@ def _cut_piece(piece: Piece, places: Sequence[int], changed: frozenset[str]) -> 
         made = {line.name for line in lines}
         later = set().union(*used[number + 1 :])
         through = [name for name in handed if first[name] == number]
-        reads = dict.fromkeys([*(n for n in piece.reads if n in used[number] or n in through)])
+        reads = dict.fromkeys(n for n in piece.reads if n in used[number] or n in through)
         reads |= dict.fromkeys(name for line in lines for name in line.operands() if name not in made)
         writes = [line.name for line in lines if line.name in later or line.name in piece.writes] + through
         yield Piece(piece.phase, piece.stage, tuple(reads), tuple(writes), lines, number)

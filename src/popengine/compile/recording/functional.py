@@ -1,4 +1,4 @@
-"""From the record to a functional graph: no operations in place, no dead code, random draws numbered."""
+"""Make a recorded graph functional: without in-place operations, aliases and dead code; number its random draws."""
 
 from __future__ import annotations
 
