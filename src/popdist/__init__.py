@@ -33,14 +33,13 @@ __all__ = [
     "synchronize",
 ]
 
-
 _environment.append_aliases_to_path()
 _environment.write_stack_at_signal()
 _read = _environment.read
 
 
 def isPopdistEnvSet() -> bool:
-    """Return whether poprun, or another launcher of several processes, started this process."""
+    """Return whether poprun started this process, or another launcher started several processes."""
     return _environment.is_launched()
 
 
@@ -80,7 +79,7 @@ def getLocalInstanceIndex() -> int:
 
 
 def getReplicaIndexOffset() -> int:
-    """Return the index, over all instances, of this instance's first replica."""
+    """Return the index of this instance's first replica among the replicas of all instances."""
     return _read().replica_offset
 
 
@@ -96,9 +95,8 @@ def getDeviceId(ipus_per_replica: int = 0) -> int:
 def init() -> None:
     """Connect to the other instances. Call it once, before any collective; with one instance it does nothing.
 
-    Raises:
-        poptorch.Error: an instance is missing after POPDIST_INIT_TIMEOUT seconds (default: 600); the address
-            (MASTER_ADDR and MASTER_PORT) is missing, wrong or in use; or the secrets (POPDIST_SECRET) differ
+    Raises: poptorch.Error, if an instance is missing after POPDIST_INIT_TIMEOUT seconds (default: 600), the address
+        (MASTER_ADDR and MASTER_PORT) is missing, wrong or in use, or the secrets (POPDIST_SECRET) differ
     """
     launch = _read()
     if launch.instances > 1:
@@ -136,7 +134,7 @@ def execute_on_instances(instances: Iterable[int], fn: Callable[..., Any], *args
         return None
     from . import collectives
 
-    with collectives.among(chosen):
+    with collectives.restrict_to_instances(chosen):
         return fn(*args, **kwargs)
 
 

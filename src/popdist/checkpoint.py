@@ -74,9 +74,9 @@ class Checkpoint:
         atexit.register(self.wait, _PATIENCE_AT_EXIT)
         # Instance 0 chooses the checkpoint, since other instances may see other files.
         names = [path.name for path in files.complete_checkpoints(self._directory)]
-        self._run, *names = _gather([secrets.token_hex(4), *names] if self._launch.instance == 0 else [])
+        self._run, *names = _all_gather([secrets.token_hex(4), *names] if self._launch.instance == 0 else [])
         for folder in (self._directory / name for name in names):
-            faults = _gather(files.faults(folder, self._launch.instance, self._launch.instances))
+            faults = _all_gather(files.find_faults(folder, self._launch.instance, self._launch.instances))
             if not faults:
                 self._load(folder)
                 return self.calls
@@ -99,14 +99,14 @@ class Checkpoint:
                 "popdist.Checkpoint doesn't know what to save\n  fix: call restore(model, loader) before the training"
             )
         self.wait()
-        self._saved_call = self.calls
         self._writing = threading.Thread(target=self._write, args=(self._state(),), daemon=True)
+        self._saved_call = self.calls
         self._writing.start()
 
     def _write(self, state: dict[str, Any]) -> None:
         folder = self._directory / f"call-{self._saved_call}.{self._run}{files.UNFINISHED}"
         replicas = self._launch.instances * self._model._options.replication_factor
-        self._failure = files.write(
+        self._failure = files.write_checkpoint(
             folder, self._launch.instance, self._launch.instances, state, replicas, self._keep
         )
 
@@ -154,7 +154,7 @@ class Checkpoint:
 
         Raises: Error, if it is of another model or of other arguments
         """
-        count, saved = files.read(folder)
+        count, saved = files.read_checkpoint(folder)
         each = count // len(saved)
         here = self._model._options.replication_factor
         # The index of the saved replica for each replica of this instance.
@@ -203,7 +203,7 @@ def resumable(
     checkpoint.wait()
 
 
-def _gather(texts: list[str]) -> list[str]:
-    """Return the texts of all instances, in the order of the instances. All instances must call it."""
+def _all_gather(texts: list[str]) -> list[str]:
+    """Return the texts of all instances, concatenated in their order. All instances must call it."""
     found = collectives.all_gather_bytes("".join(f"{text}\0" for text in texts).encode())
     return found.decode().split("\0")[:-1]

@@ -31,10 +31,10 @@ _PATIENCE = 600  # seconds that instance 0 waits for the others' files
 _FORMAT = 1
 
 
-def write(
+def write_checkpoint(
     folder: Path, instance: int, instances: int, state: dict[str, Any], replicas: int, keep: int
 ) -> str:
-    """Write one instance's file of a checkpoint. In instance 0, then complete the checkpoint.
+    """Write one instance's file of a checkpoint; in instance 0 also complete the checkpoint.
 
     Args:
         folder:   the unfinished folder, the same in all instances
@@ -50,7 +50,7 @@ def write(
         failure = str(error)
     if instance == 0 and folder.exists():
         try:
-            _complete(folder, instances, replicas, keep)
+            _complete_checkpoint(folder, instances, replicas, keep)
         except Exception as error:
             shutil.rmtree(folder, ignore_errors=True)
             failure = failure or str(error)
@@ -62,7 +62,7 @@ def _write_file(folder: Path, instance: int, state: dict[str, Any]) -> None:
     part = folder / f"instance-{instance}.pt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        written = {part.name: _save(part, state)}
+        written = {part.name: _save_state(part, state)}
         _write_text(part.with_suffix(".done"), json.dumps(written))
     except Exception as error:
         if isinstance(error, OSError):
@@ -74,19 +74,19 @@ def _write_file(folder: Path, instance: int, state: dict[str, Any]) -> None:
         raise error from None
 
 
-def _complete(folder: Path, instances: int, replicas: int, keep: int) -> None:
-    """Wait for the files of all instances, rename the folder, and remove old checkpoints."""
+def _complete_checkpoint(folder: Path, instances: int, replicas: int, keep: int) -> None:
+    """Wait for the files of all instances, write the manifest, rename the folder, remove old checkpoints."""
     manifest = {"format": _FORMAT, "replicas": replicas, "files": _await_sums(folder, instances)}
     _write_text(folder / _MANIFEST, json.dumps(manifest, indent=1))
     for path in folder.glob("*.done"):
         path.unlink()
-    _sync(folder)
+    _flush_to_disk(folder)
     name, run, _ = folder.name.split(".")
     complete = folder.with_name(name)
     if complete.exists():  # a damaged checkpoint
         shutil.rmtree(complete)
     folder.rename(complete)
-    _sync(folder.parent)
+    _flush_to_disk(folder.parent)
     of_killed_runs = (path for path in folder.parent.glob(f"call-*{UNFINISHED}") if run not in path.name)
     for path in (*complete_checkpoints(folder.parent)[keep:], *of_killed_runs):
         shutil.rmtree(path, ignore_errors=True)
@@ -117,17 +117,16 @@ def _await_sums(folder: Path, instances: int) -> dict[str, Any]:
 
 def complete_checkpoints(directory: Path) -> list[Path]:
     """Return the paths of the complete checkpoints in a folder, newest first."""
-    return sorted(
-        (path for path in directory.glob("call-*") if path.name[5:].isdecimal()), key=call_of, reverse=True
-    )
+    folders = [path for path in directory.glob("call-*") if path.name[5:].isdecimal()]
+    return sorted(folders, key=call_number, reverse=True)
 
 
-def call_of(checkpoint: Path) -> int:
+def call_number(checkpoint: Path) -> int:
     """Return the number of calls before a complete checkpoint, from its folder's name."""
     return int(checkpoint.name[5:])
 
 
-def faults(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
+def find_faults(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
     """Return a text for each fault of a checkpoint. Of n readers, each checks every n-th file only."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
@@ -143,8 +142,8 @@ def faults(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
     ]
 
 
-def read(folder: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Return the number of replicas that a checkpoint is of, and the contents of its files, by instance."""
+def read_checkpoint(folder: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Return how many replicas saved a checkpoint, and the contents of its files in the order of instances."""
     manifest = json.loads((folder / _MANIFEST).read_text())
     paths = [folder / f"instance-{i}.pt" for i in range(len(manifest["files"]))]
     return manifest["replicas"], [torch.load(path, weights_only=True) for path in paths]
@@ -160,7 +159,7 @@ class _ChecksumFile(io.BufferedWriter):
         return super().write(data)
 
 
-def _save(path: Path, state: Any) -> list[int]:
+def _save_state(path: Path, state: Any) -> list[int]:
     """Write `state` to a file by torch.save, flush it to the disk, and return [bytes, checksum]."""
     with _ChecksumFile(io.FileIO(path, "wb")) as file:
         try:
@@ -168,7 +167,7 @@ def _save(path: Path, state: Any) -> list[int]:
         except RuntimeError as error:  # torch's own, raised after the error of the disk
             raise error.__context__ or error from None
         size = file.tell()
-    _sync(path)
+    _flush_to_disk(path)
     return [size, file.checksum]
 
 
@@ -186,11 +185,11 @@ def _write_text(path: Path, text: str) -> None:
     """Write a small file atomically: to a temporary file, which is then renamed."""
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(text)
-    _sync(temporary)
+    _flush_to_disk(temporary)
     temporary.rename(path)
 
 
-def _sync(path: Path) -> None:
+def _flush_to_disk(path: Path) -> None:
     """Flush a file's contents, or a folder's list of files, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -36,7 +36,7 @@ def all_reduce(value: Tensor | float, op: str = "sum") -> Any:
     if op not in ("sum", "mean", "min", "max"):
         raise ValueError(f"all_reduce: op is {op!r}, and must be sum, mean, min or max")
     tensor = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64).detach()
-    group = _group()
+    group = _current_group()
     if op in ("min", "max"):
         rows = all_gather(tensor.unsqueeze(0))
         tensor = rows.amin(0) if op == "min" else rows.amax(0)
@@ -60,7 +60,7 @@ def broadcast(values: Any, root: int = 0) -> Any:
         root:   index of the instance that sends its tensors; a ValueError is raised if it does not take part
     Returns: `values`
     """
-    group = _group()
+    group = _current_group()
     if group is None:
         return values
     if root not in group.ranks:
@@ -102,7 +102,7 @@ def all_gather_bytes(value: bytes, row: Tensor | None = None) -> bytes:
 
     Raises: Error, if `row` has another shape or dtype in another instance
     """
-    group, what = _group(), "popdist.collectives.all_gather"
+    group, what = _current_group(), "popdist.collectives.all_gather"
     if group is None:
         return value
     tensors = {} if row is None else {"a row": row}
@@ -116,7 +116,7 @@ def _bytes_of(value: Tensor) -> Tensor:
 
 def barrier(what: str = "popdist.collectives.barrier()") -> None:
     """Wait until all instances have called this. `what` names the call in error messages."""
-    group = _group()
+    group = _current_group()
     if group is not None:
         group.barrier(what)
 
@@ -130,7 +130,7 @@ def _after_barrier(group: ProcessGroup, what: str, tensors: Mapping[str, Tensor]
     return group.after_barrier(what, {"shape": shapes}, work)
 
 
-def _group() -> ProcessGroup | None:
+def _current_group() -> ProcessGroup | None:
     """Return the process group of the instances that take part; None if this is the only one.
 
     Raises: Error, before `popdist.init`
@@ -145,7 +145,7 @@ def _group() -> ProcessGroup | None:
 
 
 @contextmanager
-def among(chosen: Sequence[int]) -> Iterator[None]:
+def restrict_to_instances(chosen: Sequence[int]) -> Iterator[None]:
     """Restrict collectives inside the `with` statement to the instances with these indices, sorted."""
     global _chosen
     before, _chosen = _chosen, chosen

@@ -43,14 +43,11 @@ def connect(launch: Launch) -> None:
         seconds = float(os.environ.get(TIMEOUT, "600"))
     except ValueError:
         raise Error(f"{TIMEOUT} is {os.environ[TIMEOUT]!r}, and must be a number of seconds") from None
-    address, port = _store_address()
-    atexit.register(_leave)
-    process_group.result_of(
-        process_group.start_in_thread(lambda: _connect_instances(launch, address, port, seconds))
-    )
+    atexit.register(_disconnect_at_exit)
+    process_group.result_of(process_group.start_in_thread(lambda: _connect_instances(launch, seconds)))
 
 
-def _leave() -> None:
+def _disconnect_at_exit() -> None:
     """Write to the store that this process ends, and wait for its threads. If they don't end soon, since the
     store's process may be stopped or ending, close the connection to the store, which ends their waits."""
     process_group.leave()
@@ -62,7 +59,10 @@ def _leave() -> None:
 
 
 def _store_address() -> tuple[str, int]:
-    """Return the store's host and port from environment variables. Raises: Error, if one is not set."""
+    """Return the store's host and port, from variables of poprun, torchrun, Slurm or the user.
+
+    Raises: Error, if one of them is missing or wrong
+    """
     if STORE in os.environ:
         address, _, port = os.environ[STORE].rpartition(":")
         return address, int(port)
@@ -81,11 +81,12 @@ def _store_address() -> tuple[str, int]:
     return address, int(port)
 
 
-def _connect_instances(launch: Launch, address: str, port: int, seconds: float) -> None:
+def _connect_instances(launch: Launch, seconds: float) -> None:
     """Wait until all instances use the store; then create torch's default process group, and this process's.
 
-    Sets GLOO_SOCKET_IFNAME, if it is not set. Raises: Error, if the store or an instance is missing after `seconds`
+    Sets GLOO_SOCKET_IFNAME, if it is not set. Raises: Error, as `popdist.init`
     """
+    address, port = _store_address()
     until = time.monotonic() + seconds
     store = _open_store(launch, address, port, seconds)
     pando_store = dist.PrefixStore("pando", store)
@@ -150,15 +151,12 @@ def _network_interface(address: str) -> str | None:
         if is_one_host() or is_loopback(own):
             return next((name for name in ("lo", "lo0") if name in names), None)
         if sys.platform == "linux":
-            return next((name for name in names if _ipv4_address(name) == own), None)
+            import fcntl
+
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+                for name in names:
+                    request = struct.pack("256s", name.encode()[:15])
+                    with suppress(OSError):  # an interface without IPv4
+                        if socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24]) == own:
+                            return name
     return None
-
-
-def _ipv4_address(interface: str) -> str:
-    """Return the IPv4 address of a network interface on Linux; "" if it has none."""
-    import fcntl
-
-    request = struct.pack("256s", interface.encode()[:15])
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        return socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24])
-    return ""

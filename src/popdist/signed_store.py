@@ -33,18 +33,14 @@ _OUTSIDE_ADDRESS = "192.0.2.1"  # reserved for documentation: reached by the def
 _HANDSHAKE = 10.0  # seconds for a caller to sign its first message
 # A host that lost its power is noticed after 10 + 3 * 5 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
-_WARNING = (
-    f"the store at {{}} serves every caller: {SECRET} is not set\n"
-    f"  fix: export {SECRET}=$(openssl rand -hex 32), with the same value in all processes"
-)
 
 
 class StoreError(RuntimeError):
-    """An error: the server can't be reached, or a key was not set in time."""
+    """Raised if the server can't be reached, or a key is not set in time."""
 
 
 class SecretError(StoreError):
-    """An error: the server at this address has another secret, or is not a store."""
+    """Raised if the server at an address has another secret, or is not a store."""
 
 
 class _Channel:
@@ -113,12 +109,16 @@ class Server:
         self._values: dict[str, str] = {}
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
-        family, address = _resolve(host, port)
+        family, address = _resolve_host(host, port)
         addresses = [address]
         if is_open and is_loopback(address) and not is_loopback(own_address(host)):
             addresses.append(own_address(host))
-        is_local = all(map(is_loopback, addresses))
-        self.warning = "" if secret or is_local else _WARNING.format(host)  # for the caller's log
+        self.warning = ""  # for the caller's log
+        if not secret and not all(map(is_loopback, addresses)):
+            self.warning = (
+                f"the store at {host} serves every caller: {SECRET} is not set\n"
+                f"  fix: export {SECRET}=$(openssl rand -hex 32), with the same value in all processes"
+            )
         for each in addresses:
             listening = socket.create_server((each, port), family=family, backlog=1024)
             self._sockets.add(listening)
@@ -150,7 +150,7 @@ class Server:
                 message = channel.receive(_MAX_MESSAGE)
                 connected.settimeout(None)
                 with self._lock:
-                    answer = _execute(self._values, held, message)
+                    answer = _execute_message(self._values, held, message)
                 channel.send(answer)
         with self._lock:
             self._sockets.discard(connected)
@@ -158,7 +158,7 @@ class Server:
                 self._values.pop(key, None)
 
 
-def _execute(values: dict[str, str], held: set[str], message: Sequence[Any]) -> Any:
+def _execute_message(values: dict[str, str], held: set[str], message: Sequence[Any]) -> Any:
     """Apply a client's message to `values` in place, and return the answer.
 
     Args: held: keys that are deleted when the client's connection ends; the message "hold" adds one, in place
@@ -244,7 +244,7 @@ class SignedStore(dist.Store):
     # ---- methods of dist.Store -----------------------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._call("set", key, _text(value))
+        self._call("set", key, _to_latin1(value))
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -255,7 +255,8 @@ class SignedStore(dist.Store):
         return self._call("add", key, value)
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        return self._call("compare_set", key, _text(expected_value), _text(desired_value)).encode("latin-1")
+        values = _to_latin1(expected_value), _to_latin1(desired_value)
+        return self._call("compare_set", key, *values).encode("latin-1")
 
     def delete_key(self, key: str) -> bool:
         return self._call("delete", key)
@@ -282,13 +283,13 @@ class SignedStore(dist.Store):
             raise StoreError(f"the connection to the process that keeps the store is lost: {error}") from None
 
 
-def _text(value: str | bytes) -> str:
+def _to_latin1(value: str | bytes) -> str:
     """Return bytes, or a text's bytes in UTF-8, as a text of one latin-1 character per byte, for JSON."""
     return (value.encode() if isinstance(value, str) else value).decode("latin-1")
 
 
-def _resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, str]:
-    """Return a host's IPv4 address, or without one its IPv6 address, after the address's family."""
+def _resolve_host(host: str, port: int = 0) -> tuple[socket.AddressFamily, str]:
+    """Return the family and the text of a host's address: IPv4, or IPv6 if it has no other."""
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, *_, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)
     return family, str(address[0])
@@ -300,7 +301,7 @@ def own_address(host: str = _OUTSIDE_ADDRESS) -> str:
     `host` need not answer. Debian's hosts file maps the host's own name to a loopback address: for this name
     the result is the address on the default route, by which other hosts reach this one.
     """
-    family, address = _resolve(host)
+    family, address = _resolve_host(host)
     if is_loopback(address) and host not in ("localhost", address):
         with suppress(OSError):
             return own_address()
