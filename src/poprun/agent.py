@@ -25,12 +25,12 @@ from popengine.environment import SECRET, STACK, STORE, Launch, path_with_aliase
 from . import Log
 from . import instance as instance_program
 from .command_line import CommandLine
-from .election import Lost, Misfit
-from .guard import exit_code
-from .hangs import Hangs, stack_file
+from .election import JoinError, TrainingLost
+from .guard import shell_exit_code
+from .hangs import HangDetector, stack_path
 from .hosts import CONSEQUENCE, WATCH
 from .nodes import Nodes, Round
-from .topology import Node, cores_of
+from .topology import Node, numa_cores
 
 PATIENCE = 5  # seconds for the other instances to end after one has failed
 PATIENCE_AT_SIGNALS = 25  # seconds to save a checkpoint after SIGTERM; Kubernetes kills after 30
@@ -41,7 +41,7 @@ _LAST_LINES = 20
 def run_node(request: CommandLine, node: Node, log: Log, folder: str) -> int:
     """Connect this node to the others, and run its instances in all rounds.
 
-    Returns: poprun's exit code: 0 after success; 128 + n after signal n; 2 for a `Misfit`; else, if the training
+    Returns: poprun's exit code: 0 after success; 128 + n after signal n; 2 for a `JoinError`; else, if the training
         can't go on, that of this node's last failed instance, 1, or `CONSEQUENCE` under `run_on_hosts`
     """
     if request.verbosity < 2:
@@ -56,14 +56,14 @@ def run_node(request: CommandLine, node: Node, log: Log, folder: str) -> int:
             while code != 0 and (current := nodes.next_round()) is not None:
                 code = agent.run_round(current)
             code = 0
-        except Lost as error:
+        except TrainingLost as error:
             if str(error):
                 log.error(str(error))
             is_consequence = WATCH in os.environ and not request.is_elastic
             code = code or (CONSEQUENCE if is_consequence else 1)
         nodes.leave()
         return code
-    except Misfit as error:
+    except JoinError as error:
         log.error(f"error: {error}")
         return 2
     except SignalException as error:
@@ -96,11 +96,11 @@ class Agent:
         with Instances(self.request, first, variables, self.folder) as instances:
             for instance, pid in instances.running.items():
                 self.log.debug(f"instance {instance} is process {pid}")
-            hangs = Hangs(self.nodes.store, current, self.folder, self.request, self.log)
+            detector = HangDetector(self.nodes.store, current, self.folder, self.request, self.log)
             while (failed := instances.first_failure) is None:
                 if instances.running:
                     with suppress(StoreError):  # `must_stop` handles a lost connection
-                        hangs.kill(instances.running)
+                        detector.kill_hanging(instances.running)
                 elif self.nodes.record_success():
                     return 0
                 if self.nodes.must_stop():
@@ -114,7 +114,7 @@ class Agent:
         replicas, count = self.request.replicas // current.instances, current.counts[self.nodes.name]
         instance = current.first_instance(self.nodes.name) + local
         master, _, port = current.address.rpartition(":")
-        cores = cores_of(local, count) if self.request.numa_aware else []
+        cores = numa_cores(local, count) if self.request.numa_aware else []
         threads = max(1, len(cores) or len(os.sched_getaffinity(0)) // count)
         given = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **dict(self.request.variables)}
         launch = Launch(
@@ -143,7 +143,7 @@ class Agent:
             "PANDO_RESTARTS": str(int(os.environ.get("PANDO_RESTARTS", "0")) + current.number),
             STORE: self.nodes.address,
             SECRET: self.nodes.secret,
-            STACK: stack_file(self.folder, current, instance),
+            STACK: stack_path(self.folder, current, instance),
         }
 
     def _report(self, current: Round, instances: Instances, failed: int, first_node: str) -> int:
@@ -168,7 +168,7 @@ class Agent:
         if lines := instances.last_hidden_lines(failed):
             self.log.error(f"the last lines of instance {failed}:")
             print(*lines, sep="\n", file=sys.stderr, flush=True)
-        return CONSEQUENCE if is_consequence and WATCH in os.environ else exit_code(code)
+        return CONSEQUENCE if is_consequence and WATCH in os.environ else shell_exit_code(code)
 
 
 class Instances:

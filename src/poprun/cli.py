@@ -13,7 +13,7 @@ from popengine.environment import NUM_NODES
 
 from . import Log, guard, hosts
 from .command_line import CommandLine, parse
-from .topology import local_instances, node_of, table
+from .topology import local_instances, read_node, topology_table
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(words: Sequence[str] | None = None) -> int:
         )
         return 2
     try:
-        node = node_of(os.environ)
+        node = read_node(os.environ)
         starts_hosts = len(request.hosts) > 1 and NUM_NODES not in os.environ
         local_instances(request, len(request.hosts) if starts_hosts else node.count)
     except ValueError as error:
@@ -43,7 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
         names = [f"node {rank}" for rank in range(node.count)] if NUM_NODES in os.environ else ["localhost"]
         _print_summary(request, request.hosts if starts_hosts else names, log)
     if starts_hosts:
-        return guard.run(lambda: hosts.run_on_hosts(request, words, log))
+        return guard.run_guarded(lambda: hosts.run_on_hosts(request, words, log))
 
     def run_agent() -> int:
         from . import agent  # loads torch, which the guard does not use
@@ -51,7 +51,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return agent.run_node(request, node, log, folder)
 
     with tempfile.TemporaryDirectory(prefix="poprun-", ignore_cleanup_errors=True) as folder:
-        return guard.run(run_agent)
+        return guard.run_guarded(run_agent)
 
 
 def _print_summary(request: CommandLine, names: Sequence[str], log: Log) -> None:
@@ -65,7 +65,7 @@ def _print_summary(request: CommandLine, names: Sequence[str], log: Log) -> None
     if request.ignored_mpi:
         log.warning(f"of no effect without MPI: {' '.join(request.ignored_mpi)}")
     if (request.prints_topology or request.verbosity) and not request.is_elastic:
-        print(table(request, names), flush=True)
+        print(topology_table(request, names), flush=True)
     log.info(f"{request.instances} instances on {len(names)} hosts run {' '.join(request.program)}")
 
 

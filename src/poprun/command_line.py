@@ -1,6 +1,6 @@
 """The command line of poprun, as a frozen value.
 
-Real command lines have values that begin with dashes, abbreviated options, and `=` or a blank before a value.
+Programs' command lines have values that begin with dashes, abbreviated options, and `=` or a blank before a value.
 So each option is joined with its value to `--name=value` before argparse reads it.
 """
 
@@ -52,9 +52,12 @@ class CommandLine:
 
 
 def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> CommandLine:
-    """Return the value of a command line, and write its --export-config; on an error exit with code 2."""
+    """Parse a command line, and write the file of --export-config. After an error exit with code 2.
+
+    Args: environment: variables for options `-x NAME` without a value
+    """
     parser = _Parser()
-    own, program = parser.split(words)
+    own, program = parser.split_program(words)
     options = parser.parse_args(own)
     if options.import_config:
         parser.import_defaults(options.import_config)
@@ -64,9 +67,11 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
         Path(options.export_config).write_text(json.dumps(values, indent=2) + "\n")
     if not program:
         parser.error("the program is missing: poprun [options] program [args...]")
-    fewest, most = parser.checked_instances(options)
-    mpi, ignored_mpi = parser.mpi_options([*options.mpi_global_args, *options.mpi_local_args])
-    variables = _parse_variables([*mpi.x, *options.x], environment)
+    fewest, most = parser.check_numbers(options)
+    mpi, ignored_mpi = parser.parse_mpi_options([*options.mpi_global_args, *options.mpi_local_args])
+    pairs = [word.partition("=") for word in (*mpi.x, *options.x)]
+    known = [pair for pair in pairs if pair[1] or pair[0] in environment]
+    variables = {name: value if equals else environment[name] for name, equals, value in known}
     if options.executable_cache_path:
         variables["POPTORCH_CACHE_DIR"] = str(Path(options.executable_cache_path).absolute())
     folder = str(Path(options.checkpoint_dir).absolute()) if options.checkpoint_dir else ""
@@ -107,7 +112,7 @@ _SWITCHES = {"reset-partition", "update-partitions", "remove-partition", "offlin
 
 
 class _Parser(argparse.ArgumentParser):
-    """The parser of poprun's arguments. Its methods print an error and exit with code 2 if one is wrong."""
+    """The parser of poprun's arguments. Its methods print an error and exit with code 2 after a wrong one."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -119,23 +124,18 @@ class _Parser(argparse.ArgumentParser):
         )
         number = {"type": int, "metavar": "N"}
         several = {"action": "append", "default": []}
-        switch = {"type": _switch, "metavar": "yes|no"}
+        switch = {"type": _parse_switch, "metavar": "yes|no"}
         add = self.add_argument
         add("--num-replicas", **number, default=1, help="replicas in all instances")
-        text = "processes, which divide the replicas; 2:8 with --checkpoint-dir: as many as there are"
-        add("--num-instances", default="1", metavar="N", help=text)
+        add("--num-instances", default="1", metavar="N", help="processes; with --checkpoint-dir also 2:8")
         add("--checkpoint-dir", metavar="DIR", help="the folder of popdist.Checkpoint, the same on all hosts")
-        text = "with --num-instances 2:8: the most that this node runs"
-        add("--instances-per-node", **number, default=0, help=text)
+        add("--instances-per-node", **number, default=0, help="with 2:8: the most that this node runs")
         add("--ipus-per-replica", **number, default=1, help="ipus that a replica's model uses")
         add("-H", "--host", metavar="A,B,...", help="hosts that share the instances, reached by ssh")
-        text = "start all again this often after a failure; with 2:8: after the newest checkpoint (3)"
-        add("--max-restarts", **number, help=text)
-        text = "kill an instance that makes no progress for this time (600); 0: never"
-        add("--hang-timeout", type=float, metavar="SECONDS", help=text)
+        add("--max-restarts", **number, help="starts after failures (0); with 2:8: after each checkpoint (3)")
+        add("--hang-timeout", type=float, metavar="SECONDS", help="kill instances without progress (600)")
         add("-x", **several, metavar="NAME[=VALUE]", help="a variable for all instances")
-        text = "where the first instance leaves compiled models as files"
-        add("--executable-cache-path", metavar="DIR", help=text)
+        add("--executable-cache-path", metavar="DIR", help="the folder for files of compiled models")
         add("--tag-output", **switch, default=False, help="begin each line with its instance's number")
         add("--only-output-from-instance", **number, help="silence the others")
         add("--only-stdout-from-instance", **number, help="silence the others' standard output")
@@ -153,7 +153,7 @@ class _Parser(argparse.ArgumentParser):
             kind: dict[str, Any] = switch if name in _SWITCHES else {"metavar": "VALUE"}
             add(f"--{name}", **kind, help="accepted, of no effect here")
 
-    def split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    def split_program(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return poprun's own options, each joined with its value, and the program with its arguments."""
         own: list[str] = []
         rest = list(words)
@@ -162,10 +162,10 @@ class _Parser(argparse.ArgumentParser):
             if word == "--":
                 break
             name, equals, value = word.partition("=")
-            action = self._action(name) if not re.fullmatch(r"-v+", word) else None
+            action = self._find_option(name) if not re.fullmatch(r"-v+", word) else None
             if action is None or action.nargs == 0:  # the option takes no value
                 own.append(word)
-            elif action.type is _switch and not equals:
+            elif action.type is _parse_switch and not equals:
                 has_value = bool(rest) and rest[0].lower() in (*YES, *NO)
                 own.append(f"{action.option_strings[0]}={rest.pop(0) if has_value else 'yes'}")
             else:
@@ -176,8 +176,8 @@ class _Parser(argparse.ArgumentParser):
                 own.append(f"{full}{between}{value if equals else rest.pop(0)}")
         return own, rest
 
-    def _action(self, name: str) -> argparse.Action:
-        """Return the option of this name, or the only option that begins with it; else exit."""
+    def _find_option(self, name: str) -> argparse.Action:
+        """Return the option `name`, or the only one whose name begins with it; exit if there is none."""
         known = self._option_string_actions
         if name in known:
             return known[name]
@@ -189,7 +189,7 @@ class _Parser(argparse.ArgumentParser):
         self.error(f"unknown option {name}")
 
     def import_defaults(self, path: str) -> None:
-        """Set the values in a file of `--export-config` as defaults; exit if it is not such a file."""
+        """Set the values in a file of `--export-config` as defaults; exit if the file is not of this kind."""
         try:
             values = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
@@ -199,8 +199,8 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"--import-config {path}: no file of --export-config; unknown: {sorted(unknown)}")
         self.set_defaults(**values)
 
-    def checked_instances(self, options: argparse.Namespace) -> tuple[int, int]:
-        """Check all numbers; return the smallest (0: not elastic) and the largest number of instances."""
+    def check_numbers(self, options: argparse.Namespace) -> tuple[int, int]:
+        """Exit if a number is wrong; return the smallest (0: not elastic) and largest number of instances."""
         text, replicas = str(options.num_instances), options.num_replicas
         if not re.fullmatch(r"\d+(:\d+)?", text):
             self.error(f"argument --num-instances: invalid value: {text!r}; 4 or 2:8 is meant")
@@ -226,8 +226,8 @@ class _Parser(argparse.ArgumentParser):
                 self.error(f"--{name.replace('_', '-')} {chosen}: the instances are 0 to {most - 1}")
         return fewest, most
 
-    def mpi_options(self, texts: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return the options for mpirun that have an effect here, and the words that have none."""
+    def parse_mpi_options(self, texts: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Parse the texts of --mpi-*-args: return the options with an effect here, and all other words."""
         known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         known.error = lambda message: self.error(f"in --mpi-*-args: {message}")
         known.add_argument("-x", action="append", default=[], metavar="NAME[=VALUE]")
@@ -239,18 +239,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"poprun: error: {message}\n  fix: poprun --help lists all options\n")
 
 
-def _switch(text: str) -> bool:
+def _parse_switch(text: str) -> bool:
     """Return whether a text means yes. Raises: ArgumentTypeError, if it means neither yes nor no."""
     if text.lower() in (*YES, *NO):
         return text.lower() in YES
     raise argparse.ArgumentTypeError(f"{text!r} is neither yes nor no")
-
-
-def _parse_variables(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of words `NAME=VALUE`, or `NAME` (from `environment`; left out, if not in it)."""
-    variables = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if equals or name in environment:
-            variables[name] = value if equals else environment[name]
-    return variables

@@ -31,11 +31,11 @@ _PATIENCE = 3.0  # seconds to try to connect to a leader on another host
 _SHORTEST_TIMEOUT = 30.0  # seconds for a leader to answer, also if --hang-timeout is shorter
 
 
-class Misfit(Exception):
+class JoinError(Exception):
     """Raised if this poprun can't take part in the training of its checkpoint folder."""
 
 
-class Lost(Exception):
+class TrainingLost(Exception):
     """Raised if the training can't go on. Its text is empty if the cause has been printed."""
 
 
@@ -52,7 +52,7 @@ class FirstNode:
     def join(self) -> tuple[Server | None, SignedStore, str]:
         """Connect to the store, after starting its server if this is node 0. Returns: as `Election.join`
 
-        Raises: Lost, if node 0 can't be reached, or can't listen
+        Raises: TrainingLost, if node 0 can't be reached, or can't listen
         """
         node, until = self._node, time.monotonic() + self._node.patience
         server = self._start_server(until) if node.rank == 0 else None
@@ -64,36 +64,30 @@ class FirstNode:
             patience = max(until - time.monotonic(), 0.0)
             return server, SignedStore(node.address, port, self.secret, patience), address
         except StoreError as error:
-            raise Lost(
+            raise TrainingLost(
                 f"node 0 is not to be reached at {address}: {error}\n"
                 "  fix: MASTER_ADDR and MASTER_PORT are the address of node 0 and a free port there;"
                 f" {SECRET} is equal on all nodes, if it is set"
             ) from None
 
     def _start_server(self, until: float) -> Server:
-        """Start the store's server and return it. Raises: Lost, if it can't listen at the node's address."""
+        """Start the store's server and return it. Raises: TrainingLost, if it can't listen at the node's address."""
         node, server = self._node, None
         while server is None:
             try:
                 server = Server(node.address, node.port, self.secret, is_open=node.count > 1)
             except socket.gaierror as error:  # the name of a pod may not resolve yet
                 if time.monotonic() > until:
-                    raise Lost(f"MASTER_ADDR {node.address} is no name of a host: {error}") from None
+                    raise TrainingLost(f"MASTER_ADDR {node.address} is no name of a host: {error}") from None
                 time.sleep(0.5)
             except OSError as error:
-                raise Lost(
+                raise TrainingLost(
                     f"node 0 can't listen at {node.address}:{node.port}: {error}\n"
                     "  fix: MASTER_ADDR and MASTER_PORT are an address of this host and a free port"
                 ) from None
         if server.warning:
             self._log.warning(server.warning)
         return server
-
-    def check_leads(self) -> None:
-        """Do nothing: no other node can become the leader."""
-
-    def resign(self) -> None:
-        """Do nothing: node 0 leads without a file."""
 
 
 class Election:
@@ -107,12 +101,16 @@ class Election:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise Misfit(f"--checkpoint-dir {self._checkpoints}: {error.strerror}") from None
+            raise JoinError(f"--checkpoint-dir {self._checkpoints}: {error.strerror}") from None
         self._timeout = max(request.hang_timeout, _SHORTEST_TIMEOUT) if request.hang_timeout else None
         if SECRET not in os.environ:
             self._create_file("secret", secrets.token_hex(32))
         self.secret = os.environ.get(SECRET) or (self._folder / "secret").read_text()
-        self.host = _own_host()
+        named = os.environ.get("MASTER_ADDR")
+        try:
+            self.host = own_address(named) if named else "127.0.0.1"
+        except OSError:  # the name of a pod that has ended
+            self.host = own_address()
         command = json.dumps([request.replicas, request.program])
         self._digest = hmac.digest(self.secret.encode(), command.encode(), "sha256").hex()
         self._number = 0  # of the newest leader's file
@@ -121,7 +119,7 @@ class Election:
         """Connect to the leader, or start a server and become the leader, if no leader can be reached.
 
         Returns: the store's server, if this node leads; the connection to the store; the store's address
-        Raises: Misfit, if the leader runs another command, has another secret, or serves its own host only
+        Raises: JoinError, if the leader runs another command, has another secret, or serves its own host only
         """
         while True:
             number, newest = self._newest_leader()
@@ -134,7 +132,6 @@ class Election:
             own = {"node": self.name, "host": _HOST, "address": address, "digest": self._digest}
             if self._create_file(f"leader-{number + 1}", json.dumps(own)):
                 self._number, self.leader = number + 1, self.name
-                self._remove_leader_file(number)
                 return server, SignedStore(self.host, server.port, self.secret, _PATIENCE), address
             server.close()
 
@@ -144,22 +141,20 @@ class Election:
             raise StoreError("another node leads")
 
     def resign(self) -> None:
-        """Remove this leader's file. Call it at the end of the training."""
-        self._remove_leader_file(self._number)
-
-    def _remove_leader_file(self, number: int) -> None:
+        """Remove the files of this leader and of the leaders before it, at the end of the training."""
         with suppress(OSError):
-            (self._folder / f"leader-{number}").unlink()
+            for number in range(self._number + 1):
+                (self._folder / f"leader-{number}").unlink(missing_ok=True)
 
     def _connect(self, leader: dict[str, str]) -> SignedStore | None:
-        """Return a connection to the store of the leader that a file describes. Raises: Misfit, as `join`.
+        """Return a connection to the store of the leader that a file describes. Raises: JoinError, as `join`.
 
         Returns None if no store answers there, or, of a leader with this secret, something else (a reused port).
         """
         host, _, port = leader["address"].rpartition(":")
         is_here = leader["host"] == _HOST
         if is_loopback(host) and not is_here:
-            raise Misfit(
+            raise JoinError(
                 f"the training of {self._checkpoints} runs on {leader['host']}, and can't be reached from other hosts\n"
                 "  fix: set MASTER_ADDR for all popruns, to an address in the network that the hosts share;"
                 f" if that training is gone, remove {self._folder}"
@@ -171,7 +166,7 @@ class Election:
             if not isinstance(error, SecretError):
                 return None
         if leader["digest"] != self._digest:
-            raise Misfit(
+            raise JoinError(
                 f"{self._checkpoints} is in use by a training with another command\n"
                 f"  fix: the same --num-replicas, program and {SECRET} on all nodes, or another --checkpoint-dir"
             )
@@ -195,15 +190,3 @@ class Election:
             except FileExistsError:
                 return False
         return True
-
-
-def _own_host() -> str:
-    """Return this host's address on the route to MASTER_ADDR, or 127.0.0.1 if that is not set.
-
-    If MASTER_ADDR is no known host, return the address on the default route.
-    """
-    named = os.environ.get("MASTER_ADDR")
-    try:
-        return own_address(named) if named else "127.0.0.1"
-    except OSError:  # the name of a pod that has ended
-        return own_address()

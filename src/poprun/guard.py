@@ -21,7 +21,7 @@ _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-def run(work: Callable[[], int]) -> int:
+def run_guarded(work: Callable[[], int]) -> int:
     """Call `work` in a child process, and forward signals to it; if it fails, kill all descendants.
 
     Returns: the exit code that `work` returned; 128 + n if this process received signal n (the first one
@@ -48,13 +48,13 @@ def run(work: Callable[[], int]) -> int:
     pid = status = -1
     while pid != child:  # adopted processes end, too
         pid, status = os.wait()
-    code = 128 + received[0] if received else exit_code(os.waitstatus_to_exitcode(status))
+    code = 128 + received[0] if received else shell_exit_code(os.waitstatus_to_exitcode(status))
     if code:
         _kill_descendants()
     return code
 
 
-def exit_code(code: int) -> int:
+def shell_exit_code(code: int) -> int:
     """Return an exit code as a shell reports it: 128 + n for a process that signal n has ended."""
     return 128 - code if code < 0 else code
 
@@ -95,7 +95,7 @@ def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
 
 def _kill_descendants() -> None:
     """Kill all child processes and adopted orphans until this process has no children."""
-    while adopted := children(os.getpid()):
+    while adopted := child_pids(os.getpid()):
         for pid in adopted:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -103,7 +103,7 @@ def _kill_descendants() -> None:
                 os.waitpid(pid, 0)
 
 
-def children(pid: int) -> list[int]:
+def child_pids(pid: int) -> list[int]:
     """Return the process ids of a process's children, also of adopted orphans."""
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):

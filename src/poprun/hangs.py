@@ -24,7 +24,7 @@ from popengine.environment import STACK_SIGNAL
 
 from . import Log
 from .command_line import CommandLine
-from .guard import children
+from .guard import child_pids
 from .nodes import Round
 
 _STALE = 5.0  # seconds after which an unchanged record of a wait is ignored: its writer may hang
@@ -38,12 +38,12 @@ _LIBRARIES = (
 )
 
 
-def stack_file(folder: str, current: Round, instance: int) -> str:
+def stack_path(folder: str, current: Round, instance: int) -> str:
     """Return the path of the file to which an instance writes the stacks of its threads."""
     return f"{folder}/stack-{current.number}-{instance}"
 
 
-class Hangs:
+class HangDetector:
     """Finds and kills hanging instances of this node during one round.
 
     Args:
@@ -62,7 +62,7 @@ class Hangs:
         self._progress: dict[int, tuple[float, float]] = {}
         self._next = 0.0
 
-    def kill(self, running: Mapping[int, int]) -> None:
+    def kill_hanging(self, running: Mapping[int, int]) -> None:
         """Kill each instance that has made no progress for `hang_timeout`, and log at which line it hangs.
 
         Instances that wait for a peer are spared; without `ends_idle` also those that no peer waits for. A call
@@ -79,14 +79,14 @@ class Hangs:
                 self._progress.pop(instance, None)
                 continue
             family = list(_process_tree(pid))
-            states, times = zip(*map(_state_and_time, family), strict=True)
+            states, times = zip(*map(_read_state_and_time, family), strict=True)
             used = sum(times)
             since, used_before = self._progress.setdefault(instance, (now, used))
             if used - used_before > _IDLE * (now - since) + 0.05:
                 self._progress[instance] = (now, used)
             elif now - since >= limit:
                 how = next((f" (it is {_STATES[state]})" for state in states if state in _STATES), "")
-                how += _blocked_line(Path(stack_file(self._folder, self._round, instance)), family)
+                how += _blocked_line(Path(stack_path(self._folder, self._round, instance)), family)
                 if peers:
                     verb = "instances {} wait" if len(peers) > 1 else "instance {} waits"
                     names = ", ".join(map(str, peers))
@@ -138,11 +138,11 @@ def _blocked_line(path: Path, family: list[int]) -> str:
 def _process_tree(pid: int) -> Iterator[int]:
     """Yield the process ids of a process and of all its descendants."""
     yield pid
-    for child in children(pid):
+    for child in child_pids(pid):
         yield from _process_tree(child)
 
 
-def _state_and_time(pid: int) -> tuple[str, float]:
+def _read_state_and_time(pid: int) -> tuple[str, float]:
     """Return Linux's letter for a process's state ("Z": ended), and its processor time in seconds."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

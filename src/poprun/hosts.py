@@ -16,7 +16,7 @@ from popengine.environment import NODE_RANK, NUM_NODES, SECRET
 
 from . import Log
 from .command_line import CommandLine
-from .guard import exit_code
+from .guard import shell_exit_code
 from .topology import PORT
 
 _HERE = ("localhost", socket.gethostname())
@@ -41,7 +41,7 @@ def run_on_hosts(request: CommandLine, words: Sequence[str], log: Log) -> int:
         while running and time.monotonic() < deadline:
             time.sleep(0.05)
             for rank in [rank for rank, process in running.items() if process.poll() is not None]:
-                host, ended = request.hosts[rank], exit_code(running.pop(rank).returncode)
+                host, ended = request.hosts[rank], shell_exit_code(running.pop(rank).returncode)
                 if ended and request.is_elastic and running:
                     log.warning(f"host {host} ended with exit code {ended}: the others go on")
                 elif ended == CONSEQUENCE:

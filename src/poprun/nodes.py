@@ -21,19 +21,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from popdist.checkpoint_files import call_of, complete_checkpoints
+from popdist.checkpoint_files import call_number, complete_checkpoints
 from popdist.signed_store import Server, SignedStore, StoreError
 
 from . import Log
 from .command_line import CommandLine
-from .election import Election, FirstNode, Lost
+from .election import Election, FirstNode, TrainingLost
 from .topology import Node, instance_counts, local_instances
 
 _POLL = 0.05  # seconds between two reads of the other nodes' records, while a round forms
 _WARNING_INTERVAL = 60.0  # seconds between two warnings about missing nodes
-_RECORD_PATIENCE = (
-    30.0  # seconds until the server closes the connection of a host without power, with a margin
-)
+_RECORD_PATIENCE = 30.0  # seconds; the connection of a host without power is closed after 25
 _LEAVE_PATIENCE = 5.0  # seconds that the leader serves the store after the end, for the other nodes
 _FIRST_ROUND_PATIENCE = 10.0  # seconds that a new leader of an elastic training waits for expected nodes
 
@@ -43,13 +41,14 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Round:
-    """One start of all instances. Without arguments: the state before the first round."""
+    """One start of all instances; `Round()` stands for the time before the first one.
+
+    States: "runs"; "lost", "failed", "grown" (it ends since a node is lost, an instance has failed, or a node can
+    be added); "stopped" (its failure has been counted); "finished"
+    """
 
     number: int = -1
-    state: str = (
-        "stopped"  # or "runs"; "finished"; "lost", "failed", "grown": it ends since a node is lost, an
-    )
-    # instance has failed, or a node can be added. A failed round is "stopped" when its failure has been counted.
+    state: str = "stopped"
     address: str = ""  # HOST:PORT on the first node: MASTER_ADDR and MASTER_PORT of the instances
     counts: dict[str, int] = field(default_factory=dict)  # instances by node, in the order of the instances
     ids: dict[str, str] = field(default_factory=dict)  # the random id of each node's poprun
@@ -63,13 +62,13 @@ class Round:
         names = list(self.counts)
         return sum(self.counts[name] for name in names[: names.index(node)])
 
-    def missing(self, records: Mapping[str, Record]) -> str:
+    def lost_nodes(self, records: Mapping[str, Record]) -> str:
         """Return the names of nodes whose poprun in this round is lost, joined by commas; "" if none is."""
         return ", ".join(name for name, id in self.ids.items() if records.get(name, {}).get("id") != id)
 
 
 class Nodes:
-    """The connection of this node to the other nodes. Methods raise `Lost` if the training can't go on."""
+    """The connection of this node to the other nodes. Methods raise `TrainingLost` if the training can't go on."""
 
     def __init__(self, request: CommandLine, node: Node, log: Log) -> None:
         self.round = Round()  # the newest round in which this node has instances
@@ -115,20 +114,15 @@ class Nodes:
         return True
 
     def record_success(self) -> bool:
-        """Record that this node's instances have succeeded; return whether those of all nodes have.
-
-        Without a connection return False.
-        """
+        """Record this node's success; return whether all nodes have succeeded (without connection: False)."""
         with suppress(StoreError):
             self._write_record("done")
             return self._read_and_lead().state == "finished"
         return False
 
     def record_failure(self) -> str:
-        """Record that an instance of this node has failed; return the first node that recorded a failure.
-
-        Without a connection return this node.
-        """
+        """Record a failure on this node; return the name of the node that was the first to record one in this
+        round, or without a connection this node's name."""
         with suppress(StoreError):
             return self.store.compare_set(f"failure/{self.round.number}", "", self.name).decode()
         return self.name
@@ -139,7 +133,7 @@ class Nodes:
             until = time.monotonic() + _LEAVE_PATIENCE
             while self._leader is not None and time.monotonic() < until and len(_records_of(self.store)) > 1:
                 time.sleep(_POLL)
-        if self._leader is not None:
+        if self._leader is not None and isinstance(self._election, Election):
             self._election.resign()
         self._disconnect()
 
@@ -162,16 +156,16 @@ class Nodes:
         self._store = self._server = self._leader = None
 
     def _report_lost_leader(self) -> None:
-        """Log that the leader is lost, or raise `Lost` if the training can't have another round."""
+        """Log that the leader is lost, or raise `TrainingLost` if the training can't have another round."""
         if self._request.is_elastic:
             self._log.warning("the leader is lost: another node takes its place")
         elif self._node.rank == 0 or self.round.number >= self._request.max_restarts:
-            raise Lost(_lost_message("0"))
+            raise TrainingLost(_lost_message("0"))
         else:
             self._log.warning(f"{_lost_message('0')}; {_wait_message(self._node.patience)}")
 
     def _write_record(self, state: str) -> None:
-        """Write this node's record. Raises: Lost, if another node has its name.
+        """Write this node's record. Raises: TrainingLost, if another node has its name.
 
         Args: state: "stopped" between rounds, "running" in a round, "done" after success
         """
@@ -189,26 +183,29 @@ class Nodes:
         until = time.monotonic() + _RECORD_PATIENCE
         while not self.store.hold(f"node/{self.name}", json.dumps(record)):
             if time.monotonic() > until:
-                raise Lost(
+                raise TrainingLost(
                     f"two nodes have the number {self.name}\n  fix: POPRUN_NODE_RANK differs on every node"
                 )
             time.sleep(_POLL)
 
     def _read_and_lead(self) -> Round:
-        """Return the newest round, on the leader after a `step`. Raises: Lost, if a node has given up."""
+        """Return the newest round, on the leader after a `advance`. Raises: TrainingLost, if a node has given up."""
         failed, text = self.store.read(["failed", "round"])
         if failed is not None:
             is_own = failed == self.name
-            raise Lost("" if is_own else f"another node has given up: the poprun of node {failed} says why")
+            raise TrainingLost(
+                "" if is_own else f"another node has given up: the poprun of node {failed} says why"
+            )
         newest = Round(**json.loads(text)) if text else Round()
         if self._leader is not None:
-            self._election.check_leads()
-            newest = self._leader.step(newest)
+            if isinstance(self._election, Election):
+                self._election.check_leads()
+            newest = self._leader.advance(newest)
         return newest
 
 
 class Leader:
-    """The part of the leading node that begins and ends rounds: each call of `step` makes one decision.
+    """The part of the leading node that begins and ends rounds: each call of `advance` makes one decision.
 
     Args: expected: number of nodes for which the first round waits up to `_FIRST_ROUND_PATIENCE` seconds
     """
@@ -224,7 +221,7 @@ class Leader:
         self._failures, self._newest_call = 0, -1
         self._grow_after: int | None = None  # calls before the checkpoint that was newest when a node came
 
-    def step(self, current: Round) -> Round:
+    def advance(self, current: Round) -> Round:
         """End the current round if there is a reason; when all nodes have stopped, begin the next one.
 
         Returns: the round after the decision; if it has changed, it has been written into the store
@@ -238,7 +235,7 @@ class Leader:
         elif current.state == "finished" or any(record["state"] != "stopped" for record in records.values()):
             return current
         elif current.state == "failed":
-            if self._request.is_elastic and not current.missing(records):
+            if self._request.is_elastic and not current.lost_nodes(records):
                 self._count_failure()
             return self._write_round(replace(current, state="stopped"))
         elif counts := self._decide_next_counts(records):
@@ -266,7 +263,7 @@ class Leader:
             name: record["state"] for name, record in records.items() if record["round"] == current.number
         }
         failed = [name for name, state in states.items() if state == "stopped"]
-        missing = current.missing(records)
+        missing = current.lost_nodes(records)
         is_last = not self._request.is_elastic and current.number >= self._request.max_restarts
         if missing and is_last:
             self._give_up(self._name, _lost_message(missing))
@@ -292,13 +289,14 @@ class Leader:
 
     def _newest_checkpoint(self) -> int:
         """Return the number of calls before the newest checkpoint; -1 if there is no checkpoint."""
-        return max(map(call_of, complete_checkpoints(Path(self._request.checkpoint_dir))), default=-1)
+        return max(map(call_number, complete_checkpoints(Path(self._request.checkpoint_dir))), default=-1)
 
     def _can_grow(self, current: Round, records: Mapping[str, Record]) -> bool:
         """Return whether nodes have come that change the counts, and a checkpoint since; log their arrival."""
         if not self._request.is_elastic or not records.keys() - current.counts.keys():
             return False
-        if sorted(self._counts_by_node(records).values()) == sorted(current.counts.values()):
+        counts = instance_counts(self._request, _slots_of(records))
+        if sorted(counts.values()) == sorted(current.counts.values()):
             return False
         newest = self._newest_checkpoint()
         if self._grow_after is None:
@@ -306,29 +304,20 @@ class Leader:
             self._log.info("a node has come, which is added after the next checkpoint")
         return newest > self._grow_after
 
-    def _counts_by_node(self, records: Mapping[str, Record]) -> dict[str, int]:
-        """Return the number of instances by node, without zeros; empty if there are too few slots."""
-        most = self._request.instances
-        fewest, slots = (
-            self._request.fewest_instances or most,
-            [record["slots"] for record in records.values()],
-        )
-        counts = instance_counts(self._request.replicas, fewest, most, slots)
-        return {name: count for name, count in zip(records, counts, strict=True) if count}
-
     def _decide_next_counts(self, records: Mapping[str, Record]) -> dict[str, int]:
         """Return the number of instances by node for the next round; empty if it can't begin yet.
 
         While there are too few slots, warn each minute, and `_give_up` after the node's patience.
         """
-        now, counts = time.monotonic(), self._counts_by_node(records)
+        now, slots = time.monotonic(), _slots_of(records)
+        counts = instance_counts(self._request, slots)
         if counts:
             is_complete = len(records) >= self._expected or now > self._leads_since + _FIRST_ROUND_PATIENCE
             return counts if is_complete else {}
         waited = min(now - self._waits_since, self._node.patience)
         if self._request.is_elastic:
-            slots = sum(record["slots"] for record in records.values())
-            why = f"there is room for {slots} instances, and {self._request.fewest_instances} are the fewest"
+            room, fewest = sum(slots.values()), self._request.fewest_instances
+            why = f"there is room for {room} instances, and {fewest} are the fewest"
         else:
             missing = ", ".join(str(rank) for rank in range(self._node.count) if str(rank) not in records)
             why = f"of {self._node.count} nodes these have not come in {waited:.0f} s: {missing}"
@@ -350,6 +339,10 @@ def _wait_message(seconds: float) -> str:
     """Return a message that this node waits up to `seconds` for other nodes, with a fix."""
     text = f"this one waits for {seconds:.0f} s (POPRUN_NODE_TIMEOUT)"
     return f"{text}\n  fix: start the same command there again"
+
+
+def _slots_of(records: Mapping[str, Record]) -> dict[str, int]:
+    return {name: record["slots"] for name, record in records.items()}
 
 
 def _records_of(store: SignedStore) -> dict[str, Record]:

@@ -26,7 +26,7 @@ class Node:
     patience: int = 600  # seconds that nodes wait for each other
 
 
-def node_of(variables: Mapping[str, str]) -> Node:
+def read_node(variables: Mapping[str, str]) -> Node:
     """Return the node that environment variables describe: without POPRUN_NUM_NODES, the only node.
 
     Raises: ValueError, if a variable is missing, no number or out of range
@@ -64,21 +64,22 @@ def local_instances(request: CommandLine, nodes: int) -> int:
     return request.instances // nodes
 
 
-def instance_counts(replicas: int, fewest: int, most: int, slots: Sequence[int]) -> list[int]:
-    """Return the number of instances of each node, spread evenly over the nodes.
+def instance_counts(request: CommandLine, slots: Mapping[str, int]) -> dict[str, int]:
+    """Return the number of instances by node, spread evenly over the nodes, without zeros.
 
-    The total is the largest from `fewest` to `most` that divides `replicas` and fits into the slots; 0 if none does.
+    The total is the largest that was requested, divides the replicas and fits into the slots; without one, return {}.
     Args: slots: by node, the largest number of instances
     """
-    fitting = range(fewest, min(most, sum(slots)) + 1)
-    counts = [0] * len(slots)
-    for _ in range(max((count for count in fitting if replicas % count == 0), default=0)):
-        free = [node for node, slot in enumerate(slots) if counts[node] < slot]
+    most = min(request.instances, sum(slots.values()))
+    totals = range(request.fewest_instances or request.instances, most + 1)
+    counts = dict.fromkeys(slots, 0)
+    for _ in range(max((total for total in totals if request.replicas % total == 0), default=0)):
+        free = [node for node, slot in slots.items() if counts[node] < slot]
         counts[min(free, key=counts.__getitem__)] += 1
-    return counts
+    return {node: count for node, count in counts.items() if count}
 
 
-def cores_of(local_instance: int, instances: int) -> list[int]:
+def numa_cores(local_instance: int, instances: int) -> list[int]:
     """Return the cores of the NUMA node for a local instance; [] if the host has only one NUMA node.
 
     Instances with neighbouring indices, of the `instances` on this host, share a NUMA node.
@@ -99,7 +100,7 @@ def _parse_core_list(text: str) -> list[int]:
     return numbers
 
 
-def table(request: CommandLine, hosts: Sequence[str]) -> str:
+def topology_table(request: CommandLine, hosts: Sequence[str]) -> str:
     """Return the table of hosts, instances and replicas (if they are many: ranges) that poprun prints.
 
     ```

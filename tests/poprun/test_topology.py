@@ -5,13 +5,20 @@ from textwrap import dedent
 import pytest
 
 from poprun.command_line import CommandLine
-from poprun.topology import Node, _parse_core_list, instance_counts, local_instances, node_of, table
+from poprun.topology import (
+    Node,
+    _parse_core_list,
+    instance_counts,
+    local_instances,
+    read_node,
+    topology_table,
+)
 
 FOUR = CommandLine(("python3",), replicas=8, instances=4, ipus_per_replica=2)
 
 
 def test_the_table_shows_hosts_over_instances_over_replicas():
-    drawn = table(CommandLine(("python3",), replicas=4, instances=2), ["localhost"])
+    drawn = topology_table(CommandLine(("python3",), replicas=4, instances=2), ["localhost"])
     assert [line.rstrip() for line in drawn.splitlines()] == dedent("""\
          ===========================
         |      poprun topology      |
@@ -27,7 +34,7 @@ def test_the_table_shows_hosts_over_instances_over_replicas():
 
 
 def test_a_large_table_shows_ranges_of_replicas():
-    drawn = table(CommandLine(("python3",), replicas=64, instances=4), ["a", "b"])
+    drawn = topology_table(CommandLine(("python3",), replicas=64, instances=4), ["a", "b"])
     assert drawn.splitlines()[-2] == "| replicas  | 0 to 15  | 16 to 31 | 32 to 47 | 48 to 63 |"
     assert len({len(line) for line in drawn.splitlines()}) == 1
 
@@ -47,7 +54,9 @@ def test_a_large_table_shows_ranges_of_replicas():
     ],
 )
 def test_as_many_instances_as_divide_eight_replicas_are_dealt_out_evenly(fewest, most, slots, counts):
-    assert instance_counts(8, fewest, most, slots) == counts
+    request = CommandLine(("python3",), replicas=8, instances=most, fewest_instances=fewest)
+    expected = {str(node): count for node, count in enumerate(counts) if count}
+    assert instance_counts(request, {str(node): slot for node, slot in enumerate(slots)}) == expected
 
 
 def test_instances_that_nodes_can_not_share_are_refused():
@@ -56,10 +65,10 @@ def test_instances_that_nodes_can_not_share_are_refused():
 
 
 def test_a_node_comes_from_the_environment():
-    assert node_of({}) == Node(0, 1, "127.0.0.1", 0)
+    assert read_node({}) == Node(0, 1, "127.0.0.1", 0)
     variables = {"POPRUN_NUM_NODES": "4", "POPRUN_NODE_RANK": "3", "MASTER_ADDR": "a"}
-    assert node_of(variables) == Node(3, 4, "a", 29500)
-    assert node_of({**variables, "MASTER_PORT": "5"}).port == 5
+    assert read_node(variables) == Node(3, 4, "a", 29500)
+    assert read_node({**variables, "MASTER_PORT": "5"}).port == 5
 
 
 @pytest.mark.parametrize(
@@ -76,7 +85,7 @@ def test_a_node_comes_from_the_environment():
 )
 def test_a_faulty_environment_is_named(variables, complaint):
     with pytest.raises(ValueError, match=complaint):
-        node_of(variables)
+        read_node(variables)
 
 
 def test_lists_of_cores_are_read_as_linux_writes_them():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -53,17 +53,14 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor
     return collectives.broadcast(tensor.detach().clone(), root_rank)
 
 
-def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that replaces its first argument, a tensor, by the result of `function`, and returns it."""
-
-    def replace(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor.copy_(function(tensor, *args, **kwargs))
-
-    return replace
+def allreduce_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Replace a tensor's elements by those of its `allreduce`, and return it."""
+    return tensor.copy_(allreduce(tensor, *args, **kwargs))
 
 
-allreduce_ = _in_place(allreduce)
-broadcast_ = _in_place(broadcast)
+def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
+    """Replace a tensor's elements by those of the tensor of instance `root_rank`, and return it."""
+    return collectives.broadcast(tensor, root_rank)
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0) -> None:
