@@ -28,13 +28,13 @@ _CLASSES = {
 
 
 def install() -> None:
-    """Add ipus to each Lightning package: now, or after its import. An error becomes a warning."""
+    """Add ipus to each imported Lightning package, and to others after their import. An error is a warning."""
     try:
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())  # pyright: ignore[reportArgumentType]
         for name, package in _CONNECTORS.items():
             if name in sys.modules:
-                _patch(package, sys.modules[name])
+                _patch_package(package, sys.modules[name])
     except Exception as error:
         warnings.warn(f"Pando can't add ipus to Lightning: {error}", stacklevel=2)
 
@@ -58,21 +58,24 @@ class _Finder:
         return spec
 
 
-def _patch(package: str, connector: types.ModuleType) -> None:
-    """Add Pando's names to a Lightning package, unless it has "ipu" already or lacks a registry."""
+def _patch_package(package: str, connector: types.ModuleType) -> None:
+    """Add Pando's classes and names to a Lightning package, unless it has "ipu" already or lacks a registry.
+
+    Args: connector: the package's module that chooses accelerator and strategy
+    """
     registry = getattr(sys.modules[f"{package}.accelerators"], "AcceleratorRegistry", None)
     if registry is None or "ipu" in registry:
         return  # an older Lightning with its own IPU classes, or patched already
-    for part, names in _CLASSES.items():
-        module = sys.modules[f"{package}.{part}"]
+    for path, names in _CLASSES.items():
+        module = sys.modules[f"{package}.{path}"]
         _add_lazy_classes(package, module, names)
-        if part != "plugins":  # older releases had a module for each kind of class
+        if path != "plugins":  # older releases had a module for each kind of class
             old = types.ModuleType(f"{module.__name__}.ipu")
             _add_lazy_classes(package, old, names)
             sys.modules[old.__name__] = vars(module)["ipu"] = old
 
     def build(name: str, **arguments: Any) -> Any:
-        return _classes(package)[name](**arguments)
+        return _import_classes(package)[name](**arguments)
 
     accelerator: Any = functools.partial(build, "IPUAccelerator")
     accelerator.is_available = lambda: True  # an error of Lightning lists the accelerators that are available
@@ -84,12 +87,12 @@ def _patch(package: str, connector: types.ModuleType) -> None:
 
 
 def _add_lazy_classes(package: str, module: types.ModuleType, names: tuple[str, ...]) -> None:
-    """Set a module's `__getattr__` (PEP 562), so that it has classes which are built at their first use."""
+    """Replace a module's `__getattr__` (PEP 562) by one that builds the classes `names` at their first use."""
     before = vars(module).get("__getattr__")
 
     def get_class(name: str) -> Any:
         if name in names:
-            return _classes(package)[name]
+            return _import_classes(package)[name]
         if before is not None:
             return before(name)
         raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
@@ -97,13 +100,13 @@ def _add_lazy_classes(package: str, module: types.ModuleType, names: tuple[str, 
     vars(module)["__getattr__"] = get_class
 
 
-def _classes(package: str) -> dict[str, type]:
+def _import_classes(package: str) -> dict[str, type]:
     return importlib.import_module("lightning_ipu.family").classes(package)
 
 
 def _wrap_connector(package: str, module: types.ModuleType) -> None:
-    """Wrap Lightning's check of a Trainer's arguments: Pando's accelerator or strategy then implies the other
-    one and Pando's precision, unless given. Warn if this Lightning has no such check."""
+    """Wrap Lightning's check of a Trainer's arguments, so that Pando's accelerator and strategy imply each other
+    and Pando's precision, where these are not given. Warn if this Lightning has no such check."""
     connector = getattr(module, "_AcceleratorConnector", None)
     original = getattr(connector, "_check_config_and_set_final_flags", None)
     if connector is None or original is None:
@@ -129,7 +132,7 @@ def _wrap_connector(package: str, module: types.ModuleType) -> None:
             if self._strategy_flag == "auto":
                 self._strategy_flag = "ipu_strategy"
             if self._precision_plugin_flag is None:
-                self._precision_plugin_flag = _classes(package)["IPUPrecision"](self._precision_flag)
+                self._precision_plugin_flag = _import_classes(package)["IPUPrecision"](self._precision_flag)
         return result
 
     connector._check_config_and_set_final_flags = with_ipus

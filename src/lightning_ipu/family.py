@@ -37,10 +37,9 @@ class AcceleratorPart:
 
     @staticmethod
     def parse_devices(devices: Any) -> int:
-        """Return the number of devices: a list's length, a number as int, or 4 for -1.
+        """Return the number of devices: a list's length, or a number as int, of which -1 means 4.
 
-        Raises:
-            ValueError: `devices` is neither a list nor a number
+        Raises: ValueError, if `devices` is neither a list nor a number
         """
         if isinstance(devices, (list, tuple)):
             return len(devices)
@@ -91,7 +90,8 @@ class PrecisionPart:
         """Return the batch with float32 and float64 tensors cast to float16; with "32-true", unchanged."""
         if self.precision == "32-true":
             return batch
-        return tree_map_only(Tensor, _halved, batch)
+        wide = (torch.float32, torch.float64)
+        return tree_map_only(Tensor, lambda tensor: tensor.half() if tensor.dtype in wide else tensor, batch)
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the executor's call has already run the backward pass."""
@@ -100,43 +100,31 @@ class PrecisionPart:
         """Do nothing: the executor clips gradients."""
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the training step and return its result. It has updated the weights: no `optimizer.step`."""
+        """Call `closure`, which runs the training step, and return its result. The step updates the weights,
+        so `optimizer.step` is not called."""
         result = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
         optimizer._opt_called = True  # else schedulers warn that `optimizer.step` was never called
         return result
 
 
-def _halved(tensor: Tensor) -> Tensor:
-    return tensor.half() if tensor.dtype in (torch.float32, torch.float64) else tensor
-
-
 @functools.cache
 def classes(package: str) -> dict[str, type]:
     """Return Pando's classes for a Lightning package, by name; IPUPrecisionPlugin is IPUPrecision. Cached."""
     lightning = Lightning(package)
-    parts = {
-        "IPUStrategy": (StrategyPart, "strategies.ParallelStrategy"),
-        "IPUAccelerator": (AcceleratorPart, "accelerators.Accelerator"),
-        "IPUPrecision": (PrecisionPart, "plugins.precision.Precision"),
-    }
+    attributes = {"__module__": "lightning_graphcore", "lightning": lightning, "_is_pandos": True}
     built = {
-        name: type(
-            name,
-            (part, lightning.get(base)),
-            {
-                "__module__": "lightning_graphcore",
-                "__doc__": part.__doc__,
-                "lightning": lightning,
-                "_is_pandos": True,
-            },
+        name: type(name, (part, lightning.get(base)), {**attributes, "__doc__": part.__doc__})
+        for name, part, base in (
+            ("IPUStrategy", StrategyPart, "strategies.ParallelStrategy"),
+            ("IPUAccelerator", AcceleratorPart, "accelerators.Accelerator"),
+            ("IPUPrecision", PrecisionPart, "plugins.precision.Precision"),
         )
-        for name, (part, base) in parts.items()
     }
     return {**built, "IPUPrecisionPlugin": built["IPUPrecision"]}
 
 
 def imported_package() -> str:
     """Return the name of the Lightning package that is imported; "lightning.pytorch" if both or none are."""
-    loaded = [package for package in PACKAGES if package in sys.modules]
-    return loaded[0] if len(loaded) != 2 and loaded else PACKAGES[0]
+    imported = [package for package in PACKAGES if package in sys.modules]
+    return imported[0] if len(imported) == 1 else PACKAGES[0]

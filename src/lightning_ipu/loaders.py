@@ -1,4 +1,4 @@
-"""Loaders that yield combined batches, and functions that pad batches and cut outputs."""
+"""Loaders of combined batches for the stages of a Trainer, and batches that are padded to a whole call."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -30,50 +28,51 @@ _COPIED = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn
 _COPIED += ("prefetch_factor", "persistent_workers")
 
 
-def converted_loader(loader: Any, stage: Any, options: poptorch.Options, lightning: Any) -> Any:
-    """Return a loader of combined batches for a stage of the Trainer; for predictions the last may be short.
+def convert_loader(loader: Any, stage: Any, options: poptorch.Options, lightning: Any) -> Any:
+    """Return a loader of combined batches for a stage of the Trainer.
 
-    A `poptorch.DataLoader`, and a loader that is not torch's, is returned unchanged. Other stages than
-    "predict" raise a MisconfigurationException if the loader has too few rows for a call.
+    A `poptorch.DataLoader`, and a loader that is not torch's, is returned unchanged. In the stage "predict" the
+    last batch may be short; any other stage leaves it out, and raises a MisconfigurationException if a torch
+    loader has too few rows for one call.
     """
     if isinstance(loader, poptorch.DataLoader) or not isinstance(loader, DataLoader):
         return loader
     predicts, n = stage == "predict", micro_batch_count(options, stage == "train")
-    made: Any = None
     if type(loader).__iter__ is not DataLoader.__iter__:
-        made = Joined(loader, n, concatenate_batches, keep_tail=predicts)
-    elif predicts:
-        made = _prediction_loader(loader, n, lightning)
+        combined: Any = JoinedBatches(loader, n, concatenate_batches, keep_tail=predicts)
     else:
-        made = _combined_loader(loader, options)
+        combined = _prediction_loader(loader, n, lightning) if predicts else _combined_loader(loader, options)
     if not predicts:
-        _check_length(loader, made, n, stage, options, lightning)
-    return made
+        _check_length(loader, combined, n, stage, options, lightning)
+    return combined
 
 
 def _prediction_loader(loader: DataLoader[Any], n: int, lightning: Any) -> DataLoader[Any]:
-    """Return a torch loader of all rows in batches of n micro-batches, whose indices Lightning can read;
-    return a loader without automatic batching unchanged."""
+    """Return a torch loader of the same rows in batches of n micro-batches; the last batch may be short.
+
+    Lightning can read the indices of its rows, except of an IterableDataset, which has none. A loader without
+    automatic batching is returned unchanged.
+    """
     copied = {name: getattr(loader, name) for name in _COPIED}
     size = None if loader.batch_size is None else loader.batch_size * n
     if isinstance(loader.dataset, IterableDataset):
         return DataLoader(loader.dataset, batch_size=size, **copied)
     if loader.batch_sampler is None:
         return loader
-    sampler: Any = Joined(loader.batch_sampler, n, _joined_indices, keep_tail=True)
+    batches: Any = JoinedBatches(loader.batch_sampler, n, lambda lists: list(chain(*lists)), keep_tail=True)
     if size is not None:
-        sampler = BatchSampler(loader.sampler, size, drop_last=False)
-    noting = lightning.get("overrides.distributed._IndexBatchSamplerWrapper")
-    return DataLoader(loader.dataset, batch_sampler=noting(sampler), **copied)
+        batches = BatchSampler(loader.sampler, size, drop_last=False)
+    index_recorder = lightning.get("overrides.distributed._IndexBatchSamplerWrapper")
+    return DataLoader(loader.dataset, batch_sampler=index_recorder(batches), **copied)
 
 
 def _check_length(
-    loader: DataLoader[Any], made: Any, n: int, stage: Any, options: poptorch.Options, lightning: Any
+    loader: DataLoader[Any], combined: Any, n: int, stage: Any, options: poptorch.Options, lightning: Any
 ) -> None:
-    """Raise a MisconfigurationException if a loader has too few micro-batches for a call. Warn, except in
-    training, if micro-batches are left out. A loader without a length is not checked."""
+    """Raise a MisconfigurationException if a loader has too few micro-batches for one call of n. Warn, except
+    in training, if `combined`, made from it, leaves micro-batches out. Loaders without length aren't checked."""
     try:
-        micro_batches, calls = len(loader), len(made)
+        micro_batches, calls = len(loader), len(combined)
     except TypeError:  # a dataset without a length
         return
     if calls == 0 and micro_batches > 0:
@@ -90,14 +89,16 @@ def _check_length(
 
 
 def micro_batch_count(options: poptorch.Options, training: bool) -> int:
-    """Return how many micro-batches a call takes from the loader in this process: device iterations × input
-    groups, in training also × gradient accumulation."""
+    """Return the number of micro-batches of this process's loader that a call consumes.
+
+    It is device iterations × input groups; in training also × gradient accumulation.
+    """
     counts = options._counts()
     return counts.product if training else counts.iterations * counts.groups
 
 
 def _combined_loader(loader: DataLoader[Any], options: poptorch.Options) -> poptorch.DataLoader:
-    """Return a poptorch.DataLoader with the dataset, workers and order of rows of a torch loader."""
+    """Return a poptorch.DataLoader with a torch loader's dataset, batch size, workers and order of rows."""
     arguments: dict[str, Any] = {name: getattr(loader, name) for name in _COPIED}
     arguments["multiprocessing_context"] = loader.multiprocessing_context
     is_iterable = isinstance(loader.dataset, IterableDataset)
@@ -112,11 +113,11 @@ def _combined_loader(loader: DataLoader[Any], options: poptorch.Options) -> popt
 
 
 def _order_arguments(loader: DataLoader[Any], options: poptorch.Options) -> dict[str, Any]:
-    """Return the arguments of a poptorch.DataLoader for the order of rows of a torch loader.
+    """Return arguments with which a poptorch.DataLoader has the order of rows of a torch loader.
 
-    With several instances, or rows by replica, SequentialSampler and a plain RandomSampler become `shuffle`:
-    poptorch.DataLoader partitions the rows. Every other sampler is kept; with several instances a warning is
-    given unless it is a DistributedSampler.
+    With several instances, or rows by replica, a SequentialSampler or plain RandomSampler is replaced by
+    `shuffle`, since poptorch.DataLoader then partitions the rows. Every other sampler is kept; with several
+    instances this warns, except of a DistributedSampler.
     """
     sampler: Any = loader.sampler
     is_shuffled = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
@@ -133,12 +134,12 @@ def _order_arguments(loader: DataLoader[Any], options: poptorch.Options) -> dict
     return {"sampler": sampler, "auto_distributed_partitioning": False}
 
 
-class Joined:
-    """An iterable over the elements of a loader or batch sampler, each n consecutive elements joined to one.
+class JoinedBatches:
+    """An iterable that joins each n consecutive batches of a loader or batch sampler into one.
 
     Args:
-        join:      function that joins a list of elements
-        keep_tail: whether the last elements are yielded if they are fewer than n
+        join:      function from a list of batches to one batch
+        keep_tail: whether the last batches are joined, too, if they are fewer than n; else they are left out
     """
 
     def __init__(self, source: Any, n: int, join: Callable[[list[Any]], Any], keep_tail: bool) -> None:
@@ -147,8 +148,8 @@ class Joined:
             setattr(self, name, getattr(source, name, None))
 
     def __iter__(self) -> Iterator[Any]:
-        elements = iter(self._source)
-        while group := list(islice(elements, self._n)):
+        batches = iter(self._source)
+        while group := list(islice(batches, self._n)):
             if len(group) == self._n or self._keep_tail:
                 yield self._join(group)
 
@@ -157,32 +158,17 @@ class Joined:
         return calls + (self._keep_tail and left > 0)
 
 
-def _joined_indices(batches: list[Any]) -> list[int]:
-    return list(chain.from_iterable(batches))
-
-
-def numbers_as_tensors(value: Any, n: int) -> Any:
-    """Return a nested value with each int and float replaced by a tensor of n equal elements."""
-    return tree_map_only((int, float), lambda number: torch.tensor(number).repeat(n), value)
-
-
-def rows_of(batch: Any) -> int | None:
+def row_count(batch: Any) -> int | None:
     """Return the size of the first dimension, if all tensors of a batch share it; else None."""
     counts = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(batch)}
     return counts.pop() if len(counts) == 1 else None
 
 
-def padded_batch(batch: Any, rows: int) -> Any:
-    """Return the batch with copies of its last row appended, up to `rows` rows."""
-
-    def whole(tensor: Tensor) -> Tensor:
-        missing = rows - len(tensor)
-        return torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])])
-
-    return with_tensors(batch, iter([whole(tensor) for tensor in tensors_of(batch)]))
-
-
-def cut_output(output: Any, rows: int, wanted: int) -> Any:
-    """Return an output with each tensor of `rows` rows cut to its first `wanted` rows; others unchanged."""
-    tensors = [t[:wanted] if t.dim() and len(t) == rows else t for t in tensors_of(output)]
-    return with_tensors(output, iter(tensors))
+def resize_batch(value: Any, before: int, after: int) -> Any:
+    """Return a nested value whose tensors with `before` rows have `after` rows: the first ones, or all, followed
+    by copies of the last row. Tensors with another number of rows are unchanged."""
+    if before == after:
+        return value
+    rows = torch.arange(after).clamp(max=before - 1)
+    tensors = [t[rows] if t.dim() and len(t) == before else t for t in tensors_of(value)]
+    return with_tensors(value, iter(tensors))

@@ -40,14 +40,11 @@ class Lightning:
 
 
 def make_options(strategy: Any, training: bool) -> poptorch.Options:
-    """Return options made from the strategy and its Trainer: device iterations, replicas (poprun's, else the
-    devices), seed, anomaly detection; if `training`, also gradient accumulation."""
-    if popdist.isPopdistEnvSet():
-        import popdist.poptorch as distributed
-
-        options: poptorch.Options = distributed.Options()
-    else:
-        options = poptorch.Options().replicationFactor(len(strategy.parallel_devices or [0]))
+    """Return new options with a strategy's and its Trainer's device iterations, replicas (under poprun:
+    poprun's), seed and anomaly detection; if `training`, also gradient accumulation."""
+    devices = len(strategy.parallel_devices or [0])
+    is_of_poprun = popdist.isPopdistEnvSet()
+    options = popdist.poptorch.Options() if is_of_poprun else poptorch.Options().replicationFactor(devices)
     options.deviceIterations(strategy.device_iterations)
     options.setExecutionStrategy(poptorch.PipelinedExecution().orSharded())
     seed = os.environ.get("PL_GLOBAL_SEED", "")
@@ -64,25 +61,23 @@ def make_options(strategy: Any, training: bool) -> poptorch.Options:
     return options
 
 
-_VARIABLE = "POPLAR_ENGINE_OPTIONS"
-
-
 def write_reports(directory: str | None, undo: ExitStack) -> None:
     """Set POPLAR_ENGINE_OPTIONS so that executors write profiles; closing `undo` restores the variable.
 
-    Args: directory: of the profiles, created if missing; None: the current directory
+    Args: directory: for the profiles, created if missing; None: the current directory
     """
-    options = {**json.loads(os.environ.get(_VARIABLE) or "{}"), "autoReport.all": "true"}
+    variable = "POPLAR_ENGINE_OPTIONS"
+    options = {**json.loads(os.environ.get(variable) or "{}"), "autoReport.all": "true"}
     if directory is not None:
         os.makedirs(directory, exist_ok=True)
         options["autoReport.directory"] = directory
-    replace_until(undo, os.environ, _VARIABLE, json.dumps(options))
+    replace_until(undo, os.environ, variable, json.dumps(options))
 
 
 def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:
-    """Raise a MisconfigurationException or RuntimeError, with a fix, for a configuration that can't run.
+    """Raise a MisconfigurationException or RuntimeError, with a fix, if the Trainer's configuration can't run.
 
-    Warn, before a fit, of overridden hooks that are ignored or that find no gradients.
+    Before a fit, warn of overridden hooks that are ignored or that find no gradients.
     """
     lightning, module = strategy.lightning, strategy._lightning_module
     if not getattr(type(strategy.precision_plugin), "_is_pandos", False):
@@ -120,7 +115,7 @@ def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:
                 stacklevel=2,
             )
     for owner in (module, *trainer.callbacks):
-        for hook in _HOOKS_WITH_GRADIENTS:
+        for hook in ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"):
             if lightning.is_overridden(hook, owner):
                 warnings.warn(
                     f"`{type(owner).__name__}.{hook}` runs, but parameter.grad is None there (grad_norm gives {{}}):"
@@ -131,11 +126,8 @@ def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:
                 )
 
 
-_HOOKS_WITH_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-
-
 def check_optimizers(strategy: Any, trainer: Any) -> None:
-    """Raise a MisconfigurationException, with a fix, if the optimizers that Lightning has made can't run."""
+    """Raise a MisconfigurationException, with a fix, if the strategy's optimizers can't train on ipus."""
     misconfiguration = strategy.lightning.Misconfiguration
     if len(strategy.optimizers) > 1:
         raise misconfiguration(

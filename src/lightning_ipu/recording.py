@@ -1,4 +1,4 @@
-"""A step of a LightningModule, recorded while it is captured.
+"""Recording of a LightningModule's step while it is captured.
 
 A step runs once, with fake tensors. `self.log`, torchmetrics, manual optimization, and tensors in lists,
 dictionaries and attributes become notes of the graph (`poptorch.compiling.outputs`), which `replaying.py`
@@ -39,15 +39,12 @@ class StepModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module = self._forward_module
-        step = _step_of(module)
+        step = _current_step(module)
         if step is None:
             return module(*args, **kwargs)
-        if current() is None:
-            return getattr(module, step)(*args, **kwargs)
-        with Recording(module, step) as recording:
-            output = getattr(module, step)(*args, **kwargs)
-            recording.finish(output)
-            return output
+        capture = current()
+        run = getattr(module, step) if capture is None else Recording(module, step, capture).run
+        return run(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward_module.named_parameters(*args, **kwargs)
@@ -71,54 +68,62 @@ _STEPS = {
 }
 
 
-def _step_of(module: Any) -> str | None:
+def _current_step(module: Any) -> str | None:
     """Return the name of the step method that the module's Trainer runs now; None outside a run."""
-    trainer = module._trainer
-    return next(
-        (step for flag, step in _STEPS.items() if trainer is not None and getattr(trainer, flag)), None
-    )
+    return next((step for flag, step in _STEPS.items() if getattr(module._trainer, flag, False)), None)
 
 
 def replace_until(undo: ExitStack, mapping: Any, key: str, value: Any) -> None:
-    """Set an item of a mapping, such as an object's `vars`; closing `undo` restores or removes the item."""
+    """Set an item of a mapping, such as an object's `vars`; closing `undo` restores it, or removes a new one."""
     had, before = key in mapping, mapping.get(key)
     mapping[key] = value
     undo.callback(lambda: mapping.update({key: before}) if had else mapping.pop(key, None))
 
 
-class Recording(ExitStack):
-    """A context manager that notes the host actions of a LightningModule's step. At its end call `finish`."""
+class Recording:
+    """A run of the method `step` of a LightningModule, whose actions on the host become notes of the graph."""
 
-    def __init__(self, module: Any, step: str) -> None:
-        super().__init__()
-        self._module, self._step = module, step
-        self._calls = itertools.count()  # numbers of calls of metrics
+    def __init__(self, module: Any, step: str, capture: Capture) -> None:
+        self._module, self._step, self._capture = module, step, capture
+        self._calls = itertools.count()  # numbers the calls of metrics
         self._metrics = _metrics_of(module)
         self._log_signature = inspect.signature(module.log)
         self._is_manual = step == "training_step" and not module.automatic_optimization
-        self._manual_calls: list[str] = []  # calls of manual optimization
+        self._manual_calls: list[str] = []  # "backward" and "step", in the order of the calls
         self._attributes_before = {
             name: copy.copy(value) if isinstance(value, (list, dict, set, deque)) else value
-            for name, value in _attributes(module).items()
+            for name, value in _plain_attributes(module).items()
         }
 
-    def __enter__(self) -> Recording:
-        self.callback(_restore_attributes, self._module, self._attributes_before)
-        replaced: dict[str, Any] = {"log": self._log, "log_dict": self._log_dict}
-        if self._is_manual:
-            replaced |= self._manual_optimization()
-        for name, value in replaced.items():
-            replace_until(self, vars(self._module), name, value)
-        for path, metric in self._metrics.items():
-            replace_until(self, vars(metric), "forward", self._noting_function(path, "forward"))
-            replace_until(self, vars(metric), "update", self._noting_function(path, "update"))
-            replace_until(self, vars(metric), "compute", MetricValue(path)._raise_unknown)
-        _watch_counters(self._module._trainer, self)
-        return self
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step, restore the module's attributes and methods, and return the step's output.
 
-    def finish(self, output: Any) -> None:
-        """Note the tensors that the step left in the module's attributes, restore these attributes, and
-        choose the training loss. Raises CaptureError if one of these is not possible."""
+        Raises: CaptureError, if the step does what can't be repeated after each call, or has no training loss
+        """
+        module = self._module
+        replaced: dict[str, Any] = {"log": self._note_log, "log_dict": self._note_log_dict}
+        if self._is_manual:
+            replaced |= self._manual_replacements()
+        with ExitStack() as undo:
+            undo.callback(_restore_attributes, module, self._attributes_before)
+            for name, value in replaced.items():
+                replace_until(undo, vars(module), name, value)
+            for path, metric in self._metrics.items():
+                for name in ("forward", "update"):
+                    replace_until(undo, vars(metric), name, self._noting_method(path, name))
+                replace_until(undo, vars(metric), "compute", MetricValue(path)._refuse_use)
+            _watch_counters(module._trainer, undo)
+            output = getattr(module, self._step)(*args, **kwargs)
+            self._note_attributes()
+        if self._is_manual:
+            self._check_manual_calls()
+        elif self._step == "training_step":
+            where = f"the return of {type(module).__name__}.training_step"
+            self._capture.choose_loss(_loss_in(output, where), where)
+        return output
+
+    def _note_attributes(self) -> None:
+        """Note the tensors that the step left in the module's attributes, and restore these attributes."""
         for what, value in _restore_attributes(self._module, self._attributes_before):
             if what is None:
                 raise CaptureError(
@@ -128,21 +133,17 @@ class Recording(ExitStack):
                     f"  fix: make self.{value} one of these, or return the value and keep it in a hook"
                 )
             note(what, value)
-        if self._is_manual:
-            self._check_manual()
-        elif self._step == "training_step":
-            _choose_loss(output, self._module)
 
     # ---- logging -----------------------------------------------------------------------------------------
 
-    def _log(self, *args: Any, **kwargs: Any) -> None:
+    def _note_log(self, *args: Any, **kwargs: Any) -> None:
         if self._step == "predict_step":
             raise CaptureError(
                 "self.log in predict_step: Lightning has no place for it; return the value instead"
             )
         options = self._log_signature.bind(*args, **kwargs).arguments
         name, value = options.pop("name"), options.pop("value")
-        metric = self._metric_of(value)
+        metric = self._metric_key(value)
         if metric is not None:
             note(("log_metric", name, metric, options), None)
             return
@@ -159,22 +160,23 @@ class Recording(ExitStack):
             )
         note(("log", name, options), value.detach() if isinstance(value, Tensor) else value)
 
-    def _log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
-        metric = self._metric_of(dictionary)
+    def _note_log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        metric = self._metric_key(dictionary)
         if metric is not None:
             note(("log_metrics", metric, args, kwargs), None)
             return
         for name, value in dictionary.items():
-            self._log(name, value, *args, **kwargs)
+            self._note_log(name, value, *args, **kwargs)
 
-    def _metric_of(self, value: Any) -> str | int | None:
-        """Return the path of a metric, or the number of the call that made a MetricValue; else None."""
+    def _metric_key(self, value: Any) -> str | int | None:
+        """Return a metric's path in the module; for a MetricValue the number of its call; else None."""
         if isinstance(value, MetricValue):
             return value._call
         return next((path for path, metric in self._metrics.items() if metric is value), None)
 
-    def _noting_function(self, path: str, method: str) -> Callable[..., Any]:
-        """Return a function that notes each call of a metric's method; `forward`'s returns a MetricValue."""
+    def _noting_method(self, path: str, method: str) -> Callable[..., Any]:
+        """Return a replacement for a metric's method that notes each call. It returns a MetricValue for
+        "forward", and None for "update"."""
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             call = next(self._calls)
@@ -185,7 +187,7 @@ class Recording(ExitStack):
 
     # ---- manual optimization -----------------------------------------------------------------------------
 
-    def _manual_optimization(self) -> dict[str, Any]:
+    def _manual_replacements(self) -> dict[str, Any]:
         """Return replacements of the module's methods for manual optimization, by name."""
         (optimizer,) = self._module.trainer.strategy.optimizers
         # A stand-in for the optimizer: its attributes can be read, and `step` is only recorded.
@@ -211,13 +213,13 @@ class Recording(ExitStack):
         if not is_traced(loss):
             raise CaptureError(f"manual_backward at {user_line()} takes a loss that is computed in the step")
         self._manual_calls.append("backward")
-        _current_capture().choose_loss(loss, user_line())
+        self._capture.choose_loss(loss, user_line())
 
     def _optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self._manual_calls.append("step")
         note(("optimizer_step",), None)
 
-    def _check_manual(self) -> None:
+    def _check_manual_calls(self) -> None:
         """Raise a CaptureError, unless the step made one backward, followed by one optimizer step."""
         if self._manual_calls != ["backward", "step"]:
             raise CaptureError(
@@ -230,7 +232,7 @@ class Recording(ExitStack):
 
 
 def _metrics_of(module: Any) -> dict[str, Any]:
-    """Return the torchmetrics objects in a module, by path; a collection precedes its members."""
+    """Return a module's metrics and metric collections by path; a collection precedes its members."""
     from torchmetrics import Metric, MetricCollection
 
     kinds = (Metric, MetricCollection)
@@ -243,7 +245,7 @@ class MetricValue:
     def __init__(self, path: str, call: int | None = None) -> None:
         self._path, self._call = path, call
 
-    def _raise_unknown(self, *args: Any, **kwargs: Any) -> Any:
+    def _refuse_use(self, *args: Any, **kwargs: Any) -> Any:
         raise CaptureError(
             f"the value of the metric {self._path!r} is known on the host, after the step\n"
             f"  used at {user_line()}\n"
@@ -254,17 +256,15 @@ class MetricValue:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._raise_unknown()
+        return self._refuse_use()
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _raise_unknown
-    __lt__ = __gt__ = __le__ = __ge__ = __neg__ = __float__ = __int__ = __bool__ = __getitem__ = (
-        _raise_unknown
-    )
-    __iter__ = __len__ = _raise_unknown
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_use
+    __lt__ = __gt__ = __le__ = __ge__ = __neg__ = __float__ = __int__ = __bool__ = __getitem__ = _refuse_use
+    __iter__ = __len__ = _refuse_use
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        next(value for value in args if isinstance(value, MetricValue))._raise_unknown()
+        next(value for value in args if isinstance(value, MetricValue))._refuse_use()
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
@@ -272,15 +272,16 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _raising_function(what: str, fix: str) -> Callable[..., Any]:
+    """Return a function that raises a CaptureError: the method `what` can't be called in a step."""
+
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise CaptureError(f"{what} at {user_line()} can't be a part of a compiled step\n  fix: {fix}")
 
     return refuse
 
 
-def _choose_loss(output: Any, module: Any) -> None:
-    """Choose the loss to train in the output of training_step. Raises CaptureError if there is no loss."""
-    where = f"the return of {type(module).__name__}.training_step"
+def _loss_in(output: Any, where: str) -> Tensor:
+    """Return the loss in the output of training_step. Raises CaptureError, naming `where`, if there is none."""
     loss: Any = output.get("loss") if isinstance(output, dict) else output
     if not is_traced(loss) or not loss.is_floating_point():
         cause = f"training needs a loss that is computed in the step; found {type(loss).__name__}"
@@ -292,45 +293,40 @@ def _choose_loss(output: Any, module: Any) -> None:
             f"{cause}\n  {where}\n  why: the step is compiled, and trains at each call\n"
             '  fix: return a floating point tensor with one element, or a dictionary with the key "loss"'
         )
-    _current_capture().choose_loss(loss, where)
-
-
-def _current_capture() -> Capture:
-    capture = current()
-    assert capture is not None
-    return capture
+    return loss
 
 
 # ---- what a step leaves in attributes --------------------------------------------------------------------
 
 
-def _attributes(module: Any) -> dict[str, Any]:
+def _plain_attributes(module: Any) -> dict[str, Any]:
     """Return the module's attributes by name, except parameters, buffers and submodules."""
     parts = ("_parameters", "_buffers", "_modules")
     return {name: value for name, value in vars(module).items() if name not in parts}
 
 
-def _holds_traced(value: Any) -> bool:
+def _has_traced_tensors(value: Any) -> bool:
     is_set = isinstance(value, (set, frozenset, deque))
     return any(map(is_traced, tensors_of(list(value) if is_set else value)))
 
 
 def _restore_attributes(module: Any, before: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Undo the assignments of traced tensors to attributes, and return them as pairs (action, tensor).
+    """Undo a step's assignments of traced tensors to attributes, and return pairs (action, value) to repeat.
 
     Lists and dictionaries are restored in place. An action is ("append", name), ("key", name, key) or
-    ("set", name). If an attribute holds traced tensors in any other way, its pair is (None, name).
+    ("set", name); its value holds traced tensors. The pair (None, name) stands for an attribute that holds
+    traced tensors in a way that can't be repeated. Args: before: the attributes before the step, copied
     """
     notes: list[tuple[Any, Any]] = []
-    for name, now in _attributes(module).items():
-        if not _holds_traced(now):
+    for name, now in _plain_attributes(module).items():
+        if not _has_traced_tensors(now):
             continue
         old: Any = before.get(name)
         are_lists, are_dicts = (all(isinstance(v, kind) for v in (now, old)) for kind in (list, dict))
-        if are_lists and not _holds_traced(now[: len(old)]):
-            notes += [(("append", name), item) for item in now[len(old) :] if _holds_traced(item)]
+        if are_lists and not _has_traced_tensors(now[: len(old)]):
+            notes += [(("append", name), item) for item in now[len(old) :] if _has_traced_tensors(item)]
         elif are_dicts:
-            notes += [(("key", name, key), item) for key, item in now.items() if _holds_traced(item)]
+            notes += [(("key", name, key), item) for key, item in now.items() if _has_traced_tensors(item)]
         elif tensors_of(now):
             notes.append((("set", name), list(now) if are_lists else now))
         else:
@@ -351,9 +347,9 @@ def _restore_attributes(module: Any, before: dict[str, Any]) -> list[tuple[Any, 
 
 
 def _watch_counters(trainer: Any, undo: ExitStack) -> None:
-    """Make closing `undo` warn of each counter that was read before and is not in `strategy.recompile_on`.
+    """Record reads of the Trainer's counters `current_epoch` and `global_step`, by a subclass of its class.
 
-    Until then the Trainer's class is a subclass that records reads of `current_epoch` and `global_step`.
+    Closing `undo` restores the class, and warns of each counter read that isn't in `strategy.recompile_on`.
     """
     read: set[str] = set()
     kind = type(trainer)

@@ -14,17 +14,17 @@ from poptorch.nested_values import tensors_of, with_tensors
 def replay(
     module: Any, notes: Sequence[tuple[Any, Any]], reduce_over_instances: Callable[..., Tensor]
 ) -> None:
-    """Repeat the actions that a recorded step noted, in their order; lists are extended last.
+    """Repeat the actions of a recorded step on its LightningModule, in their order; extend lists last.
 
     Args:
-        notes: pairs of an action (kind, *details) and its value, with tensors [n, ...], n micro-batches
+        notes: pairs of an action (kind, *details) and its value, whose tensors are [micro-batches, ...]
         reduce_over_instances: the strategy's `reduce`, for `sync_dist=True`
     """
     appended: dict[str, list[Any]] = {}
-    metric_values: dict[int, Any] = {}  # values of metrics, by the number of the call that made them
+    metric_values: dict[int, Any] = {}  # results of calls of metrics, by the number of the call
 
     def metric_or_value(metric: str | int) -> Any:
-        """Return a metric by its path, or a metric's value by the number of the call that made it."""
+        """Return the metric with this path, or the result of the metric's call with this number."""
         return metric_values[metric] if isinstance(metric, int) else module.get_submodule(metric)
 
     for action, value in notes:
@@ -43,21 +43,21 @@ def replay(
             case "append", name:
                 appended.setdefault(name, []).append(value)
             case "key", name, key:
-                getattr(module, name)[key] = _of_micro_batch(value, -1)
+                getattr(module, name)[key] = _select_row(value, -1)
             case "set", name:
-                setattr(module, name, _of_micro_batch(value, -1))
+                setattr(module, name, _select_row(value, -1))
             case ("optimizer_step",):
                 (optimizer,) = module.trainer.strategy._lightning_optimizers
                 optimizer._on_before_step()
                 optimizer._on_after_step()
     for name, values in appended.items():  # in the order of micro-batches
         n = len(tensors_of(values[0])[0])
-        getattr(module, name).extend(_of_micro_batch(v, i) for i in range(n) for v in values)
+        getattr(module, name).extend(_select_row(v, i) for i in range(n) for v in values)
 
 
 def _reduce_value(value: Any, options: dict[str, Any], reduce_over_instances: Callable[..., Tensor]) -> Any:
-    """Return a logged tensor, reduced over micro-batches by the option `reduce_fx`, and over instances with
-    `sync_dist`; other values unchanged."""
+    """Return a logged tensor reduced over micro-batches by `reduce_fx` in `options`, and with `sync_dist` also
+    over instances. A value that is no tensor is returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     reduce: Any = options.get("reduce_fx", "mean")
@@ -67,5 +67,6 @@ def _reduce_value(value: Any, options: dict[str, Any], reduce_over_instances: Ca
     return reduce_over_instances(value, reduce_op=reduce.__name__) if options.get("sync_dist") else value
 
 
-def _of_micro_batch(value: Any, index: int) -> Any:
+def _select_row(value: Any, index: int) -> Any:
+    """Return a nested value with a copy of row `index` in place of each tensor."""
     return with_tensors(value, iter([tensor[index].clone() for tensor in tensors_of(value)]))

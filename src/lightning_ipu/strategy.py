@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 import popdist
 import poptorch
 from popdist import collectives
 
-from .loaders import (
-    converted_loader,
-    cut_output,
-    micro_batch_count,
-    numbers_as_tensors,
-    padded_batch,
-    rows_of,
-)
+from .loaders import convert_loader, micro_batch_count, resize_batch, row_count
 from .prepare import Lightning, check_before_setup, check_optimizers, make_options, write_reports
 from .recording import StepModule, replace_until
 from .replaying import replay
@@ -37,7 +32,7 @@ class StrategyPart:
 
     Args:
         device_iterations: number of weight updates (in inference: micro-batches of each replica) per call
-        autoreport: write a profile and its page; `autoreport_dir` alone has the same effect
+        autoreport: whether to write a profile and its page; `autoreport_dir` implies it
         training_opts, inference_opts: poptorch.Options, used unchanged: `device_iterations` and the Trainer's
             `devices` and `accumulate_grad_batches` then have no effect
     """
@@ -72,18 +67,12 @@ class StrategyPart:
         training_opts: poptorch.Options | None = None,
         inference_opts: poptorch.Options | None = None,
     ) -> None:
-        of_lightning = {
-            "accelerator": accelerator,
-            "parallel_devices": parallel_devices,
-            "cluster_environment": cluster_environment,
-            "checkpoint_io": checkpoint_io,
-            "precision_plugin": precision_plugin,
-        }
-        super().__init__(**of_lightning)
+        of_lightning = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        super().__init__(*of_lightning)  # type: ignore[call-arg]
         self.device_iterations = device_iterations
         self.autoreport, self.autoreport_dir = autoreport or autoreport_dir is not None, autoreport_dir
-        self._training_opts, self._inference_opts = training_opts, inference_opts
-        self._given_opts = (training_opts, inference_opts)
+        self._given_opts = {"training_opts": training_opts, "inference_opts": inference_opts}
+        vars(self).update({name: given for name, given in self._given_opts.items() if given is not None})
         self.poptorch_models: dict[Any, poptorch.PoplarExecutor] = {}
         self._compiled_values: dict[Any, Any] = {}
         self._accumulation = 1
@@ -96,7 +85,7 @@ class StrategyPart:
     # ---- the life of a run -------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        self._release()
+        self._release_executors()
         is_fit = trainer.state.fn == "fit"
         check_before_setup(self, trainer, is_fit)
         self.world_size = self.training_opts.Distributed.numProcesses
@@ -113,7 +102,9 @@ class StrategyPart:
         if is_fit:
             check_optimizers(self, trainer)
             replace_until(self._undo, vars(self._lightning_module), "optimizer_zero_grad", None)
-            self._set_gradient_clipping(trainer)
+            if trainer.gradient_clip_val and self._lightning_module.automatic_optimization:
+                name = "max_grad_value" if trainer.gradient_clip_algorithm == "value" else "max_grad_norm"
+                replace_until(self._undo, vars(self.optimizers[0]), name, float(trainer.gradient_clip_val))
         self.model = StepModule(self._lightning_module)
         if self.autoreport:
             write_reports(self.autoreport_dir, self._undo)
@@ -133,7 +124,8 @@ class StrategyPart:
                     self.poptorch_models[stages.SANITY_CHECKING] = validation
         for stage in self.poptorch_models:
             options = self.options_for(stage)
-            if stage != stages.SANITY_CHECKING and any(options is given for given in self._given_opts):
+            is_given = any(options is given for given in self._given_opts.values())
+            if is_given and stage != stages.SANITY_CHECKING:
                 logger.info(
                     "%s runs with the options given: device iterations %d, gradient accumulation %d, replicas %d",
                     stage.value,
@@ -146,15 +138,8 @@ class StrategyPart:
         """Return an executor for validation, test or prediction; batches may have different shapes."""
         return poptorch.inferenceModel(self.model, self.inference_opts.clone().allowNewShapes())
 
-    def _set_gradient_clipping(self, trainer: Any) -> None:
-        """Copy the Trainer's gradient clipping to the optimizer, except in manual optimization."""
-        if not trainer.gradient_clip_val or not self._lightning_module.automatic_optimization:
-            return
-        name = "max_grad_value" if trainer.gradient_clip_algorithm == "value" else "max_grad_norm"
-        replace_until(self._undo, vars(self.optimizers[0]), name, float(trainer.gradient_clip_val))
-
-    def _release(self) -> None:
-        """Destroy the executors after saving their random states; restore what `setup` has replaced."""
+    def _release_executors(self) -> None:
+        """Keep the executors' random states, destroy the executors, and restore what `setup` has replaced."""
         self._save_random_state()
         for executor in self.poptorch_models.values():
             executor._release()  # unlike destroy(), it also unmarks a model that is not compiled
@@ -164,7 +149,7 @@ class StrategyPart:
             self.model = self._lightning_module
 
     def teardown(self) -> None:
-        self._release()
+        self._release_executors()
         super().teardown()  # type: ignore[misc]
 
     def model_to_device(self) -> None:
@@ -177,8 +162,7 @@ class StrategyPart:
     # ---- steps -------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        executor = self.poptorch_models[self._stage]
-        self._destroy_if_outdated(self._stage, executor)
+        executor = self._executor_for(self._stage)
         if self.optimizers:
             executor.setOptimizer(self.optimizers[0])
         if executor.isAttachedToDevice() and executor.hostWeightsChanged():
@@ -191,39 +175,39 @@ class StrategyPart:
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the predictions of a call. A short last batch is padded, and its predictions are cut."""
-        rows = rows_of(batch)
-        if rows is not None:
-            index = args[1] if len(args) > 1 and isinstance(args[1], int) else 0  # of the loader
-            n = micro_batch_count(self.inference_opts, training=False)
-            whole = -(-max(rows, self._first_batch_rows.setdefault(index, rows)) // n) * n
-            if rows < whole:
-                return cut_output(
-                    self._step(self._stage, padded_batch(batch, whole), *args, **kwargs), whole, rows
-                )
-        return self._step(self._stage, batch, *args, **kwargs)
+        rows = row_count(batch)
+        if rows is None:
+            return self._step(self._stage, batch, *args, **kwargs)
+        loader_index = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
+        n = micro_batch_count(self.inference_opts, training=False)
+        whole = -(-max(rows, self._first_batch_rows.setdefault(loader_index, rows)) // n) * n
+        padded = resize_batch(batch, rows, whole)
+        return resize_batch(self._step(self._stage, padded, *args, **kwargs), whole, rows)
 
     def _step(self, stage: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one call, repeat the step's actions on the host, and return the call's output."""
         prepared = self._prepare_input(args)
-        executor = self.poptorch_models[stage]
-        self._destroy_if_outdated(stage, executor)
-        self._compile_with_loaded_random_state(stage, executor, prepared, kwargs)
+        executor = self._executor_for(stage)
+        random_state = self._loaded_random_state.pop(stage.value, None)
+        if random_state is not None and not executor.isCompiled():
+            executor.compile(*prepared, **kwargs)
+            executor.rng_state = random_state
         output = executor(*prepared, **kwargs)
         replay(self._lightning_module, executor.notes, self.reduce)
         return output
 
     def _prepare_input(self, args: Any) -> Any:
         """Return a step's arguments with each number replaced by a tensor of one element per micro-batch."""
-        return numbers_as_tensors(
-            args, micro_batch_count(self.options_for(self._stage), self._stage == "train")
-        )
+        n = micro_batch_count(self.options_for(self._stage), self._stage == "train")
+        return tree_map_only((int, float), lambda number: torch.tensor(number).repeat(n), args)
 
-    def _destroy_if_outdated(self, stage: Any, executor: poptorch.PoplarExecutor) -> None:
-        """Destroy an executor, so that it compiles again, if a value that it was compiled with has changed.
+    def _executor_for(self, stage: Any) -> poptorch.PoplarExecutor:
+        """Return a stage's executor; destroy it first, so that it compiles again, if it is outdated.
 
-        These are the counters in `recompile_on`; in training also each `requires_grad` and the number of
+        It is if a counter in `recompile_on` has changed, or in training a `requires_grad` or the number of
         parameter groups.
         """
+        executor = self.poptorch_models[stage]
         now = [getattr(self._lightning_module, name) for name in self.recompile_on]
         if stage == "train":
             with torch._C.DisableTorchFunctionSubclass():  # reads no weights from the device
@@ -232,6 +216,7 @@ class StrategyPart:
         if self._compiled_values.setdefault(id(executor), now) != now:
             self._compiled_values[id(executor)] = now
             executor.destroy()
+        return executor
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """Run the transfer hooks, and return the batch, cast to the precision; it stays on the host."""
@@ -239,14 +224,14 @@ class StrategyPart:
         return self.precision_plugin.cast(batch)
 
     def _prepare_dataloader(self, dataloader: Any, shuffle: bool = False, mode: Any = None) -> Any:
-        """Record the stage, and return the loader unchanged; Lightning would rebuild prediction loaders."""
+        """Store the stage, `mode`, and return the loader unchanged: Lightning would rebuild it to predict."""
         self._loader_stage = mode
         return dataloader
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader of combined batches for the last `mode` of `_prepare_dataloader`."""
+        """Return a loader of combined batches for the stage that `_prepare_dataloader` was last called with."""
         stage = self._stage if self._loader_stage is None else self._loader_stage
-        return converted_loader(dataloader, stage, self.options_for(stage), self.lightning)
+        return convert_loader(dataloader, stage, self.options_for(stage), self.lightning)
 
     # ---- options -----------------------------------------------------------------------------------------
 
@@ -254,33 +239,29 @@ class StrategyPart:
     def _stage(self) -> Any:
         return self._lightning_module.trainer.state.stage
 
-    @property
+    @cached_property
     def training_opts(self) -> poptorch.Options:
-        if self._training_opts is None:
-            self._training_opts = make_options(self, training=True)
-        return self._training_opts
+        return make_options(self, training=True)
 
-    @property
+    @cached_property
     def inference_opts(self) -> poptorch.Options:
-        if self._inference_opts is None:
-            self._inference_opts = make_options(self, training=False)
-        return self._inference_opts
+        return make_options(self, training=False)
 
     def options_for(self, stage: Any) -> poptorch.Options:
         return self.training_opts if stage == "train" else self.inference_opts
 
     @property
     def replication_factor(self) -> int:
-        """Return the number of replicas of the current stage; before `setup`, of given options or devices."""
+        """Return the current stage's number of replicas; before `setup` that of the options, else of devices."""
         if not self.poptorch_models:
-            options = self._training_opts or self._inference_opts
+            options = vars(self).get("training_opts") or vars(self).get("inference_opts")
             return options.replication_factor if options is not None else len(self.parallel_devices or [0])
         return self.options_for(self._stage).replication_factor
 
     # ---- weights and checkpoints -------------------------------------------------------------------------
 
     def upload_weights(self) -> None:
-        """Copy the host's weights, which a callback has changed, to the devices of all attached executors."""
+        """Copy the host's weights to the devices of all attached executors, after a callback changed them."""
         for executor in set(self.poptorch_models.values()):
             if executor.isAttachedToDevice():
                 executor.copyWeightsToDevice()
@@ -292,7 +273,7 @@ class StrategyPart:
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
 
     def _save_random_state(self) -> None:
-        """Store the random states of compiled executors, as a checkpoint may be written after `_release`."""
+        """Keep the random states of compiled executors, since a checkpoint may be saved after their release."""
         compiled = {s.value: e.rng_state for s, e in self.poptorch_models.items() if e.isCompiled()}
         self._random_state = {**self._random_state, **compiled}
 
@@ -302,21 +283,13 @@ class StrategyPart:
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Load the optimizers' states; a poptorch optimizer also loads a state of its torch counterpart."""
+        """Load the optimizers' states; a poptorch optimizer also loads its torch counterpart's state."""
+        poptorchs = {"ipu_state": None, "ipu_param": None}
         states = [
-            {"ipu_state": None, "ipu_param": None, **state}
-            if isinstance(optimizer, poptorch.optim.Optimizer)
-            else state
+            {**(poptorchs if isinstance(optimizer, poptorch.optim.Optimizer) else {}), **state}
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})  # type: ignore[misc]
-
-    def _compile_with_loaded_random_state(self, stage: Any, executor: Any, args: Any, kwargs: Any) -> None:
-        """Compile an uncompiled executor and set its random state, if one was loaded for the stage."""
-        numbers = self._loaded_random_state.pop(stage.value, None)
-        if numbers is not None and not executor.isCompiled():
-            executor.compile(*args, **kwargs)
-            executor.rng_state = numbers
 
     # ---- other processes ---------------------------------------------------------------------------------
 

@@ -108,7 +108,7 @@ def test_what_fails_inside_is_a_warning(monkeypatch):
 
     from lightning_ipu import autoload
 
-    monkeypatch.setattr(autoload, "_patch", lambda package, module: 1 / 0)
+    monkeypatch.setattr(autoload, "_patch_package", lambda package, module: 1 / 0)
     with pytest.warns(UserWarning, match="Pando can't add ipus to Lightning"):
         autoload.install()
 
