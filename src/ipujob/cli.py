@@ -19,7 +19,7 @@ from popengine.environment import pando_version
 
 from . import local, operator, remote, skipped_programs
 from .client import Refused, Unreachable
-from .files import Faults, load_job, read, with_changes
+from .files import Faults, load_job, read_documents, with_changes
 from .render import render as make_objects
 from .render import with_namespace
 from .rules import counted, crd
@@ -158,7 +158,7 @@ def check_files(arguments: argparse.Namespace) -> int:
     faults: list[str] = []
     for file in arguments.files:
         try:
-            documents = read(file)
+            documents = read_documents(file)
         except Faults as error:
             faults.append(str(error))
             continue
@@ -186,7 +186,7 @@ def render_file(arguments: argparse.Namespace) -> int:
         names = ",".join(sorted(unknown))
         raise Faults([f"ipujob: --drop {names}: only resources and security can be dropped"])
     made: list[Any] = []
-    for document in read(arguments.file):
+    for document in read_documents(arguments.file):
         if document.kind != "IPUJob":
             made.append(document.value)
             continue
@@ -217,7 +217,7 @@ def run_file(arguments: argparse.Namespace) -> int:
         names = ", ".join(skipped_programs.ALL)
         raise Faults([f"ipujob: --real: {', '.join(sorted(unknown))} has no stand-in: {names}"])
     variables, loaded = dict(arguments.env), []
-    for document in read(arguments.file):
+    for document in read_documents(arguments.file):
         document = with_changes(document, arguments.name, arguments.command)
         job = load_job(document, images=None)
         if faults := list(local.unsupported_fields(job, variables)):

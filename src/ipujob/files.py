@@ -47,7 +47,7 @@ class Document:
         return f"{text}\n  fix: {fix}" if fix else text
 
 
-def read(file: str) -> list[Document]:
+def read_documents(file: str) -> list[Document]:
     """Return the documents of a YAML file that are not empty; "-" is standard input.
 
     Raises: Faults, if the file can't be read, is no YAML, or has no document

@@ -85,7 +85,7 @@ class LocalJob:
             is_late = time.monotonic() > worker.deadline and worker.process.poll() is None
             if is_late:
                 self._end_workers([worker])
-            worker.update(is_late)
+            worker.update_status(is_late)
         owned = [worker.pod for worker in self.workers.values()]
         value = {**self.value, "status": self.status}
         decision = observe(value, [*owned, pods.headless_service(self.job)], datetime.now(UTC))
@@ -154,7 +154,7 @@ class Worker:
         self._reader = threading.Thread(target=self._copy_output, args=copying, daemon=True)
         self._reader.start()
 
-    def update(self, is_late: bool) -> None:
+    def update_status(self, is_late: bool) -> None:
         """If the process has ended, kill its group and set the pod's status.
 
         Args: is_late: whether the process was ended because of `activeDeadlineSeconds`

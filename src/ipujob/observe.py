@@ -74,7 +74,7 @@ def observe(
         conditions = _updated_conditions(old, {"Running": "", "Invalid": invalid}, now)
         status = {"launcherStatus": "Failed", "lastMessage": invalid, "conditions": conditions}
         return Decision(_status_patch(old, status, now))
-    instances, missing, gone = next_states(job, old.get("instances") or {}, own_pods)
+    instances, missing, gone = _next_states(job, old.get("instances") or {}, own_pods)
     remaining = [pod for pod in own_pods if not is_terminating(pod) and pod not in gone]
     states = Counter(record["state"] for record in instances.values())
     restarts = sum(record["restarts"] for record in instances.values())
@@ -157,7 +157,7 @@ def _status_and_message(
         first = f": {culprit['metadata']['name']} {pods.describe_end(culprit)}" if culprit else ""
         return "Failed", f"{states['Failed']} of {total} instances failed{first}"
     if states["Pending"] == total and not restarts:
-        return "Pending", f"waiting: {pods.why_pending(remaining)}"
+        return "Pending", f"waiting: {pods.pending_reason(remaining)}"
     parts = [f"{states['Running']} of {total} instances running"]
     parts += [f"{states[state]} {words}" for state, words in _WORDS.items() if states[state]]
     return "Running", ", ".join(parts)
@@ -193,7 +193,7 @@ def _status_patch(old: Object, new: Object, now: datetime) -> Object:
 # ---- instances ----------------------------------------------------------------------------------------------------
 
 
-def next_states(
+def _next_states(
     job: Job, record: Mapping[str, Object], own_pods: Sequence[Object]
 ) -> tuple[dict[str, Object], list[tuple[int, int]], list[Object]]:
     """Return the next record of each instance, (number, attempt) of pods to create, and the pods to delete,

@@ -83,7 +83,7 @@ class Operator:
         for job in jobs:
             self.beat()
             try:
-                self._step(job, owned[job["metadata"]["uid"]])
+                self._run_actions(job, owned[job["metadata"]["uid"]])
             except Unreachable:
                 raise
             except Refused as error:  # the next round lists all objects again
@@ -92,7 +92,7 @@ class Operator:
             except Exception as error:  # the other jobs go on
                 self._log(job, f"a fault of the operator: {type(error).__name__}: {error}")
 
-    def _step(self, job: Object, owned: Sequence[Object]) -> None:
+    def _run_actions(self, job: Object, owned: Sequence[Object]) -> None:
         """Write a job's status, delete and create objects; log a refused creation, which delays the next."""
         uid, now = job["metadata"]["uid"], datetime.now(UTC)
         refusal = self.refusals.get(uid)

@@ -78,7 +78,7 @@ def pod_template(
 
 
 def _command_fields(job: Job) -> dict[str, list[str]]:
-    """Return the fields `command` and `args` that replace those of the template; {}: it is used as it is."""
+    """Return the fields `command` and `args` that replace those of the template; {} if these stay."""
     if job.mode == "launched":
         return {"command": list(job.launcher_command), "args": []}
     if job.ttl is not None and not job.worker.get("command"):
@@ -114,7 +114,7 @@ def _environment(
 
 
 def _resources(job: Job, given: Object) -> Object:
-    """Return the resources `given`, with cores or GPUs by the number of ipus if it requests none."""
+    """Return the resources `given`, and cores or GPUs by the number of ipus if it requests none of these."""
     ipus = job.shape.ipus_per_worker
     kind, name, amount = "requests", "cpu", min(ipus, _MAX_CORES)
     requested = {*given.get("limits", {}), *given.get("requests", {})}
@@ -195,7 +195,7 @@ def describe_end(pod: Object) -> str:
     return f"exited with {code}" + (f" ({reason})" if reason not in (None, "Error", "Completed") else "")
 
 
-def why_pending(pods: Sequence[Object]) -> str:
+def pending_reason(pods: Sequence[Object]) -> str:
     """Return the cluster's first reason why one of the pods doesn't run yet; without any, a default text."""
     unscheduled = (_condition(pod, "PodScheduled") for pod in pods)
     reasons = [each["message"] for each in unscheduled if each["status"] != "True" and each.get("message")]

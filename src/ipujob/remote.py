@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from .client import Cluster, Refused, Unreachable
-from .files import load_job, read, with_changes
+from .files import load_job, read_documents, with_changes
 from .pods import ATTEMPT, ENDED, JOB, Object, exit_code, phase
 
 _POLL = 0.5  # seconds between two requests for the state of a job
@@ -21,7 +21,7 @@ _PATIENCE = 60  # seconds to wait while the cluster can't be reached
 def submit_file(arguments: argparse.Namespace) -> int:
     """Check a file, create its jobs and print their names. With --wait or --follow wait for the jobs' ends.
     Return 1 if a job failed, else 0."""
-    documents = read(arguments.file)
+    documents = read_documents(arguments.file)
     if arguments.name:
         documents = [with_changes(document, arguments.name) for document in documents]
     for document in documents:
@@ -75,7 +75,7 @@ def print_status(arguments: argparse.Namespace) -> int:
     namespace = arguments.namespace or cluster.namespace
     while True:
         if arguments.name:
-            text = _details(cluster, _find_job(cluster, arguments.name, namespace))
+            text = _job_details(cluster, _find_job(cluster, arguments.name, namespace))
         else:
             text = (
                 _job_table(cluster.list("IPUJob", namespace)) or f"No IPUJobs found in {namespace} namespace."
@@ -95,10 +95,10 @@ def _job_table(jobs: Sequence[Object]) -> str:
         keys = ("launcherStatus", "currentReplicas", "desiredReplicas", "lastMessage")
         fields = (job.get("status", {}).get(key, "") for key in keys)
         rows.append((job["metadata"]["name"], *fields, _age(job["metadata"]["creationTimestamp"])))
-    return _columns(["NAME", "STATUS", "CURRENT", "DESIRED", "LASTMESSAGE", "AGE"], rows)
+    return _text_table(["NAME", "STATUS", "CURRENT", "DESIRED", "LASTMESSAGE", "AGE"], rows)
 
 
-def _columns(names: Sequence[str], values: Sequence[Sequence[Any]]) -> str:
+def _text_table(names: Sequence[str], values: Sequence[Sequence[Any]]) -> str:
     """Return the rows `values` as a table with padded columns, headed by `names`; "", if there are none."""
     if not values:
         return ""
@@ -116,7 +116,7 @@ def _age(created: str) -> str:
     return f"{seconds // 86400}d"
 
 
-def _details(cluster: Cluster, job: Object) -> str:
+def _job_details(cluster: Cluster, job: Object) -> str:
     """Return tables of a job, its instances and its pods, then its true conditions and last five events."""
     said, metadata = job.get("status", {}), job["metadata"]
     instances = [
@@ -135,8 +135,8 @@ def _details(cluster: Cluster, job: Object) -> str:
     notes += [f"{each.get('lastTimestamp')} {each['reason']}: {each['message']}" for each in events[-5:]]
     parts = [
         _job_table([job]),
-        _columns(["INSTANCE", "STATE", "RESTARTS"], instances),
-        _columns(["POD", "PHASE", "EXIT CODE", "ATTEMPT", "NODE"], pods),
+        _text_table(["INSTANCE", "STATE", "RESTARTS"], instances),
+        _text_table(["POD", "PHASE", "EXIT CODE", "ATTEMPT", "NODE"], pods),
         "\n".join(notes),
     ]
     return "\n\n".join(filter(None, parts))

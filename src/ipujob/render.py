@@ -61,7 +61,7 @@ def _instance_name(job: Job, instance: int) -> str:
     return job.name if job.shape.instances == 1 else f"{job.name}-{instance}"
 
 
-def _object(job: Job, instance: int, api: str, kind: str, name: str, spec: Object) -> Object:
+def _kubernetes_object(job: Job, instance: int, api: str, kind: str, name: str, spec: Object) -> Object:
     """Return an object of apiVersion `api` for an instance; set the job's time to live in `spec`."""
     metadata = {"name": name, "labels": {JOB: job.name, INSTANCE: str(instance)}}
     if job.seconds_kept is not None:
@@ -76,7 +76,7 @@ def _indexed_job(job: Job, instance: int) -> Object:
     spec = _job_spec(job, instance, f"{name}-0.{job.name}", restarts)
     if job.shape.workers == 1 and job.restart_policy != "Never":
         spec["backoffLimit"] = job.restart_limit
-    return _object(job, instance, "batch/v1", "Job", name, spec)
+    return _kubernetes_object(job, instance, "batch/v1", "Job", name, spec)
 
 
 def _job_spec(job: Job, instance: int, address: str, restarts: str | Object | None) -> Object:
@@ -111,7 +111,7 @@ def _job_set(job: Job, instance: int) -> Object:
     }
     if job.restart_policy != "Never":
         spec["failurePolicy"] = {"maxRestarts": job.restart_limit}
-    return _object(job, instance, "jobset.x-k8s.io/v1alpha2", "JobSet", name, spec)
+    return _kubernetes_object(job, instance, "jobset.x-k8s.io/v1alpha2", "JobSet", name, spec)
 
 
 def with_namespace(made: Object, value: Object) -> Object:

@@ -117,7 +117,7 @@ def parse(
         return None, [Fault(("kind",), f"kind {value.get('kind')} isn't an IPUJob", fix)]
     faults: list[Fault] = []
     # The rules between fields are checked on the valid fields, so that all faults are found at once.
-    valid = _checked(value, _schema(), (), faults)
+    valid = _valid_value(value, _schema(), (), faults)
     given, metadata, spec = value.get("metadata"), valid.get("metadata", {}), valid.get("spec", {})
     if isinstance(given, dict) and not (given.get("name") or given.get("generateName")):
         fix = "give it metadata.name, or metadata.generateName"
@@ -128,7 +128,7 @@ def parse(
 
 
 def _job_of(metadata: Mapping[str, Any], spec: Mapping[str, Any], device: str, images: Images | None) -> Job:
-    """Return the job of metadata and spec, from which invalid fields were removed; these get defaults."""
+    """Return the job that metadata and spec describe; invalid fields are missing, and get defaults."""
     of_workers, policy = spec.get("workers", {}), spec.get("restartPolicy", {})
     launcher, template = spec.get("launcher", {}), of_workers.get("template", {})
     workers = int(of_workers.get("replicas") or spec.get("workersPerJobInstance", 1))
@@ -267,7 +267,7 @@ def _schema() -> dict[str, Any]:
     return {"type": "object", "required": ["apiVersion", "metadata", "spec"], "properties": properties}
 
 
-def _checked(value: Any, schema: dict[str, Any], path: KeyPath, faults: list[Fault]) -> Any:
+def _valid_value(value: Any, schema: dict[str, Any], path: KeyPath, faults: list[Fault]) -> Any:
     """Return a value without the fields that are null or invalid; None, if the value itself is invalid.
 
     Args: faults: a fault is added, in place, for each field that an API server would refuse or drop
@@ -278,7 +278,9 @@ def _checked(value: Any, schema: dict[str, Any], path: KeyPath, faults: list[Fau
         faults.append(Fault(path, f"{_path_text(path)} {message}", fix))
         return None
     if kind == "array":
-        items = [_checked(item, schema["items"], (*path, index), faults) for index, item in enumerate(value)]
+        items = [
+            _valid_value(item, schema["items"], (*path, index), faults) for index, item in enumerate(value)
+        ]
         return items if len(faults) == before else None
     if kind != "object":
         return value
@@ -294,7 +296,7 @@ def _checked(value: Any, schema: dict[str, Any], path: KeyPath, faults: list[Fau
             fix = "use modelReplicasPerWorker, ipusPerJobInstance" if key in _RENAMED else ""
             fix = fix or _typo_fix(str(key), known) or "take it out: a cluster would leave it away"
             faults.append(Fault(inner, f"{_path_text(inner)} is no field of an IPUJob", fix))
-        elif item is not None and (part := _checked(item, allowed, inner, faults)) is not None:
+        elif item is not None and (part := _valid_value(item, allowed, inner, faults)) is not None:
             valid[key] = part
     return None if missing and path else valid
 

@@ -16,7 +16,7 @@ from .units import cores_in_words, rate, seconds, share, size, table
 
 @dataclass(frozen=True)
 class Figures:
-    """All figures of a profile. Shares are fractions; times are in seconds, but in ns in all lists and in
+    """All figures of a profile. Shares are fractions; times are in seconds, but in ns in `usages`, `stages`,
     `copies` and `groups`.
 
     A recorded run uses its ipus as separate devices, each of which does one thing at a time; without a
@@ -52,16 +52,16 @@ class Figures:
     fits: bool | None
     host: dict[str, float]  # see `_host_seconds`
     copies: dict[str, dict[str, float]]  # see `_copies_per_step`
-    groups: dict[str, list[dict[str, Any]]]  # see `_grouped_rows`; by "block", "module", "where" and "kind"
+    groups: dict[str, list[dict[str, Any]]]  # see `_operation_sums`; by "block", "module", "where" and "kind"
 
 
 def figures(profile: Profile) -> Figures:
-    """Return all figures of a profile. Without the events that it needs a figure is None, empty or 0, and
-    `unevenness` is 1."""
+    """Return all figures of a profile. A figure whose events were not recorded is None, empty or 0
+    (`unevenness`: 1)."""
     facts, events = profile.facts, times.steady_events(profile)
     usages = [] if times.is_cut_off(profile) else times.usages(events)
     stages, spread = times.stage_times(profile, events), times.spread(events)
-    step, timed = times.step_of(profile, events, stages), times.with_stage_costs(profile, stages)
+    step, timed = times.step_model(profile, events, stages), times.with_stage_costs(profile, stages)
     totals = [stage.total for stage in stages]
     seen = {(event.phase, event.stage) for event in events if event.kind == "compute"}
     computed = sum(totals) > 0 and all((piece.phase, piece.stage) in seen for piece in profile.pieces)
@@ -103,13 +103,13 @@ def figures(profile: Profile) -> Figures:
         fits=wanted <= limit if limit and needs else None,
         host=_host_seconds(profile),
         copies=_copies_per_step(events),
-        groups={by: _grouped_rows(timed, by) for by in ("block", "module", "where", "kind")},
+        groups={by: _operation_sums(timed, by) for by in ("block", "module", "where", "kind")},
     )
 
 
 def _warm_calls(profile: Profile) -> tuple[int, int, int, int]:
-    """Return the number of calls, that of their steps, the ns in these calls, and the ns from their begin to
-    their end. Of several calls the first is left out: it is slower, since memory is cold."""
+    """Return the number of calls, that of their steps, the ns in these calls, and the ns with the time
+    between calls. Of several calls the first one does not count: it is slower, since memory is cold."""
     calls, steps, ns = (profile.facts.get(name, 0) for name in ("calls", "steps", "ns_in_calls"))
     if not profile.calls:
         return calls, steps, ns, 0
@@ -140,7 +140,7 @@ def _copies_per_step(events: list[Event]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _grouped_rows(profile: Profile, by: str) -> list[dict[str, Any]]:
+def _operation_sums(profile: Profile, by: str) -> list[dict[str, Any]]:
     """Return the sums over a step's operations with the same phase and `by`: "block", "module", "where" (a
     source line) or "kind". `calls` is the number of micro-batches; `stage` and `ipu` are -1 if they differ
     within a sum. A block name that occurs in two stages has a dictionary for each stage."""

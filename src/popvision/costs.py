@@ -105,7 +105,7 @@ class Costs:
         return StepModel.of(self.profile, costs, **more)
 
     def by_ipu(self, micro_batches: int) -> dict[int, Spent]:
-        """Return the seconds that each ipu computes and moves data in a step, its update included."""
+        """Return each ipu's seconds in a step, of all micro-batches and its update, by category."""
         found = {ipu: Spent(float, self.updates.get(ipu, {})) for ipu in self.profile.devices}
         for (_, stage), spent in self.phases.items():
             _add_seconds(found[self.profile.ipus[stage]], spent, micro_batches)

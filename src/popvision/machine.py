@@ -49,7 +49,7 @@ class Machine:
 
 
 def machines(names: str | Sequence[str]) -> list[Machine]:
-    """Return the machines of a list, or of a text with commas, of names and paths of TOML files.
+    """Return the machines with these names or TOML files, given as a list or as a text with commas.
 
     Raises: MachineError, if a machine is not known, or its file is incomplete
     """

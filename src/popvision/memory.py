@@ -28,7 +28,7 @@ class Need:
 
 
 def needs(profile: Profile) -> list[Need]:
-    """Return the need of each ipu of replica 0; `activations` and `between` are of the detailed step."""
+    """Return the need of each ipu of replica 0; `activations` and `between`: in the detailed step."""
     fixed = {row.ipu: row for row in profile.memory if row.replica == 0}
     tracks, waiting = detailed_tracks(profile), bytes_between(profile)
     found = []
@@ -94,8 +94,8 @@ def bytes_curve(profile: Profile, track: Track) -> list[tuple[int, int]]:
 
 
 def operation_ends(profile: Profile) -> dict[tuple[str, int], list[tuple[float, Operation]]]:
-    """Return the operations of the piece of each (phase, stage), each after the share of the piece's time at
-    which the operation ends; the share is the mean of all runs in the detailed step."""
+    """Return, by (phase, stage) of a piece, its operations, each after the share of the piece's time that has
+    passed when the operation ends. The shares are means over all runs in the detailed step."""
     rows = defaultdict(list)
     for operation in profile.operations:
         piece = profile.pieces[operation.piece]

@@ -115,7 +115,7 @@ class Estimates:
 
     def save(self, path: str | Path) -> None:
         """Write an HTML page with the machines, a timeline, stages and memory."""
-        Path(path).write_text(_page(self))
+        Path(path).write_text(_plan_page(self))
 
     @cached_property
     def drawn(self) -> tuple[Estimate, Profile, Costs]:
@@ -305,7 +305,7 @@ def _seconds_on_line(rows: Sequence[Sequence[float]], micro_batches: int) -> flo
 # ---- the page --------------------------------------------------------------------------------------------
 
 
-def _page(plan: Estimates) -> str:
+def _plan_page(plan: Estimates) -> str:
     """Return the page of a plan as HTML that needs no other file."""
     drawn, profile, costs = plan.drawn
     flops: Counter[tuple[str, int]] = Counter()
@@ -332,18 +332,21 @@ def _page(plan: Estimates) -> str:
     head = ("stage", "ipu", "blocks", "parameters", "FLOPs forward", "FLOPs backward", "forward", "backward")
     parts = [
         f"<h1>{html.escape(title)}</h1>",
-        _table(plan.table()),
+        _html_table(plan.table()),
         *(f"<p class=say>{html.escape(text)}</p>" for text in plan.advice()),
         f"<h2>One step on {(name := html.escape(drawn.machine.name))}</h2>",
         _timeline(drawn, costs),
         f"<p>{html.escape(drawn.machine.description)}; light: forward, dark: backward. Nothing has run yet.</p>",
         f"<h2>Stages, and their times for a micro-batch on {name}</h2>",
-        _table([head, *stages]),
+        _html_table([head, *stages]),
         "<h2>Memory of an ipu at the most</h2>",
-        _table([("machine", "ipu", *_KINDS, "in all"), *memory]),
+        _html_table([("machine", "ipu", *_KINDS, "in all"), *memory]),
     ]
     if sends:
-        parts += ["<h2>Between ipus</h2>", _table([("from ipu", "to ipu", "bytes", "each", "when"), *sends])]
+        parts += [
+            "<h2>Between ipus</h2>",
+            _html_table([("from ipu", "to ipu", "bytes", "each", "when"), *sends]),
+        ]
     return _PAGE.format(title=html.escape(title), body="\n".join(parts))
 
 
@@ -375,7 +378,7 @@ def _timeline(drawn: Estimate, costs: Costs) -> str:
     )
 
 
-def _table(rows: Iterable[Iterable[Any]]) -> str:
+def _html_table(rows: Iterable[Iterable[Any]]) -> str:
     """Return an HTML table; `rows` begins with the names of the columns."""
     cells = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
     return f"<div class=wide><table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table></div>"

@@ -157,7 +157,8 @@ def with_stage_costs(profile: Profile, stages: Sequence[StageTime]) -> Profile:
 
 
 def spread(events: list[Event]) -> float:
-    """Return the median of `spread_of` the costs of each piece; 0 if no piece ran four times."""
+    """Return the spread (see `spread_of`) of a piece's costs in its runs: the median over all pieces that ran
+    four times or more; 0 without any."""
     computing = (event for event in events if event.kind == "compute")
     runs = _grouped(computing, lambda event: (event.phase, event.stage)).values()
     return _median([spread_of([event.cost for event in same]) for same in runs if len(same) >= 4])
@@ -201,8 +202,8 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _without_contention(profile: Profile, events: Sequence[Event]) -> Iterator[Event]:
-    """Yield each event, its computing time divided by a measured slowdown (`sharing`; if missing: 1): cores
-    that compute at the same time slow each other down, since they share memory and Python's lock."""
+    """Yield each event, its computing time divided by a measured slowdown (1 without the fact `sharing`):
+    cores that compute at the same time slow each other down, since they share memory and Python's lock."""
     factors = {count: factor for count, *_, factor in profile.facts.get("sharing", [])}
     cores, slower = max(factors.items(), default=(1, 1.0))
     work = [event for event in events if event.computed]
@@ -223,7 +224,7 @@ def _without_contention(profile: Profile, events: Sequence[Event]) -> Iterator[E
 # ---- the step for virtual time ---------------------------------------------------------------------------
 
 
-def step_of(profile: Profile, events: list[Event], times: list[StageTime]) -> StepModel:
+def step_model(profile: Profile, events: list[Event], times: list[StageTime]) -> StepModel:
     """Return the model of a step, which `virtual` simulates, with measured costs."""
     costs, updates = {}, defaultdict(float)
     for time in times:

@@ -141,7 +141,7 @@ def _stretched_length(found: Timeline, speed: Sequence[float]) -> float:
 def _simulated_ns(step: StepModel, cores: int = 0, speed: Sequence[float] = ()) -> float:
     """Return the ns of a simulated step; a long step is extrapolated from two shorter ones.
 
-    Args: cores: as in `simulated`; speed: of the cores, as in `_stretched_length`; empty: not stretched
+    Args: cores: as in `simulate`; speed: of the cores, as in `_stretched_length`; empty: not stretched
     """
 
     def run(micro_batches: int) -> float:
