@@ -41,7 +41,8 @@ class LocalJob:
 
     def __init__(self, value: Object, job: Job, folder: Path, overrides: Mapping[str, str]) -> None:
         metadata = {**value["metadata"], "name": job.name, "uid": "local"}
-        self.value, self.status = {**value, "metadata": metadata}, {}
+        self.status: Object = {}
+        self.value = {**value, "metadata": metadata, "status": self.status}
         self.job, self.folder, self.overrides = job, folder, overrides
         path = [str(folder / "bin"), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
         self.environment = {
@@ -87,8 +88,7 @@ class LocalJob:
                 self._end_workers([worker])
             worker.update_status(is_late)
         owned = [worker.pod for worker in self.workers.values()]
-        value = {**self.value, "status": self.status}
-        decision = observe(value, [*owned, pods.headless_service(self.job)], datetime.now(UTC))
+        decision = observe(self.value, [*owned, pods.headless_service(self.job)], datetime.now(UTC))
         self.status |= decision.status
         if "completionTime" in self.status:
             culprit = pods.first_failed(owned)

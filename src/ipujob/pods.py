@@ -56,13 +56,12 @@ def pod_template(
     container["env"] = _environment(job, instance, rank, address, restarts)
     if "security" in job.dropped:  # hostIPC and IPC_LOCK serve RDMA to IPUs, and clusters often refuse them
         spec.pop("hostIPC", None)
-        for each in containers:
-            capabilities = each.get("securityContext", {}).get("capabilities", {})
-            if "add" in capabilities:
-                capabilities["add"] = [name for name in capabilities["add"] if name != "IPC_LOCK"]
-    if "resources" in job.dropped:
-        for each in containers:
+    for each in containers:
+        if "resources" in job.dropped:
             each.pop("resources", None)
+        capabilities = each.get("securityContext", {}).get("capabilities", {})
+        if "security" in job.dropped and "add" in capabilities:
+            capabilities["add"] = [name for name in capabilities["add"] if name != "IPC_LOCK"]
     container["resources"] = _resources(job, container.get("resources", {}))
     mounts = container.get("volumeMounts", [])
     # Memory at /dev/shm, unless the template mounts it: the default, 64 MB, is too small for data loaders.

@@ -49,9 +49,13 @@ def profiles_at(path: Path) -> list[Path]:
 def write_report(directory: Path) -> Path:
     """Write `report.html` beside the profiles' folders, and return its path. Raises: as `profiles_at`."""
     target = directory / REPORT
-    entries = [profile_entry(path) for path in profiles_at(directory)]
-    target.write_text(page(entries, f"Profile of {directory.resolve().name}"))
+    target.write_text(report_page(directory))
     return target
+
+
+def report_page(folder: Path) -> str:
+    """Return the page of all profiles in a folder as HTML. Raises: as `profiles_at`."""
+    return page([profile_entry(path) for path in profiles_at(folder)], f"Profile of {folder.resolve().name}")
 
 
 def page(entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, Any]] | None = None) -> str:

@@ -92,9 +92,7 @@ def _read_file(name: str) -> dict[str, Any]:
     MachineError, if a file is missing or not TOML."""
     found = Path(name) if name.endswith(".toml") else _MACHINES / f"{name}.toml"
     if not found.is_file():
-        known = sorted(
-            entry.name.removesuffix(".toml") for entry in _MACHINES.iterdir() if entry.name.endswith(".toml")
-        )
+        known = sorted(Path(entry.name).stem for entry in _MACHINES.iterdir())
         raise MachineError(
             f"there is no machine {name!r}\n  known are {', '.join(known)}\n"
             "  fix: name one of these, or the path of a TOML file: --on my-machine.toml"

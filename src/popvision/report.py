@@ -11,7 +11,7 @@ from popengine.profile import Profile, load
 
 from .advice import machine_sentence, sentences
 from .analysis import Figures, figures
-from .html import page, profile_entry, profiles_at
+from .html import profiles_at, report_page
 from .units import kind_of_run, rate, seconds, share, size, table
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -34,6 +34,7 @@ class Report:
         self.folder = Path(folder)
 
     def _profiles(self) -> dict[str, Profile]:
+        """Return the profiles, read anew, by the names of their folders."""
         return {path.parent.name: load(path) for path in profiles_at(self.folder)}
 
     def figures(self) -> list[dict[str, Any]]:
@@ -58,11 +59,11 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Return the page of `popvision REPORT` in an iframe, for a notebook."""
-        text = page(
-            [profile_entry(path) for path in profiles_at(self.folder)], f"Profile of {self.folder.name}"
+        text, style = (
+            html.escape(report_page(self.folder)),
+            "width: 100%; height: 760px; border: 1px solid #8888",
         )
-        style = "width: 100%; height: 760px; border: 1px solid #8888"
-        return f'<iframe srcdoc="{html.escape(text)}" style="{style}" title="Report"></iframe>'
+        return f'<iframe srcdoc="{text}" style="{style}" title="Report"></iframe>'
 
 
 def summary(profile: Profile) -> str:
