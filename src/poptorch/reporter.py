@@ -108,7 +108,7 @@ class Reporter:
             "made": time.strftime("%Y-%m-%d %H:%M:%S"),
             # A pipeline with few micro-batches may run sharded.
             "strategy": strategy if strategy.lower().startswith(mode) else f"{strategy}, run {mode}",
-            "optimizer": _optimizer_in_words(settings.optimizer),
+            "optimizer": _describe_optimizer(settings.optimizer),
             **executable.hints,
         }
         return replace(
@@ -163,11 +163,11 @@ def start_reporter(executor: Any, options: Options, training: bool, number: int)
     _live_reporters.add(reporter)
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _save_and_end)
+        signal.signal(signal.SIGTERM, _save_on_sigterm)
     return reporter
 
 
-def _save_and_end(number: int, frame: Any) -> None:
+def _save_on_sigterm(number: int, frame: Any) -> None:
     """Handle SIGTERM: save all profiles, and end the process by the signal."""
     signal.signal(number, signal.SIG_DFL)
     try:
@@ -239,7 +239,7 @@ def _changed_options(options: Options, training: bool) -> list[profile.Option]:
     ]
 
 
-def _optimizer_in_words(optimizer: Optimizer | None) -> str:
+def _describe_optimizer(optimizer: Optimizer | None) -> str:
     """Return as text an optimizer's rule, size, and settings unlike the rule's defaults; None: "none"."""
     if optimizer is None:
         return "none"

@@ -193,13 +193,13 @@ def _compare_tensors(found: Tensor | None, plain: Tensor | None) -> str:
         return f"rounding, {float(error.max()) / largest:.0e}"
     factor = float((here * there).sum() / (there * there).sum()) if largest else 0.0
     if factor and float((here - factor * there).abs().max()) <= rounding * abs(factor):
-        return _factor_text(factor)
+        return _format_factor(factor)
     index = (~(error <= rounding)).nonzero()[0].tolist()
     values = f"{float(here[tuple(index)]):.4g}, plain {float(there[tuple(index)]):.4g}"
     return f"at {index}: {values}" if index else values
 
 
-def _factor_text(factor: float) -> str:
+def _format_factor(factor: float) -> str:
     """Return a factor between gradients as text: "1/4 of plain", "12 times plain", "0.7 times plain"."""
     ratio = Fraction(factor).limit_denominator(1 << 16)
     if ratio.denominator > 1 and ratio.numerator == 1:
@@ -226,5 +226,5 @@ def _describe_gradients(loss: str, rows: Sequence[tuple[str, str, str]], counts:
         accumulation: "micro-batches are summed, not averaged",
         1 / accumulation: "accumulation is scaled twice",
     }
-    cause = {_factor_text(factor): f": {cause}" for factor, cause in causes.items()}.get(verdict, "")
+    cause = {_format_factor(factor): f": {cause}" for factor, cause in causes.items()}.get(verdict, "")
     return f"gradients are {verdict}{cause}"

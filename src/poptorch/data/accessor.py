@@ -34,7 +34,7 @@ from poptorch.data.loader_process import (
     pickle_state,
     run_worker,
 )
-from poptorch.data.loader_state import LoaderState, with_epoch_ended
+from poptorch.data.loader_state import LoaderState, state_after_break
 from poptorch.enums import DataLoaderMode, SharingStrategy, member_by_name
 
 
@@ -99,7 +99,7 @@ class AsynchronousDataAccessor:
         self._check_alive()
         if self._needs_restart:
             after_break = not self._is_epoch_ended and self._state is not None
-            self._restart(with_epoch_ended(self._loader_state()) if after_break else None)
+            self._restart(state_after_break(self._loader_state()) if after_break else None)
         self._is_epoch_ended = False
         return self
 

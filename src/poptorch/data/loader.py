@@ -18,7 +18,7 @@ from popengine.errors import DataError
 from popengine.settings import Counts
 from poptorch.data.accessor import AsynchronousDataAccessor, length_of
 from poptorch.data.dataset_shares import sampler_of_process
-from poptorch.data.loader_state import Progress, ResumableSampler, adapted_state
+from poptorch.data.loader_state import Progress, ResumableSampler, adapt_state
 from poptorch.data.rows import group_batches, rebatch_rows
 from poptorch.enums import DataLoaderMode, member_by_name
 from poptorch.logs import logger
@@ -117,7 +117,7 @@ class DataLoader(torch.utils.data.DataLoader):
                 kwargs |= {"sampler": sampler, "shuffle": None}
             if options.Distributed.rows_by_replica:
                 self._share_count = 1
-        num_workers = _worker_count(num_workers, dataset, kwargs.get("worker_init_fn"))
+        num_workers = _limit_worker_count(num_workers, dataset, kwargs.get("worker_init_fn"))
         super().__init__(
             dataset,
             num_workers=num_workers,
@@ -167,7 +167,7 @@ class DataLoader(torch.utils.data.DataLoader):
         Raises:
             DataError: the value is not a loader's state, or this loader can't go on from it
         """
-        state = adapted_state(state_dict, self)
+        state = adapt_state(state_dict, self)
         if self._accessor is None:
             self._progress.loaded_state = state
         else:
@@ -278,7 +278,7 @@ def _record_batches(batches: Iterator[Any], counts: Counts, micro_batch: int | N
         start = time.perf_counter_ns()
 
 
-def _worker_count(num_workers: int, dataset: Any, worker_init_fn: Any) -> int:
+def _limit_worker_count(num_workers: int, dataset: Any, worker_init_fn: Any) -> int:
     """Return `num_workers`, at most one per core; for an IterableDataset unchanged. Log a warning if the
     number is reduced, or if each of several workers would yield all rows of an IterableDataset."""
     if isinstance(dataset, IterableDataset):

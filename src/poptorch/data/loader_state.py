@@ -45,7 +45,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(numbers), gauss))
 
 
-def with_epoch_ended(state: LoaderState) -> LoaderState:
+def state_after_break(state: LoaderState) -> LoaderState:
     """Return the state after the current epoch is left by a `break`; a state between two epochs unchanged."""
     if state["begun"] is None:
         return state
@@ -71,7 +71,7 @@ class Progress:
 
     def next_state(self, loader: Any) -> LoaderState:
         """Return the loaded state, if there is one, else the state at the beginning of the next epoch."""
-        return self.loaded_state or with_epoch_ended(self.state(loader))
+        return self.loaded_state or state_after_break(self.state(loader))
 
     def begin_epoch(self, loader: Any) -> Iterator[Any]:
         """Begin the loader's next epoch, and return an iterator over its batches. If a state was loaded,
@@ -148,7 +148,7 @@ def _skip_elements(
     yield from rest
 
 
-def adapted_state(state: Mapping[str, Any], loader: Any) -> LoaderState:
+def adapt_state(state: Mapping[str, Any], loader: Any) -> LoaderState:
     """Return a copy of another loader's state, with the position counted in batches of this loader.
 
     Raises:
@@ -160,7 +160,7 @@ def adapted_state(state: Mapping[str, Any], loader: Any) -> LoaderState:
         raise DataError(
             "this is not the state of a poptorch.DataLoader\n  fix: load what its state_dict() has returned"
         )
-    if len(state["now"]["own"]) != len(_own_generators(loader)):
+    if len(state["now"]["own"]) != len(_loader_generators(loader)):
         raise DataError(
             "the loader's state is that of another kind of shuffling\n"
             "  why: where rows belong to replicas the options' seed shuffles them, elsewhere torch's numbers do\n"
@@ -195,7 +195,7 @@ def _describe_shares(layout: Mapping[str, Any]) -> str:
     return f"{shares} in calls of {rows} rows"
 
 
-def _own_generators(loader: Any) -> list[torch.Generator]:
+def _loader_generators(loader: Any) -> list[torch.Generator]:
     """Return the user's and our torch generators, each once, of a loader and of its samplers."""
     samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
     generators = [getattr(part, "generator", None) for part in (loader, *samplers)]
@@ -207,7 +207,7 @@ def _generator_states(loader: Any) -> LoaderState:
     ProcessSampler, "fresh" says whether the next epoch starts new workers."""
     return {
         "random": random_state(),
-        "own": [generator.get_state() for generator in _own_generators(loader)],
+        "own": [generator.get_state() for generator in _loader_generators(loader)],
         "behind": getattr(loader.sampler, "is_shifted", False),
         "fresh": loader._iterator is None,  # new workers draw a seed when an epoch begins
     }
@@ -216,7 +216,7 @@ def _generator_states(loader: Any) -> LoaderState:
 def _set_generators(loader: Any, state: LoaderState) -> None:
     """Set the generators on which a loader's rows depend to a result of `_generator_states`."""
     set_random_state(state["random"])
-    for generator, value in zip(_own_generators(loader), state["own"], strict=False):
+    for generator, value in zip(_loader_generators(loader), state["own"], strict=False):
         generator.set_state(value)
     if hasattr(loader.sampler, "is_shifted"):
         loader.sampler.is_shifted = state["behind"]

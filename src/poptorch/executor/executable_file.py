@@ -22,7 +22,7 @@ from ..annotating.replica_groups import Grouping
 from ..compiling.executable import Executable
 from ..enums import ConnectionType
 from ..logs import logger
-from ..ops.host import calls_host
+from ..ops.host import has_host_calls
 from ..options import Options
 from ..version import __version__
 from .device_lease import KeptState
@@ -99,7 +99,7 @@ def write_to_cache_folder(
     popart, settings = options._Popart.options, executable.settings
     if not popart.get("enableEngineCaching") or settings.counts.instance != 0:
         return
-    if calls_host(executable.plan):
+    if has_host_calls(executable.plan):
         logger.warning(
             "enableExecutableCaching: this model is not written to the folder: it calls Python on the host"
             " (poptorch.CPU, custom_op), which a file can't hold"

@@ -16,6 +16,7 @@ from popengine.errors import Error
 from .library import LIBRARY, check_tensors, register_computed
 
 aten = torch.ops.aten
+REDUCTIONS = ("sum", "mean", "none")  # by the number in popart's enum
 _LOG_ZERO = -math.inf
 Path = tuple[int, ...]  # labels
 
@@ -26,7 +27,7 @@ def ctc_loss(
     input_lengths: Tensor | Sequence[int],
     target_lengths: Tensor | Sequence[int],
     blank: int = 0,
-    reduction: str = "mean",
+    reduction: int | str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
     """Return the same CTC loss as `torch.nn.functional.ctc_loss`, by operations that can be compiled.
@@ -34,8 +35,12 @@ def ctc_loss(
     Args:
         log_probs: [T, B, C], or [T, C] for a single sequence
         targets:   [B, S], or concatenated: [sum of the target lengths]
-        reduction: "mean" (of losses that are divided by their target length), "sum" or "none"
+        reduction: "mean" (of losses that are divided by their target length), "sum" or "none", or popart's
+            number of one of these
     """
+    reduction = REDUCTIONS[reduction] if isinstance(reduction, int) else reduction.lower()
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{reduction} is not a valid value for reduction")
     single = log_probs.dim() == 2
     log_probs = log_probs.unsqueeze(1) if single else log_probs
     inputs, labels = (
@@ -44,7 +49,7 @@ def ctc_loss(
     )
     if targets.dim() == 1 and single:
         targets = targets.unsqueeze(0)
-    arguments = (log_probs, targets.to(torch.long), inputs, labels, blank, zero_infinity)
+    arguments = (log_probs, targets.to(torch.long), inputs, labels, blank, bool(zero_infinity))
     losses, _ = torch.ops.poptorch.ctc_loss(*arguments)
     if zero_infinity:
         losses = torch.where(losses == torch.inf, 0.0, losses)

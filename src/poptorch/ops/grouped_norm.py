@@ -69,11 +69,11 @@ class _GroupedNormFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.eps, ctx.group = eps, group
         ctx.types = [None if v is None else v.dtype for v in (x, weight, bias)]
-        x, weight, bias = _at_least_float32(x), _at_least_float32(weight), _at_least_float32(bias)
+        x, weight, bias = _widen_half(x), _widen_half(weight), _widen_half(bias)
         mine = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0))
         means, variances = gather_over_replicas(mine, group).unbind(1)
-        mean = _tree_sum(means) / group
-        variance = _tree_sum(variances + (means - mean).square()) / group
+        mean = _sum_as_tree(means) / group
+        variance = _sum_as_tree(variances + (means - mean).square()) / group
         made = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.mark_non_differentiable(mean, variance)
@@ -82,13 +82,15 @@ class _GroupedNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, weight, mean, variance = ctx.saved_tensors
-        dy, statistics = _at_least_float32(gradients[0]), (mean, variance)
+        dy, statistics = _widen_half(gradients[0]), (mean, variance)
         # dx for constant statistics, and the two sums Σ dy·x̂ and Σ dy.
         dx, weights, biases = torch.ops.aten.native_batch_norm_backward(
             dy, x, weight, *statistics, *statistics, False, ctx.eps, [True, True, True]
         )
         values = ctx.group * x.numel() // x.shape[1]
-        scaled, plain = _tree_sum(gather_over_replicas(torch.stack([weights, biases]), ctx.group)).unbind(0)
+        scaled, plain = _sum_as_tree(gather_over_replicas(torch.stack([weights, biases]), ctx.group)).unbind(
+            0
+        )
         scale = torch.rsqrt(variance + ctx.eps)
         factor = scale if weight is None else scale * weight
         slope = -factor * scale * scaled / values
@@ -98,12 +100,12 @@ class _GroupedNormFunction(torch.autograd.Function):
         return *(v.to(t) if t is not None else None for v, t in zip(made, ctx.types, strict=True)), None, None
 
 
-def _at_least_float32(value: Tensor | None) -> Any:
+def _widen_half(value: Tensor | None) -> Any:
     """Return a float16 or bfloat16 tensor as float32, and other tensors, or None, unchanged."""
     return value.float() if value is not None and value.dtype in (torch.float16, torch.bfloat16) else value
 
 
-def _tree_sum(parts: Tensor) -> Tensor:
+def _sum_as_tree(parts: Tensor) -> Tensor:
     """Return the sum over dimension 0, added as a binary tree, so that its bits are equal in every layout."""
     values = list(parts.unbind(0))
     while len(values) > 1:

@@ -22,7 +22,7 @@ from popengine.errors import Error
 from popengine.ir import Plan
 from popengine.operations import calls_within
 
-from .known_operations import KNOWN, compute_known
+from .known_operations import KNOWN, compute_known_operation
 from .library import check_tensors, register_computed, shapes_of, shapes_text
 
 
@@ -145,7 +145,7 @@ def _fake_outputs(inputs: list[Tensor], handle: int) -> list[Tensor]:
 register_computed("host_call", _call_on_host, _fake_outputs)
 
 
-def calls_host(plan: Plan) -> bool:
+def has_host_calls(plan: Plan) -> bool:
     """Return whether a compiled model, or a body of its `cond` or `for_loop`, calls functions on the host."""
     calls = (call for piece in plan.partition.pieces for call in calls_within(piece))
     return any(call.startswith("poptorch.host_call.") for call in calls)
@@ -326,7 +326,7 @@ def custom_op(
     _check_attributes(attributes)
     found = _registered.get((name, domain, domain_version))
     if found is None and name in KNOWN:
-        return compute_known(name, inputs, attributes, example_outputs)
+        return compute_known_operation(name, inputs, attributes, example_outputs)
     if current() is None:
         if found is None:
             return [torch.zeros_like(example) for example in example_outputs]

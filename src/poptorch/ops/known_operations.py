@@ -19,7 +19,6 @@ from .ctc import ctc_loss
 from .library import shapes_of, shapes_text
 
 _IGNORED_ATTRIBUTES = ("root_path", "grain_size")  # the path of code for IPUs, and its layout there
-REDUCTIONS = ("sum", "mean", "none")  # by the number of popart's enum
 _warned_names: set[str] = set()  # of operations of which a warning was logged
 
 
@@ -31,20 +30,6 @@ def copy_tensor(x: Tensor) -> Tensor:
 def remap(x: Tensor) -> Tensor:
     """Return the same values; on IPUs their layout in memory changes."""
     return torch.ops.poptorch.nop(x)
-
-
-def ctc(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int = 0,
-    reduction: int | str = "mean",
-    zero_infinity: int = False,
-) -> Tensor:
-    """Return `torch.nn.functional.ctc_loss`; reduction: also popart's 0 (sum), 1 (mean) or 2 (none)."""
-    name = REDUCTIONS[reduction] if isinstance(reduction, int) else reduction.lower()
-    return ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, name, bool(zero_infinity))
 
 
 def moving_average(average: Tensor, value: Tensor, factor: Tensor | float) -> Tensor:
@@ -124,7 +109,7 @@ def simulated_quant(
 KNOWN: dict[str, Callable[..., Tensor]] = {
     "CopyTensor": copy_tensor,
     "RemapCE": remap,
-    **dict.fromkeys(("Ctc", "CtcLoss", "CTCLoss"), ctc),
+    **dict.fromkeys(("Ctc", "CtcLoss", "CTCLoss"), ctc_loss),
     "ExpMovAvg": moving_average,
     "AutogradProxy": autograd_proxy,
     "L1Distance": l1_distance,
@@ -133,7 +118,7 @@ KNOWN: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def compute_known(
+def compute_known_operation(
     name: str, inputs: Sequence[Tensor], attributes: dict[str, Any], examples: Sequence[Tensor]
 ) -> list[Tensor]:
     """Return a list of the output of the operation `KNOWN[name]`; log a warning at the first call for a name.

@@ -14,8 +14,8 @@ from popengine.errors import Error
 
 from ..annotating.blocks import Block
 from . import marks
+from .ctc import REDUCTIONS
 from .host import custom_op
-from .known_operations import REDUCTIONS
 from .library import LIBRARY
 from .tensor_ops import dynamic_slice, dynamic_update
 
