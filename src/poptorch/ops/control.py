@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from popengine.compile.recording.branches_and_loops import trace_body
 from popengine.compile.recording.current_capture import Capture, current
@@ -37,7 +38,7 @@ def cond(
     capture = current()
     if capture is None:
         body, given = (then_body, then_inps) if bool(condition) else (else_body, else_inps)
-        return _call_body("cond", body, _clone_tensors(given))
+        return _call_body("cond", body, tree_map_only(Tensor, torch.clone, given))
     _check_inference(capture, "cond")
     words = "poptorch.cond() takes a bool tensor with one element as condition"
     check_tensors(words, condition)
@@ -82,7 +83,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
     if capture is None:
         values = list(inputs)
         for _ in range(count):
-            values = _call_body("for_loop", body, _clone_tensors(values))
+            values = _call_body("for_loop", body, tree_map_only(Tensor, torch.clone, values))
         return values
     _check_inference(capture, "for_loop")
     if not inputs:
@@ -114,10 +115,6 @@ def _check_inference(capture: Capture, name: str) -> None:
             "  why: it has no gradient\n"
             "  fix: torch.where over both results, or a Python loop, which is unrolled"
         )
-
-
-def _clone_tensors(values: Sequence[Any]) -> list[Any]:
-    return [value.clone() if isinstance(value, Tensor) else value for value in values]
 
 
 def _call_body(name: str, body: Callable[..., Any], inputs: Sequence[Any]) -> list[Tensor]:
