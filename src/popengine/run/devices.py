@@ -79,7 +79,7 @@ def core_count(kind: DeviceKind) -> int:
     return torch.get_num_threads() if kind == "cpu" else 1
 
 
-def running(device: torch.device) -> AbstractContextManager[Any]:
+def as_current_device(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which an accelerator is this thread's current device; for the CPU an empty one."""
     return nullcontext() if device.type in WITHOUT_QUEUE else torch.accelerator.device_index(device.index)
 

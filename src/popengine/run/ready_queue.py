@@ -220,7 +220,7 @@ class ReadyQueue:
             try:
                 # Some libraries have one number of threads for the process.
                 torch.set_num_threads(self._inside)
-                with torch.inference_mode(), devices.running(self._rows.state.device):
+                with torch.inference_mode(), devices.as_current_device(self._rows.state.device):
                     try:
                         self._run_steps(call)
                     finally:

@@ -232,11 +232,10 @@ class Recorder:
             meters = {ipu: Meter(rows, ipu) for ipu in self._lengths}
             fastest = {} if self.detail is None else self.detail.fastest
             self._detail = Detail(self._call, number, meters, fastest)
-            if rows.settings.backend == "eager":  # compiled pieces have no single operations
-                tick = self._ticks.read_clocks
-                rows.codes[0][:] = [
-                    build(piece, after="; tick()", tick=tick) for piece in plan.partition.pieces
-                ]
+            if rows.settings.is_eager:  # compiled pieces have no single operations
+                clocks = {"after": "; tick()", "tick": self._ticks.read_clocks}
+                device, pieces = rows.state.device, plan.partition.pieces
+                rows.codes[0][:] = [build(piece, device=device, **clocks) for piece in pieces]
         now = perf_counter_ns()
         for row, task in enumerate(plan.tasks):
             if task.kind == "copy":  # no time: in one memory nothing is copied

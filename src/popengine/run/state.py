@@ -77,7 +77,7 @@ class State:
         self._changed = [name for name in self._slots if name in signature.changed_buffers]
         self.trained = [r.key for r in signature.results if r.kind == "gradient"]
         replicas, trained = range(settings.counts.replicas), set(self.trained)
-        with devices.running(device):
+        with devices.as_current_device(device):
             others = [slot for slot in self._slots.values() if slot.role not in WEIGHTS]
             fixed = {slot.name: self._initial_value(slot) for slot in others}
             self.values: list[dict[str, Tensor]] = [dict(fixed) for _ in replicas]
@@ -205,7 +205,7 @@ class State:
     def write(self, weights: Sequence[Mapping[str, Tensor]]) -> None:
         """Copy `weights[replica]`, by canonical name, to each replica's weights and buffers, all or none."""
         after: list[dict[str, Tensor]] = []
-        with torch.no_grad(), devices.running(self.device):
+        with torch.no_grad(), devices.as_current_device(self.device):
             for replica, given in enumerate(weights):
                 values = dict(self.values[replica])
                 after.append(values)
@@ -257,7 +257,7 @@ class State:
         """Copy optimizer state, by parameter, to all replicas, all or none; set the loss factor unless None.
         States that are not in `states` stay, and parameters without state in this process are ignored."""
         written: dict[Unit, OptimizerState] = {}
-        with devices.running(self.device):
+        with devices.as_current_device(self.device):
             for unit, state in self.optimizer.items():
                 written[unit] = dict(state)
                 for name, value in states.get(unit.key, {}).items():

@@ -63,7 +63,7 @@ def fake_gpu(monkeypatch):
         assert device == GPU
         return torch.Generator()  # fake tensors only look whether there is one
 
-    monkeypatch.setattr(devices, "running", running)
+    monkeypatch.setattr(devices, "as_current_device", running)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     monkeypatch.setattr(devices, "pinned", lambda value, device: value)
     monkeypatch.setattr(random_draws, "generator", generator)
@@ -93,11 +93,11 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("recorder", [None, Recorder()], ids=["", "profiled"])
+@pytest.mark.parametrize("recorder", [lambda: None, Recorder], ids=["", "profiled"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_call_leaves_no_tensor_on_the_cpu_and_reads_none(options, recorder, fake_gpu):
-    parts = planned(device="cuda", **options)
-    with devices.running(GPU):
+    parts, recorder = planned(device="cuda", **options), recorder()
+    with devices.as_current_device(GPU):
         engine = Engine(*parts, GPU)
         hyper = rates(options.get("kind", "sgd")) if engine.settings.training else None
         for call in range(2):
@@ -107,6 +107,19 @@ def test_a_call_leaves_no_tensor_on_the_cpu_and_reads_none(options, recorder, fa
         assert {value.device.type for value in engine.state.read().values()} == {"cpu"}
         states = engine.state.read_optimizer().values()
         assert {value.device.type for state in states for value in state.values()} <= {"cpu"}
+    engine.close()
+
+
+def test_a_profiled_step_makes_its_tensors_on_the_device(fake_gpu):
+    """Pieces with clocks were built for the CPU."""
+    model = torch.nn.ReLU()
+    graph = capture(
+        model, lambda inputs: [model(inputs[0]) + torch.rand(3)], [torch.zeros(3)], training=False
+    )
+    settings = Settings(False, Counts(iterations=2), Strategy(), device="cuda")
+    with devices.as_current_device(GPU):
+        engine = Engine(compile_graph(graph, settings), settings, {}, 0, GPU)
+        engine.run([torch.zeros(6)], None, Recorder())
     engine.close()
 
 
@@ -126,7 +139,7 @@ def read_by_the_host(value, device):
 def test_a_tensor_that_is_left_behind_or_read_fails_the_call(upload, error, fake_gpu, monkeypatch):
     monkeypatch.setattr("popengine.run.row_functions.upload", upload)
     parts = planned(device="cuda")
-    with devices.running(GPU):
+    with devices.as_current_device(GPU):
         engine = Engine(*parts, GPU)
         with pytest.raises((RunError, DataDependentOutputException), match=error):
             engine.run(batch_for(engine), rates("sgd"))
@@ -138,7 +151,7 @@ def test_one_thread_starts_all_work_of_an_accelerator(fake_gpu):
     torch.set_num_threads(4)
     others = set(threading.enumerate())
     try:
-        with devices.running(GPU):
+        with devices.as_current_device(GPU):
             engine = Engine(*parts, GPU)
             engine.run(batch_for(engine), rates("sgd"))
             assert {thread.name for thread in threading.enumerate() if thread not in others} == {"core 0"}
@@ -200,7 +213,7 @@ def compiled(request):
 
 def test_models_of_many_kinds_of_layers_run_there(compiled, fake_gpu):
     plan, settings, weights, inputs = compiled
-    with devices.running(GPU):
+    with devices.as_current_device(GPU):
         engine = Engine(plan, settings, weights, 0, GPU)
         results = engine.run(inputs, rates("adamw") if settings.training else None)
         assert [value.device.type for value in results.outputs()] == ["cpu", "cpu"]
