@@ -253,8 +253,8 @@ class UpdateStep:
     def _run_formula(
         self, formula: Formula, parts: Sequence[Part], weights: list[Tensor], gradients: list[Tensor]
     ) -> None:
-        """Run a formula on weights and gradients, which it changes in place, and on the parts' states, through
-        copies in the weights' dtypes."""
+        """Run a formula, which changes weights, gradients and the parts' states in place; states of another
+        dtype than the weight's are changed through copies."""
         states = [
             {name: value if name in SCALARS else value.to(weight.dtype) for name, value in part.state.items()}
             for part, weight in zip(parts, weights, strict=True)
