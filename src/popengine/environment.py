@@ -92,7 +92,7 @@ def pando_version() -> str:
 
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether poprun has set its variables, or another launcher those of several processes."""
+    """Return whether poprun, or another launcher of several processes, has started this process."""
     return TOTAL in environment or _other_launcher_names(environment) is not None
 
 

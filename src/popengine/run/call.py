@@ -190,7 +190,7 @@ class EngineCall:
             self.is_committed = True
 
     def finish_step(self) -> None:
-        """Count a finished step. Raises Stopped if `stop` was called and steps are left."""
+        """Count a finished step. Raises Stopped if `stop` was called and the call has further steps."""
         with self._lock:
             self.done += 1
             self.is_committed = False

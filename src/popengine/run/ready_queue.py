@@ -289,7 +289,8 @@ class ReadyQueue:
     def _next_task(self, is_over: Callable[[], bool], core: int, done: int | None) -> int | None:
         """Mark the task `done` as finished; wait for a ready task; return its number, or None if `is_over`.
 
-        Both under one lock: no other core takes a task that reads values which are in this core's cache.
+        Both happen under one lock, so that this core, whose cache has the results of `done`, is first to run
+        a task that became ready by `done`.
         """
         with self._changed:
             if done is not None:
@@ -331,7 +332,7 @@ class ReadyQueue:
             heappush(self._ready, number)
 
     def _decide_sharing(self, seconds: float) -> None:
-        """Add the time of a task; share tasks among cores if the measured ones take long enough."""
+        """Add the seconds of a task. All cores run tasks if the mean after the warm-up exceeds WORTH_SHARING."""
         self._measured_count += 1
         if self._measured_count > JUDGED:
             self._spent += seconds

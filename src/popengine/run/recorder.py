@@ -128,7 +128,7 @@ class Times:
 
 
 def _append_bounded(values: list[Any], value: Any, most: int) -> None:
-    """Append a value to a list, of which only the first `most` and the last `most` values are kept."""
+    """Append a value to a list; drop all but its first `most` and last `most` values."""
     values.append(value)
     if len(values) > 2 * most:
         del values[most]

@@ -322,7 +322,7 @@ def _has_layout(gradient: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _reference_counts(value: Tensor) -> tuple[int, int]:
-    """Return the number of references to a tensor and to its storage, including those of this function."""
+    """Return the number of references to a tensor and to its storage, including this function's references."""
     return sys.getrefcount(value), torch._C._storage_Use_Count(value.untyped_storage()._cdata)  # pyright: ignore
 
 
@@ -350,8 +350,8 @@ class Prepared:
         self._lock = threading.Lock()
 
     def values_for(self, piece: int) -> dict[str, Tensor]:
-        """Return the prepared values that piece number `piece` reads; compute missing ones, and drop each at
-        its last use. Call it once per piece and micro-batch, because it counts the uses."""
+        """Return the prepared values that piece number `piece` reads; compute missing values, and drop values
+        at their last use. Call it once per piece and micro-batch, because it counts the uses."""
         names = self._names[piece]
         if not names:
             return {}

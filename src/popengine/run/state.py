@@ -112,7 +112,7 @@ class State:
         devices.synchronize(device)
 
     def _initial_value(self, slot: Slot) -> Tensor:
-        """Return the value of a constant on the device, aligned; for a slot of another role, ones."""
+        """Return the value of a constant on the device, aligned; for another slot (the loss scale), 1."""
         if slot.role == "constant":
             return with_aligned_start(self.plan.partition.signature.constants[slot.key].to(self.device))
         return torch.ones(slot.shape, dtype=slot.dtype, device=self.device)
@@ -198,7 +198,7 @@ class State:
     # ---- the host's side -----------------------------------------------------------------------------------
 
     def check_not_lost(self) -> None:
-        """Raise the error in `lost`, if there is one."""
+        """Raise the error `lost` if the weights are lost."""
         if self.lost is not None:
             raise self.lost
 

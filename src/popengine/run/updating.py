@@ -270,7 +270,7 @@ class Updates:
             step.apply(views if step.layers is not None else self._prepare_gradients(views))
 
     def _broadcast_weights(self, _: int) -> None:
-        """Overwrite the weights that peers own by the peers' updated weights; send the own ones."""
+        """Send the weights that this process has updated to all peers; overwrite the others by the peers'."""
         units = [unit for unit in self.state.units if unit.key in self.state.owner]
         weights = [self.state.weight(unit) for unit in units]
         self._all_reduce.broadcast_by_owners(weights, [self.state.owner[unit.key] for unit in units])

@@ -74,7 +74,7 @@ def _missing_requirement(device: torch.device) -> tuple[str, str] | None:
 
 
 def _compiled_or_eager(piece: Piece, reads: Sequence[TensorMetadata]) -> Code:
-    """Return the function of a piece; the eager one if inductor can't compile it (a failure is a warning)."""
+    """Return the compiled function of a piece; the eager function if inductor can't compile the piece."""
     if not piece.calls or piece.gather_group_size or any(call in NEEDS_GRADIENTS_ON for call in piece.calls):
         return build(piece)
     try:
@@ -175,7 +175,7 @@ _calls: dict[str, Callable[[Tensor | None, Sequence[Tensor], bool], list[Tensor]
 
 
 def _traceable(operation: OpOverload) -> Callable[..., Any]:
-    """Return a torch operation itself; for another one a function that calls it by `popengine::eager`."""
+    """Return a torch operation itself; for others a function that calls the operation by `popengine::eager`."""
     if operation.namespace in ("aten", "prims"):
         return operation
     return lambda *args, **kwargs: _call_eager(operation, None, None, args, kwargs)

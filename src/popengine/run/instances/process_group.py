@@ -207,7 +207,7 @@ _current: ProcessGroup | None = None
 
 
 def set_current(group: ProcessGroup) -> ProcessGroup:
-    """Make a group the one that `current` returns from now on, and return it."""
+    """Let `current` return this group from now on, and return the group."""
     global _current
     _current = group
     return group
