@@ -332,7 +332,7 @@ class ReadyQueue:
             heappush(self._ready, number)
 
     def _decide_sharing(self, seconds: float) -> None:
-        """Add the seconds of a task. All cores run tasks if the mean after the warm-up exceeds WORTH_SHARING."""
+        """Add the seconds of a task. All cores run tasks if the mean after the warm-up is large enough."""
         self._measured_count += 1
         if self._measured_count > JUDGED:
             self._spent += seconds

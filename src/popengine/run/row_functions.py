@@ -322,7 +322,7 @@ def _has_layout(gradient: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _reference_counts(value: Tensor) -> tuple[int, int]:
-    """Return the number of references to a tensor and to its storage, including this function's references."""
+    """Return the number of references to a tensor and to its storage, this function's included."""
     return sys.getrefcount(value), torch._C._storage_Use_Count(value.untyped_storage()._cdata)  # pyright: ignore
 
 

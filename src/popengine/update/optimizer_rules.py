@@ -133,7 +133,11 @@ _MOMENTS = (
 )
 _ADAM_RATES = ("lr", "betas", "eps", "weight_decay")
 _BIAS = {"bias_correction": Flag(default=True, label="_NO_BIAS")}
-_ADAM_FLAGS = {"amsgrad": Flag(of_group=True), **_BIAS}
+_ADAM: dict[str, Any] = {
+    "rates": _ADAM_RATES,
+    "states": _MOMENTS,
+    "flags": {"amsgrad": Flag(of_group=True), **_BIAS},
+}
 
 RULES: dict[str, Rule] = {
     "sgd": Rule(
@@ -147,17 +151,8 @@ RULES: dict[str, Rule] = {
         fused=formulas.fused_sgd,
         torch_class=torch.optim.SGD,
     ),
-    "adam": Rule(
-        formulas.adam, _ADAM_RATES, _MOMENTS, _ADAM_FLAGS, formulas.fused_adam, torch_class=torch.optim.Adam
-    ),
-    "adamw": Rule(
-        formulas.adamw,
-        _ADAM_RATES,
-        _MOMENTS,
-        _ADAM_FLAGS,
-        formulas.fused_adamw,
-        torch_class=torch.optim.AdamW,
-    ),
+    "adam": Rule(formulas.adam, **_ADAM, fused=formulas.fused_adam, torch_class=torch.optim.Adam),
+    "adamw": Rule(formulas.adamw, **_ADAM, fused=formulas.fused_adamw, torch_class=torch.optim.AdamW),
     "rmsprop": Rule(
         formulas.rmsprop,
         rates=("lr", "momentum", "weight_decay", "alpha", "eps"),

@@ -101,7 +101,7 @@ def build(
         function = operation if is_drawn else _accelerator_function(operation, device) or call(operation)
         # In inference mode autograd records nothing, also where gradients are enabled.
         names[written] = torch.enable_grad()(function) if name in NEEDS_GRADIENTS_ON else function
-    exec(compile(piece.source_with(after), _file_name(piece), "exec"), names)
+    exec(compile(piece.source_with(after), f"<piece {piece}>", "exec"), names)
     return names["piece"]
 
 
@@ -119,13 +119,9 @@ def _accelerator_function(operation: OpOverload, device: torch.device) -> Callab
 def user_line(piece: Piece, error: BaseException) -> str:
     """Return the user's line (file:line) of the operation that raised an error; "?" if it is not known."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.filename == _file_name(piece) and frame.lineno is not None:
+        if frame.filename == f"<piece {piece}>" and frame.lineno is not None:
             return piece.user_line(frame.lineno)
     return "?"
-
-
-def _file_name(piece: Piece) -> str:
-    return f"<piece {piece}>"
 
 
 @functools.cache

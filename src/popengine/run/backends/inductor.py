@@ -175,7 +175,7 @@ _calls: dict[str, Callable[[Tensor | None, Sequence[Tensor], bool], list[Tensor]
 
 
 def _traceable(operation: OpOverload) -> Callable[..., Any]:
-    """Return a torch operation itself; for others a function that calls the operation by `popengine::eager`."""
+    """Return a torch operation itself; for others a function that calls them by `popengine::eager`."""
     if operation.namespace in ("aten", "prims"):
         return operation
     return lambda *args, **kwargs: _call_eager(operation, None, None, args, kwargs)

@@ -36,10 +36,7 @@ _process_ends = threading.Event()
 
 
 class TorchThread(threading.Thread):
-    """A daemon thread for calls of torch functions that may block; `join_threads` waits for its end."""
-
-    def __init__(self, work: Callable[..., object], *arguments: Any) -> None:
-        super().__init__(target=work, args=arguments, daemon=True)
+    """A thread for calls of torch functions that may block; `join_threads` waits for its end."""
 
 
 def join_threads(seconds: float) -> bool:
@@ -160,7 +157,8 @@ class Connections:
             if (waits or count) and not publisher.is_alive():
                 count = count + 1 if waits else 0
                 news = [{"for": wait.peer, "what": wait.what, "count": count} for wait in waits[:1]]
-                publisher = TorchThread(self._publish_wait, json.dumps(news[0]) if news else "")
+                text = json.dumps(news[0]) if news else ""
+                publisher = TorchThread(target=self._publish_wait, args=(text,), daemon=True)
                 publisher.start()
             for wait in waits:
                 if now - wait.since > (limit := WARN_AFTER * (wait.warnings + 1)):
@@ -200,7 +198,7 @@ class Connections:
         Raises RuntimeError if a peer or this process ends."""
         if not self._is_watched:
             self._is_watched = True
-            TorchThread(self._watch).start()
+            TorchThread(target=self._watch, daemon=True).start()
         prefix, until, pause = f"{self._name}/{self._number}/here/", time.monotonic() + seconds, 0.001
         self._store.set(f"{prefix}{self.rank}", "1")
         wait = self._waits[threading.get_ident()] = _PeerWait(self.ranks[self.peers[0]], what)
@@ -236,7 +234,7 @@ class Connections:
         with self._lock:
             if self._group is not None:
                 failure = f"instance {self.ranks[self.rank]} {why}", False
-                publishing = TorchThread(self._publish_failure, *failure)
+                publishing = TorchThread(target=self._publish_failure, args=failure, daemon=True)
                 publishing.start()
                 publishing.join(1.0)  # the store may be in a process that is stopped
                 self._close(*failure)

@@ -45,7 +45,7 @@ def start_in_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException
         except BaseException as error:  # whatever it is, the caller raises it
             outcome.put((None, error))
 
-    TorchThread(call_work).start()
+    TorchThread(target=call_work, daemon=True).start()
     return outcome
 
 
@@ -162,10 +162,6 @@ class ProcessGroup(Connections):
         if state is not None and not self._has_ended:
             self._copies[name] = state.read_optimizer()
 
-    def has_shards(self) -> bool:
-        """Return whether this instance has a published state, or the copy of one."""
-        return bool(self._states or self._copies)
-
     def read_shards(self, name: str) -> list[OptimizerStates]:
         """Return the published states of all instances, by rank. Waits until each peer reads, too, or is at
         its next barrier. Raises PeerFailed if a peer has dropped its state, PeerLost if a peer has ended."""
@@ -245,7 +241,8 @@ def leave() -> None:
     """Write to the store that this process ends. First, if this process has a shard of an optimizer state and
     has not failed, wait until all peers end, too, or raise an error: they may read the shard until then."""
     if _current is not None:
-        if _current.has_shards() and not hasattr(sys, "last_value"):  # the program has not failed
+        has_shard = _current._states or _current._copies
+        if has_shard and not hasattr(sys, "last_value"):  # the program has not failed
             with suppress(Error):
                 _current.barrier("the end of the program")
         store, rank = _current._store, _current.rank
