@@ -67,19 +67,13 @@ class Spec:
 
     Args:
         type:     the class of the value; torch.Tensor for every kind of tensor
-        keys:     the sorted keys of a dictionary, or the fields of a dataclass; () for other types
-        children: the specs of the parts, in the same order
+        parts:    the key (sorted), field name or index, and the spec, of each part of a container
         constant: the value, if it is neither tensor nor container
     """
 
     type: type
-    keys: tuple[Any, ...] = ()
-    children: tuple[Spec, ...] = ()
+    parts: tuple[tuple[Any, Spec], ...] = ()
     constant: Constant | None = None
-
-    def parts(self) -> dict[Any, Spec]:
-        """Return the children by key, field name or index."""
-        return dict(zip(self.keys or range(len(self.children)), self.children, strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -130,8 +124,7 @@ def describe(value: Any) -> Spec:
     if parts is None:
         is_tensor = isinstance(value, torch.Tensor)
         return Spec(torch.Tensor) if is_tensor else Spec(type(value), constant=Constant(value))
-    has_indices = isinstance(value, tuple | list) or type(value) in _parsers
-    return Spec(type(value), () if has_indices else tuple(parts), tuple(map(describe, parts.values())))
+    return Spec(type(value), tuple((key, describe(part)) for key, part in parts.items()))
 
 
 def _leaves(value: Any, path: str, is_named: bool = False) -> Iterator[tuple[Any, str, bool]]:

@@ -302,17 +302,17 @@ def _check_spec(expected: Spec, found: Spec, path: str, any_shape: bool, keyword
     ):
         return  # one call passes a tensor or container, the other leaves the argument out
     _check_equal(f"Type mismatch for {path}", expected.type, found.type)
-    if expected.keys != found.keys and not any_shape:
-        missing = [str(key) for key in expected.keys if key not in found.keys]
-        unexpected = [str(key) for key in found.keys if key not in expected.keys]
+    parts, others = dict(expected.parts), dict(found.parts)
+    if issubclass(expected.type, tuple | list) and not any_shape:
+        _check_equal(f"Length mismatch for {path}", len(parts), len(others))
+    if list(parts) != list(others) and not any_shape:
+        missing = [str(key) for key in parts if key not in others]
+        unexpected = [str(key) for key in others if key not in parts]
         words = [f"Missing arguments: {', '.join(missing)}."] if missing else []
         words += [f"Unexpected arguments: {', '.join(unexpected)}."] if unexpected else []
         raise BatchError(f"Keys mismatch for {path}: {' '.join(words)}{_HINT}")
-    if not any_shape:
-        _check_equal(f"Length mismatch for {path}", len(expected.children), len(found.children))
     _check_equal(f"Value mismatch for {path}", expected.constant, found.constant)
-    others = found.parts()
-    for key, part in expected.parts().items():
+    for key, part in parts.items():
         if key in others:
             step = str(key) if keywords else path + path_step(expected.type, key)
             _check_spec(part, others[key], step, any_shape)
