@@ -49,7 +49,7 @@ class Order:
     """The rule by which devices choose among ready tasks.
 
     Args:
-        key:   maps (action's index, action, micro-batch) to a key: the ready task of the smallest runs first
+        key:   maps (action's index, action, micro-batch) to a key: the ready task with the smallest runs first
         bound: maps (action's index, all actions, number of devices that share them) to the edge by which the
             action waits for an earlier micro-batch, or to None
     """

@@ -111,8 +111,8 @@ def capture(
 def _tracked_calls(module: nn.Module, capture: Capture) -> Iterator[None]:
     """Replace `nn.Module.__call__` and `Function.apply`, and follow torch functions, while the body runs.
 
-    Modules set `capture.module` to their names; torch and autograd functions get stand-ins. Hooks would not
-    do: some modules take another path if they have hooks, and torch skips those of a module that raises.
+    A call of a module sets `capture.module` to its name; torch and autograd functions get stand-ins. Module hooks
+    can't do this: some modules compute differently if they have hooks, and a module that raises skips its hooks.
     """
     names = {child: name for name, child in module.named_modules()}
     call_module, apply = nn.Module.__call__, Function.__dict__["apply"]

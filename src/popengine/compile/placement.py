@@ -113,7 +113,7 @@ def _stage_ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy)
     return {number: found[number][0] if number in found else number for number in numbers}
 
 
-def with_filled_pipeline(visits: Sequence[Visit], used: set[int], settings: Settings) -> Settings:
+def sharded_if_too_few_micro_batches(visits: Sequence[Visit], used: set[int], settings: Settings) -> Settings:
     """Return the settings, sharded if the strategy is `or_sharded` and the micro-batches can't fill its pipeline.
 
     Of n forward stages, a pipeline needs 2n - 1 micro-batches in training, n device iterations in inference.

@@ -185,7 +185,7 @@ class _TableWriter:
         return found, [Instruction("free", done)] if done else []
 
     def _add_frees(self) -> None:
-        """Make the last user of each value wait for its other users and free it; drop implied edges.
+        """Make the last user of each value wait for its other users and free it; drop edges that others imply.
 
         Rows that read or write a changed buffer wait for the row that writes it in the previous micro-batch.
         """

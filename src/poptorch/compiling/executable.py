@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from popengine.compile import compile_graph
 from popengine.compile.capture import capture
 from popengine.compile.partition import used_visits
-from popengine.compile.placement import with_filled_pipeline
+from popengine.compile.placement import sharded_if_too_few_micro_batches
 from popengine.compile.recording.current_capture import current
 from popengine.compile.rewriting.channels_last import with_layout
 from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
@@ -108,7 +108,7 @@ def compile_model(
     if settings.strategy.auto == "balance":
         weights = weights_of(model)
         settings = with_balanced_stages(graph, settings, weights, samples, together=not is_plan_only)
-    settings = with_filled_pipeline(graph.visits, used_visits(graph), settings)
+    settings = sharded_if_too_few_micro_batches(graph.visits, used_visits(graph), settings)
     plan = compile_graph(graph, settings, done)
     compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
     return replace(new, plan=plan, settings=settings, inputs=inputs, key=run.key)

@@ -8,7 +8,7 @@ from engine_models import Net, enter, graph_of, stages
 from torch import nn
 
 from popengine.compile.partition import partition, used_visits
-from popengine.compile.placement import BlockError, place, with_filled_pipeline
+from popengine.compile.placement import BlockError, place, sharded_if_too_few_micro_batches
 from popengine.errors import PartitionError
 from popengine.ir import Visit
 from popengine.settings import Counts, Settings, StagePlan, Strategy
@@ -156,7 +156,7 @@ def test_the_least_work_counts_changes_of_ipu_from_ipu_0(ipus, forward):
     def refused(accumulation, iterations, training):
         counts = Counts(iterations=iterations, accumulation=accumulation)
         try:
-            with_filled_pipeline(blocks, used, Settings(training, counts, AUTO_INCREMENT))
+            sharded_if_too_few_micro_batches(blocks, used, Settings(training, counts, AUTO_INCREMENT))
         except PartitionError as error:
             return error.message
         return None

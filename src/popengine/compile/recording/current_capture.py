@@ -126,8 +126,8 @@ class Capture:
         self.chosen = value, where
 
     def node_meta(self, func: Any) -> dict[str, Any]:
-        """Return the meta of the node for an operation about to run. For a random operation, seed torch's
-        generator anew. Raises CaptureError between the end of a block and the next block."""
+        """Return the meta of the node for an operation that is about to run; reseed torch's generator if it is a
+        random operation. Raises CaptureError between the end of a block and the next block."""
         meta = self._forward_meta(func) if self.phase == "F" else self._backward_meta()
         if torch.Tag.nondeterministic_seeded in func.tags:
             # Nothing is drawn while tracing, but torch's generator advances: so a checkpoint that restores

@@ -129,7 +129,7 @@ def _empty_grouped_mm(
 def sources_of(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None) -> set[fx.Node]:
     """Return the nodes, and all nodes that they are computed from, directly or not.
 
-    Args: among: leave out nodes that are not in it, and what only these are computed from (None: all nodes)
+    Args: among: beside `nodes`, the only nodes that are visited and returned (None: all)
     """
     found = set(nodes)
     stack = list(found)

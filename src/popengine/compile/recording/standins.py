@@ -102,7 +102,7 @@ class StandIns:
         """Return the same view of a member's stand-in as `value` is of the member; `value` itself if it overlaps
         no member.
 
-        Raises: CaptureError, if `value` overlaps several members in memory, or is no view of the one
+        Raises: CaptureError, if `value` overlaps several members in memory, or one of which it is no view
         """
         sharing = self._by_memory.get(_storage_id(value), [])
         touched = [member for member in sharing if _has_overlap(member.real, value)]

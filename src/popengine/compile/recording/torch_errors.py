@@ -20,7 +20,9 @@ _MODES = str(Path(__file__).parents[1])  # the capture's modes: their frames are
 
 
 class _Hint(NamedTuple):
-    words: str  # a regular expression for torch's message
+    """The reason and the fix of errors whose message matches `words`, a regular expression."""
+
+    words: str
     why: str
     fix: str
 
