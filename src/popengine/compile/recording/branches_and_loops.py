@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from ...operations import Body
 from ..partition import emit
@@ -19,14 +19,6 @@ from .functional import drop_aliases_and_dead_code, functionalized
 from .graph_recorder import Recorder, empty_like, is_write
 
 _BODY = -1  # in place of a stage: a failing line is looked up in the piece that runs the body
-
-
-class _BodyRecorder(Recorder):
-    """The recorder of a body: a tensor that the body has not made becomes an input of the body."""
-
-    def node_of(self, value: Tensor) -> fx.Node:
-        known = self._node_by_id.get(id(value))
-        return known if known is not None else self.add_outer_tensor(value, "outer")
 
 
 def trace_body(
@@ -40,7 +32,7 @@ def trace_body(
     """
     block = capture.block
     with recording_paused() as fake, fake:
-        recorder = _BodyRecorder(capture.node_meta)
+        recorder = Recorder(capture.node_meta, outer_role="outer")
         given = [empty_like(value) for value in inputs]
         for position, value in enumerate(given):
             recorder.add_placeholder(f"input_{position}", value, role="input", key=str(position))

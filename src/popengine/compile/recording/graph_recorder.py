@@ -141,10 +141,15 @@ def sources_of(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None
 
 
 class Recorder(TorchDispatchMode):
-    """A dispatch mode that appends a node to `graph` for each operation. `node_meta` returns the node's meta."""
+    """A dispatch mode that appends a node to `graph` for each operation. `node_meta` returns the node's meta.
 
-    def __init__(self, node_meta: Callable[[Any], dict[str, Any]]) -> None:
+    Args: outer_role: of the inputs for tensors that no recorded operation has made: "constant" (real tensors), or
+        "outer" (tensors of a surrounding forward)
+    """
+
+    def __init__(self, node_meta: Callable[[Any], dict[str, Any]], outer_role: str = "constant") -> None:
         super().__init__()
+        self._outer_role = outer_role
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}
         self.fresh: set[str] = set()  # the names of constants that the recorded code itself has made
@@ -170,12 +175,14 @@ class Recorder(TorchDispatchMode):
         return value
 
     def node_of(self, value: Tensor) -> fx.Node:
-        """Return the node of a tensor. A real tensor without a node is added as a constant.
+        """Return the node of a tensor. A tensor without a node is added as an input of the graph.
 
-        Raises: CaptureError, if the tensor is fake, and no recorded operation has made it.
+        Raises: CaptureError, if the input would be a constant, and the tensor is fake.
         """
         known = self._node_by_id.get(id(value))
-        if known is None and isinstance(value, FakeTensor):
+        if known is not None:
+            return known
+        if self._outer_role == "constant" and isinstance(value, FakeTensor):
             raise CaptureError(
                 f"a tensor of shape {tuple(value.shape)} that is used or returned at {user_line()} has no value, and"
                 " no operation of this forward has computed it\n"
@@ -183,19 +190,15 @@ class Recorder(TorchDispatchMode):
                 " another thread, or by an earlier compilation\n"
                 "  fix: compute it in forward, in the thread that runs forward"
             )
-        return known if known is not None else self.add_outer_tensor(value, "constant")
-
-    def add_outer_tensor(self, value: Tensor, role: str) -> fx.Node:
-        """Add a tensor that no recorded operation has made to `constants`; return a new placeholder for it."""
-        name = f"{role}_{len(self.constants)}"
+        name = f"{self._outer_role}_{len(self.constants)}"
         self.constants[name] = value
         first = next(iter(self.graph.nodes), None)
         with self.graph.inserting_before(first):  # placeholders stand first in a graph
-            return self.add_placeholder(name, value, role=role, key=name)
+            return self.add_placeholder(name, value, role=self._outer_role, key=name)
 
     def add_constant(self, real: Tensor) -> Tensor:
         """Add a real tensor that forward has made to the graph, as a constant, and return its fake tensor."""
-        node = self.add_outer_tensor(real, "constant")
+        node = self.node_of(real)
         self.fresh.add(node.meta["key"])
         return self.assign_tensor(node, empty_like(real))
 
