@@ -163,8 +163,7 @@ def profiles_of(program: Sequence[str], kinds: Sequence[str]) -> dict[str, Profi
     The program trains nothing. Its weights have no values, and take no memory; if it fails, it runs again
     with values.
 
-    Raises:
-        ProfileError: the program ended before it compiled a model
+    Raises: ProfileError, if the program ended before it compiled a model
     """
     code = 0
     for more in ({}, {"values": True}):
@@ -193,8 +192,7 @@ def estimate(profile: Profile, machine: Machine, replicas: int, micro_batches: i
 
     Args: micro_batches: of each replica in a step
     """
-    counts, memory = profile.counts, memory_of(profile)
-    problems = []
+    counts, memory, problems = profile.counts, memory_of(profile, machine, replicas), []
     if any(None in kinds.values() for kinds in memory.values()):
         problems.append("a kernel needs memory of a size that only it knows")
     loaded = micro_batches * sum(part.bytes for part in profile.parts if part.kind == "load")
@@ -207,7 +205,7 @@ def estimate(profile: Profile, machine: Machine, replicas: int, micro_batches: i
         ns = virtual.ns_on_devices(step)
         taken, bubble = ns / 1e9, step.bubble(ns)
         spent = max(costs.by_ipu(micro_batches).values(), key=lambda spent: sum(spent.values()))
-        problems += _problems_apart(profile, memory, machine, replicas)
+        problems += _problems_apart(len(profile.devices) * replicas, memory, machine)
         if loaded / machine.host > taken:  # a replica's rows reach its first ipu
             taken = spent["host input"] = loaded / machine.host
     groups = replicas if counts.get("groups", 1) == counts.get("replicas", 1) else counts.get("groups", 1)
@@ -215,30 +213,29 @@ def estimate(profile: Profile, machine: Machine, replicas: int, micro_batches: i
     return Estimate(machine, replicas, micro_batches, taken, items, bubble, spent, memory, tuple(problems))
 
 
-def memory_of(profile: Profile) -> dict[int, dict[str, Any]]:
-    """Return the bytes of each ipu by kind; None for a number that only a kernel knows."""
+def memory_of(
+    profile: Profile, machine: Machine | None = None, replicas: int = 1
+) -> dict[int, dict[str, Any]]:
+    """Return the bytes of each ipu by kind; None for a number that only a kernel knows. On a machine with a
+    chip per ipu a chip has its program, and of the optimizer's state only what the options keep there."""
     facts, unknown = profile.facts, [None] * len(profile.memory)
-    found = {}
+    code, shards, is_off_chip, found = 0, 1, False, {}
+    if machine is not None and machine.kind == "apart":
+        code, is_off_chip = round(machine.code), facts.get("optimizer_off_chip", False)
+        shards = replicas if facts.get("shards_optimizer") else 1
     for number, row in enumerate(profile.memory):
+        optimizer = 0 if is_off_chip else -(-row.optimizer // shards)
         waiting = facts.get("activations", unknown)[number], facts.get("between", unknown)[number] or 0
-        sizes = (row.weights + row.buffers, row.gradients, row.optimizer, *waiting, 0)
+        sizes = (row.weights + row.buffers, row.gradients, optimizer, *waiting, code)
         found[row.ipu] = dict(zip(_KINDS, sizes, strict=True))
     return found
 
 
-def _problems_apart(
-    profile: Profile, memory: dict[int, dict[str, Any]], machine: Machine, replicas: int
-) -> Iterator[str]:
-    """Yield each reason why a plan fails on separate devices; set code and optimizer bytes in `memory`."""
-    facts, chips = profile.facts, len(profile.devices) * replicas
+def _problems_apart(chips: int, memory: Mapping[int, Mapping[str, Any]], machine: Machine) -> Iterator[str]:
+    """Yield each reason why a plan that needs `chips` chips fails on a machine with a chip per ipu."""
     if chips > machine.chips:
         yield f"needs {chips} chips, and has {machine.chips}"
     for ipu, kinds in memory.items():
-        if facts.get("shards_optimizer"):
-            kinds["optimizer"] = -(-kinds["optimizer"] // replicas)
-        if facts.get("optimizer_off_chip"):
-            kinds["optimizer"] = 0
-        kinds["code"] = round(machine.code)
         if (needed := total_bytes(kinds)) > machine.memory:
             yield f"ipu {ipu} needs up to {size(needed)}, and has {size(machine.memory)}"
 
@@ -287,9 +284,8 @@ def _problems_here(
 
 
 def _seconds_on_line(rows: Sequence[Sequence[float]], micro_batches: int) -> float:
-    """Return the seconds of a step: on the line through two measured steps, or in proportion to one.
-
-    Fewer micro-batches than the first measured step has take the larger of both results.
+    """Return the seconds of a step: on the line through two measured steps, or in proportion to one. With fewer
+    micro-batches than the first measured step: the larger of both.
 
     Args: rows: (micro-batches, seconds) of each of one or two measured steps
     """
