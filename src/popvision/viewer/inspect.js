@@ -38,7 +38,8 @@ function traceLegend({ profile }) {
   const entries = profile.stages.flatMap((blocks, stage) => profile.training
     ? [[`stage ${stage} forward: ${blocks}`, stageColour(stage)], [`stage ${stage} backward`, stageColour(stage, "B")]]
     : [[`stage ${stage}: ${blocks}`, stageColour(stage)]]);
-  return legend([...entries.slice(0, 32), ["weight update (hatched)", "repeating-linear-gradient(135deg,#4d5a68 0 3px,#c3ccd6 3px 4px)"], ["copies and sums (half as high)", OTHER], ["empty: waiting", "var(--lane)"]]);
+  return legend([...entries.slice(0, 32), ["weight update (hatched)", "repeating-linear-gradient(135deg,#4d5a68 0 3px,#c3ccd6 3px 4px)"], ["copies and sums (half as high)", OTHER], ["empty: waiting", "var(--lane)"],
+    ["thin strip under a row: the order of the schedule", `linear-gradient(transparent 65%, ${stageColour(0)} 65%)`]]);
 }
 
 function laneName(trace, lane) {
