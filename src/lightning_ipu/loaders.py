@@ -107,12 +107,12 @@ def _combined_loader(loader: DataLoader[Any], options: poptorch.Options) -> popt
     else:
         arguments["batch_size"] = loader.batch_size
         arguments |= (
-            {"auto_distributed_partitioning": False} if is_iterable else _order_arguments(loader, options)
+            {"auto_distributed_partitioning": False} if is_iterable else _sampling_arguments(loader, options)
         )
     return poptorch.DataLoader(options, loader.dataset, drop_last=True, **arguments)
 
 
-def _order_arguments(loader: DataLoader[Any], options: poptorch.Options) -> dict[str, Any]:
+def _sampling_arguments(loader: DataLoader[Any], options: poptorch.Options) -> dict[str, Any]:
     """Return arguments with which a poptorch.DataLoader has the order of rows of a torch loader.
 
     With several instances, or rows by replica, a SequentialSampler or plain RandomSampler is replaced by

@@ -99,11 +99,11 @@ class Checkpoint:
                 "popdist.Checkpoint doesn't know what to save\n  fix: call restore(model, loader) before the training"
             )
         self.wait()
-        self._writing = threading.Thread(target=self._write, args=(self._state(),), daemon=True)
+        self._writing = threading.Thread(target=self._write_in_background, args=(self._state(),), daemon=True)
         self._saved_call = self.calls
         self._writing.start()
 
-    def _write(self, state: dict[str, Any]) -> None:
+    def _write_in_background(self, state: dict[str, Any]) -> None:
         folder = self._directory / f"call-{self._saved_call}.{self._run}{files.UNFINISHED}"
         replicas = self._launch.instances * self._model._options.replication_factor
         self._failure = files.write_checkpoint(

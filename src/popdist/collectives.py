@@ -100,7 +100,7 @@ def all_gather(value: Tensor) -> Tensor:
 def all_gather_bytes(value: bytes, row: Tensor | None = None) -> bytes:
     """Return the bytes of all instances, concatenated in the order of the instances.
 
-    Raises: Error, if `row` has another shape or dtype in another instance
+    Args: row: a tensor whose shape and dtype must be equal in all instances; else an Error is raised
     """
     group, what = _current_group(), "popdist.collectives.all_gather"
     if group is None:

@@ -230,7 +230,7 @@ class SignedStore(dist.Store):
         self._socket.close()
 
     def hold(self, key: str, value: str) -> bool:
-        """Set a key until this connection ends; return False if it has been set in another way."""
+        """Set a key until this connection ends; if it was set by other means, return False and leave it."""
         return self._call("hold", key, value)
 
     def read(self, keys: Sequence[str]) -> list[str | None]:

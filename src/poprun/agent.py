@@ -91,7 +91,8 @@ class Agent:
         elif current.number:
             times = f"{current.number} of at most {self.request.max_restarts} times"
             self.log.warning(f"all instances start again, {times}")
-        variables = [self._variables_of(current, local) for local in range(current.counts[self.nodes.name])]
+        local_count = current.counts[self.nodes.name]
+        variables = [self._instance_variables(current, local) for local in range(local_count)]
         first = current.first_instance(self.nodes.name)
         with Instances(self.request, first, variables, self.folder) as instances:
             for instance, pid in instances.running.items():
@@ -107,9 +108,9 @@ class Agent:
                     return None
                 instances.wait(_POLL)
             first_node = self.nodes.record_failure()
-        return self._report(current, instances, failed, first_node)
+        return self._report_failure(current, instances, failed, first_node)
 
-    def _variables_of(self, current: Round, local: int) -> dict[str, str]:
+    def _instance_variables(self, current: Round, local: int) -> dict[str, str]:
         """Return the environment variables to add for an instance, the one with index `local` on this node."""
         replicas, count = self.request.replicas // current.instances, current.counts[self.nodes.name]
         instance = current.first_instance(self.nodes.name) + local
@@ -146,7 +147,7 @@ class Agent:
             STACK: stack_path(self.folder, current, instance),
         }
 
-    def _report(self, current: Round, instances: Instances, failed: int, first_node: str) -> int:
+    def _report_failure(self, current: Round, instances: Instances, failed: int, first_node: str) -> int:
         """Log which instance failed first, and the end of its output if that was hidden; return the exit code.
 
         Args:

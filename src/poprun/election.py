@@ -40,7 +40,7 @@ class TrainingLost(Exception):
 
 
 class FirstNode:
-    """This node's connection to node 0, the leader of a training that is not elastic; like `Election`."""
+    """This node's connection to node 0, which leads a training that is not elastic. See `Election`."""
 
     leader = "0"
 
@@ -149,7 +149,7 @@ class Election:
     def _connect(self, leader: dict[str, str]) -> SignedStore | None:
         """Return a connection to the store of the leader that a file describes. Raises: JoinError, as `join`.
 
-        Returns None if no store answers there, or, of a leader with this secret, something else (a reused port).
+        Return None if nothing answers at its address, or a server of another program, which reuses the port.
         """
         host, _, port = leader["address"].rpartition(":")
         is_here = leader["host"] == _HOST

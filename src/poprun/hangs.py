@@ -14,7 +14,7 @@ import re
 import signal
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class HangDetector:
             if instance in waits or not (peers or self._request.ends_idle):
                 self._progress.pop(instance, None)
                 continue
-            family = list(_process_tree(pid))
+            family = _process_tree(pid)
             states, times = zip(*map(_read_state_and_time, family), strict=True)
             used = sum(times)
             since, used_before = self._progress.setdefault(instance, (now, used))
@@ -135,11 +135,9 @@ def _blocked_line(path: Path, family: list[int]) -> str:
     return ""
 
 
-def _process_tree(pid: int) -> Iterator[int]:
-    """Yield the process ids of a process and of all its descendants."""
-    yield pid
-    for child in child_pids(pid):
-        yield from _process_tree(child)
+def _process_tree(pid: int) -> list[int]:
+    """Return the process ids of a process and of all its descendants."""
+    return [pid, *(each for child in child_pids(pid) for each in _process_tree(child))]
 
 
 def _read_state_and_time(pid: int) -> tuple[str, float]:

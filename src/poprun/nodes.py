@@ -292,7 +292,7 @@ class Leader:
         return max(map(call_number, complete_checkpoints(Path(self._request.checkpoint_dir))), default=-1)
 
     def _can_grow(self, current: Round, records: Mapping[str, Record]) -> bool:
-        """Return whether nodes have come that change the counts, and a checkpoint since; log their arrival."""
+        """Return whether new nodes change the counts and a checkpoint is newer than they; log their arrival."""
         if not self._request.is_elastic or not records.keys() - current.counts.keys():
             return False
         counts = instance_counts(self._request, _slots_of(records))
