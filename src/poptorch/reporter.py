@@ -179,7 +179,7 @@ def _save_on_sigterm(number: int, frame: Any) -> None:
 
 @contextlib.contextmanager
 def recording_event(reporter: Reporter | None, kind: str) -> Iterator[None]:
-    """Run the body; unless it raises, record its duration as an event of this kind if there is a reporter."""
+    """Run the body, and record its duration as an event of this kind, if there is a reporter and no error."""
     start = time.perf_counter_ns()
     yield
     if reporter is not None:
@@ -240,7 +240,7 @@ def _changed_options(options: Options, training: bool) -> list[profile.Option]:
 
 
 def _describe_optimizer(optimizer: Optimizer | None) -> str:
-    """Return as text an optimizer's rule, size, and settings unlike the rule's defaults; None: "none"."""
+    """Return, as text, an optimizer's rule, size, and settings that differ from defaults; None: "none"."""
     if optimizer is None:
         return "none"
     groups, plain = len(set(optimizer.group_of.values())), Optimizer(optimizer.kind, optimizer.group_of)

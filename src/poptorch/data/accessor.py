@@ -145,9 +145,9 @@ class AsynchronousDataAccessor:
         """End the worker process. Iterating afterwards raises FetcherError; the latest batch stays valid."""
         self._stop()
 
-    def _receive(self, complaint: str) -> Any:
+    def _receive(self, failure: str) -> Any:
         """Wait for the worker's next message, and return it. If the worker has failed, end its process and
-        raise a FetcherError that begins with `complaint`."""
+        raise a FetcherError with `failure` and the reason."""
         wait([self._connection, self._process.sentinel])
         message = None
         # The last messages of a dead worker are read first; then poll() is False or recv() raises EOFError.
@@ -155,9 +155,9 @@ class AsynchronousDataAccessor:
             message = self._connection.recv() if self._connection.poll() else None
         if message is not None and not isinstance(message, str):
             return message
-        reason = _cause_of_death(self._process) if message is None else message
+        reason = _describe_exit(self._process) if message is None else message
         self.terminate()
-        raise FetcherError(f"{complaint}: {reason}")
+        raise FetcherError(f"{failure}: {reason}")
 
     def _send(self, message: int | Restart) -> None:
         with suppress(OSError):  # _receive reports a dead worker, with the cause
@@ -269,7 +269,7 @@ def _stop_worker(process: BaseProcess, connection: Connection) -> None:
     process.join()
 
 
-def _cause_of_death(process: BaseProcess) -> str:
+def _describe_exit(process: BaseProcess) -> str:
     """Wait up to 3 s for a worker process to end, and return the cause and a fix, as text."""
     process.join(_END_TIMEOUT)
     code = process.exitcode

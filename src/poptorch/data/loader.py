@@ -186,7 +186,7 @@ class DataLoader(torch.utils.data.DataLoader):
         return _record_batches(batches, self.options._counts(), self._micro_batch)
 
     def _begin_epoch(self, skipped: int = 0) -> Iterator[Any]:
-        """Begin an epoch; return an iterator over its batches (if rows are regrouped, but `skipped` rows)."""
+        """Begin an epoch; return its batches. `skipped`: rows to skip at first, if rows are regrouped."""
         batches = super().__iter__()
         if self._worker_size is not None:
             return rebatch_rows(batches, self._combined_batch_size or 1, not self.drops_last, skipped)

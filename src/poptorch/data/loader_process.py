@@ -63,13 +63,10 @@ class EpochEnd:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The request to drop the current epoch and go on from a pickled state of the loader.
-
-    Args: state: None: begin the next epoch
-    """
+    """The request to drop the current epoch, and to begin the next or to continue from a loader's state."""
 
     restart_count: int
-    state: bytes | None
+    state: bytes | None  # pickled; None: begin the next epoch
 
 
 # Batches and states as bytes ------------------------------------------------------------------------------

@@ -261,7 +261,7 @@ class CPU:
         return type(example)(made) if isinstance(example, (list, tuple)) else made[0]
 
     def _example_outputs(self, inputs: Sequence[Tensor]) -> Any:
-        """Return the outputs of an unrecorded call of the layer with fake tensors, else with zeros."""
+        """Call the layer, unrecorded, with fake tensors (if that raises, zeros), and return its outputs."""
         with hidden_from_capture() as fake, torch.no_grad():
             try:
                 with fake:  # during capture the model's weights are fake

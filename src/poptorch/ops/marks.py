@@ -94,8 +94,7 @@ def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
 
 
 def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
-    """Return the tensors unchanged, and record `mode` for their transfer to the host:
-    `set_overlap_for_input`."""
+    """Return the tensors unchanged, and record which loop their transfer to the host may overlap."""
     return _mark_tensors("set_overlap_for_output", output_tensors, mode)
 
 
