@@ -64,8 +64,8 @@ class _WithoutValues(FakeTensorMode):
 
 
 def make_parameters_fake() -> None:
-    """Make each new parameter a fake tensor, which has no memory, by replacing nn.Parameter.__new__ and
-    torch.utils.swap_tensors, unless `popvision plan` has found that the program needs values."""
+    """Replace nn.Parameter.__new__ and torch.utils.swap_tensors, so that new parameters are fake tensors,
+    without memory. Do nothing if `popvision plan` has found that the program needs values."""
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
     if "values" in json.loads(os.environ.get(PLAN_WISH, "{}")):
         return
@@ -89,7 +89,7 @@ def make_parameters_fake() -> None:
 
 
 def available_memory() -> int:
-    """Return the free bytes of this machine, limited by the control group of this process."""
+    """Return the bytes that this process can still allocate, on the machine and in its control group."""
     rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(rows["MemAvailable"].split()[0]) * 1024
     for limit, used in (
@@ -103,7 +103,7 @@ def available_memory() -> int:
 
 
 def exit_if_only_planning(*program: Any) -> None:
-    """If `popvision plan` runs this program, write the profiles of a plan and raise SystemExit.
+    """Write the profiles of a plan and raise SystemExit if `popvision plan` runs this program.
 
     Args: program: the arguments of `profiles` other than `kinds`
     """
@@ -122,12 +122,12 @@ def profiles(
     hyper: Hyper | None,
     kinds: Sequence[str],
 ) -> dict[str, Profile]:
-    """Return the profiles of a model that has not run, by kind.
+    """Return the profiles of a model that has not run, by kind of machine.
 
     Args:
         model, run, options, settings: as for `compile_model`
         hyper: the rates of an update; None in inference
-        kinds: "apart": for machines whose ipus are separate devices; "here": with this machine's times
+        kinds: "apart": machines whose ipus are separate devices; "here": this machine, which is measured
     """
     location = options.TensorLocations.location_optimizer.toDict()
     found = {}
@@ -161,13 +161,13 @@ def profiles(
             "available": available_memory(),
         }
         if kind == "here":
-            facts["measured"] = measured_times(executable, hyper, sum(row.flops for row in made.operations))
+            facts["measured"] = measure_times(executable, hyper, sum(row.flops for row in made.operations))
         found[kind] = replace(made, facts=facts)
     return found
 
 
 def planned_profile(plan: Plan, settings: Settings, graph: Graph) -> Profile:
-    """Return the profile of a plan before it runs, with each ipu's peak bytes as if it had its own memory."""
+    """Return the profile of a plan that has not run, with each ipu's peak bytes, as if it had own memory."""
     found, ipus = describe(plan, settings, graph), sorted(set(plan.partition.ipus))
     alive = {index: -piece.enters for index, piece in enumerate(found.pieces)}
     for operation in found.operations:
@@ -190,7 +190,7 @@ def planned_profile(plan: Plan, settings: Settings, graph: Graph) -> Profile:
 
 
 def _most_bytes_in_transit(found: Profile, ipu: int) -> int:
-    """Return an upper bound, for any timing, of the bytes that were sent to an ipu and not received yet."""
+    """Return an upper bound of the bytes that are sent to an ipu and not received yet, at any time."""
     stages, micro_batches = len(found.ipus), found.facts["schedule_micro_batches"]
     sent = {part.channel: part for part in found.parts if part.kind == "send" and part.peer == ipu}
     total = 0
@@ -204,8 +204,8 @@ def _most_bytes_in_transit(found: Profile, ipu: int) -> int:
     return total
 
 
-def measured_times(found: Executable, hyper: Hyper | None, flops: int) -> dict[str, Any]:
-    """Return measured times: "steps" of a small model, or "pieces", "updates" and "sharing" of a large one.
+def measure_times(found: Executable, hyper: Hyper | None, flops: int) -> dict[str, Any]:
+    """Measure "steps" of a small model, or "pieces", "updates" and "sharing" of a large one, and return them.
 
     steps    rows (micro-batches of all replicas, seconds of a step)
     pieces   seconds of each piece, for one micro-batch on one core
@@ -219,20 +219,21 @@ def measured_times(found: Executable, hyper: Hyper | None, flops: int) -> dict[s
     state = sum(slot.nbytes for slot in graph.slots)
     with torch.random.fork_rng():
         if state < _SMALL[0] and flops < _SMALL[1] and not calls_user_code(graph):
-            return {"steps": _step_seconds(found, hyper)}
-        return _operation_seconds(found, hyper)
+            return {"steps": _measure_steps(found, hyper)}
+        return _measure_operations(found, hyper)
 
 
-def _generated(shape: Sequence[int], dtype: torch.dtype, key: str = "") -> Tensor:
-    """Return random values for the weight `key` or, if that is "", for an input. Integer weights and running
-    variances are 1, integer inputs 0."""
+def _random_values(shape: Sequence[int], dtype: torch.dtype, key: str = "") -> Tensor:
+    """Return random values for the weight `key`; "": for an input. Integer weights and running variances are
+    1, integer inputs 0."""
     if not dtype.is_floating_point or key.endswith("running_var"):
         return torch.ones(shape, dtype=dtype) if key else torch.zeros(shape, dtype=dtype)
     return torch.randn(shape, dtype=torch.float32).mul_(1 / math.sqrt(max(1, math.prod(shape[1:])))).to(dtype)
 
 
-def _step_seconds(found: Executable, hyper: Hyper | None) -> list[tuple[int, float]]:
-    """Return rows (micro-batches of all replicas, seconds) of two shortened steps, or of one short step."""
+def _measure_steps(found: Executable, hyper: Hyper | None) -> list[tuple[int, float]]:
+    """Run the engine, and return rows (micro-batches of all replicas, seconds): two shortened steps or, if
+    the step is short, one whole step."""
     assert found.graph is not None
     settings, whole = found.settings, found.plan.micro_batches
     few = max(2 * found.plan.partition.stages, torch.get_num_threads())
@@ -242,10 +243,10 @@ def _step_seconds(found: Executable, hyper: Hyper | None) -> list[tuple[int, flo
         short = replace(settings, counts=replace(settings.counts, **factors))
         plan, product = compile_graph(found.graph, short), short.counts.product
         signature = plan.partition.signature
-        weights = {s.key: _generated(s.shape, s.dtype, s.key) for s in signature.parameters_and_buffers}
+        weights = {s.key: _random_values(s.shape, s.dtype, s.key) for s in signature.parameters_and_buffers}
         inputs = {int(slot.key): slot for slot in signature.slots if slot.role == "input"}
         shapes = [(s.shape[0] * product, *s.shape[1:]) if s.shape else () for _, s in sorted(inputs.items())]
-        batch = [_generated(shape, inputs[index].dtype) for index, shape in enumerate(shapes)]
+        batch = [_random_values(shape, inputs[index].dtype) for index, shape in enumerate(shapes)]
         # Only after its first tasks does the engine know whether it should use several cores.
         warm = math.ceil(2 * JUDGED / (product * len(plan.partition.pieces)))
         with contextlib.closing(Engine(plan, short, weights, seed=0)) as engine:
@@ -255,7 +256,7 @@ def _step_seconds(found: Executable, hyper: Hyper | None) -> list[tuple[int, flo
 
 
 def _median_seconds(work: Callable[[], Any], warm: int = 1) -> float:
-    """Return the median seconds of `work` in at most `_ROUNDS` calls, after `warm` calls as a warm-up."""
+    """Call `work` `warm` times as a warm-up, then up to `_ROUNDS` times, and return the median seconds."""
     for _ in range(warm):
         work()
     began, found = time.perf_counter(), list[float]()
@@ -266,8 +267,8 @@ def _median_seconds(work: Callable[[], Any], warm: int = 1) -> float:
     return median(found)
 
 
-def _operation_seconds(found: Executable, hyper: Hyper | None) -> dict[str, Any]:
-    """Return "pieces", "updates", "sharing" of `measured_times`; equal operations are measured once."""
+def _measure_operations(found: Executable, hyper: Hyper | None) -> dict[str, Any]:
+    """Run operations alone, equal ones once, and return "pieces", "updates", "sharing" of `measure_times`."""
     assert found.graph is not None
     values = {node.name: node.meta.get("val") for node in found.graph.code.nodes}
     known: dict[Any, float] = {}
@@ -306,11 +307,11 @@ def _operation_seconds(found: Executable, hyper: Hyper | None) -> dict[str, Any]
     threads, shared = torch.get_num_threads(), []
     for alone, operation in longest if threads > 1 else []:
         shared.append((threads, *measure_sharing(operation.total_seconds, threads, alone)[0]))
-    return {"pieces": costs, "updates": _update_seconds(found, hyper), "sharing": shared}
+    return {"pieces": costs, "updates": _measure_updates(found, hyper), "sharing": shared}
 
 
-def _update_seconds(found: Executable, hyper: Hyper | None) -> list[float]:
-    """Return one core's seconds for updating the weights of each ipu, extrapolated; 0 in inference."""
+def _measure_updates(found: Executable, hyper: Hyper | None) -> list[float]:
+    """Run one update, and return the seconds, in proportion to its weights, for each ipu; 0 in inference."""
     optimizer, partition = found.settings.optimizer, found.plan.partition
     elements = dict.fromkeys(sorted(set(partition.ipus)), 0)
     if optimizer is None or hyper is None:
@@ -321,7 +322,7 @@ def _update_seconds(found: Executable, hyper: Hyper | None) -> list[float]:
             elements[partition.ipus[partition.home[slot.name]]] += torch.Size(slot.shape).numel()
             dtype = slot.dtype
     some = max(1, min(_MOST_ELEMENTS, max(elements.values())))
-    weight, gradient = _generated((some,), dtype), _generated((some,), optimizer.type_for(dtype))
+    weight, gradient = _random_values((some,), dtype), _random_values((some,), optimizer.type_for(dtype))
     state = init_state(optimizer, weight)
     seeds = [0] if found.settings.stochastic_rounding else None
     with torch.no_grad():

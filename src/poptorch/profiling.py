@@ -23,12 +23,12 @@ class Channel:
 
     @contextmanager
     def tracepoint(self, name: str) -> Iterator[None]:
-        """Return a context manager, or decorator, for a range with the name `<channel>.<name>`."""
+        """Return a context manager or decorator that records a range with the name `<channel>.<name>`."""
         with record_function(f"{self._name}.{name}"):
             yield
 
     def instrument(self, obj: Any, *methods: str) -> None:
-        """Replace methods of an object or a class, in place, by wrappers that make each call a range.
+        """Replace methods of an object or a class, in place, by wrappers that record each call as a range.
 
         Raises:
             AttributeError: the object lacks one of the methods; none is wrapped then

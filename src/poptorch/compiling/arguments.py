@@ -27,7 +27,7 @@ _HINT = (
 
 
 class InputKind(NamedTuple):
-    """The kind of a call's inputs: structure and constants of each argument, dtype and shape of each tensor."""
+    """The structure and constants of each argument of a call, and dtype and shape of each tensor."""
 
     specs: tuple[tuple[str, Spec], ...]
     tensors: tuple[tuple[torch.dtype, torch.Size], ...]
@@ -35,7 +35,7 @@ class InputKind(NamedTuple):
 
 @dataclass(frozen=True)
 class BoundCall:
-    """A call's arguments, bound to forward's signature, defaults included. `positional`: their number."""
+    """The arguments of a call, bound to forward's signature, and the number of positional ones."""
 
     bound: inspect.BoundArguments
     positional: int
@@ -61,7 +61,7 @@ class BoundCall:
         return dict(zip(paths, self.tensors, strict=True))
 
     def in_words(self, samples: Sequence[Tensor]) -> str:
-        """Return a text for messages: path, dtype and shape of each tensor, type of each other non-default value.
+        """Return, for messages, path, dtype and shape of each tensor, and types of other non-default values.
 
         Args: samples: the tensors of one micro-batch
         """
@@ -194,7 +194,7 @@ def has_float64_weights(model: torch.nn.Module) -> bool:
 
 
 def tensors_for_engine(call: BoundCall, has_float64: bool) -> list[Tensor]:
-    """Return a call's tensors detached, contiguous, by `narrow_float64`, and without lazy conjugation or negation."""
+    """Return a call's tensors as contiguous, plain tensors, converted by `narrow_float64`."""
     plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in call.tensors]
     return [narrow_float64(tensor, has_float64).contiguous() for tensor in plain]
 

@@ -32,7 +32,7 @@ _PASSES = ("capture", "partition", "tasks", "load")
 
 @contextlib.contextmanager
 def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], None]]:
-    """Draw a progress bar, log each pass's time, and add the running pass to a CaptureError or PartitionError.
+    """Draw a progress bar, log each pass's time, and name the failed pass in a Capture- or PartitionError.
 
     Yields a function, to be called with the name of each pass of the compilation that is finished.
 
@@ -76,10 +76,8 @@ def log_plan(plan: Plan, settings: Settings) -> None:
 
 
 def schedule_text(plan: Plan, settings: Settings) -> str:
-    """Return a drawing of a step's schedule on this machine and, for several ipus, on separate devices.
-
-    A step of more than `_DRAWN` micro-batches is not drawn: the text has their number.
-    """
+    """Return a drawing of a step's schedule on this machine and, for several ipus, on separate devices; only
+    the number of micro-batches, if there are more than `_DRAWN`."""
     if plan.micro_batches > _DRAWN:
         return f"schedule of a step: {plan.micro_batches} micro-batches, too many to draw"
     here, apart = drawn_schedule(plan, core_count(settings.device)), drawn_schedule(plan)

@@ -32,7 +32,7 @@ from ..options import Options
 from . import compilation_log
 from .arguments import BoundCall, CompiledInputs, has_float64_weights, samples_of, weights_of
 from .losses import choose_loss
-from .outputs import Anchors, Note, notes_of, requests_of, resolve_anchors, traced_outputs
+from .outputs import Anchors, Note, make_notes, requested_anchors, resolve_anchors, split_outputs
 from .runs import Run
 from .traced_functions import traced_functions
 from .tune import NO_HINTS, Hints, measure_hints, with_balanced_stages
@@ -128,7 +128,7 @@ def _captured(
     Calls the compile hooks before and after the capture. The graph is rewritten for half precision and for
     the memory format: `layout` if an earlier plan has one, else the option's. `samples`: one micro-batch
     """
-    requests = requests_of(options)
+    requests = requested_anchors(options)
     wanted = {long_name for long_name, *_ in requests.values()}
     forward = _TracedForward(model, call, options, settings.training, wanted)
     _call_hooks("Pre")
@@ -194,7 +194,7 @@ class _TracedForward:
             value = self.model(*bound.args, **bound.kwargs)
         code = getattr(inspect.unwrap(self.model.forward), "__code__", None)
         where = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "?"
-        self.template, outputs = traced_outputs(value, where)
+        self.template, outputs = split_outputs(value, where)
         self.returned = len(outputs)
         state = current()
         assert state is not None
@@ -206,7 +206,7 @@ class _TracedForward:
         for name, tensor in named.items():
             self.traced[name] = len(outputs) if name in self.wanted else -1
             outputs += [tensor] if name in self.wanted else []
-        self.notes = notes_of(state.notes, outputs, where)
+        self.notes = make_notes(state.notes, outputs, where)
         return outputs
 
 
@@ -233,7 +233,7 @@ _INPUT, _OUTPUT = "poptorch.set_overlap_for_input.default", "poptorch.set_overla
 
 
 def _check_overlap(graph: Graph, options: Options) -> None:
-    """Raise Error if a call of `set_overlap_for_input` or `_output` is misplaced, or options forbid overlap."""
+    """Raise Error if `set_overlap_for_input` or `_output` is misplaced, or the options forbid overlap."""
     nodes: Any = graph.code.nodes
     marks = [node for node in nodes if str(node.target) in (_INPUT, _OUTPUT)]
     marks = [node for node in marks if node.args[1] != OverlapMode.NoOverlap.value]

@@ -29,23 +29,21 @@ from poptorch.options import Options
 
 
 def choose_loss(returned: Any, capture: Capture, options: Options, where: str) -> None:
-    """Store in `capture` the loss that forward's return value decides, if one is not chosen already.
+    """Choose the loss to train by forward's return value, unless the capture has a chosen loss already.
+
+    Chooses none if PopTorch's rule applies.
 
     Args: where: the line of forward, for messages
     Raises: CaptureError, if `options.loss` names no float output, or several scalars depend on the loss
     """
     if capture.chosen is not None or (options.exists("loss_is_marked") and options("loss_is_marked")):
         return
-    chosen, origin = None, f"the return of forward, {where}"
+    origin = f"the return of forward, {where}"
     if options.exists("loss_output"):
         chosen = _named_output(returned, options("loss_output"), where)
     elif capture.is_marked:
         return
-    elif (
-        not isinstance(returned, Tensor)
-        and isinstance(field := loss_field(returned), Tensor)
-        and is_traced(field)
-    ):
+    elif isinstance(field := loss_field(returned), Tensor) and is_traced(field):
         chosen, origin = field, f'the output "loss" of forward, {where}'
     else:
         chosen = _derived_loss(returned, capture, where)
@@ -54,15 +52,16 @@ def choose_loss(returned: Any, capture: Capture, options: Options, where: str) -
 
 
 def loss_field(returned: Any) -> Any:
-    """Return the value of the key or attribute "loss" in what forward returned; None without one."""
+    """Return the key or attribute "loss" of what forward returned; None if it has neither."""
     return returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
 
 
 def _derived_loss(returned: Any, capture: Capture, where: str) -> Tensor | None:
-    """Return the scalar output to train; None if there is none, or if an output is itself a loss.
+    """Return the scalar output to train; None if no rule finds one, or if an output is itself a loss.
 
-    It is the first output of a tuple or the only output, if computed from all losses (an only output: from at
-    most one), else the only scalar that is computed from the only loss.
+    It is the first output of a tuple, or the only output, if it is a scalar computed from all losses (for the
+    only output: from at most one). Else, if there is one loss, it is the only scalar computed from that loss.
+
     Raises: CaptureError, if several scalars are computed from the only loss
     """
     recorder = capture.recorder
@@ -96,7 +95,7 @@ def _is_loss_candidate(value: Tensor) -> bool:
 
 
 def _named_output(returned: Any, name: str | int, where: str) -> Tensor:
-    """Return forward's output tensor with this key, attribute or index; dots in `name` lead to nested ones.
+    """Return forward's output with this key, attribute or index; a path with dots names a nested output.
 
     Args: where: the line of forward, for the message
     Raises: CaptureError, if there is no such output, or it is no floating point tensor that forward computed

@@ -37,7 +37,7 @@ Request = tuple[str, Outputs, int]  # of `Options.anchorTensor`: the long name, 
 Anchors = dict[str, Anchor | None]  # by short name; None: the loss scaling
 
 
-def requests_of(options: Options) -> dict[str, Request]:
+def requested_anchors(options: Options) -> dict[str, Request]:
     """Return the anchors that `Options.anchorTensor` requested, by short name.
 
     Raises: Error, if an output_return_period is more than the device iterations of a call
@@ -58,7 +58,7 @@ def requests_of(options: Options) -> dict[str, Request]:
 def resolve_anchors(
     graph: Graph, traced: dict[str, int], requests: dict[str, Request], training: bool
 ) -> tuple[Graph, Anchors, tuple[str, ...]]:
-    """Return the graph with requested inputs, losses and gradients as further outputs, the anchors, and the
+    """Return the graph with requested gradients, inputs and losses as further outputs; the anchors; and the
     names of all tensors that could be anchored.
 
     Args: traced: by name, the index of each input and loss in the graph's outputs; -1: not requested
@@ -78,7 +78,7 @@ def resolve_anchors(
     added: list[Result] = []
     anchors: Anchors = {}
     for short, (long_name, mode, period) in requests.items():
-        name = _matching_name(long_name, sources, traced)
+        name = _find_name(long_name, sources, traced)
         if name is None:
             raise Error(
                 f"anchorTensor({short!r}, {long_name!r}): no tensor has that name{did_you_mean(long_name, sources)}\n"
@@ -94,8 +94,8 @@ def resolve_anchors(
     return graph, anchors, tuple(sources)
 
 
-def _matching_name(name: str, names: Container[str], traced: Container[str]) -> str | None:
-    """Return `name` as it is in `names`: unchanged, or a weight's without the prefix `model.`; else None."""
+def _find_name(name: str, names: Container[str], traced: Container[str]) -> str | None:
+    """Return the one of `names` that `name` means: equal, or without `model.` before a weight; or None."""
     if name in names:
         return name
     prefix = next((prefix for prefix in (GRADIENT, UPDATED) if name.startswith(prefix)), "")
@@ -106,14 +106,14 @@ def _matching_name(name: str, names: Container[str], traced: Container[str]) -> 
 # ---- outputs ----------------------------------------------------------------------------------------------
 
 
-def traced_outputs(value: Any, where: str) -> tuple[Any, list[Tensor]]:
-    """Return the structure of a forward's return value, and the traced tensors in it.
+def split_outputs(value: Any, where: str) -> tuple[Any, list[Tensor]]:
+    """Return the template of a forward's return value (see `split_traced`), and its outputs.
 
-    A tensor that forward does not compute is no output: it stays in the structure, and a warning follows.
+    A tensor that forward does not compute is no output: it stays in the template, with a warning.
 
     Args: where: the line of forward
     """
-    template, traced = without_values(value, where)
+    template, traced = split_traced(value, where)
     for tensor in traced:
         check_dense(tensor, f"an output of forward, at {where},")
     if len(traced) < len(tensors_of(template)):
@@ -123,13 +123,13 @@ def traced_outputs(value: Any, where: str) -> tuple[Any, list[Tensor]]:
     return template, traced
 
 
-def output_value(template: Any, outputs: list[Tensor]) -> Any:
-    """Return what forward returns, with a call's outputs in place of the empty tensors of `template`."""
-    return filled(template, map(_marked_as_output, outputs))
+def fill_outputs(template: Any, outputs: list[Tensor]) -> Any:
+    """Return what forward returns: its template with a call's outputs."""
+    return fill_template(template, map(_refuse_backward_of, outputs))
 
 
-def _marked_as_output(value: Tensor) -> Tensor:
-    """Return the same tensor; if it is floating point, its `backward()` now raises an Error with a fix."""
+def _refuse_backward_of(value: Tensor) -> Tensor:
+    """Return `value`, after replacing `value.backward`, if it is floating point, by one that raises Error."""
     if value.is_floating_point():
         value.backward = _refuse_backward
         value.__getstate__ = lambda: None  # so that a saved output is a plain tensor
@@ -148,7 +148,7 @@ def _refuse_backward(*args: Any, **kwargs: Any) -> None:
 
 @dataclass(frozen=True)
 class Note:
-    """A note of a compiled model: its key, and the outputs of the graph that hold its tensors."""
+    """A note of a compiled model: its key (`what`), and the anchors that return its tensors."""
 
     what: Any
     template: Any  # the value, with an empty "meta" tensor in place of each tensor of a call
@@ -156,35 +156,35 @@ class Note:
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of one micro-batch
 
     def value(self, results: Results, counts: Counts) -> Any:
-        """Return the note's value, each of its tensors as [iterations · accumulation · replicas, *shape]."""
+        """Return the note's value in a call, with tensors [iterations · accumulation · replicas, *shape]."""
         n = counts.iterations * counts.accumulation * counts.replicas
         columns = iter(
             results.anchored(anchor).reshape(n, *shape).to(dtype)
             for anchor, (shape, dtype) in zip(self.anchors, self.shapes, strict=True)
         )
-        return filled(self.template, columns)
+        return fill_template(self.template, columns)
 
 
-def without_values(value: Any, where: str) -> tuple[Any, list[Tensor]]:
-    """Return a nested value with empty "meta" tensors in place of traced tensors, and the traced tensors.
+def split_traced(value: Any, where: str) -> tuple[Any, list[Tensor]]:
+    """Return a nested value with an empty "meta" tensor in place of each traced one; the traced tensors.
 
     Args: where: the source line of the function that returned the value
-    Raises: CaptureError, if an object that is no container holds traced tensors (see `_check_constant`)
+    Raises: CaptureError, if an object that is no container holds traced tensors (see `_clear_constant`)
     """
     capture = current()
     for part, path, is_named in constants_of(value, "output"):
-        _check_constant(part, path, is_named, where)
+        _clear_constant(part, path, is_named, where)
     tensors = [capture.recorder.stand_in_of(t) if capture is not None else t for t in tensors_of(value)]
     with recording_paused():
         marks = [torch.empty(0, device="meta") if is_traced(t) else t.detach() for t in tensors]
     return with_tensors(value, iter(marks)), [tensor for tensor in tensors if is_traced(tensor)]
 
 
-def _check_constant(part: Any, path: str, is_named: bool, where: str) -> None:
-    """Check an object that is no container for traced tensors, which a call could not fill with values.
+def _clear_constant(part: Any, path: str, is_named: bool, where: str) -> None:
+    """Replace traced tensors in an object that is no container, which no call can fill, by "meta" tensors.
 
-    Under a string key or field name replace them by "meta" tensors, and warn: a program often does not read
-    such an object (a language model's cache). Elsewhere, or without `__dict__`, raise CaptureError.
+    Warns then, since a program often does not read such an object (a language model's cache). Raises
+    CaptureError instead if its key is no string (`is_named` False), or it has no `__dict__`.
     """
     found = fake_tensors_in(part, path)
     if not found:
@@ -208,16 +208,16 @@ def _check_constant(part: Any, path: str, is_named: bool, where: str) -> None:
             leftover.put(torch.empty(leftover.value.shape, dtype=leftover.value.dtype, device="meta"))
 
 
-def filled(template: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return a template with the next of `tensors` in place of each "meta" tensor."""
+def fill_template(template: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return a template with `tensors`, in their order, in place of its "meta" tensors."""
     return with_tensors(template, (next(tensors) if t.is_meta else t for t in tensors_of(template)))
 
 
-def notes_of(captured: Sequence[tuple[Any, Any]], outputs: list[Tensor], where: str) -> tuple[Note, ...]:
-    """Return the notes of a capture; append their tensors in place to `outputs`, which the graph returns."""
+def make_notes(captured: Sequence[tuple[Any, Any]], outputs: list[Tensor], where: str) -> tuple[Note, ...]:
+    """Return the notes of a capture, after appending their tensors, in place, to the graph's `outputs`."""
     notes = []
     for what, value in captured:
-        template, tensors = without_values(value, where)
+        template, tensors = split_traced(value, where)
         places = range(len(outputs), len(outputs) + len(tensors))
         anchors = tuple(Anchor("output", str(place), "all") for place in places)
         notes.append(Note(what, template, anchors, tuple((tuple(t.shape), t.dtype) for t in tensors)))

@@ -1,6 +1,6 @@
 """The runs of a call: a complete combined batch is one run of one plan.
 
-With `Options.allowNewShapes` a batch may be incomplete (ragged), and needs several runs, each of its own plan.
+With `Options.allowNewShapes` a batch may be incomplete (ragged), and needs several runs of different plans.
 Examples of training with two micro-batches per step, where `####` is a micro-batch of four rows:
 
     #### #### | #### #### | ####     two steps, and a step of one micro-batch
@@ -95,7 +95,7 @@ def split_into_runs(whole: Run, options: Options, training: bool, like: Compiled
 
 
 def _micro_batch_rows(call: BoundCall, like: CompiledInputs | None) -> int | None:
-    """Return the rows of a micro-batch by the DataLoader, else by `like`; None if unknown or not all equal."""
+    """Return the rows of a micro-batch by the DataLoader, else by `like`; None if unknown or unequal."""
     loaded = next((rows for tensor in call.tensors if (rows := loader_factors_of(tensor)[1])), None)
     if loaded is not None or like is None:
         return loaded

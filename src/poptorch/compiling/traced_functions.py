@@ -27,7 +27,7 @@ from ..ops.ctc import ctc_loss
 def traced_functions() -> Iterator[None]:
     """In the body, replace torch functions that can't be traced (`_REPLACEMENTS`).
 
-    Meanwhile torch.distributions checks no arguments, and nn.Transformer does not read masks.
+    torch.distributions checks no arguments then, and nn.Transformer does not read masks.
     """
     validates = Distribution._validate_args
     Distribution.set_default_validate_args(False)
@@ -41,7 +41,7 @@ def traced_functions() -> Iterator[None]:
 
 
 class _ReplacementMode(TorchFunctionMode):
-    """A mode that calls the replacements of torch functions."""
+    """A mode that calls a replacement of each torch function in `_REPLACEMENTS`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_known = func.__hash__ is not None and func in _REPLACEMENTS
@@ -49,7 +49,7 @@ class _ReplacementMode(TorchFunctionMode):
 
 
 def _mark_loss(loss: Tensor) -> Tensor:
-    """Mark a tensor as the result of a loss function in the capture, and return it."""
+    """Mark a tensor, in the running capture, as the result of a loss function, and return it."""
     capture = current()
     assert capture is not None
     capture.mark_loss(loss)
@@ -83,8 +83,8 @@ def _gaussian_nll_loss(
     return _mark_loss({"mean": loss.mean, "sum": loss.sum, "none": loss.clone}[reduction]())
 
 
-def _tensor_text(tensor: Tensor, *args: Any, **kwargs: Any) -> str:
-    """Return a tensor's repr; of a traced tensor, which has no values, its size and dtype."""
+def _format_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> str:
+    """Return a tensor's repr. A traced tensor has no values: then the text has size and dtype."""
     if not is_traced(tensor.data):
         with torch._C.DisableTorchFunction():
             return Tensor.__repr__(tensor)
@@ -105,10 +105,8 @@ def _to_numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Return `torch.bincount` with exactly `minlength` elements, since a graph needs fixed shapes.
-
-    A larger value raises an error when the graph runs. If not traced, or without `minlength`: as torch.
-    """
+    """Return torch.bincount with exactly `minlength` elements, since a graph needs fixed shapes: a larger
+    value raises an error in a call. Without `minlength`, or if `input` is not traced, call torch's."""
     if minlength < 1 or not is_traced(input):
         return torch.bincount(input, weights, minlength)
     if weights is None:
@@ -119,7 +117,7 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
 
 
 def _is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Return whether a mask is causal, by torch's function; False for a traced mask with unknown values."""
+    """Return torch's answer whether a mask is causal; False for a traced mask whose values are unknown."""
     if is_causal is None and mask is not None and is_traced(mask):
         capture = current()
         if capture is None or capture.recorder.value_of(mask) is None:
@@ -137,8 +135,8 @@ def _refuse_backward(*args: Any, **kwargs: Any) -> None:
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     functional.ctc_loss: _ctc_loss,
     functional.gaussian_nll_loss: _gaussian_nll_loss,
-    Tensor.__repr__: _tensor_text,
-    Tensor.__format__: lambda tensor, spec: format(_tensor_text(tensor), spec),
+    Tensor.__repr__: _format_tensor,
+    Tensor.__format__: lambda tensor, spec: format(_format_tensor(tensor), spec),
     Tensor.numpy: _to_numpy,
     Tensor.__array__: _to_numpy,
     Tensor.backward: _refuse_backward,

@@ -118,7 +118,7 @@ class DeviceLease:
         self._close_engine(self.plans.pop(key))
 
     def drop_oldest(self, keys: list[Any], most: int) -> None:
-        """Remove and log all plans but the `most` used last. `keys`: of the plans that the latest call used."""
+        """Remove and log all plans but the `most` used last. `keys`: of the plans that this call has used."""
         used = {key: number for number, key in enumerate(keys, 1)}
         plans = sorted(self.plans.items(), key=lambda item: (item[1] is self.current, used.get(item[0], 0)))
         self.plans = dict(plans)  # one assignment: no plan is lost by an interrupt
@@ -151,7 +151,7 @@ class DeviceLease:
     def _new_engine(
         self, plan: LoadedPlan, weights: Mapping[str, Tensor], previous: Engine | None = None
     ) -> Engine:
-        """Return a new engine of a plan, which the plan's reporter records; it shares the tensors of `previous`."""
+        """Return a plan's new engine, which its reporter records, and which shares the tensors of `previous`."""
         executable = plan.executable
         # An executable from a file runs on the device that this program's options name.
         settings = replace(executable.settings, device=device_of(self._options, executable.settings.training))
@@ -162,7 +162,7 @@ class DeviceLease:
         return engine
 
     def detach(self) -> None:
-        """Store the engine's state, without weights, in `kept`, and close all engines; a fork only drops them."""
+        """Store the engine's state, without weights, in `kept`; close all engines. A fork only drops them."""
         if not self.is_forked:
             self.kept = self.state_to_keep()
         for plan in self.plans.values():
@@ -178,7 +178,7 @@ class DeviceLease:
         engine.close()
 
     def state_to_keep(self, whole: bool = False) -> KeptState:
-        """Return `kept` with the engine's random state, loss factor and optimizer state, if there is an engine.
+        """Return `kept`, updated with random state, loss factor and optimizer state of an existing engine.
 
         Args: whole: gather an optimizer state that is sharded over instances; False: only the shard here
         """

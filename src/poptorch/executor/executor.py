@@ -1,6 +1,6 @@
 """The executor: a wrapped model, which its first call compiles and attaches to its devices. A call:
 
-    bind the arguments ─► split them into runs ─► for each run: find or compile its plan, engine.run ─► outputs
+    bind the arguments ─► split into runs ─► for each run: find or compile its plan, engine.run ─► outputs
 
 Its parts: plans and engines (`device_lease.py`), the copies of the weights (`weight_sync.py`), the optimizer
 (`optimizer_link.py`), the latest call's results (`latest_call.py`), all other methods (`public_names.py`).
@@ -23,7 +23,7 @@ from ..annotating.replica_groups import make_groups
 from ..compiling import arguments
 from ..compiling.compilation_log import log_plan, progress
 from ..compiling.executable import compile_model
-from ..compiling.outputs import output_value
+from ..compiling.outputs import fill_outputs
 from ..compiling.runs import Run, split_into_runs
 from ..enums import ConnectionType
 from ..logs import logger, repeats
@@ -104,10 +104,10 @@ class PoplarExecutor(PublicNames):
             if self._most_plans:
                 self._lease.drop_oldest([run.key for run, _, _ in finished], self._most_plans)
             self._latest = join_runs(finished)
-            return output_value(finished[0][1].executable.template, list(self._latest.outputs))
+            return fill_outputs(finished[0][1].executable.template, list(self._latest.outputs))
 
     def _runs_of(self, call: arguments.BoundCall) -> list[Run]:
-        """Return the runs of plans that a call needs: one, or with `allowNewShapes` several for an incomplete batch."""
+        """Return a call's runs: one, or with `allowNewShapes` several for an incomplete batch."""
         run, first = Run(call, self.options._counts()), self._lease.first
         if not self._most_plans or run.key in self._lease.plans:
             return [run]
@@ -117,7 +117,7 @@ class PoplarExecutor(PublicNames):
         """Return the plan of a run and its results. Compiles the plan, and attaches it, unless this is done.
 
         First uploads loaded optimizer state and, in inference, weights that another executor trained. Writes
-        inputs that forward changes to the caller's tensors. A new plan that fails before an update is removed.
+        inputs that forward changes to the caller's tensors. Removes a new plan that fails before an update.
         """
         lease, before = self._lease, self._lease.current
         plan = lease.plans.get(run.key)
@@ -182,7 +182,7 @@ class PoplarExecutor(PublicNames):
                 self._lease.switch_to(whole, {})
 
     def _compile_plan(self, run: Run) -> LoadedPlan:
-        """Compile the plan of a run, and make it current. Attach the first plan, unless the device is offline.
+        """Compile the plan of a run, and make it current. Attach the first plan, unless devices are offline.
 
         If that fails the plan is removed. Under `popvision plan` write profiles and exit the program instead.
         """
@@ -355,7 +355,7 @@ class PoplarExecutor(PublicNames):
         self._restore(saved)
 
     def _restore(self, saved: executable_file.SavedExecutor) -> None:
-        """Add the plans and the state of a file to an executor without plans. Attach for ConnectionType.Always."""
+        """Add a file's plans and state to an executor without plans. Attach for ConnectionType.Always."""
         if self._wrapped.training:
             marked_model.mark(self._user_model, self)
         self._weights.store_compiled_flags()

@@ -23,7 +23,7 @@ from ..options import Options
 
 
 def _refresh_weights(owner: weakref.ref[Any] | None) -> Any:
-    """Copy the weights to the host if the devices have newer ones. Return the executor; None if it is gone."""
+    """Copy the weights to the host if the devices have newer ones. Return the executor, None if gone."""
     executor = owner() if owner is not None else None
     if executor is not None:
         executor.copyWeightsToHostIfNeeded()
@@ -31,7 +31,7 @@ def _refresh_weights(owner: weakref.ref[Any] | None) -> Any:
 
 
 class _Marked:
-    """The base class of a marked model's parameters and buffers. Any use first copies newer values to them."""
+    """The base class of a marked model's parameters and buffers. Any use first copies newer values."""
 
     _owner: weakref.ref[Any] | None
 
@@ -47,7 +47,7 @@ class _Marked:
             return func(*args, **(kwargs or {}))
 
     def _unmarked(self) -> Any:
-        """Copy newer values from the devices, and return a plain parameter or tensor that shares the memory."""
+        """Copy newer values from the devices; return a plain parameter or tensor that shares the memory."""
         _refresh_weights(self.__dict__.get("_owner"))
         with torch._C.DisableTorchFunctionSubclass():
             plain = self.detach()  # type: ignore[attr-defined]

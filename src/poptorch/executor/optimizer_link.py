@@ -41,7 +41,7 @@ _PICKLED = "__getstate__"  # set on a torch optimizer itself: copies and pickles
 
 
 class OptimizerLink:
-    """The optimizer of an executor, and the rates that the next call uses (`hyper`). Both are None in inference.
+    """The optimizer of an executor, and the rates of the next call (`hyper`). Both are None in inference.
 
     `frozen` has the optimizer's properties that are compiled in.
     """
@@ -73,9 +73,7 @@ class OptimizerLink:
                 "setOptimizer needs a model that trains, and this one is for inference\n"
                 "  fix: wrap the model with poptorch.trainingModel(model, options, optimizer)"
             )
-        inner = getattr(
-            optimizer, "optimizer", None
-        )  # in a wrapper such as accelerate's AcceleratedOptimizer
+        inner = getattr(optimizer, "optimizer", None)  # in accelerate's AcceleratedOptimizer, for example
         optimizer = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
         compiled = self._lease.executable is not None
         frozen, hyper = self._guard.accept(optimizer, self._model.parameter_names(), compiled)
@@ -83,10 +81,8 @@ class OptimizerLink:
             if self.optimizer is not None and frozen.kind != self.frozen.kind:
                 self._lease.kept = replace(self._lease.kept, optimizer=None)  # it is of another update rule
             self.frozen = frozen
-            if frozen.accumulator_type == torch.float16 and not getattr(
-                optimizer, "use_combined_accum", False
-            ):
-                # Running means do not overflow in float16.
+            is_combined = getattr(optimizer, "use_combined_accum", False)
+            if frozen.accumulator_type == torch.float16 and not is_combined:  # running means do not overflow
                 update = self._model.options.Training
                 self._model.options._unfreeze()
                 update.setMeanAccumulationAndReplicationReductionStrategy(MeanReductionStrategy.Running)
@@ -147,8 +143,8 @@ class OptimizerLink:
     # ---- a torch optimizer ---------------------------------------------------------------------------------
 
     def _add_hooks(self) -> None:
-        """Set hooks and `__getstate__` of a torch optimizer, so that state_dict(), copies and pickles read the
-        devices' state, and load_state_dict() uploads. They have no effect once the executor is gone."""
+        """Set hooks and `__getstate__` of a torch optimizer, so that state_dict(), copies and pickles read
+        the devices' state, and load_state_dict() uploads. They have no effect once the executor is gone."""
         optimizer: torch.optim.Optimizer = self.optimizer
         link = weakref.ref(self)
 
@@ -181,7 +177,7 @@ class OptimizerLink:
         ]
 
     def _load_torch_state(self) -> None:
-        """Check the states in `optimizer.state` (torch's format), and move them to `_loaded`, for an upload."""
+        """Check the states in `optimizer.state` (torch's format), and move them to `_loaded` for an upload."""
         names = self._model.parameter_names()
         loaded = {
             names[id(parameter)]: from_torch_state(self.frozen, state)

@@ -1,7 +1,7 @@
 """The two copies of the weights: the user's on the host, and the executor's on its devices.
 
-Training makes the host's copy stale, and the next read of a weight on the host copies all weights. Values that
-the user writes on the host reach the devices by `copyWeightsToDevice`; a call before that logs a warning, once.
+Training makes the host's copy stale, and the next read of a weight on the host copies all weights. Values
+that the user writes on the host reach the devices by `copyWeightsToDevice`; a call before that logs a warning.
 The other executors of a model, or of some of its layers, are an executor's peers.
 """
 
@@ -227,7 +227,7 @@ class WeightSync:
     # ---- other executors of the model ----------------------------------------------------------------------
 
     def weights_for_engine(self) -> dict[str, Tensor]:
-        """Register with peers, copy their newer weights to the host, and return the host's weights by name."""
+        """Register with peers, copy newer weights of theirs to the host, and return the host's weights."""
         _watch_registrations()
         self._find_peers(self._model.user)
         self._copy_from_trainers()

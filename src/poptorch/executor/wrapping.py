@@ -59,7 +59,7 @@ def inferenceModel(
 
 
 def _module_of(model: Any) -> Any:
-    """Return the model in an executor or torch.compile's module; else `model`. Raises Error for torch.jit."""
+    """Return the module inside an executor or a module of torch.compile, else `model`. Refuse torch.jit's."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
         logger.warning(
@@ -172,15 +172,12 @@ def _compile_arguments(
 
     Args: options: None: those of the executor
     """
-    executor, is_temporary = model, False
+    executor, temporary = model, None
     if not isinstance(model, PoplarExecutor):
         model = _module_of(model)
         executor = marked_model.owner_of(model) if training else None
         if executor is None:
-            executor, is_temporary = (
-                PoplarExecutor(model, options and options.clone(), training=training),
-                True,
-            )
+            executor = temporary = PoplarExecutor(model, options and options.clone(), training=training)
             options = None
     try:
         wrapped, (args, kwargs) = executor._wrapped, arguments_of(batch)
@@ -188,5 +185,5 @@ def _compile_arguments(
         run = Run(bind(executor._signature, args, kwargs), own._counts())
         yield executor, (wrapped.traced, run, own, executor._checked_settings(run, own))
     finally:
-        if is_temporary:
-            executor._release()
+        if temporary is not None:
+            temporary._release()
