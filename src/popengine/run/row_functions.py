@@ -189,7 +189,7 @@ class RowFunctions:
                 # A new tensor, because later backwards still read the old one.
                 self.state.new_buffers[replica][slot] = frame[name].clone()
             if stores:
-                self._store(stores, frame, micro_batch, replica)
+                self._store_results(stores, frame, micro_batch, replica)
             for name in after:
                 del frame[name]
 
@@ -222,7 +222,7 @@ class RowFunctions:
 
     # ---- sums and results ------------------------------------------------------------------------------------
 
-    def _store(
+    def _store_results(
         self, stores: Sequence[tuple[str, str]], frame: Mapping[str, Tensor], micro_batch: int, replica: int
     ) -> None:
         """Copy values of a frame to the results. Args: stores: (name, index of the result) of each value"""
@@ -241,7 +241,7 @@ class RowFunctions:
 
         def add(micro_batch: int) -> None:
             frame = frames[micro_batch]
-            self._store(stores, frame, micro_batch, replica)
+            self._store_results(stores, frame, micro_batch, replica)
             if micro_batch + part.before == 0:
                 self._begin_sums(added, frame, replica, frees)
             elif added:

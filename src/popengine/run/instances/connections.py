@@ -101,13 +101,13 @@ class Connections:
 
     def send(self, value: Tensor, peer: int, tag: int) -> Message:
         """Start to send a value. It must not change until `wait` for the returned message has returned."""
-        return self._begin("send", value, peer, tag)
+        return self._begin_message("send", value, peer, tag)
 
     def receive(self, value: Tensor, peer: int, tag: int) -> Message:
         """Start to receive into `value`. It is complete when `wait` for the returned message has returned."""
-        return self._begin("recv", value, peer, tag)
+        return self._begin_message("recv", value, peer, tag)
 
-    def _begin(self, operation: str, value: Tensor, peer: int, tag: int) -> Message:
+    def _begin_message(self, operation: str, value: Tensor, peer: int, tag: int) -> Message:
         with self._lock:
             group, number = self._group, self._number
             if group is None:
@@ -147,7 +147,7 @@ class Connections:
 
     # ---- waits -------------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def _watch_waits(self) -> None:
         """In a loop, write to the store for which peer this instance waits, and warn of long waits."""
         count = 0
         publisher = threading.Thread()  # apart: access to the store blocks if its process is stopped
@@ -198,7 +198,7 @@ class Connections:
         Raises RuntimeError if a peer or this process ends."""
         if not self._is_watched:
             self._is_watched = True
-            TorchThread(target=self._watch, daemon=True).start()
+            TorchThread(target=self._watch_waits, daemon=True).start()
         prefix, until, pause = f"{self._name}/{self._number}/here/", time.monotonic() + seconds, 0.001
         self._store.set(f"{prefix}{self.rank}", "1")
         wait = self._waits[threading.get_ident()] = _PeerWait(self.ranks[self.peers[0]], what)
@@ -214,12 +214,12 @@ class Connections:
                     raise RuntimeError("this process ends")
                 pause = min(1.5 * pause, 0.5)
                 if pause == 0.5:
-                    self._check_peer(missing[0])
+                    self._check_peer_is_alive(missing[0])
         finally:
             del self._waits[threading.get_ident()]
         return [self.ranks[peer] for peer in missing]
 
-    def _check_peer(self, peer: int) -> None:
+    def _check_peer_is_alive(self, peer: int) -> None:
         """Raise RuntimeError if a peer has ended: a message to it in torch's default gloo group then fails.
         Without such a group do nothing."""
         group = dist.group.WORLD
@@ -237,7 +237,7 @@ class Connections:
                 publishing = TorchThread(target=self._publish_failure, args=failure, daemon=True)
                 publishing.start()
                 publishing.join(1.0)  # the store may be in a process that is stopped
-                self._close(*failure)
+                self._close_group(*failure)
 
     def _publish_failure(self, why: str, ends: bool) -> tuple[str, bool]:
         """Write (reason, whether the training ends) to the store, unless a peer has; return the stored pair,
@@ -253,10 +253,10 @@ class Connections:
         with self._lock:
             if self._group is not None and self._number == number:
                 gone = f"instance {self.ranks[peer]} has left the training ({str(error).splitlines()[0]})"
-                self._close(*self._publish_failure(gone, True))
+                self._close_group(*self._publish_failure(gone, True))
             return self._new_error()
 
-    def _close(self, why: str, ends: bool) -> None:
+    def _close_group(self, why: str, ends: bool) -> None:
         """Close the gloo group by a receive that times out, which ends all waits; store the reason."""
         group, self._group = self._group, None
         self._failure, self._has_ended = why, ends
