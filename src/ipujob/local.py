@@ -81,7 +81,7 @@ class LocalJob:
         return code or 0
 
     def _run_round(self) -> int | None:
-        """Run the next actions of the job, or sleep. Return the exit code of an ended job, else None."""
+        """Run the next actions of the job; without any, sleep. Return its exit code at its end, else None."""
         for worker in self.workers.values():
             is_late = time.monotonic() > worker.deadline and worker.process.poll() is None
             if is_late:

@@ -34,7 +34,7 @@ _HINTS = {  # by a part of the API server's message in small letters, the annota
 }
 
 
-class Refusal(NamedTuple):
+class RefusedCreation(NamedTuple):
     """A creation that the API server refused: its message, and when to try again."""
 
     message: str
@@ -65,7 +65,7 @@ class Operator:
     ) -> None:
         self.cluster, self.namespace, self.device, self.images = cluster, namespace, device, images
         self.log, self.clock, self.beat = log, clock, beat
-        self.refusals: dict[str, Refusal] = {}  # by the job's uid, to delay the next try
+        self.refusals: dict[str, RefusedCreation] = {}  # by the job's uid, to delay the next try
 
     def round(self) -> None:
         """List all objects, and run the next actions of each job. An error of one job does not end the round.
@@ -121,7 +121,7 @@ class Operator:
                 hint = next((hint for mark, hint in _HINTS.items() if mark in str(error).lower()), "")
                 message = f"creating {name} was refused: {error}{hint}"
                 delay = min(refusal.delay * 2, _LONGEST_DELAY) if refusal else 1.0
-                self.refusals[uid] = Refusal(message, delay, self.clock() + delay)
+                self.refusals[uid] = RefusedCreation(message, delay, self.clock() + delay)
                 self._log(job, f"{message}; tried again in {delay:g} s")
                 return
         if create or not decision.create:

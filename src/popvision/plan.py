@@ -284,8 +284,8 @@ def _problems_here(
 
 
 def _seconds_on_line(rows: Sequence[Sequence[float]], micro_batches: int) -> float:
-    """Return the seconds of a step: on the line through two measured steps, or in proportion to one. With fewer
-    micro-batches than the first measured step: the larger of both.
+    """Return the seconds of a step: on the line through two measured steps, or in proportion to one; with
+    fewer micro-batches than the first measured step, the larger of both.
 
     Args: rows: (micro-batches, seconds) of each of one or two measured steps
     """
