@@ -96,6 +96,10 @@ RETURNED = {
     "a dataclass": (lambda y, t: Fields(y, hand_written(y, t)), lambda v: v.loss),
     "scaled, behind the output": (lambda y, t: (y, mse(y, t) * 2), second),
     "a loss function's, behind the output": (lambda y, t: (y, mse(y, t)), second),
+    "linear_cross_entropy's, behind the output": (
+        lambda y, t: (y, functional.linear_cross_entropy(y, torch.eye(y.shape[1]), t.softmax(1))),
+        second,
+    ),
     "a loss function's, and its exponential": (lambda y, t: ((loss := mse(y, t)).exp(), loss, y), second),
     "a metric first, without a gradient": (lambda y, t: ((y > t).float().mean(), mse(y, t) * 2), second),
 }
@@ -105,7 +109,7 @@ RETURNED = {
 def test_the_returned_loss_is_trained(name):
     outcome, pick = RETURNED[name]
     weight, outputs = weight_after(outcome)
-    torch.testing.assert_close(weight, plain_weight(outcome, pick), rtol=0, atol=1e-7)
+    torch.testing.assert_close(weight, plain_weight(outcome, pick), rtol=2e-7, atol=1e-7)
     torch.testing.assert_close(pick(outputs), pick(Judged(outcome)(X, TARGET)).detach())
 
 
