@@ -40,7 +40,7 @@ class SavedExecutor:
     """The contents of a file of a compiled model.
 
     Args:
-        executables: of each plan; the first becomes the current plan
+        executables: one for each plan; loading makes the first plan current
         model, optimizer: the user's; both None if saved with export_model=False
     """
 
@@ -54,7 +54,8 @@ class SavedExecutor:
 
 
 def write(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
-    """Write a file atomically, and make missing folders; in a folder write `model.poptorch`, and warn.
+    """Write a file atomically, and make missing folders. If `filename` is a folder, write `model.poptorch`
+    into it, and log a warning.
 
     Raises:
         AssertionError: the parent path is a file
@@ -145,7 +146,7 @@ def read(filename: str | os.PathLike[str]) -> SavedExecutor:
 
 
 def check_fits(filename: str, saved: SavedExecutor, model: WrappedModel) -> None:
-    """Raise Error if mode (training, inference), names or shapes of weights differ from those of `model`."""
+    """Raise Error if a file was saved in another mode (training, inference) or from another model."""
     kinds = {True: "poptorch.trainingModel", False: "poptorch.inferenceModel"}
     if saved.training != model.training:
         raise Error(
@@ -170,7 +171,7 @@ def _listed(versions: Any) -> str:
 
 
 def training_state(executor: Any) -> TrainingState:
-    """Return a training's state by key: fields of `KeptState`, parameters ("weights"), optimizer "rates".
+    """Return the state of a training by key: the fields of `KeptState`, "weights" (parameters), "rates".
 
     "buffers" are copies of each replica's; without an engine, the restored ones or the host's. "weights" and
     "optimizer" are equal in all instances, except those of per-replica parameters. If the optimizer state is

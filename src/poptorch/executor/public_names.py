@@ -1,4 +1,4 @@
-"""The executor's public methods, except those for calls, compilation, devices and files (`executor.py`)."""
+"""The executor's public methods, without those for calls, compilation, devices and files (`executor.py`)."""
 
 import copy
 import functools
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a wrapper that calls `function` outside inference mode; Ctrl-C restores the gradient mode."""
+    """Return a wrapper that calls `function` outside inference mode, and restores grad mode after Ctrl-C."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -53,7 +53,7 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def methods_outside_inference_mode(kind: type[T]) -> type[T]:
-    """Wrap `__call__` and public methods of `kind`, in place, by `outside_inference_mode`; return it."""
+    """Wrap `__call__` and public methods of a class, in place, by `outside_inference_mode`; return it."""
     for name, member in list(vars(kind).items()):
         if isinstance(member, FunctionType) and (name == "__call__" or not name.startswith("_")):
             setattr(kind, name, outside_inference_mode(member))
@@ -61,7 +61,7 @@ def methods_outside_inference_mode(kind: type[T]) -> type[T]:
 
 
 def _delegated(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Return an executor method that calls `method` on the attribute `name`, with the same arguments."""
+    """Return a method of the executor that calls `method` of its attribute `name` with the same arguments."""
 
     @functools.wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -72,7 +72,7 @@ def _delegated(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[
 
 @methods_outside_inference_mode
 class PublicNames:
-    """The base class of the executor: public methods for other than calls, compilation, devices and files."""
+    """The base class of the executor: its parts, and the public methods that use only these."""
 
     def __init__(self, wrapped: WrappedModel) -> None:
         self._wrapped = wrapped
