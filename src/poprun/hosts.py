@@ -33,7 +33,7 @@ def run_on_hosts(request: CommandLine, words: Sequence[str], log: Log) -> int:
     """
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
     running: dict[int, subprocess.Popen[bytes]] = {}
-    code = 0
+    code, has_succeeded = 0, False
     try:
         for rank in range(len(request.hosts)):
             running[rank] = _start_poprun(request, rank, words, secret, log)
@@ -42,7 +42,8 @@ def run_on_hosts(request: CommandLine, words: Sequence[str], log: Log) -> int:
             time.sleep(0.05)
             for rank in [rank for rank, process in running.items() if process.poll() is not None]:
                 host, ended = request.hosts[rank], shell_exit_code(running.pop(rank).returncode)
-                if ended and request.is_elastic and running:
+                has_succeeded = has_succeeded or not ended
+                if ended and request.is_elastic and (running or has_succeeded):
                     log.warning(f"host {host} ended with exit code {ended}: the others go on")
                 elif ended == CONSEQUENCE:
                     code = code or ended
