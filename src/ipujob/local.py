@@ -81,7 +81,8 @@ class LocalJob:
         return code or 0
 
     def _run_round(self) -> int | None:
-        """Run the next actions of the job; without any, sleep. Return its exit code at its end, else None."""
+        """Look which workers have ended, and end and start workers as the operator would; if there is nothing to do,
+        sleep. Return the job's exit code at its end, else None."""
         for worker in self.workers.values():
             is_late = time.monotonic() > worker.deadline and worker.process.poll() is None
             if is_late:

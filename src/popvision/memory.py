@@ -28,7 +28,8 @@ class Need:
 
 
 def needs(profile: Profile) -> list[Need]:
-    """Return the need of each ipu of replica 0; `activations` and `between`: in the detailed step."""
+    """Return the bytes that each ipu of replica 0 needs. Those of activations and of values between ipus are of
+    the step in which single operations were measured, 0 without it."""
     fixed = {row.ipu: row for row in profile.memory if row.replica == 0}
     tracks, waiting = detailed_tracks(profile), bytes_between(profile)
     found = []

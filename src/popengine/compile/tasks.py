@@ -130,7 +130,7 @@ class _TableWriter:
 
     # ---- pieces --------------------------------------------------------------------------------------------
 
-    def _results_of(self, piece: Piece, *kinds: Key) -> list[tuple[str, str]]:
+    def _graph_results_of(self, piece: Piece, *kinds: Key) -> list[tuple[str, str]]:
         """Return (name, key) of the graph's results, of these kinds, that a piece writes."""
         return [(name, key) for kind, name, key in self.results if kind in kinds and name in piece.writes]
 
@@ -149,8 +149,8 @@ class _TableWriter:
         kind: TaskKind = "forward" if piece.phase == "F" else "backward"
         if piece.gather_group_size:  # and does nothing else: see `piece_parts.py`
             kind = "gather"
-        stores = _instruction_if_any("store", self._results_of(piece, "output", "input"))
-        sums = _instruction_if_any("accumulate", self._results_of(piece, "gradient"))
+        stores = _instruction_if_any("store", self._graph_results_of(piece, "output", "input"))
+        sums = _instruction_if_any("accumulate", self._graph_results_of(piece, "gradient"))
         sums += stores if self.adds_outputs else []
         own, freed = self._instructions(number, [] if self.adds_outputs else stores)
         task = Task(kind, flow.ipu_of(number), piece.stage, piece.phase, piece=number)
@@ -159,7 +159,7 @@ class _TableWriter:
         for name in flowing:
             if name in flow.inputs:
                 self.loader.setdefault(name, row)
-        self.writer.update({self.buffers[key]: row for _, key in self._results_of(piece, "buffer")})
+        self.writer.update({self.buffers[key]: row for _, key in self._graph_results_of(piece, "buffer")})
         if sums:
             task = replace(task, kind="sum", after=(After(row), After(row + 1, 1)))
             added = [name for instruction in sums for name in instruction.names]
@@ -181,7 +181,7 @@ class _TableWriter:
         found += [*_instruction_if_any("load", fresh), Instruction("compute", last, piece=number)]
         for other, names in flow.sends[number].items():
             found.append(Instruction("send", names, channel=str(piece), peer=other))
-        found += [*_instruction_if_any("keep", self._results_of(piece, "buffer")), *stores]
+        found += [*_instruction_if_any("keep", self._graph_results_of(piece, "buffer")), *stores]
         return found, [Instruction("free", done)] if done else []
 
     def _add_frees(self) -> None:

@@ -253,7 +253,8 @@ class Recorder:
         _append_bounded(self.kept, self._times, self._most_steps)
 
     def perform(self, row: int, index: int, replica: int, work: Callable[[int], None], core: int) -> None:
-        """Run a task, wait for the device's work, and store the times; none, if its row is in no program."""
+        """Run a task by `work(index)`. If its row is in an ipu's program, then wait for the device's work, and store
+        the times."""
         assert self._rows is not None
         task = self._rows.plan.tasks[row]
         first = self._first_instruction.get((row, index if task.index == "micro_batch" else -1))

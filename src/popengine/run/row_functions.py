@@ -99,7 +99,8 @@ class RowFunctions:
             self.call.results.loss_scale = scale
 
     def end_step(self) -> None:
-        """End a step of inference, or hold a step that another plan ends. (In training row "end" ends it.)"""
+        """End a step of inference. In training keep gradient sums and new buffers for the plan that ends the step, if
+        this plan does not: else do nothing, since row "end" has ended it."""
         if not self.settings.training:
             self.state.end_step()
         elif not self.settings.part.ends_step:

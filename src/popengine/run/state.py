@@ -203,7 +203,8 @@ class State:
             raise self.lost
 
     def write(self, weights: Sequence[Mapping[str, Tensor]]) -> None:
-        """Copy `weights[replica]`, by canonical name, to each replica's weights and buffers, all or none."""
+        """Copy `weights[replica]`, by canonical name, to each replica's parameters and buffers. Weights without an
+        entry keep their values; after an error all do."""
         after: list[dict[str, Tensor]] = []
         with torch.no_grad(), devices.as_current_device(self.device):
             for replica, given in enumerate(weights):

@@ -222,8 +222,10 @@ _END_TIMEOUT = 3.0  # seconds that a worker has to end its own workers
 def _start_worker(strategy: SharingStrategy, feeder: Feeder) -> tuple[BaseProcess, Connection]:
     """Start a worker process; return the process, and this process's end of the connection to it.
 
-    Raises: DataError, if the dataset can't be pickled, if the worker ends before it has read the dataset, or
-        if this process is a worker that imports the script
+    Does not wait until the worker has read the dataset: later errors come over the connection.
+
+    Raises: DataError, if the dataset can't be pickled, if the worker ends while it is sent, or if this process
+        is a worker that imports the script
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise DataError(

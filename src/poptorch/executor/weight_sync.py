@@ -121,7 +121,10 @@ class WeightSync:
     # ---- to the devices ----------------------------------------------------------------------------------
 
     def copyWeightsToDevice(self) -> None:
-        """Upload the user's weights. Updates on the devices since the last copy to the host are lost."""
+        """Upload the user's parameters and buffers. Updates on the devices since the last copy to the host are lost.
+
+        Raises: Error, if the model is not compiled or not attached
+        """
         self._upload()
         self._notify_peers()
 
@@ -135,7 +138,10 @@ class WeightSync:
         self._mark_synced(weights, is_behind=self._is_behind and names is not None)
 
     def copyNamedBuffersToDevice(self) -> None:
-        """Upload only the buffers of `Options.updatableNamedBuffers`. Raises: Error, if it names none"""
+        """Upload only the buffers of `Options.updatableNamedBuffers`.
+
+        Raises: Error, if the option names none, or the model is not compiled or not attached
+        """
         names = self._model.updatable_buffers()
         if not names:
             raise Error(
