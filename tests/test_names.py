@@ -33,15 +33,8 @@ EXECUTOR = """
     model options rng_state setOptimizer state_dict
 """
 
-# Names of two classes or more, without leading underscores. The first three are the users' words for what they choose.
-# The others are to be renamed: this list may only shrink.
-TWICE = """
-    Block Optimizer Options
-    Channel
-    Part
-    Piece
-    Recorder
-"""
+# Names of two classes, without leading underscores: the users' words for what they choose. This list may only shrink.
+TWICE = "Optimizer Options"
 
 ROOT = Path(__file__).parents[1]
 DOTTED = re.compile(

@@ -43,7 +43,7 @@ class SecretError(StoreError):
     """Raised if the server at an address has another secret, or is not a store."""
 
 
-class _Channel:
+class _SignedConnection:
     """A connected socket that sends and receives signed JSON messages."""
 
     def __init__(self, connected: socket.socket, secret: str, is_server: bool) -> None:
@@ -145,7 +145,7 @@ class Server:
         self._sockets.add(connected)
         with connected, suppress(OSError, ValueError, TypeError):
             connected.settimeout(_HANDSHAKE)
-            channel = _Channel(connected, self._secret, is_server=True)
+            channel = _SignedConnection(connected, self._secret, is_server=True)
             while True:
                 message = channel.receive(_MAX_MESSAGE)
                 connected.settimeout(None)
@@ -216,7 +216,7 @@ class SignedStore(dist.Store):
             time.sleep(0.05)
         try:
             self._socket.settimeout(timeout)
-            self._channel = _Channel(self._socket, secret, is_server=False)
+            self._channel = _SignedConnection(self._socket, secret, is_server=False)
             self._call("get", [])
         except (OSError, StoreError) as error:
             raise SecretError(

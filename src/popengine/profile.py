@@ -20,7 +20,7 @@ class Pass(NamedTuple):
     seconds: float
 
 
-class Block(NamedTuple):
+class ProfiledBlock(NamedTuple):
     """A block of the model, its stage and ipu, and the line that opened it."""
 
     name: str
@@ -30,7 +30,7 @@ class Block(NamedTuple):
     parameters: int = 0  # elements of its parameters
 
 
-class Piece(NamedTuple):
+class ProfiledPiece(NamedTuple):
     """One phase of one stage, or a part of it."""
 
     phase: str  # F or B
@@ -208,8 +208,8 @@ class Profile:
     facts: dict[str, Any] = field(default_factory=dict)
     programs: dict[int, list[int]] = field(default_factory=dict)
     passes: tuple[Pass, ...] = ()
-    blocks: tuple[Block, ...] = ()
-    pieces: tuple[Piece, ...] = ()
+    blocks: tuple[ProfiledBlock, ...] = ()
+    pieces: tuple[ProfiledPiece, ...] = ()
     operations: tuple[Operation, ...] = ()
     parts: tuple[Part, ...] = ()
     tracks: tuple[Track, ...] = ()

@@ -6,7 +6,18 @@ import sys
 
 import pytest
 
-from popengine.profile import Call, Operation, Part, Piece, Profile, ProfileError, Tensor, Track, load, parse
+from popengine.profile import (
+    Call,
+    Operation,
+    Part,
+    Profile,
+    ProfiledPiece,
+    ProfileError,
+    Tensor,
+    Track,
+    load,
+    parse,
+)
 
 PROFILE = Profile(
     "training",
@@ -16,7 +27,7 @@ PROFILE = Profile(
     {"accumulation": 2},
     {"mode": "pipelined"},
     {0: [0, 0, 1, 0, 0, 1, 1, 1], 1: [2, 0, 2, 1]},
-    pieces=(Piece("F", 0, 0, "model.py:3"), Piece("F", 1, 1, "model.py:4")),
+    pieces=(ProfiledPiece("F", 0, 0, "model.py:3"), ProfiledPiece("F", 1, 1, "model.py:4")),
     operations=(Operation(0, "mm_1", "mm", "A", "model.py:3", 2, 500, 64, 32, 16),),
     parts=(Part(0, "compute", "F", 0), Part(0, "send", "F", 0, 1, 64, "F0"), Part(1, "compute", "F", 1)),
     tracks=(Track(0, 0, 0, 0, 1000, [10, 1, 20, 2]), Track(0, 0, 0, 1, 1011, [5, 6])),

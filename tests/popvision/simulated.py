@@ -5,15 +5,15 @@ from collections.abc import Callable
 
 from popengine.order import IN_TURNS, ONE_FORWARD_ONE_BACKWARD, Action, After, timeline
 from popengine.profile import (
-    Block,
     Call,
     Memory,
     Operation,
     Option,
     Part,
     Pass,
-    Piece,
     Profile,
+    ProfiledBlock,
+    ProfiledPiece,
     Tensor,
     Tick,
     Track,
@@ -56,7 +56,9 @@ def simulated(
         tracks += [Track(step, step, 0, ipu, step * (length + gap), durations) for step in range(steps)]
     calls = [Call(step, step * (length + gap), step * (length + gap) + length, 1) for step in range(steps)]
     pieces = [
-        Piece(phase, stage, stage, "model.py:1") for phase in "FB"[: 1 + training] for stage in range(stages)
+        ProfiledPiece(phase, stage, stage, "model.py:1")
+        for phase in "FB"[: 1 + training]
+        for stage in range(stages)
     ]
     operations = [
         Operation(
@@ -101,7 +103,7 @@ def simulated(
         programs,
         (Pass("capture", 0.5), Pass("lower", 0.25)),
         tuple(
-            Block(name, s, s, "model.py:1", 10)
+            ProfiledBlock(name, s, s, "model.py:1", 10)
             for s, names in enumerate(blocks)
             for name in names.split(", ")
         ),

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..ir import Graph, Instruction, Line, Partition, Plan, Task
 from ..order import ORDERS, Action, length, timeline
-from ..profile import Block, Operation, Part, Piece, Profile, Tick
+from ..profile import Operation, Part, Profile, ProfiledBlock, ProfiledPiece, Tick
 from ..programs import actions, programs
 from ..settings import Settings
 
@@ -139,7 +139,7 @@ class _PlanTables:
 
     # ---- operations --------------------------------------------------------------------------------------
 
-    def operations(self, memories: dict[str, Any]) -> tuple[list[Operation], list[Piece]]:
+    def operations(self, memories: dict[str, Any]) -> tuple[list[Operation], list[ProfiledPiece]]:
         """Return the operations, in the order of the pieces and their lines; and the pieces."""
         found, pieces = [], []
         ends = {  # by piece, its inputs that are freed in it
@@ -155,7 +155,7 @@ class _PlanTables:
             held.add(freed)
             first = piece.lines[0].where if piece.lines else "?"
             pieces.append(
-                Piece(piece.phase, piece.stage, self.partition.ipus[piece.stage], first, held.bytes)
+                ProfiledPiece(piece.phase, piece.stage, self.partition.ipus[piece.stage], first, held.bytes)
             )
             read = {name for line in piece.lines for name in line.operands()}
             held.add(set(freed) - read - set(piece.writes), by=-1)
@@ -210,7 +210,7 @@ class _PlanTables:
         size = 0 if kind == "compute" else self._bytes(names)
         return Part(task.ipu, kind, task.phase, task.stage, instruction.peer, size, instruction.channel)
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[ProfiledBlock]:
         """Return the blocks in the order of the data; "no block" holds the operations before the first."""
         visits = {str(visit.name): visit.where for visit in reversed(self.partition.signature.visits)}
         used: dict[str, set[str]] = {}
@@ -223,7 +223,9 @@ class _PlanTables:
                 key = "None" if name == "no block" else name
                 slots = [self._slots[n] for n in used.get(key, ()) if n in self._slots]
                 size = sum(math.prod(slot.shape) for slot in slots if slot.role == "parameter")
-                found.append(Block(name, stage, self.partition.ipus[stage], visits.get(key, "?"), size))
+                found.append(
+                    ProfiledBlock(name, stage, self.partition.ipus[stage], visits.get(key, "?"), size)
+                )
         return found
 
 

@@ -41,7 +41,7 @@ from ..update.gradients import (
     norm,
     scale_,
 )
-from ..update.group_update import Chunk, Part, UpdateStep
+from ..update.group_update import Chunk, ParameterUpdate, UpdateStep
 from .call import EngineCall
 from .instances.all_reduce import AllReduce, leaves, tree_sum
 from .instances.process_group import FIRST_TAG, ProcessGroup
@@ -141,7 +141,7 @@ class Updates:
         if self.settings.reduction == "running":
             divide_(sums, self.settings.counts.global_replicas)
 
-    def _reduce(self, parts: Sequence[Part]) -> None:
+    def _reduce(self, parts: Sequence[ParameterUpdate]) -> None:
         """Add each part's `others` to its gradient, as a binary tree, in place; divide by `_divisor`."""
         for others in {len(part.others) for part in parts} - {0}:
             rows = [(part.gradient, *part.others) for part in parts if len(part.others) == others]
@@ -170,10 +170,10 @@ class Updates:
         members = self.settings.members(unit.key, unit.replica) if self._group is None else (unit.replica,)
         return [self.state.sums[replica][unit.key] for replica in members]
 
-    def _part(self, unit: Unit, sums: Sequence[Tensor], seed: int | None = None) -> Part:
+    def _part(self, unit: Unit, sums: Sequence[Tensor], seed: int | None = None) -> ParameterUpdate:
         """Return the part for a unit's update, whose gradient is `sums[0]`, and `others` the other sums."""
         state = self.state.optimizer.get(unit, {})
-        return Part(self.state.weight(unit), sums[0], state, tuple(sums[1:]), seed)
+        return ParameterUpdate(self.state.weight(unit), sums[0], state, tuple(sums[1:]), seed)
 
     # ---- the updates -----------------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class Updates:
         for step in self._steps.values():
             step.increment_counts()
 
-    def _prepare_gradients(self, parts: Sequence[Part]) -> Sequence[Part]:
+    def _prepare_gradients(self, parts: Sequence[ParameterUpdate]) -> Sequence[ParameterUpdate]:
         """Reduce (unless "norm" did) and clip gradients, in place; record overflows; return the parts."""
         optimizer = self._optimizer
         if not self.settings.measures_gradients:

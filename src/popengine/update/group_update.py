@@ -60,7 +60,7 @@ def update(
           seeds: a seed per parameter for the stochastic rounding of half precision; None: round to nearest
     """
     columns = zip(parameters, gradients, states, seeds or [None] * len(parameters), strict=True)
-    step = UpdateStep(optimizer, group, [Part(p, g, s, seed=seed) for p, g, s, seed in columns])
+    step = UpdateStep(optimizer, group, [ParameterUpdate(p, g, s, seed=seed) for p, g, s, seed in columns])
     step.increment_counts()
     if step.layers is not None:
         for chunk in step.chunks:
@@ -71,7 +71,7 @@ def update(
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class ParameterUpdate:
     """One parameter, or a range of its elements, with all tensors that its update reads and writes.
 
     Args:
@@ -107,7 +107,7 @@ class Part:
             for tensor in tensors
         )
 
-    def elements(self, start: int, stop: int) -> Part:
+    def elements(self, start: int, stop: int) -> ParameterUpdate:
         """Return a part with 1-d views of elements `start` to `stop` in memory order (0-d: unchanged)."""
         return replace(
             self,
@@ -133,7 +133,7 @@ Span = tuple[
 Chunk = list[Span]
 
 
-def chunks(parts: Sequence[Part]) -> list[Chunk]:
+def chunks(parts: Sequence[ParameterUpdate]) -> list[Chunk]:
     """Return the chunks of all parts. Chunks may be computed in any order, or at the same time.
 
     On an accelerator all parts are one chunk, because one kernel updates many parameters.
@@ -163,7 +163,7 @@ class UpdateStep:
     chunk's `views` before their first use. The constructor adds missing states of momentum, as zeros.
     """
 
-    def __init__(self, optimizer: Optimizer, rates: Rates, parts: Sequence[Part]) -> None:
+    def __init__(self, optimizer: Optimizer, rates: Rates, parts: Sequence[ParameterUpdate]) -> None:
         self.optimizer, self.rates, self.rule = optimizer, rates, rule_of(optimizer)
         self.layers: Layers | None = self.rule.layers
         for part in parts:
@@ -182,7 +182,7 @@ class UpdateStep:
         """The chunks of all parameters. Threads may compute different chunks at the same time."""
         return chunks(self.parts)
 
-    def views(self, chunk: Chunk) -> list[Part]:
+    def views(self, chunk: Chunk) -> list[ParameterUpdate]:
         """Return the part of each span of a chunk, with views of the span's elements."""
         return [
             self.parts[part].elements(start, stop) if stop else self.parts[part]
@@ -195,7 +195,7 @@ class UpdateStep:
         if steps:
             torch._foreach_add_(steps, 1)
 
-    def measure(self, views: Sequence[Part]) -> None:
+    def measure(self, views: Sequence[ParameterUpdate]) -> None:
         """For each part of a chunk: update the state, write the step before the trust ratio into `step`, and
         store the norms of weight and step in `norms`, unless that is None."""
         assert self.layers is not None
@@ -224,7 +224,7 @@ class UpdateStep:
             for part, ratio in zip(measured, ratios.unbind(), strict=True):
                 part.state["trust"] = ratio
 
-    def apply(self, views: Sequence[Part]) -> None:
+    def apply(self, views: Sequence[ParameterUpdate]) -> None:
         """Update the weights and states of a chunk, in place, by the fused kernel or by the formula."""
         fused = [view for view in views if view.is_fused]
         if fused:
@@ -234,7 +234,7 @@ class UpdateStep:
         if len(fused) < len(views):
             self._apply_formula([view for view in views if not view.is_fused])
 
-    def _apply_formula(self, parts: Sequence[Part]) -> None:
+    def _apply_formula(self, parts: Sequence[ParameterUpdate]) -> None:
         """Run the formula in float32 (float64 parameters: float64); round results to the tensors' dtypes."""
         types = [torch.promote_types(part.parameter.dtype, torch.float32) for part in parts]
         # .to returns the tensor itself if it has the dtype already: then nothing is to be written back.
@@ -251,7 +251,11 @@ class UpdateStep:
                     stochastic_round_(part.parameter, result, generator)
 
     def _run_formula(
-        self, formula: Formula, parts: Sequence[Part], weights: list[Tensor], gradients: list[Tensor]
+        self,
+        formula: Formula,
+        parts: Sequence[ParameterUpdate],
+        weights: list[Tensor],
+        gradients: list[Tensor],
     ) -> None:
         """Run a formula, which changes weights, gradients and the parts' states in place; states of another
         dtype than the weight's are changed through copies."""
@@ -271,14 +275,14 @@ def _zero_state(optimizer: Optimizer, name: str, parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
 
 
-def _with_step_buffer(part: Part, has_ratio: bool) -> Part:
+def _with_step_buffer(part: ParameterUpdate, has_ratio: bool) -> ParameterUpdate:
     """Return the part with a step buffer, a copy of its state dict and, if `has_ratio`, an empty `norms`."""
     dtype, gradient = torch.promote_types(part.parameter.dtype, torch.float32), part.gradient
     step = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     return replace(part, step=step, norms={} if has_ratio else None, state=dict(part.state))
 
 
-def _total_norm(part: Part, which: int) -> Tensor:
+def _total_norm(part: ParameterUpdate, which: int) -> Tensor:
     """Return the norm of a whole weight (`which` 0) or of its step (1), from the norms of its ranges."""
     norms = [pair[which] for _, pair in sorted((part.norms or {}).items())]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from popengine.settings import Optimizer
-from popengine.update.group_update import CHUNK, Part, chunks, init_state, update
+from popengine.update.group_update import CHUNK, ParameterUpdate, chunks, init_state, update
 
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 
 
 def part(*shape):
     value = torch.empty(shape)
-    return Part(value, torch.empty_like(value), {})
+    return ParameterUpdate(value, torch.empty_like(value), {})
 
 
 def test_large_parameters_are_cut_and_small_neighbours_share_a_chunk():
@@ -26,10 +26,10 @@ def test_large_parameters_are_cut_and_small_neighbours_share_a_chunk():
 
 def test_tensors_that_lie_in_memory_in_different_orders_are_not_cut():
     weight = torch.empty(1024, 512)
-    parts = [Part(weight, torch.empty(512, 1024).t(), {})]
+    parts = [ParameterUpdate(weight, torch.empty(512, 1024).t(), {})]
     assert chunks(parts) == [[(0, 0, 0)]]
     images = torch.empty(256, 256, 5, 5).to(memory_format=torch.channels_last)
-    parts = [Part(images, torch.empty_like(images), {})]
+    parts = [ParameterUpdate(images, torch.empty_like(images), {})]
     assert len(chunks(parts)) == 2
 
 

@@ -16,7 +16,7 @@ from ...operations import Body
 from ..partition import emit
 from .current_capture import Capture, recording_paused
 from .functional import drop_aliases_and_dead_code, functionalized
-from .graph_recorder import Recorder, empty_like, is_write
+from .graph_recorder import GraphRecorder, empty_like, is_write
 
 _BODY = -1  # in place of a stage: a failing line is looked up in the piece that runs the body
 
@@ -32,7 +32,7 @@ def trace_body(
     """
     block = capture.block
     with recording_paused() as fake, fake:
-        recorder = Recorder(capture.node_meta, outer_role="outer")
+        recorder = GraphRecorder(capture.node_meta, outer_role="outer")
         given = [empty_like(value) for value in inputs]
         for position, value in enumerate(given):
             recorder.add_placeholder(f"input_{position}", value, role="input", key=str(position))

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import CaptureError
 from ...ir import Graph, Key, Result, Slot, Visit
-from .graph_recorder import PLACE, Recorder, empty_like, is_write, materialized_copy, memory_of, run_node
+from .graph_recorder import PLACE, GraphRecorder, empty_like, is_write, materialized_copy, memory_of, run_node
 
 aten = torch.ops.aten
 _REPLAYED_META = (*PLACE, "scope", "attributes", "group", "numbers")  # what a replay copies of a node's meta
@@ -63,7 +63,7 @@ def replayed(
     constants: dict[str, Tensor],
     run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any] = run_node,
     around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda replay: replay,
-) -> Recorder:
+) -> GraphRecorder:
     """Run a graph on new fake tensors, and return a recorder of the operations that run.
 
     Args:
@@ -71,7 +71,7 @@ def replayed(
         around: called with the function from the graph's inputs to its outputs; returns the function to call
     """
     meta: dict[str, Any] = {}
-    recorder = Recorder(lambda func: {**meta, "replay": True})
+    recorder = GraphRecorder(lambda func: {**meta, "replay": True})
     recorder.constants.update(constants)
     placeholders, results = graph.find_nodes(op="placeholder"), graph.output_node().args[0]
 
@@ -95,7 +95,7 @@ def replayed(
     return recorder
 
 
-def functionalized(graph: fx.Graph, constants: dict[str, Tensor]) -> Recorder:
+def functionalized(graph: fx.Graph, constants: dict[str, Tensor]) -> GraphRecorder:
     """Return a recorder of the graph without in-place operations, made by torch's functionalization."""
     return replayed(graph, constants, around=partial(torch.func.functionalize, remove="mutations"))
 
@@ -142,7 +142,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def as_graph(
-    recorder: Recorder,
+    recorder: GraphRecorder,
     results: Sequence[tuple[Key, str, fx.Node]],
     visits: tuple[Visit, ...],
     trained: set[str],

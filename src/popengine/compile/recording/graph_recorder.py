@@ -140,7 +140,7 @@ def sources_of(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None
     return found
 
 
-class Recorder(TorchDispatchMode):
+class GraphRecorder(TorchDispatchMode):
     """A dispatch mode that appends a node to `graph` for each operation. `node_meta` returns the node's meta.
 
     Args: outer_role: of the inputs for tensors that no recorded operation has made: "constant" (real tensors), or
@@ -243,7 +243,7 @@ _OTHER_MEMORY = (aten.set_, aten.resize_, aten.resize_as_)
 VALUE_READS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
-class CaptureRecorder(Recorder):
+class CaptureRecorder(GraphRecorder):
     """The recorder of a forward. Reading a value (`.item()`, a mask) fails unless it follows from constants.
 
     Args: stand_in_of: returns the stand-in of a weight, or another tensor itself (see `standins.py`)
