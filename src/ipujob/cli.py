@@ -196,10 +196,10 @@ def render_file(arguments: argparse.Namespace) -> int:
         try:
             objects, left_out = make_objects(job, arguments.way)
         except ValueError as error:
-            raise Faults([document.locate(("spec", "restartPolicy"), str(error))]) from None
+            raise Faults([document.located_message(("spec", "restartPolicy"), str(error))]) from None
         made += [with_namespace(each, document.value) for each in objects]
         for text in left_out:
-            print(document.locate((), f"warning: {text}"), file=sys.stderr)
+            print(document.located_message((), f"warning: {text}"), file=sys.stderr)
     print(_yaml_text(made), end="")
     return 0
 
@@ -221,7 +221,7 @@ def run_file(arguments: argparse.Namespace) -> int:
         document = with_changes(document, arguments.name, arguments.command)
         job = load_job(document, images=None)
         if faults := list(local.unsupported_fields(job, variables)):
-            raise Faults([document.locate(*fault) for fault in faults])
+            raise Faults([document.located_message(*fault) for fault in faults])
         loaded.append((document, job))
     for document, job in loaded:  # all of the file is checked before the first job runs
         if not job.shape.instances:

@@ -39,7 +39,7 @@ class Document:
     def kind(self) -> str:
         return str(self.value.get("kind")) if isinstance(self.value, dict) else type(self.value).__name__
 
-    def locate(self, path: KeyPath, message: str, fix: str = "") -> str:
+    def located_message(self, path: KeyPath, message: str, fix: str = "") -> str:
         """Return FILE:LINE: message and the fix. The line is that of `path` or its nearest parent."""
         while path not in self.lines:
             path = path[:-1]
@@ -100,13 +100,15 @@ def load_job(document: Document, device: str = "cpu", images: Images | None = ()
     Raises: Faults, with everything that is wrong with the document
     """
     if not isinstance(document.value, dict):
-        raise Faults([document.locate((), f"this is a {document.kind}, not an IPUJob", "kind: IPUJob")])
+        raise Faults(
+            [document.located_message((), f"this is a {document.kind}, not an IPUJob", "kind: IPUJob")]
+        )
     job, faults = parse(document.value, device, images)
     faults = [*document.faults, *faults]
     if faults or job is None:
-        raise Faults([document.locate(*fault) for fault in faults])
+        raise Faults([document.located_message(*fault) for fault in faults])
     for path, text in warnings_of(job, document.value):
-        print(document.locate(path, f"warning: {text}"), file=sys.stderr)
+        print(document.located_message(path, f"warning: {text}"), file=sys.stderr)
     return job
 
 

@@ -183,7 +183,10 @@ def _updated_conditions(old: Object, messages: Mapping[str, str], now: datetime)
 
 
 def _status_patch(old: Object, new: Object, now: datetime) -> Object:
-    """Return the merge patch that changes the fields `new` in the status `old`; {}, if they are equal."""
+    """Return the merge patch that changes the fields `new` in the status `old`; {}, if they are equal.
+
+    It deletes the instances that `new` lacks, and sets `lastReconcileTime` to `now`.
+    """
     change = {key: item for key, item in new.items() if old.get(key) != item}
     if "instances" in change:
         change["instances"] = {**dict.fromkeys(old.get("instances", ())), **new["instances"]}  # None deletes

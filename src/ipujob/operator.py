@@ -25,7 +25,7 @@ from .observe import observe, stamp
 from .pods import JOB, Object
 from .rules import Images
 
-_ROUND = 10.0  # seconds between rounds, if nothing happens
+_RECONCILE_SECONDS = 10.0  # between reconciliations, if nothing happens
 _PAUSE = 0.2  # seconds between rounds, if much happens
 _LONGEST_DELAY = 60.0  # seconds until a refused creation is tried again, at most
 _HINTS = {  # by a part of the API server's message in small letters, the annotation that helps
@@ -67,8 +67,8 @@ class Operator:
         self.log, self.clock, self.beat = log, clock, beat
         self.refusals: dict[str, RefusedCreation] = {}  # by the job's uid, to delay the next try
 
-    def round(self) -> None:
-        """List all objects, and run the next actions of each job. An error of one job does not end the round.
+    def reconcile(self) -> None:
+        """List all objects, and run the next actions of each job. An error of one job does not stop it.
 
         Raises: Refused, if the objects can't be listed; Unreachable, if the cluster doesn't answer
         """
@@ -196,10 +196,10 @@ def run_operator(arguments: argparse.Namespace) -> int:
     while True:
         wake.clear()  # a change during the round starts the next round
         try:
-            made.round()
+            made.reconcile()
         except (Refused, Unreachable) as error:
             log(str(error))
         beat()
         retries = [refusal.until - made.clock() for refusal in made.refusals.values()]
         time.sleep(_PAUSE)
-        wake.wait(max(0.0, min([_ROUND, *retries])))
+        wake.wait(max(0.0, min([_RECONCILE_SECONDS, *retries])))

@@ -123,7 +123,10 @@ class Recording:
         return output
 
     def _note_attributes(self) -> None:
-        """Note the tensors that the step left in the module's attributes, and restore these attributes."""
+        """Add to the notes the tensors that the step left in the module's attributes, and restore these.
+
+        Raises: CaptureError, for an attribute that holds tensors in a way that can't be repeated
+        """
         for what, value in _restore_attributes(self._module, self._attributes_before):
             if what is None:
                 raise CaptureError(

@@ -75,7 +75,8 @@ def _write_file(folder: Path, instance: int, state: dict[str, Any]) -> None:
 
 
 def _complete_checkpoint(folder: Path, instances: int, replicas: int, keep: int) -> None:
-    """Wait for the files of all instances, write the manifest, rename the folder, remove old checkpoints."""
+    """Wait for the files of all instances, write the manifest, and rename the folder to its final name. Remove complete
+    checkpoints but the newest `keep`, and unfinished ones of other runs."""
     manifest = {"format": _FORMAT, "replicas": replicas, "files": _await_sums(folder, instances)}
     _write_text(folder / _MANIFEST, json.dumps(manifest, indent=1))
     for path in folder.glob("*.done"):

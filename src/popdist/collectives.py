@@ -98,9 +98,9 @@ def all_gather(value: Tensor) -> Tensor:
 
 
 def all_gather_bytes(value: bytes, row: Tensor | None = None) -> bytes:
-    """Return the bytes of all instances, concatenated in the order of the instances.
+    """Return the bytes of all instances, concatenated in the order of the instances; lengths may differ.
 
-    Args: row: a tensor whose shape and dtype must be equal in all instances; else an Error is raised
+    Args: row: only compared: an Error is raised unless its shape and dtype are equal in all instances
     """
     group, what = _current_group(), "popdist.collectives.all_gather"
     if group is None:

@@ -51,11 +51,11 @@ def _disconnect_at_exit() -> None:
     """Write to the store that this process ends, and wait for its threads. If they don't end soon, since the
     store's process may be stopped or ending, close the connection to the store, which ends their waits."""
     process_group.leave()
-    if not process_group.join_threads(_PATIENCE):
+    if not process_group.join_torch_threads(_PATIENCE):
         for store in _stores:
             if isinstance(store, SignedStore):
                 store.close()
-        process_group.join_threads(_PATIENCE_AT_EXIT)
+        process_group.join_torch_threads(_PATIENCE_AT_EXIT)
 
 
 def _store_address() -> tuple[str, int]:
@@ -82,7 +82,7 @@ def _store_address() -> tuple[str, int]:
 
 
 def _connect_instances(launch: Launch, seconds: float) -> None:
-    """Wait until all instances use the store; then create torch's default process group, and this process's.
+    """Wait until all instances use the store; then create torch's default process group and Pando's.
 
     Sets GLOO_SOCKET_IFNAME, if it is not set. Raises: Error, as `popdist.init`
     """

@@ -153,8 +153,9 @@ def integer_of(environment: Mapping[str, str], name: str, default: int | None = 
 
 
 def write_stack_at_signal() -> None:
-    """Register a handler of `STACK_SIGNAL` that writes the stacks of all threads to the file of `STACK`,
-    write this process's id into the file, and remove the variable. Without the variable do nothing."""
+    """Register a handler of `STACK_SIGNAL` that writes the stacks of all threads to the file that the
+    environment variable `STACK` names, write this process's id into it, and remove the variable; without the
+    variable do nothing."""
     path = os.environ.pop(STACK, None)  # child processes have none
     if path and STACK_SIGNAL is not None:
         file = open(path, "w")  # noqa: SIM115  for the rest of the process

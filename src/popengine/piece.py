@@ -49,7 +49,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A function from the values that it reads to those that it writes. Pieces compare equal if their code is equal."""
+    """The lines of a function from the values that it reads to those that it writes."""
 
     phase: Phase
     stage: int

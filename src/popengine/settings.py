@@ -27,10 +27,11 @@ class Strategy:
     """The execution strategy: how stages are scheduled, and how the stage of each block is chosen.
 
     Args:
+        mode:           whether stages overlap ("pipelined") or take turns ("sharded", "phased")
         auto:           the rule that chooses the stages; None: `stages` lists the blocks of each stage
         ipus, capacity: for the rule "balance", which places blocks on `ipus` ipus of `capacity` bytes by cost
         or_sharded:     if the micro-batches can't fill the pipeline, its stages run one after another
-        joined:         join neighbouring stages on one ipu into one stage, as plans for separate devices do
+        joined:         join neighbouring stages on one ipu into one stage; for plans of machines with a device per ipu
     """
 
     mode: Mode = "pipelined"

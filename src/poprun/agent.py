@@ -173,12 +173,12 @@ class Agent:
 
 
 class Instances:
-    """The processes of this node's instances in one round. Leaving the `with` statement ends them.
+    """The processes of this node's instances in one round, started at once. Leaving the `with` ends them.
 
     Args:
         first:     index of this node's first instance among all instances
         variables: for each instance of this node, the environment variables to add
-        folder:    for files with the output of silenced instances
+        folder:    for files with the output of instances that `request` silences
     """
 
     def __init__(

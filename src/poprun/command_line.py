@@ -60,7 +60,7 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
     own, program = parser.split_program(words)
     options = parser.parse_args(own)
     if options.import_config:
-        parser.import_defaults(options.import_config)
+        parser.set_defaults_from_file(options.import_config)
         options = parser.parse_args(own)
     if options.export_config:
         values = {name: value for name, value in vars(options).items() if not name.endswith("port_config")}
@@ -188,7 +188,7 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"{name} is ambiguous: {', '.join(meant)}")
         self.error(f"unknown option {name}")
 
-    def import_defaults(self, path: str) -> None:
+    def set_defaults_from_file(self, path: str) -> None:
         """Set the values in a file of `--export-config` as defaults; exit if the file is not of this kind."""
         try:
             values = json.loads(Path(path).read_text())

@@ -63,12 +63,16 @@ class Round:
         return sum(self.counts[name] for name in names[: names.index(node)])
 
     def lost_nodes(self, records: Mapping[str, Record]) -> str:
-        """Return the names of nodes whose poprun in this round is lost, joined by commas; "" if none is."""
+        """Return the names of lost nodes, joined by commas; "" without any. A node is lost if its record is missing,
+        or is of another poprun than this round's."""
         return ", ".join(name for name, id in self.ids.items() if records.get(name, {}).get("id") != id)
 
 
 class Nodes:
-    """The connection of this node to the other nodes. Methods raise `TrainingLost` if the training can't go on."""
+    """This node's connection to the other nodes; on the leading node its reads also call `Leader.advance_round`.
+
+    `next_round`, `must_stop` and `record_success` raise `TrainingLost` if the training can't go on.
+    """
 
     def __init__(self, request: CommandLine, node: Node, log: Log) -> None:
         self.round = Round()  # the newest round in which this node has instances
@@ -200,7 +204,7 @@ class Nodes:
         if self._leader is not None:
             if isinstance(self._election, Election):
                 self._election.check_leads()
-            newest = self._leader.advance(newest)
+            newest = self._leader.advance_round(newest)
         return newest
 
 
@@ -221,8 +225,9 @@ class Leader:
         self._failures, self._newest_call = 0, -1
         self._grow_after: int | None = None  # calls before the checkpoint that was newest when a node came
 
-    def advance(self, current: Round) -> Round:
-        """End the current round if there is a reason; when all nodes have stopped, begin the next one.
+    def advance_round(self, current: Round) -> Round:
+        """End the current round after a success, a failure or the loss of a node, or for a node to add. When all
+        nodes have stopped, begin the next one.
 
         Returns: the round after the decision; if it has changed, it has been written into the store
         """

@@ -8,7 +8,7 @@ from popengine.profile import Profile
 
 from .analysis import Figures
 from .times import is_cut_off, whole_steps
-from .units import cores_in_words, size
+from .units import cores_and_verb, size
 from .virtual import promised
 
 _WORTH = 1.05  # an option is advised above this speedup, which was measured at compilation
@@ -93,7 +93,7 @@ def _note_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
     if figures.step_here is not None and figures.calls and ipus > 1:
         yield (
             f"While this was recorded each of the {ipus} ipus did one thing at a time, as separate devices do."
-            f" Without a recorder {cores_in_words(profile)} all of them, and the layout hardly matters."
+            f" Without a recorder {cores_and_verb(profile)} all of them, and the layout hardly matters."
         )
     inside, between = figures.host.get("in calls", 0.0), figures.host.get("between calls", 0.0)
     if between >= max(0.05, 0.2 * (inside + between)):

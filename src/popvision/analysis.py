@@ -11,7 +11,7 @@ from typing import Any, Literal
 from popengine.profile import Event, Profile
 
 from . import memory, times, virtual
-from .units import cores_in_words, rate, seconds, share, size, table
+from .units import cores_and_verb, rate, seconds, share, size, table
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def figures(profile: Profile) -> Figures:
         step_spread=times.spread_of(of_step),
         step_apart=None if apart is None else apart / 1e9,
         step_here=None if here is None else here / 1e9,
-        here_is=f"here, where {cores_in_words(profile)} all ipus",
+        here_is=f"here, where {cores_and_verb(profile)} all ipus",
         compile_seconds=sum(entry.seconds for entry in profile.passes),
         bubble_ideal=times.ideal_bubble(profile),
         bubble_measured=times.measured_bubble(usages),
@@ -174,6 +174,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
+        """Return second / first; None if one is missing, or `first` is 0."""
         return self.second / self.first if self.first and self.second is not None else None
 
     @property

@@ -51,7 +51,7 @@ def kind_of_run(profile: Profile) -> str:
     )
 
 
-def cores_in_words(profile: Profile) -> str:
+def cores_and_verb(profile: Profile) -> str:
     """Return the number of cores that run all ipus without a recorder, and a verb: "1 of 2 cores runs"."""
     count, machine = profile.facts.get("threads", 0), profile.facts.get("cores", 0)
     of_all = f" of {machine}" if count < machine else ""

@@ -152,7 +152,8 @@ def _simulated_ns(step: StepModel, cores: int = 0, speed: Sequence[float] = ()) 
 
 
 def simulate(step: StepModel, cores: int = 0) -> tuple[list[tuple[int, int]], Timeline]:
-    """Return the tasks of a step, (index in `step.actions`, micro-batch), and their timeline.
+    """Return (index in `step.actions`, micro-batch) of each task of each replica, and the timeline, which has the
+    weight updates, too, after all tasks.
 
     Args: cores: that share the ipus of all replicas; 0: each ipu of one replica is a device
     """

@@ -75,7 +75,7 @@ def load(made, jobs=200, workers=4):
     rounds, began, busy = 0, time.monotonic(), 0.0
     while True:
         before = time.monotonic()
-        operator.round()
+        operator.reconcile()
         busy += time.monotonic() - before
         rounds += 1
         known = made.cluster.call("GET", JOBS)["items"]

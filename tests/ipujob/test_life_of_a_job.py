@@ -23,7 +23,7 @@ class World:
 
     def step(self, times=1):
         for _ in range(times):
-            self.operator.round()
+            self.operator.reconcile()
             self.cluster.tick()
             self.time += 1
 
@@ -32,7 +32,7 @@ class World:
         for _ in range(limit):
             self.step()
             if "completionTime" in self.status:
-                self.operator.round()
+                self.operator.reconcile()
                 return self.status
         raise AssertionError(f"no end after {limit} steps: {self.status}")
 
@@ -53,7 +53,7 @@ def test_a_job_of_two_instances_completes():
     assert world.status["launcherStatus"] == "Pending" and world.status["lastMessage"].startswith("waiting: ")
     assert world.pods() == [f"train-worker-{k}" for k in range(4)]
     assert ("Service", "train") in world.cluster.objects
-    world.operator.round()
+    world.operator.reconcile()
     assert (world.status["launcherStatus"], world.status["lastMessage"]) == (
         "Running",
         "2 of 2 instances running",
@@ -257,11 +257,11 @@ def test_a_spec_that_changes_under_its_pods_is_told():
 
 def test_why_pods_wait_is_told():
     world = World(job())
-    world.operator.round()
+    world.operator.reconcile()
     message = "0/4 nodes are available: insufficient cpu"
     conditions = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}]
     world.cluster.pods()["train-worker-0"]["status"] = {"phase": "Pending", "conditions": conditions}
-    world.operator.round()
+    world.operator.reconcile()
     assert world.status["lastMessage"] == f"waiting: {message}"
 
 
@@ -305,7 +305,7 @@ def test_notes_stand_in_the_condition_of_a_running_job():
 def test_a_job_that_is_being_deleted_is_left_alone():
     world = World(job())
     world.cluster.objects["IPUJob", "train"]["metadata"]["deletionTimestamp"] = "now"
-    world.operator.round()
+    world.operator.reconcile()
     assert world.pods() == [] and world.status == {}
 
 

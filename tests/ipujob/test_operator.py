@@ -68,7 +68,7 @@ def test_killed_at_a_hundred_moments_every_job_ends_as_it_should():
     cluster.before = cluster.after = perhaps
     for _ in range(400):
         try:
-            Operator(cluster, **SILENT).round()
+            Operator(cluster, **SILENT).reconcile()
         except Killed:
             if draw.random() < 0.5:
                 continue  # the next one begins before anything else happens
@@ -105,7 +105,7 @@ def test_two_operators_at_once_one_of_them_late_do_as_one(seed):
     first, second = Operator(cluster, **SILENT), Operator(Stale(cluster, draw), **SILENT)
     for _ in range(100):
         for operator in draw.sample([first, second], 2):
-            operator.round()
+            operator.reconcile()
         if draw.random() < 0.7:
             cluster.tick()
     assert ends(cluster) == expected
@@ -133,7 +133,7 @@ def test_an_api_server_that_fails_for_a_while_loses_nothing(seed):
     operator = Operator(cluster, clock=lambda: time, **SILENT)
     for time in range(400):  # noqa: B007  the clock reads it
         with contextlib.suppress(Refused, Unreachable):
-            operator.round()
+            operator.reconcile()
         cluster.tick()
     assert ends(cluster) == expected
     assert_nothing_began_twice(cluster)
@@ -147,7 +147,7 @@ def test_a_job_that_can_not_be_read_does_not_hold_up_others():
     cluster.create(job("whole"))
     operator = Operator(cluster, log=said.append)
     for _ in range(5):
-        operator.round()
+        operator.reconcile()
         cluster.tick()
     assert ends(cluster) == {"whole": ("Completed", 0)}
     status = cluster.objects["IPUJob", "broken"]["status"]
@@ -159,10 +159,10 @@ def test_nothing_is_written_where_nothing_has_changed():
     cluster.create(job(workers={"replicas": 2}))
     operator = Operator(cluster, **SILENT)
     for _ in range(4):
-        operator.round()
+        operator.reconcile()
         cluster.tick()
     cluster.calls.clear()
-    operator.round()
+    operator.reconcile()
     assert [call for call, *_ in cluster.calls] == ["list"] * 3
 
 
@@ -173,7 +173,7 @@ def test_two_hundred_jobs_of_four_workers_take_a_few_requests_each():
     cluster.calls.clear()
     operator = Operator(cluster, **SILENT)
     for _ in range(6):
-        operator.round()
+        operator.reconcile()
         cluster.tick()
     assert set(ends(cluster).values()) == {("Completed", 0)} and len(ends(cluster)) == 200
     writes = sum(call != "list" for call, *_ in cluster.calls)
@@ -185,7 +185,7 @@ def test_what_happened_is_told_as_events():
     cluster.create(job(restartPolicy={"type": "OnFailure"}))
     operator = Operator(cluster, **SILENT)
     for _ in range(8):
-        operator.round()
+        operator.reconcile()
         cluster.tick()
     events = [each for (kind, _), each in cluster.objects.items() if kind == "Event"]
     assert [(each["reason"], each["message"]) for each in events] == [

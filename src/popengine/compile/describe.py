@@ -244,7 +244,10 @@ def _schedule(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:
 
 
 def _flops(node: fx.Node, parts: dict[Any, fx.Node]) -> int:
-    """Return the FLOPs of an operation by torch's rules; 0 if torch has no rule for it, or the rule fails."""
+    """Return the FLOPs of an operation by torch's rules; 0 if torch has no rule for it, or the rule fails.
+
+    Args: parts: of an operation with several results, the node of each used result, by its index
+    """
     rules: Mapping[Any, Any] = flop_registry
     count = rules.get(getattr(node.target, "overloadpacket", None))
     if count is None:

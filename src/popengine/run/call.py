@@ -138,7 +138,7 @@ class Results:
         return [buffer.on_host() for buffer in self._outputs.values()]
 
     def copy_times(self) -> list[tuple[list[float], list[float]]]:
-        """Return, for each output, the times when the copies to its rows began and ended (perf_counter)."""
+        """Return, for each output, two lists: when the copy of each row into its device buffer began, and ended."""
         return [(buffer.started, buffer.finished) for buffer in self._outputs.values()]
 
     def inputs(self) -> dict[int, Tensor]:

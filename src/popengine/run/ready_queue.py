@@ -172,7 +172,7 @@ class ReadyQueue:
         self._measured_count, self._spent = 2 * JUDGED if threads == 1 else 0, 0.0
         self._inbox: SimpleQueue[EngineCall | SimpleQueue[None] | None] = SimpleQueue()
         sender = [_SENDER] if rows.settings.training and rows.settings.counts.instances > 1 else []
-        self._all = [threading.Thread(target=self._run_calls, name="core 0", daemon=True)]
+        self._all = [threading.Thread(target=self._serve_engine_calls, name="core 0", daemon=True)]
         for core in [*range(1, threads), *sender]:
             work = partial(self._run_tasks_of_calls, core)
             self._all.append(threading.Thread(target=work, name=f"core {core}", daemon=True))
@@ -210,7 +210,7 @@ class ReadyQueue:
             if thread is not threading.current_thread():
                 thread.join(_PATIENCE)
 
-    def _run_calls(self) -> None:
+    def _serve_engine_calls(self) -> None:
         """Run the calls of the inbox one after another until `close`: the body of the thread of core 0."""
         while (call := self._inbox.get()) is not None:
             if not isinstance(call, EngineCall):
@@ -332,7 +332,8 @@ class ReadyQueue:
             heappush(self._ready, number)
 
     def _decide_sharing(self, seconds: float) -> None:
-        """Add the seconds of a task. All cores run tasks if the mean after the warm-up is large enough."""
+        """Add the seconds of a task. All cores run tasks once those after a warm-up take long enough on the mean;
+        else, and before this is known, only core 0 does."""
         self._measured_count += 1
         if self._measured_count > JUDGED:
             self._spent += seconds

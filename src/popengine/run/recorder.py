@@ -233,7 +233,7 @@ class Recorder:
             fastest = {} if self.detail is None else self.detail.fastest
             self._detail = Detail(self._call, number, meters, fastest)
             if rows.settings.is_eager:  # compiled pieces have no single operations
-                clocks = {"after": "; tick()", "tick": self._ticks.read_clocks}
+                clocks = {"after": "; tick()", "tick": self._ticks.record_clocks}
                 device, pieces = rows.state.device, plan.partition.pieces
                 rows.codes[0][:] = [build(piece, device=device, **clocks) for piece in pieces]
         now = perf_counter_ns()
@@ -301,5 +301,5 @@ class _Ticks(threading.local):
     def __init__(self) -> None:
         self.readings: list[tuple[int, int]] = []  # (perf_counter_ns, thread_time_ns)
 
-    def read_clocks(self) -> None:
+    def record_clocks(self) -> None:
         self.readings.append((perf_counter_ns(), thread_time_ns()))

@@ -14,7 +14,7 @@ time, because pieces are cut there (`piece_parts.py`), and the rest of the backw
 are views of a flat tensor, so that the exchange copies nothing before or after.
 
 All sums are in a fixed order, so that every layout and run gives the same bits. A new operation between the
-averaging of gradients and their clipping belongs in `_measure_gradient` (of a whole gradient) or
+averaging of gradients and their clipping belongs in `_reduce_and_measure_gradient` (of a whole gradient) or
 `_prepare_gradients` (element by element). Random numbers: a draw of a piece has the key (seed, step,
 micro-batch, replica) and its number in the model; stochastic rounding has the key (seed, step) and the number
 of the parameter's slot. Another draw has to use the key (seed, step) and numbers from `len(slots)` on.
@@ -96,7 +96,7 @@ class Updates:
         kind, ipu = self.plan.tasks[row].kind, self.plan.tasks[row].ipu
         functions: dict[ir.TaskKind, Work] = {
             "exchange": partial(self._exchange_buckets, row),
-            "norm": self._measure_gradient,
+            "norm": self._reduce_and_measure_gradient,
             "begin": self._begin_updates,
             "measure": partial(self._measure_chunk, ipu),
             "trust": self._compute_trust_ratios,
@@ -151,7 +151,7 @@ class Updates:
             tree_sum(leaves(replicas))
         divide_([part.gradient for part in parts], self._divisor())
 
-    def _measure_gradient(self, index: int) -> None:
+    def _reduce_and_measure_gradient(self, index: int) -> None:
         """Reduce a gradient, in place; store its norm (for clipping) and `element_counts` (for the automatic
         loss scale), if needed. Do nothing if a peer updates the parameter."""
         unit = self.state.units[index]
@@ -185,7 +185,9 @@ class Updates:
         """
         optimizer, hyper = self._optimizer, self.call.hyper
         assert hyper is not None
-        sums = 1 if self.settings.measures_gradients else None  # `_measure_gradient` has added up all sums
+        sums = (
+            1 if self.settings.measures_gradients else None
+        )  # `_reduce_and_measure_gradient` has added up all sums
         if optimizer.max_grad_norm < math.inf:
             self._clipping_factor = clipping_factor(self._total_norm(), optimizer.max_grad_norm)
         if not self.settings.automatic_loss_scaling or self._adapt_loss_scale():

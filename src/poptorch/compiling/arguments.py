@@ -141,7 +141,8 @@ def check_batch(call: BoundCall, counts: Counts) -> None:
 
 
 def warn_about_inputs(call: BoundCall, counts: Counts, has_float64: bool) -> None:
-    """Warn of inputs loaded for other options, of a dictionary argument, and of tensors that calls convert.
+    """Warn of inputs loaded for other options, of a dictionary argument, and of tensors that calls change: they
+    become float32, are detached, or are copied because they are not contiguous.
 
     Args:
         counts: the batch factors of the model's options

@@ -89,9 +89,10 @@ def schedule_text(plan: Plan, settings: Settings) -> str:
 
 
 def check_hardware_rules(plan: Plan, settings: Settings, rounds: bool) -> None:
-    """With POPTORCH_CHECK_HARDWARE_RULES=1, raise Error for more than 64 ipus, or no power of two.
+    """With POPTORCH_CHECK_HARDWARE_RULES=1, check the number of ipus that this process's replicas use together.
 
     Args: rounds: whether `autoRoundNumIPUs` is set: a number that is no power of two is only a warning then
+    Raises: Error, for more than 64 ipus, or a number that is no power of two
     """
     if os.environ.get(HARDWARE_RULES, "0") == "0":
         return

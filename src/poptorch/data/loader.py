@@ -280,7 +280,7 @@ def _record_batches(batches: Iterator[Any], counts: Counts, micro_batch: int | N
 
 def _limit_worker_count(num_workers: int, dataset: Any, worker_init_fn: Any) -> int:
     """Return `num_workers`, at most one per core; for an IterableDataset unchanged. Log a warning if the
-    number is reduced, or if each of several workers would yield all rows of an IterableDataset."""
+    number is reduced, or if several workers read an IterableDataset without a `worker_init_fn`."""
     if isinstance(dataset, IterableDataset):
         if num_workers > 1 and worker_init_fn is None:
             logger.warning(

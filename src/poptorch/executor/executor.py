@@ -36,11 +36,11 @@ from . import executable_file, marked_model
 from .device_lease import LoadedPlan
 from .latest_call import LatestCall, join_runs
 from .marked_model import WrappedModel
-from .public_names import PublicNames, methods_outside_inference_mode
+from .public_names import PublicNames, run_methods_outside_inference_mode
 
 
 @final
-@methods_outside_inference_mode
+@run_methods_outside_inference_mode
 class PoplarExecutor(PublicNames):
     """A wrapped model. The first call or `compile` compiles it, and attaches it to its devices."""
 
@@ -134,7 +134,7 @@ class PoplarExecutor(PublicNames):
             if not self._wrapped.training:
                 self._weights.upload_if_behind()
             self._weights.warn_of_changes()
-            self._optimizer_link.check_changes()
+            self._optimizer_link.warn_of_changes()
             self._optimizer_link.upload()
             engine, recorder = lease.need_engine(), plan.reporter and plan.reporter.recorder
             inputs = self._engine_inputs(run.call, plan)
@@ -153,7 +153,7 @@ class PoplarExecutor(PublicNames):
         return plan, results
 
     def _engine_inputs(self, call: arguments.BoundCall, plan: LoadedPlan) -> list[Tensor]:
-        """Return the call's tensors, converted for the engine, or the plan's synthetic inputs."""
+        """Return the call's tensors, converted for the engine; with `enableSyntheticData` synthetic ones."""
         if plan.synthetic is None:
             tensors = arguments.tensors_for_engine(call, plan.executable.inputs.has_float64)
             mode = self.options._Popart.options.get("syntheticDataMode", 0)

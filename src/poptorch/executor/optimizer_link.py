@@ -177,7 +177,8 @@ class OptimizerLink:
         ]
 
     def _load_torch_state(self) -> None:
-        """Check the states in `optimizer.state` (torch's format), and move them to `_loaded` for an upload."""
+        """Move the states in `optimizer.state` to `_loaded` for an upload: check them, and convert them from torch's
+        format. States of parameters that are not the model's are dropped."""
         names = self._model.parameter_names()
         loaded = {
             names[id(parameter)]: from_torch_state(self.frozen, state)
@@ -262,8 +263,11 @@ class OptimizerLink:
 
     # ---- rates -------------------------------------------------------------------------------------------
 
-    def check_changes(self) -> None:
-        """Warn once of rates that changed without `setOptimizer`. Raises: Error, if `step()` has hooks"""
+    def warn_of_changes(self) -> None:
+        """Warn, once, of rates that changed since `setOptimizer`, which calls ignore.
+
+        Raises: Error, if the optimizer's `step()` has hooks
+        """
         used = self.hyper
         if used is None:
             return

@@ -52,7 +52,7 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def methods_outside_inference_mode(kind: type[T]) -> type[T]:
+def run_methods_outside_inference_mode(kind: type[T]) -> type[T]:
     """Wrap `__call__` and public methods of a class, in place, by `outside_inference_mode`; return it."""
     for name, member in list(vars(kind).items()):
         if isinstance(member, FunctionType) and (name == "__call__" or not name.startswith("_")):
@@ -70,7 +70,7 @@ def _delegated(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[
     return call
 
 
-@methods_outside_inference_mode
+@run_methods_outside_inference_mode
 class PublicNames:
     """The base class of the executor: its parts, and the public methods that use only these."""
 
@@ -240,7 +240,10 @@ class PublicNames:
         return self._latest.latency("output", min, "output_complete")
 
     def getAnchoredTensor(self, short_name: str) -> Tensor:
-        """Return the latest call's value of the tensor that `Options.anchorTensor` calls `short_name`."""
+        """Return the latest call's value of the tensor that `Options.anchorTensor` calls `short_name`.
+
+        Raises: AssertionError, if the latest call has no such tensor, or there was no call
+        """
         known = self._latest.anchored
         assert short_name in known, (
             f"No tensor with name {short_name} found. Known now: {', '.join(known) or 'none'}\n"

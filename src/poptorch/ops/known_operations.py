@@ -38,6 +38,8 @@ def moving_average(average: Tensor, value: Tensor, factor: Tensor | float) -> Te
 
 
 class _AutogradProxy(torch.autograd.Function):
+    """The copy that `autograd_proxy` returns: its gradient goes to the proxy, none to the copied value."""
+
     @staticmethod
     def forward(ctx: Any, value: Tensor, proxy: Tensor) -> Tensor:
         return value.clone()
@@ -65,7 +67,7 @@ def l2_distance(first: Tensor, second: Tensor) -> Tensor:
     return torch.linalg.vector_norm(first.unsqueeze(1) - second.unsqueeze(0), dim=-1)
 
 
-def quantise(x: Tensor, exponent_bits: int, mantissa_bits: int, rounding: str) -> Tensor:
+def round_to_float_format(x: Tensor, exponent_bits: int, mantissa_bits: int, rounding: str) -> Tensor:
     """Return the values rounded to a smaller float format and clamped to its range; their dtype stays.
 
     With e exponent and m mantissa bits the largest value is 2^(2^(e-1)-1) · (2 - 2^-m), the smallest normal
@@ -85,11 +87,11 @@ class _QuantisedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, fwd: int, bwd: int, *how: Any) -> Tensor:
         ctx.bwd, ctx.how = bwd, how
-        return quantise(x, *how) if fwd else x.clone()
+        return round_to_float_format(x, *how) if fwd else x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (quantise(gradient, *ctx.how) if ctx.bwd else gradient, *[None] * 5)
+        return (round_to_float_format(gradient, *ctx.how) if ctx.bwd else gradient, *[None] * 5)
 
 
 def simulated_quant(
@@ -100,7 +102,7 @@ def simulated_quant(
     fwd: int = 1,
     bwd: int = 0,
 ) -> Tensor:
-    """Return the values, rounded by `quantise` if `fwd` is not 0. Gradients are rounded if `bwd` is not 0."""
+    """Round the values by `round_to_float_format` if `fwd` is not 0; round gradients if `bwd` is not 0."""
     if rounding not in ("nearest", "stochastic"):
         raise Error(f'SimulatedQuant has rounding {rounding!r}\n  fix: rounding="nearest", or "stochastic"')
     return _QuantisedFunction.apply(x, fwd, bwd, exponent_bits, mantissa_bits, rounding)  # type: ignore[return-value]

@@ -94,7 +94,8 @@ def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
 
 
 def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
-    """Return the tensors unchanged, and record which loop their transfer to the host may overlap."""
+    """Return the tensors unchanged. The loop that their transfer to the host may overlap is recorded; here transfers
+    never overlap."""
     return _mark_tensors("set_overlap_for_output", output_tensors, mode)
 
 

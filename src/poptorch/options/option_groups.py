@@ -281,7 +281,10 @@ class ReportingOptions(OptionsDict):
         return self.createOrSet(model_name=expect("modelName", name, str))
 
     def maxRepeatLogs(self, max_lines: int | None = None) -> Self:
-        """Set how many times the same log line is written in succession. None: no limit."""
+        """Set how many equal log lines in succession are written; one more gets a note, and the others are left out.
+
+        Args: max_lines: None: no limit
+        """
         return self.set(max_repeat_logs=_NO_LIMIT if max_lines is None else max_lines)
 
     def logCycleCount(self, log_cycle_count: bool) -> Self:

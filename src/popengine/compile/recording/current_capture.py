@@ -49,7 +49,8 @@ def current() -> Capture | None:
 
 @contextlib.contextmanager
 def recording_paused() -> Iterator[Any]:
-    """Run the body unrecorded. The context's value is the fake mode of the capture, or None without one."""
+    """Run the body with all dispatch modes off, so that nothing is recorded. The context's value is the fake mode
+    that was on, or None."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with _disable_current_modes():
         yield fake
@@ -227,14 +228,14 @@ def tracing_settings(module: nn.Module, training: bool, device: str) -> Iterator
         contexts.enter_context(torch.set_grad_enabled(training))
         is_compiling, reported = torch.compiler.is_compiling, set[str]()
         contexts.callback(setattr, torch.compiler, "is_compiling", is_compiling)
-        torch.compiler.is_compiling = lambda: is_compiling() or _is_called_by_torch_layer(reported)
+        torch.compiler.is_compiling = lambda: is_compiling() or _is_called_by_torch(reported)
         if gc.isenabled():
             contexts.callback(gc.enable)
         gc.disable()  # finalizers (of executors that write their weights back) would be recorded
         yield
 
 
-def _is_called_by_torch_layer(reported: set[str]) -> bool:
+def _is_called_by_torch(reported: set[str]) -> bool:
     """Return whether a torch layer calls `torch.compiler.is_compiling` in a thread that captures.
 
     For torch's layers the result is True, so that they don't branch on data. For the model's own code it is

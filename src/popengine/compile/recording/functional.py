@@ -21,7 +21,7 @@ _OVERWRITES = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
-def replace_simple_writes(graph: fx.Graph) -> None:
+def replace_unaliased_writes(graph: fx.Graph) -> None:
     """Replace each in-place operation by its out-of-place one if only in-place operations share its memory.
 
     Dropout has such operations. All others need another trace of the graph, which takes as long as the capture.
@@ -159,7 +159,7 @@ def as_graph(
     graph.output(tuple(node for _, _, node in results))
     kinds: list[tuple[Key, str]] = [(kind, key) for kind, key, _ in results]
     written: dict[fx.Node, fx.Node] = {}
-    replace_simple_writes(graph)
+    replace_unaliased_writes(graph)
     if any(map(is_write, graph.nodes)):
         functional = functionalized(graph, constants)
         graph, constants, written = functional.graph, functional.constants, functional.written

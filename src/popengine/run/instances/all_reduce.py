@@ -50,7 +50,7 @@ def leaves(replicas: Iterable[list[Tensor]], first: int = 0) -> Iterator[TreeNod
     return (TreeNode(0, number, values) for number, values in enumerate(replicas, first))
 
 
-def merge_siblings(nodes: Iterable[TreeNode]) -> list[TreeNode]:
+def sum_siblings(nodes: Iterable[TreeNode]) -> list[TreeNode]:
     """Replace pairs of siblings by their parents as long as there are pairs; return the remaining nodes. A
     parent's tensors are those of its left child, overwritten by the sums."""
     found: list[TreeNode] = []
@@ -67,7 +67,7 @@ def merge_siblings(nodes: Iterable[TreeNode]) -> list[TreeNode]:
 def tree_sum(nodes: Iterable[TreeNode]) -> list[Tensor]:
     """Return the sum of all nodes, which are given from left to right, in the first node's tensors. Other
     nodes' tensors may be overwritten, too."""
-    found = merge_siblings(nodes)
+    found = sum_siblings(nodes)
     while len(found) > 1:
         last = found.pop()
         torch._foreach_add_(found[-1].values, last.values)
@@ -79,9 +79,9 @@ _Positions = tuple[tuple[tuple[int, int], ...], ...]  # by instance, (level, ind
 
 @cache
 def _node_positions(instances: int, replicas: int) -> _Positions:
-    """Return, by instance, (level, index) of the nodes to which its `replicas` replicas add up."""
+    """Return, by instance, (level, index) of the tree nodes that hold the sums of its `replicas` replicas."""
     return tuple(
-        tuple(node[:2] for node in merge_siblings(leaves([[]] * replicas, instance * replicas)))
+        tuple(node[:2] for node in sum_siblings(leaves([[]] * replicas, instance * replicas)))
         for instance in range(instances)
     )
 
@@ -117,7 +117,8 @@ class AllReduce:
         self._group.wait(begun, _SUM)
 
     def reduce_scatter(self, flats: Sequence[Tensor], cuts: Sequence[int]) -> None:
-        """Sum as `all_reduce` does, but each instance receives only its shard of the sum, in `flats[0]`.
+        """Sum as `all_reduce` does, but each instance receives only its shard, at its offsets in `flats[0]`.
+        All other elements of `flats` are undefined afterwards.
 
         Args:
             cuts: element offsets at which the shard of each instance begins, and the end of the last
@@ -155,7 +156,7 @@ class AllReduce:
         """Sum this instance's shard over all replicas, into `flats[0]`, and return the messages being sent.
         With `gathers` these send the sum to all peers, too."""
         first = self._rank * len(flats)
-        nodes = [node.values[0] for node in merge_siblings(leaves(([flat] for flat in flats), first))]
+        nodes = [node.values[0] for node in sum_siblings(leaves(([flat] for flat in flats), first))]
         target = nodes[0]
         begun = [
             self._group.send(node[start:stop], peer, self._tag)

@@ -36,10 +36,10 @@ _process_ends = threading.Event()
 
 
 class TorchThread(threading.Thread):
-    """A thread for calls of torch functions that may block; `join_threads` waits for its end."""
+    """A thread for calls of torch functions that may block; `join_torch_threads` waits for its end."""
 
 
-def join_threads(seconds: float) -> bool:
+def join_torch_threads(seconds: float) -> bool:
     """Wait up to `seconds` at the end of the process for all `TorchThread`s; return whether all have ended.
 
     A daemon thread that returns from torch's C++ code after Python was finalized would abort the process

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...errors import Error
 from ..state import OptimizerState, State
-from .connections import Connections, TorchThread, join_threads
+from .connections import Connections, TorchThread, join_torch_threads
 from .consistency import HEADER, Facts, barrier_header, barrier_name, describe_differences
 
 _PATIENCE = 0.2  # seconds; an interrupt does not wake a thread that waits in torch
@@ -122,10 +122,11 @@ class ProcessGroup(Connections):
         return self._subgroups[key]
 
     def _barrier(self, what: str, facts: Facts) -> None:
-        """Exchange headers until all are equal, and send this instance's shards to peers that read meanwhile.
+        """Wait until all instances are at the barrier `what`, and check that their facts are equal.
 
-        Returns without equal headers if `what` is a reading, which the peers serve at their own barriers.
-        Raises: Error, if names or facts differ
+        The instances exchange headers (the name, and a hash of the facts). While a peer reads all shards, this
+        instance takes part in that gather, and exchanges again. If `what` is such a read, return at its turn:
+        instances at another barrier join the gather from there. Raises: Error, if names or facts differ
         """
         mine = barrier_header(what, facts)
         while True:
@@ -214,7 +215,7 @@ def current() -> ProcessGroup | None:
     torch.distributed's, if the user's program has initialized it for several processes."""
     if _current is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         store = dist.distributed_c10d._get_default_store()
-        atexit.register(join_threads, _PATIENCE_AT_EXIT)
+        atexit.register(join_torch_threads, _PATIENCE_AT_EXIT)
         return set_current(
             ProcessGroup(dist.PrefixStore("pando", store), dist.get_rank(), dist.get_world_size())
         )
