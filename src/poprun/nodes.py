@@ -193,7 +193,7 @@ class Nodes:
             time.sleep(_POLL)
 
     def _read_and_lead(self) -> Round:
-        """Return the newest round, on the leader after a `advance`. Raises: TrainingLost, if a node has given up."""
+        """Return the newest round, on the leader after `advance_round`. Raises: TrainingLost, if a node gave up."""
         failed, text = self.store.read(["failed", "round"])
         if failed is not None:
             is_own = failed == self.name
