@@ -334,4 +334,5 @@ def _set_flags(model: nn.Module, flags: Mapping[str, bool]) -> None:
         for name, layer in model.named_modules():
             vars(layer)["training"] = flags.get(name, layer.training)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad = flags.get(name, parameter.requires_grad)
+            if parameter.requires_grad != flags.get(name, parameter.requires_grad):
+                parameter.requires_grad = flags[name]

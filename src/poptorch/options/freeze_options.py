@@ -11,6 +11,7 @@ from popengine.settings import DeviceKind, Optimizer, Outputs, ReplicaGroups, Se
 from poptorch.annotating.placing import strategy_of_marks
 from poptorch.annotating.strategies import PipelinedExecution
 from poptorch.enums import ConnectionType, MeanReductionStrategy, OutputMode, ReductionType
+from poptorch.logs import logger
 from poptorch.options.option_groups import BACKENDS, DEVICES
 from poptorch.options.options import Options
 
@@ -66,6 +67,10 @@ def engine_settings(
             f" {counts.iterations}\n"
             f"  fix: options.outputMode(poptorch.OutputMode.EveryN, 1), or deviceIterations({period})"
         )
+    for name, location in options.TensorLocations.toDict().items():
+        if name.startswith("location_") and location.get("on_chip_storage") is False:
+            kind = name.removeprefix("location_")
+            logger.info("useOnChipStorage(False) for %s is recorded: nothing moves", kind)  # documented
     is_mean = update.accumulation_and_replication_reduction_type == ReductionType.Mean
     is_running = update.mean_accumulation_and_replication_reduction_strategy == MeanReductionStrategy.Running
     state = options.TensorLocations.location_optimizer.toDict()
