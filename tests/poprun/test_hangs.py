@@ -9,8 +9,8 @@ import popdist
 from popengine.run.instances import connections
 
 popdist.init()
-connections.WARN_AFTER = 2.0
 popdist.synchronize()
+connections.WARN_AFTER = 2.0  # only from here on, since instances start at different times on a busy machine
 rank = popdist.getInstanceIndex()
 """
 
