@@ -31,7 +31,7 @@ _IGNORED_FIELDS = ("nodeSelector", "affinity", "tolerations", "securityContext",
 
 
 class LocalJob:
-    """A job on this machine, whose workers are processes.
+    """A job on this machine: its workers are processes.
 
     Args:
         value:     the IPUJob object from which `job` was made

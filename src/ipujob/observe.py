@@ -220,8 +220,10 @@ def _next_states(
 def _next_state(
     job: Job, record: Object, own_pods: Sequence[Object]
 ) -> tuple[Object, list[int], Sequence[Object]]:
-    """Return the next record of an instance (whose pods are `own_pods`), the numbers of workers to create,
-    and the pods to delete."""
+    """Return the next record of an instance, the numbers of workers to create, and the pods to delete.
+
+    Args: own_pods: the instance's pods
+    """
     state, restarts = record["state"], record["restarts"]
     if state in ENDED:
         return record, [], _pods_to_delete(state, own_pods)

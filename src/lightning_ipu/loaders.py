@@ -165,8 +165,8 @@ def row_count(batch: Any) -> int | None:
 
 
 def resize_batch(value: Any, before: int, after: int) -> Any:
-    """Return a nested value whose tensors with `before` rows have `after` rows: the first ones, or all, followed
-    by copies of the last row. Tensors with another number of rows are unchanged."""
+    """Return `value` with `after` rows in each tensor of `before` rows: the first `after` rows, or all rows and
+    then copies of the last one. Tensors with another number of rows are unchanged."""
     if before == after:
         return value
     rows = torch.arange(after).clamp(max=before - 1)

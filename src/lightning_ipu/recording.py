@@ -81,7 +81,7 @@ def replace_until(undo: ExitStack, mapping: Any, key: str, value: Any) -> None:
 
 
 class Recording:
-    """A run of the method `step` of a LightningModule, whose actions on the host become notes of the graph."""
+    """A run of the method `step` of a LightningModule. The step's actions on the host become notes of the graph."""
 
     def __init__(self, module: Any, step: str, capture: Capture) -> None:
         self._module, self._step, self._capture = module, step, capture

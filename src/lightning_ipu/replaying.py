@@ -17,7 +17,7 @@ def replay(
     """Repeat the actions of a recorded step on its LightningModule, in their order; extend lists last.
 
     Args:
-        notes: pairs of an action (kind, *details) and its value, whose tensors are [micro-batches, ...]
+        notes: pairs of an action (kind, *details) and its value; tensors of the value are [micro-batches, ...]
         reduce_over_instances: the strategy's `reduce`, for `sync_dist=True`
     """
     appended: dict[str, list[Any]] = {}

@@ -219,7 +219,7 @@ def tracing_settings(module: nn.Module, training: bool, device: str) -> Iterator
             ):
                 logger.warning("torch.compile is left out of the compiled model, which runs as it is written")
         if device != "cpu":
-            mkldnn = torch.backends.mkldnn  # whose `flags` would also set TF32, and warn
+            mkldnn = torch.backends.mkldnn  # `mkldnn.flags` would also set TF32, and warn
             contexts.callback(mkldnn.set_flags, *mkldnn.set_flags(False)[:1])
             contexts.enter_context(sdpa_kernel(SDPBackend.MATH))
         contexts.enter_context(torch.autograd.set_multithreading_enabled(False))

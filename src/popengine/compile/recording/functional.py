@@ -190,7 +190,7 @@ def as_graph(
 
 def _result_kind(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None:
     """Return the kind of result that `value` is, to which forward changes the placeholder `node` in place:
-    "buffer" or "input"; None for a constant, whose change is dropped.
+    "buffer" or "input"; None for a constant: its change is dropped.
 
     Set the role of a frozen parameter to "buffer". Raises CaptureError for a trained parameter.
     """

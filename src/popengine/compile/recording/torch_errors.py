@@ -20,7 +20,7 @@ _MODES = str(Path(__file__).parents[1])  # the capture's modes: their frames are
 
 
 class _Hint(NamedTuple):
-    """The reason and the fix of errors whose message matches `words`, a regular expression."""
+    """The reason and the fix of errors with a message that matches the regular expression `words`."""
 
     words: str
     why: str

@@ -38,8 +38,9 @@ Choice = Callable[[Any, torch.dtype], bool]
 def is_faster_in_float32(operation: Any, dtype: torch.dtype) -> bool:
     """Return whether this processor computes a product of a half type faster through float32.
 
-    The processor's features decide, never a measurement. True for all products of a type for which it has no
-    units. Else only for attention, whose half kernels are no faster, and in backward 2 to 7 times slower.
+    The processor's features decide, never a measurement. True for all products of a type for which the
+    processor has no units. Else only for attention: its half kernels are no faster, and in backward 2 to 7 times
+    slower.
     """
     return operation in _ATTENTION or not torch.cpu.get_capabilities().get(_UNITS[dtype], False)
 
