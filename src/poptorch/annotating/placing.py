@@ -165,7 +165,8 @@ def _marks_by_count(model: nn.Module, counts: Sequence[int]) -> list[_Mark]:
 def _marks_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> list[_Mark]:
     """Return a mark, by its most specific key, for each module that keys name. Raises Error as `annotate`."""
     found: dict[nn.Module, tuple[int, str | type]] = {}
-    ranked = [(*_modules_of_key(key, model), key) for key in marks]
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    ranked = [(*_modules_of_key(key, model, names), key) for key in marks]
     for rank, modules, key in sorted(ranked, key=lambda each: -each[0]):
         for module in modules:
             first_rank, first = found.setdefault(module, (rank, key))
@@ -180,16 +181,17 @@ def _marks_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> list[_Ma
     return [(m, key if isinstance(key, str) else key.__name__, marks[key]) for m, (_, key) in found.items()]
 
 
-def _modules_of_key(key: str | type, model: nn.Module) -> tuple[int, list[nn.Module]]:
+def _modules_of_key(key: str | type, model: nn.Module, names: Sequence[str]) -> tuple[int, list[nn.Module]]:
     """Return a key's rank (2: a name, 1: a range, 0: `*` or a class), and the modules that the key names.
-    Raises Error if the key, or a number of its range, names no module."""
+
+    Args: names: of the model's modules. Raises: Error, if the key, or a number of its range, names no module
+    """
     if not isinstance(key, str):
         modules = [module for module in model.modules() if isinstance(module, key)]
         if not modules:
             classes = sorted({type(module).__name__ for module in model.modules()})
             raise Error(f"poptorch.annotate: no module is a {key.__name__}; there are {', '.join(classes)}")
         return 0, modules
-    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     span = _RANGE.search(key)
     numbers = range(int(span[1]), int(span[2]) + 1) if span else ()
     patterns = [f"{key[: span.start()]}{n}{key[span.end() :]}" for n in numbers] if span else [key]

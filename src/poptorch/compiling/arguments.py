@@ -219,6 +219,11 @@ def factors_in_words(counts: Counts) -> str:
     )
 
 
+def _first_micro_batch(tensor: Tensor, counts: Counts) -> Tensor:
+    """Return the rows of a combined batch's first micro-batch; a 0-d tensor unchanged."""
+    return tensor[: len(tensor) // counts.product] if tensor.dim() else tensor
+
+
 def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> list[Tensor]:
     """Return for each input a combined batch that repeats one synthetic micro-batch.
 
@@ -226,7 +231,7 @@ def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> li
     """
     made = []
     for tensor in tensors:
-        value = torch.zeros_like(tensor[: len(tensor) // counts.product] if tensor.dim() else tensor)
+        value = torch.zeros_like(_first_micro_batch(tensor, counts))
         if value.is_floating_point() and mode > 1:
             value.normal_() if mode == 2 else value.uniform_()
         made.append(value.expand(counts.product, *value.shape).reshape(tensor.shape))
@@ -235,8 +240,7 @@ def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> li
 
 def samples_of(call: BoundCall, counts: Counts, has_float64: bool) -> list[Tensor]:
     """Return the first micro-batch of each tensor of a call, by `narrow_float64`; 0-d tensors are not cut."""
-    rows = (tensor[: len(tensor) // counts.product] if tensor.dim() else tensor for tensor in call.tensors)
-    return [narrow_float64(tensor, has_float64) for tensor in rows]
+    return [narrow_float64(_first_micro_batch(tensor, counts), has_float64) for tensor in call.tensors]
 
 
 @dataclass(frozen=True)

@@ -219,12 +219,14 @@ class OptimizerGuard:
 
     def _report_unexpected_names(self, optimizer: torch.optim.Optimizer, label: str) -> None:
         """Log, once each, the names that the first accepted optimizer lacks and no class declares."""
-        # Keys of SGD and LAMB, a bound that any optimizer may have, and a key that torch's load_state_dict adds.
-        expected = {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable"}
-        expected.update(*map(inspect.get_annotations, type(optimizer).__mro__))
         for description, found in _attribute_names(optimizer).items():
             known = self._attributes.setdefault(description, found)
-            if unexpected := sorted(found - known - expected):
+            if not (new := found - known):
+                continue
+            # Keys of SGD and LAMB, a bound that any optimizer may have, and a key of torch's load_state_dict.
+            expected = {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable"}
+            expected.update(*map(inspect.get_annotations, type(optimizer).__mro__))
+            if unexpected := sorted(new - expected):
                 known.update(unexpected)
                 self._report("Ignoring unexpected %s in %s optimizer: %s", description, label, unexpected)
 
@@ -307,9 +309,9 @@ def _is_constant_rate(optimizer: torch.optim.Optimizer, name: str, values: list[
     marks = getattr(optimizer, "variable_attrs", None)
     if marks is not None:
         return name not in marks or marks.isConstant(name)
-    if name not in _VARIABLE_IN_TORCH:
+    torch_class = RULES[kind_of(optimizer)].torch_class
+    if name not in _VARIABLE_IN_TORCH or torch_class is None:
         return name != "lr"
-    torch_class = next(base for base in type(optimizer).__mro__ if base in _TORCH_KINDS)
     return set(values) == {inspect.signature(torch_class).parameters[name].default}
 
 
