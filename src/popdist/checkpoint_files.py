@@ -38,7 +38,7 @@ def write_checkpoint(
 
     Args:
         folder:   the unfinished folder, the same in all instances
-        state:    contents of the file
+        state:    contents of the file; emptied at the end, to free the copies while instance 0 waits for peers
         replicas: number of replicas in all instances
         keep:     number of complete checkpoints that are kept
     Returns: the text of the first error; "" after success
@@ -72,6 +72,8 @@ def _write_file(folder: Path, instance: int, state: dict[str, Any]) -> None:
         with suppress(OSError):
             part.rename(part.with_suffix(".failed"))
         raise error from None
+    finally:
+        state.clear()
 
 
 def _complete_checkpoint(folder: Path, instances: int, replicas: int, keep: int) -> None:

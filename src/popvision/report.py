@@ -59,10 +59,8 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Return the page of `popvision REPORT` in an iframe, for a notebook."""
-        text, style = (
-            html.escape(report_page(self.folder)),
-            "width: 100%; height: 760px; border: 1px solid #8888",
-        )
+        text = html.escape(report_page(self.folder))
+        style = "width: 100%; height: 760px; border: 1px solid #8888"
         return f'<iframe srcdoc="{text}" style="{style}" title="Report"></iframe>'
 
 

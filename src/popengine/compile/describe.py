@@ -25,13 +25,6 @@ from ..programs import actions, programs
 from ..settings import Settings
 
 MOST_TICKS = 20_000  # actions of the schedule that a profile holds at most
-_COUNTS = (
-    "iterations",
-    "accumulation",
-    "replicas",
-    "groups",
-    "instances",
-)  # of `Settings.counts`, in a profile
 
 
 class _HeldBytes:
@@ -93,7 +86,11 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
         partition.ipus,
         {
             "micro_batch_size": batches[0][0] if batches else 1,
-            **{name: getattr(counts, name) for name in _COUNTS},
+            "iterations": counts.iterations,
+            "accumulation": counts.accumulation,
+            "replicas": counts.replicas,
+            "groups": counts.groups,
+            "instances": counts.instances,
         },
         {
             "mode": settings.strategy.mode,

@@ -185,14 +185,12 @@ class Updates:
         """
         optimizer, hyper = self._optimizer, self.call.hyper
         assert hyper is not None
-        sums = (
-            1 if self.settings.measures_gradients else None
-        )  # `_reduce_and_measure_gradient` has added up all sums
+        count = 1 if self.settings.measures_gradients else None  # row "norm" has added all sums to the first
         if optimizer.max_grad_norm < math.inf:
             self._clipping_factor = clipping_factor(self._total_norm(), optimizer.max_grad_norm)
         if not self.settings.automatic_loss_scaling or self._adapt_loss_scale():
             for step_key, units in self._units.items():
-                parts = [self._part(unit, self._sums(unit)[:sums], self._seed(unit)) for unit in units]
+                parts = [self._part(unit, self._sums(unit)[:count], self._seed(unit)) for unit in units]
                 self._steps[step_key] = UpdateStep(optimizer, hyper.groups[step_key[1]], parts)
         if self._group is None:
             self.call.commit()

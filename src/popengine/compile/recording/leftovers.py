@@ -1,4 +1,4 @@
-"""StoredValues: fake tensors that the forward has stored where they outlive the capture.
+"""Leftovers: fake tensors that the forward has stored where they outlive the capture.
 
 They have no values: code that reads one after the call, from a list of losses or a metric, would fail.
 """

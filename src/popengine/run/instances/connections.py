@@ -38,6 +38,9 @@ _process_ends = threading.Event()
 class TorchThread(threading.Thread):
     """A thread for calls of torch functions that may block; `join_torch_threads` waits for its end."""
 
+    def __init__(self, work: Callable[..., object], *arguments: Any) -> None:
+        super().__init__(target=work, args=arguments, daemon=True)
+
 
 def join_torch_threads(seconds: float) -> bool:
     """Wait up to `seconds` at the end of the process for all `TorchThread`s; return whether all have ended.
@@ -158,7 +161,7 @@ class Connections:
                 count = count + 1 if waits else 0
                 news = [{"for": wait.peer, "what": wait.what, "count": count} for wait in waits[:1]]
                 text = json.dumps(news[0]) if news else ""
-                publisher = TorchThread(target=self._publish_wait, args=(text,), daemon=True)
+                publisher = TorchThread(self._publish_wait, text)
                 publisher.start()
             for wait in waits:
                 if now - wait.since > (limit := WARN_AFTER * (wait.warnings + 1)):
@@ -198,7 +201,7 @@ class Connections:
         Raises RuntimeError if a peer or this process ends."""
         if not self._is_watched:
             self._is_watched = True
-            TorchThread(target=self._watch_waits, daemon=True).start()
+            TorchThread(self._watch_waits).start()
         prefix, until, pause = f"{self._name}/{self._number}/here/", time.monotonic() + seconds, 0.001
         self._store.set(f"{prefix}{self.rank}", "1")
         wait = self._waits[threading.get_ident()] = _PeerWait(self.ranks[self.peers[0]], what)
@@ -234,7 +237,7 @@ class Connections:
         with self._lock:
             if self._group is not None:
                 failure = f"instance {self.ranks[self.rank]} {why}", False
-                publishing = TorchThread(target=self._publish_failure, args=failure, daemon=True)
+                publishing = TorchThread(self._publish_failure, *failure)
                 publishing.start()
                 publishing.join(1.0)  # the store may be in a process that is stopped
                 self._close_group(*failure)

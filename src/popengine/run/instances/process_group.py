@@ -45,7 +45,7 @@ def start_in_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException
         except BaseException as error:  # whatever it is, the caller raises it
             outcome.put((None, error))
 
-    TorchThread(target=call_work, daemon=True).start()
+    TorchThread(call_work).start()
     return outcome
 
 
