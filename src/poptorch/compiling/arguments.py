@@ -42,6 +42,7 @@ class BoundCall:
 
     @cached_property
     def kind(self) -> InputKind:
+        """Return the structure and constants of the arguments, and dtype and shape of each tensor."""
         specs = tuple((name, describe(value)) for name, value in self.bound.arguments.items())
         return InputKind(specs, tuple((tensor.dtype, tensor.shape) for tensor in self.tensors))
 
@@ -141,8 +142,8 @@ def check_batch(call: BoundCall, counts: Counts) -> None:
 
 
 def warn_about_inputs(call: BoundCall, counts: Counts, has_float64: bool) -> None:
-    """Warn of inputs loaded for other options, of a dictionary argument, and of tensors that calls change: they
-    become float32, are detached, or are copied because they are not contiguous.
+    """Log warnings of batches that a DataLoader has loaded for other options, of a dictionary argument, and
+    of inputs that become float32, are detached, or are copied because they are not contiguous.
 
     Args:
         counts: the batch factors of the model's options
@@ -179,7 +180,7 @@ def warn_about_inputs(call: BoundCall, counts: Counts, has_float64: bool) -> Non
 
 
 def narrow_float64(tensor: Tensor, has_float64: bool) -> Tensor:
-    """Convert a float64 tensor to float32, unless the model has float64 weights; return others unchanged."""
+    """Return a float64 tensor as float32, unless the model has float64 weights; other tensors unchanged."""
     return tensor.float() if tensor.dtype == torch.float64 and not has_float64 else tensor
 
 
@@ -239,7 +240,8 @@ def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> li
 
 
 def samples_of(call: BoundCall, counts: Counts, has_float64: bool) -> list[Tensor]:
-    """Return the first micro-batch of each tensor of a call, by `narrow_float64`; 0-d tensors are not cut."""
+    """Return the rows of the first micro-batch of each tensor of a call, converted by `narrow_float64`; 0-d
+    tensors whole."""
     return [narrow_float64(_first_micro_batch(tensor, counts), has_float64) for tensor in call.tensors]
 
 
@@ -261,13 +263,13 @@ class CompiledInputs:
 
     @property
     def micro_batch(self) -> InputKind:
-        """Return the kind of one micro-batch. Plans with equal micro-batches can share a graph."""
+        """Return the inputs' kind, cut to one micro-batch. Plans for which it is equal can share a graph."""
         n, tensors = self.counts.product, self.kind.tensors
         cut = ((dtype, torch.Size([size[0] // n, *size[1:]]) if size else size) for dtype, size in tensors)
         return self.kind._replace(tensors=tuple(cut))
 
     def check(self, call: BoundCall, any_shape: bool = False) -> None:
-        """Raise BatchError unless a call has the compiled structure, constants, dtypes and shapes.
+        """Raise BatchError unless `call` has the compiled structure, constants, dtypes and shapes.
 
         Args: any_shape: accept other shapes, and arguments, items and keys that are left out or added
         """
@@ -296,7 +298,8 @@ class CompiledInputs:
 
 
 def _check_spec(expected: Spec, found: Spec, path: str, any_shape: bool, keywords: bool = False) -> None:
-    """Raise BatchError unless both specs are equal, or differ only as `any_shape` of `check` allows.
+    """Raise BatchError unless the compiled spec of an argument and that of a call are equal, or differ only
+    as `any_shape` of `CompiledInputs.check` allows.
 
     Args: keywords: whether the specs are those of **kwargs, in which a path is the bare keyword
     """
@@ -324,5 +327,6 @@ def _check_spec(expected: Spec, found: Spec, path: str, any_shape: bool, keyword
 
 
 def _check_equal(what: str, expected: Any, found: Any, explained: str = "") -> None:
+    """Raise BatchError with the message `what` if a call's value differs from the compiled one."""
     if expected != found:
         raise BatchError(f"{what}: expected {expected} but got {found}{explained}{_HINT}")

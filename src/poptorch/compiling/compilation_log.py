@@ -45,6 +45,7 @@ def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], N
     with tqdm(total=len(_PASSES), desc="Graph compilation", disable=not shown, bar_format=layout) as bar:
 
         def done(name: str) -> None:
+            """Note the time since the previous pass as that of pass `name`, log it, and move the bar."""
             nonlocal since
             now = time.perf_counter()
             times[name], since = now - since, now
@@ -123,8 +124,11 @@ def check_hardware_rules(plan: Plan, settings: Settings, rounds: bool) -> None:
 class Overview:
     """A compiled model as text.
 
-    `stages`: (number, ipu, blocks, number of parameters); `pieces`: (name, ipu, source); `transfers`: (from
-    ipu, to ipu, bytes, per "micro-batch" or "step", when), where bytes are None for a loaded executable.
+    Args:
+        stages:    (number, ipu, names of blocks, number of parameters)
+        transfers: (from ipu, to ipu, bytes, "micro-batch" or "step", time in words): bytes per micro-batch or
+            step, None for a loaded executable
+        pieces:    (name, ipu, Python source)
     """
 
     title: str

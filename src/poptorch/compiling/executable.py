@@ -123,10 +123,12 @@ def _captured(
     layout: str | None,
     is_plan_only: bool,
 ) -> Executable:
-    """Return an executable with a model's graph, and without plan and inputs.
+    """Capture a model and return an executable with its graph, but without plan and inputs.
 
     Calls the compile hooks before and after the capture. The graph is rewritten for half precision and for
-    the memory format: `layout` if an earlier plan has one, else the option's. `samples`: one micro-batch
+    the memory format: `layout` if an earlier plan has one, else the option's.
+
+    Args: samples: the inputs of one micro-batch
     """
     requests = requested_anchors(options)
     wanted = {long_name for long_name, *_ in requests.values()}
@@ -280,6 +282,7 @@ _hooks: dict[str, OrderedDict[int, Callable[[], Any]]] = {"Pre": OrderedDict(), 
 
 
 def _register(time: str, hook: Callable[[], Any]) -> RemovableHandle:
+    """Register a hook of compilations; `time` is "Pre" or "Post". Raises RuntimeError if not callable."""
     if not callable(hook):
         raise RuntimeError(f"{time}-compile hook must be callable; found {hook!r}")
     handle = RemovableHandle(_hooks[time])

@@ -29,9 +29,8 @@ from poptorch.options import Options
 
 
 def choose_loss(returned: Any, capture: Capture, options: Options, where: str) -> None:
-    """Choose the loss to train by forward's return value, unless the capture has a chosen loss already.
-
-    Chooses none if PopTorch's rule applies.
+    """Set the capture's loss by forward's return value, unless the capture has a chosen loss already, or
+    PopTorch's rule applies.
 
     Args: where: the line of forward, for messages
     Raises: CaptureError, if `options.loss` names no float output, or several scalars depend on the loss
@@ -57,10 +56,11 @@ def loss_field(returned: Any) -> Any:
 
 
 def _derived_loss(returned: Any, capture: Capture, where: str) -> Tensor | None:
-    """Return the scalar output to train; None if no rule finds one, or if an output is itself a loss.
+    """Return the output of forward to train; None if an output is itself a loss, or no rule finds a scalar:
 
-    It is the first output of a tuple, or the only output, if it is a scalar computed from all losses (for the
-    only output: from at most one). Else, if there is one loss, it is the only scalar computed from that loss.
+    1. the first output of a tuple, if it is a scalar computed from all losses
+    2. the only output, if it is a scalar computed from all losses, and there is at most one loss
+    3. with exactly one loss: the only scalar among the outputs that is computed from that loss
 
     Raises: CaptureError, if several scalars are computed from the only loss
     """
@@ -91,6 +91,7 @@ def _derived_loss(returned: Any, capture: Capture, where: str) -> Tensor | None:
 
 
 def _is_loss_candidate(value: Tensor) -> bool:
+    """Return whether a tensor is a traced floating point scalar with a gradient."""
     return is_traced(value) and value.is_floating_point() and value.dim() == 0 and value.requires_grad
 
 

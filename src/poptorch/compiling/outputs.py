@@ -95,7 +95,8 @@ def resolve_anchors(
 
 
 def _find_name(name: str, names: Container[str], traced: Container[str]) -> str | None:
-    """Return the one of `names` that `name` means: equal, or without `model.` before a weight; or None."""
+    """Return the element of `names` that the user's `name` means; None if there is none. Equal names match;
+    of a weight, a gradient and an update the name may have "model." before the parameter."""
     if name in names:
         return name
     prefix = next((prefix for prefix in (GRADIENT, UPDATED) if name.startswith(prefix)), "")
@@ -124,12 +125,12 @@ def split_outputs(value: Any, where: str) -> tuple[Any, list[Tensor]]:
 
 
 def fill_outputs(template: Any, outputs: list[Tensor]) -> Any:
-    """Return what forward returns: its template with a call's outputs."""
+    """Return what forward returns: its template with a call's outputs, whose `backward` raises Error."""
     return fill_template(template, map(_refuse_backward_of, outputs))
 
 
 def _refuse_backward_of(value: Tensor) -> Tensor:
-    """Return `value`, after replacing `value.backward`, if it is floating point, by one that raises Error."""
+    """Return an output, after replacing `backward` of a floating point tensor by one that raises Error."""
     if value.is_floating_point():
         value.backward = _refuse_backward
         value.__getstate__ = lambda: None  # so that a saved output is a plain tensor
@@ -156,7 +157,7 @@ class Note:
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of one micro-batch
 
     def value(self, results: Results, counts: Counts) -> Any:
-        """Return the note's value in a call, with tensors [iterations · accumulation · replicas, *shape]."""
+        """Return the noted value of a call, with tensors [micro-batches of all replicas, *shape]."""
         n = counts.iterations * counts.accumulation * counts.replicas
         columns = iter(
             results.anchored(anchor).reshape(n, *shape).to(dtype)
@@ -166,7 +167,8 @@ class Note:
 
 
 def split_traced(value: Any, where: str) -> tuple[Any, list[Tensor]]:
-    """Return a nested value with an empty "meta" tensor in place of each traced one; the traced tensors.
+    """Return a copy of a nested value, with an empty "meta" tensor in place of each traced tensor, and the
+    traced tensors.
 
     Args: where: the source line of the function that returned the value
     Raises: CaptureError, if an object that is no container holds traced tensors (see `_clear_constant`)
@@ -181,10 +183,11 @@ def split_traced(value: Any, where: str) -> tuple[Any, list[Tensor]]:
 
 
 def _clear_constant(part: Any, path: str, is_named: bool, where: str) -> None:
-    """Replace traced tensors in an object that is no container, which no call can fill, by "meta" tensors.
+    """Replace traced tensors in `part`, an object that is no container, by "meta" tensors, in place. If any
+    are found, warn: no call fills them, but programs often do not read them (a language model's cache).
 
-    Warns then, since a program often does not read such an object (a language model's cache). Raises
-    CaptureError instead if its key is no string (`is_named` False), or it has no `__dict__`.
+    Raises: CaptureError, if the object holds traced tensors, and its key is no string (`is_named` is False)
+        or it has no `__dict__`
     """
     found = fake_tensors_in(part, path)
     if not found:

@@ -29,7 +29,8 @@ class Run:
     Args:
         call:      the call's arguments, cut to the rows of this run
         part:      the part of a weight update that the run computes
-        iteration: with OutputMode.EveryN, at the end of a ragged batch: the device iterations before this run
+        iteration: None, or for the last, incomplete step of a ragged batch with OutputMode.EveryN, the number
+            of device iterations before this run
         is_ragged: whether the call's batch is incomplete
     """
 
@@ -59,7 +60,8 @@ class Run:
 
 
 def split_into_runs(whole: Run, options: Options, training: bool, like: CompiledInputs | None) -> list[Run]:
-    """Return the runs of a call: `whole`, unless all inputs have equally many rows, fewer than a full batch.
+    """Return the runs of a call: several for an incomplete batch, in which all inputs have the same number of
+    rows, fewer than a combined batch; otherwise only `whole`.
 
     Args: like: inputs of the model's first plan, which give the rows of a micro-batch if no DataLoader does
     """
@@ -95,7 +97,8 @@ def split_into_runs(whole: Run, options: Options, training: bool, like: Compiled
 
 
 def _micro_batch_rows(call: BoundCall, like: CompiledInputs | None) -> int | None:
-    """Return the rows of a micro-batch by the DataLoader, else by `like`; None if unknown or unequal."""
+    """Return the number of rows of a micro-batch: the DataLoader's, else that of `like`; None if there is
+    neither, or if the inputs of `like` have different numbers of rows."""
     loaded = next((rows for tensor in call.tensors if (rows := loader_factors_of(tensor)[1])), None)
     if loaded is not None or like is None:
         return loaded

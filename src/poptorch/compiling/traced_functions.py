@@ -25,9 +25,9 @@ from ..ops.ctc import ctc_loss
 
 @contextlib.contextmanager
 def traced_functions() -> Iterator[None]:
-    """In the body, replace torch functions that can't be traced (`_REPLACEMENTS`).
+    """Replace torch functions that can't be traced (`_REPLACEMENTS`) in the body of a `with` statement.
 
-    torch.distributions checks no arguments then, and nn.Transformer does not read masks.
+    In the body torch.distributions checks no arguments, and nn.Transformer does not read masks.
     """
     validates = Distribution._validate_args
     Distribution.set_default_validate_args(False)
@@ -93,6 +93,7 @@ def _format_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> str:
 
 
 def _to_numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return a tensor as a numpy array. Raises CaptureError for a traced tensor with unknown values."""
     capture = current()
     value = capture.recorder.value_of(tensor) if capture is not None and is_traced(tensor.data) else tensor
     if value is not None:  # computed from constants alone
@@ -105,8 +106,8 @@ def _to_numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Return torch.bincount with exactly `minlength` elements, since a graph needs fixed shapes: a larger
-    value raises an error in a call. Without `minlength`, or if `input` is not traced, call torch's."""
+    """Return the bincount of `input`. With a `minlength`, that of a traced `input` has exactly `minlength`
+    elements, since a graph needs fixed shapes: then a larger value in `input` raises an error in a call."""
     if minlength < 1 or not is_traced(input):
         return torch.bincount(input, weights, minlength)
     if weights is None:
@@ -117,7 +118,7 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
 
 
 def _is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Return torch's answer whether a mask is causal; False for a traced mask whose values are unknown."""
+    """Return whether a mask is causal, as torch computes it; False for a traced mask with unknown values."""
     if is_causal is None and mask is not None and is_traced(mask):
         capture = current()
         if capture is None or capture.recorder.value_of(mask) is None:

@@ -131,7 +131,7 @@ def _block_costs(
 ) -> list[Cost]:
     """Return the measured seconds and the bytes of each block, in the order of the blocks' first operations.
 
-    Operations before the first block count as a part of it. Raises: PartitionError, if there is no block
+    Operations before the first block count as a part of that block. Raises: PartitionError without any block
     """
     used = used_visits(graph)
     placement = place(graph.visits, used, _STAGE_OF_EACH_BLOCK)

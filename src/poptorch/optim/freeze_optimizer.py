@@ -84,7 +84,8 @@ def kind_of(optimizer: Any) -> str:
 
 
 def label_of(optimizer: torch.optim.Optimizer, frozen: settings.Optimizer) -> str:
-    """Return the optimizer's name in messages: "SGD1", "SGD2", or its kind with suffixes of changed flags."""
+    """Return the optimizer's name in messages: "SGD1" (combined accumulators), "SGD2", or for other rules the
+    kind with suffixes of changed flags."""
     if frozen.kind == "sgd":
         return "SGD1" if getattr(optimizer, "use_combined_accum", False) else "SGD2"
     rule = RULES[frozen.kind]
@@ -132,7 +133,8 @@ def _may_have_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _group_indices(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, int]:
-    """Return the index of each parameter's group, by canonical name. Raises UnknownParameterError."""
+    """Return the index of each parameter's group, by canonical name. Raises UnknownParameterError if the
+    optimizer has a parameter whose id is not in `names`."""
     group_of, unknown = {}, []
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -178,7 +180,8 @@ class OptimizerGuard:
     ) -> tuple[settings.Optimizer, settings.Hyper]:
         """Return a snapshot of an optimizer, as `freeze_optimizer` does, after checks of changes and hooks.
 
-        Logs warnings of a user's subclass and of unexpected attributes.
+        Logs warnings of a user's subclass and of unexpected attributes. Rates that `load_state_dict` has
+        changed may differ, and replace the constant rates that later optimizers must have.
 
         Args: compiled: whether values must equal those of the optimizer that the model was compiled with
         Raises:
@@ -218,7 +221,8 @@ class OptimizerGuard:
         )
 
     def _report_unexpected_names(self, optimizer: torch.optim.Optimizer, label: str) -> None:
-        """Log, once each, the names that the first accepted optimizer lacks and no class declares."""
+        """Log the names of attributes, defaults and group keys that the first accepted optimizer lacks and no
+        class declares. Each name is logged once."""
         for description, found in _attribute_names(optimizer).items():
             known = self._attributes.setdefault(description, found)
             if not (new := found - known):
@@ -282,7 +286,8 @@ def check_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _attribute_names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
-    """Return the names of attributes, of defaults, and of each group's keys, by description in messages."""
+    """Return the names of public attributes, of defaults, and of the keys of each parameter group. The key of
+    each set is its description in messages, such as "optimizer attribute"."""
     attributes = {name for name in vars(optimizer) if not name.startswith("_")}
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         attributes.discard("step")  # a scheduler has replaced the method, to count its calls
@@ -293,7 +298,7 @@ def _attribute_names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
 
 
 def _rates_by_name(optimizer: torch.optim.Optimizer, hyper: settings.Hyper) -> dict[str, list[float]]:
-    """Return the values of each rate in all parameter groups, by its key there, and the loss scaling."""
+    """Return the loss scaling and, by key of the parameter groups, the values of each rate in all groups."""
     rates = {"loss_scaling": [hyper.loss_scaling]}
     for group, given in zip(hyper.groups, optimizer.param_groups, strict=True):
         for name, value in group.items():
@@ -316,7 +321,7 @@ def _is_constant_rate(optimizer: torch.optim.Optimizer, name: str, values: list[
 
 
 def _compared_values(frozen: settings.Optimizer, rates: dict[str, list[float]]) -> dict[str, Any]:
-    """Return the values that `setOptimizer` compares, but for parameter groups, by their names in errors."""
+    """Return the values that `setOptimizer` compares, except parameter groups, by their names in errors."""
     return {
         "the type of gradient sums (accum_type)": frozen.accumulator_type,
         "the clipping (max_grad_norm)": frozen.max_grad_norm,

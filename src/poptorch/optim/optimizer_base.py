@@ -96,7 +96,7 @@ class Optimizer:
     def _construct(self, arguments: dict[str, Any]) -> None:
         """Initialise torch's class with the arguments that it accepts, and set the other declared attributes.
 
-        Args: arguments: `locals()` of the constructor; None means omitted. All other rates become variable.
+        Args: arguments: `locals()` of the constructor. None means omitted; the other rates become variable.
         Raises:
             AssertionError: an accumulation type is not float16 or float32
             ValueError: a mandatory "lr" is missing
@@ -177,11 +177,11 @@ class Optimizer:
         self._has_torch_state = ipu_state is None and bool(self.state)  # type: ignore[attr-defined]
 
     def _unlink_executor(self, names: Mapping[int, str], lost: Callable[[], NoReturn] | None = None) -> None:
-        """Copy the devices' state into `_kept_state`, and remove the link to the executor, if there is one.
+        """If an executor is linked, copy the devices' state into `_kept_state`, and remove the link.
 
         Args:
             names: id(parameter) -> canonical name
-            lost:  None; if the state can't be copied, a function that raises the error of later reads
+            lost:  None, or a function that raises the error of later reads: then no state is copied
         """
         if self._state_reader is not None:
             self._kept_state = self._state_reader() if lost is None else None
@@ -189,7 +189,7 @@ class Optimizer:
             self._state_reader, self._state_check = lost, None
 
     def _reload_kept_state(self, names: Mapping[int, str]) -> None:
-        """Move `_kept_state` to `_pending_state`, unless another state was loaded since: then discard it.
+        """Move `_kept_state` to `_pending_state`; discard the kept state if another one was loaded since.
 
         Args: names: id(parameter) -> canonical name in the executor that will upload the state
         """
@@ -206,7 +206,8 @@ class Optimizer:
     # Copies -----------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes and the devices' state, without links, hooks and a scheduler's `step`."""
+        """Return the attributes to be copied: without links to the executor, hooks, and a scheduler's `step`,
+        and with the devices' state, which is read now."""
         attributes = {
             name: value
             for name, value in vars(self).items()

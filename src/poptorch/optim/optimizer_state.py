@@ -222,8 +222,8 @@ def check_states(
 
 
 def to_torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
-    """Convert one parameter's state from the engine's format to torch's, in which `steps` is the default of
-    "step", the number of updates."""
+    """Convert one parameter's state from the engine's format to torch's. For rules other than SGD a missing
+    "step", the number of updates, becomes `steps`."""
     names = {each.name: each.torch_name for each in RULES[kind].states}
     result = {names[name]: value for name, value in state.items() if names[name]}
     if names.get("step", "step"):  # torch counts the updates of every rule but SGD
@@ -232,8 +232,8 @@ def to_torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
 
 
 def from_torch_state(optimizer: settings.Optimizer, state: Mapping[str, Any]) -> State:
-    """Convert one parameter's state from torch's format to the engine's, without unknown entries. With
-    torch's dampening a "step" of 1 is added: torch leaves the first update undampened."""
+    """Convert one parameter's state from torch's format to the engine's, without entries that the rule lacks.
+    With torch's dampening, "step" becomes 1: torch leaves only the first update undampened."""
     names = {each.torch_name: each.name for each in RULES[optimizer.kind].states if each.torch_name}
     result = {names[n]: value for n, value in state.items() if n in names and isinstance(value, Tensor)}
     if optimizer.flags.get("torch_dampening") and result:

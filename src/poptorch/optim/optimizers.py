@@ -24,8 +24,8 @@ logger = logging.getLogger("poptorch::python")
 
 @torch.no_grad()
 def step_by_engine_rule(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None = None) -> Any:
-    """Update the host's weights from their `.grad`, and `optimizer.state`, in place by the executors' rule.
-    Return the result of `closure`, which is called first, or None."""
+    """Update the host's weights, from their `.grad`, and `optimizer.state` in place, by the executors' rule.
+    Return the result of `closure`, which is called first; None without a closure."""
     with torch.enable_grad():
         loss = None if closure is None else closure()
     names = {id(value): str(id(value)) for group in optimizer.param_groups for value in group["params"]}

@@ -52,7 +52,7 @@ def engine_settings(
     optimizer: Optimizer | None,
     groups: dict[str, ReplicaGroups] | None = None,
 ) -> Settings:
-    """Return the engine's settings for these options.
+    """Return the engine's settings for these options; log each `useOnChipStorage(False)` as without effect.
 
     Args: groups: the groups of replicas of each per-replica parameter, by canonical name
     Raises:
@@ -96,8 +96,8 @@ def engine_settings(
 
 
 def device_of(options: Options, training: bool) -> DeviceKind:
-    """Return the kind of device that the options choose, else POPTORCH_DEVICE, else "cpu". Raises Error if
-    the kind is unknown or, unless the connection type is Never, `check_available` refuses it."""
+    """Return the kind of device that the options choose, else POPTORCH_DEVICE, else "cpu". Raises Error for
+    an unknown kind and, unless the connection type is Never, for a device that this machine lacks."""
     kind: Any = _option_or_variable(options, "device_kind", "POPTORCH_DEVICE", DEVICES)
     if options.connection_type != ConnectionType.Never:
         devices.check_available(kind, options._counts().instances if training else 1)
@@ -105,8 +105,8 @@ def device_of(options: Options, training: bool) -> DeviceKind:
 
 
 def _option_or_variable(options: Options, option: str, variable: str, known: tuple[str, ...]) -> Any:
-    """Return the value of an option, else of an environment variable, else `known[0]`. Raises Error if it is
-    not in `known`."""
+    """Return the value of `option` if it is set, else of the environment `variable`, else `known[0]`. Raises
+    Error if the value is not in `known`."""
     name = options(option) if options.exists(option) else os.environ.get(variable, known[0])
     if name not in known:
         raise Error(f"{variable} is {name!r}\n  fix: one of {', '.join(map(repr, known))}")

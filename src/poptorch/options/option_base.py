@@ -25,7 +25,8 @@ _POSITIVE = ("device_iterations", "gradient_accumulation", "replication_factor")
 
 
 def expect(setter: str, value: T, kind: type | tuple[str, ...], error: type[Exception] = AssertionError) -> T:
-    """Return a setter's argument. Raises `error` unless it is of the type `kind`, or in the tuple `kind`."""
+    """Return `value`, the argument of the method named `setter`. Raises `error` unless the value has the type
+    `kind` or, for a tuple `kind`, is in that tuple."""
     if isinstance(kind, tuple):
         if value in kind:
             return value
@@ -39,7 +40,7 @@ def expect(setter: str, value: T, kind: type | tuple[str, ...], error: type[Exce
 
 
 class Freezable:
-    """Base class of objects with named values that can be frozen, together with objects in their fields."""
+    """Base class of objects with named values, which can be frozen together with the objects in them."""
 
     _is_frozen = False
 
@@ -75,6 +76,7 @@ class Freezable:
             vars(self)[name] = value
 
     def _freeze(self, frozen: bool = True) -> None:
+        """Freeze, or unfreeze, these options and their parts in place."""
         vars(self)["_is_frozen"] = frozen
         for part in self._parts():
             part._freeze(frozen)
@@ -83,13 +85,16 @@ class Freezable:
         self._freeze(False)
 
     def _parts(self) -> list[Freezable]:
+        """Return the option objects in the fields, such as `options.Training`."""
         return [field for field in vars(self).values() if isinstance(field, Freezable)]
 
     @property
     def _values(self) -> dict[str, Any]:
+        """Return the public values by name."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def _printed_fields(self) -> list[str]:
+        """Return "name=value" of each value, for `repr`."""
         return [f"{name}={sorted_repr(value)}" for name, value in sorted(self._values.items())]
 
     def __repr__(self) -> str:
@@ -108,14 +113,14 @@ class OptionsDict(Freezable):
 
     def set(self, **values: Any) -> Self:
         """Change existing values, given by name, and return the object. Raises AssertionError for an unknown
-        name, and errors as `createOrSet` does."""
+        name, and the errors of `createOrSet`."""
         for name in values:
             self._check_exists(name)
         return self.createOrSet(**values)
 
     def createOrSet(self, **values: Any) -> Self:
         """Change or create values, given by name, and return the object. Raises AttributeError if frozen, and
-        AssertionError for another type than the old value's, or counts below 1."""
+        AssertionError for another type than the old value's, or for a count below 1."""
         self.checkIsFrozen()
         vars(self).update({name: self._checked_value(name, value) for name, value in values.items()})
         return self
@@ -131,8 +136,8 @@ class OptionsDict(Freezable):
         return self
 
     def update(self, other: dict[str, Any]) -> dict[str, Any]:
-        """Return a new dictionary with these values and those of `other`; unlike dict.update, change nothing.
-        Raises AssertionError if a name is in both."""
+        """Return a new dictionary with the object's values and those of `other`; unlike dict.update, change
+        nothing. Raises AssertionError if a name is in both."""
         return merge_disjoint(other, self.toDict())
 
     def toDict(self) -> dict[str, Any]:
@@ -170,8 +175,8 @@ class OptionsDict(Freezable):
         )
 
     def _checked_value(self, name: str, value: Any) -> Any:
-        """Return the value to store: `value`, or the int of an enum member if the old value is an int. Raises
-        AssertionError if the type is not that of the old value, or a number that must be positive is not."""
+        """Return the new value of option `name`: `value`, or the int of an enum member if the old value is an
+        int. Raises AssertionError for another type than the old value's, and for a count below 1."""
         expected = type(vars(self).get(name, value))
         assert isinstance(value, expected), (
             f"Unexpected type {type(value).__name__} for option {name}: {value!r}. Expected {expected.__name__}"

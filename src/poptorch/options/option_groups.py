@@ -121,8 +121,8 @@ class ExecutionOptions(OptionsDict):
         return self
 
     def enableSyntheticData(self, enabled: bool | int) -> Self:
-        """Choose whether calls replace their inputs by values that are generated once. Outputs are then
-        meaningless. Also takes a `popart.SyntheticDataMode`."""
+        """Choose whether calls replace their inputs by values that are generated once: normally distributed
+        for True, else as a `popart.SyntheticDataMode` says. Outputs are then meaningless."""
         assert isinstance(enabled, int) and 0 <= enabled <= 3, (
             f"enableSyntheticData takes a bool or a popart.SyntheticDataMode; found {enabled!r}"
         )
@@ -185,8 +185,8 @@ class ExecutionOptions(OptionsDict):
 
 
 def _checked_period(mode: OutputMode, period: int | None) -> int:
-    """Return the period for EveryN. For other modes return 1, and log that the period is ignored, if there is
-    one. Raises AssertionError unless the period for EveryN is an int from 1."""
+    """Return the output return period: for EveryN `period`, else 1, after logging that a `period` is ignored.
+    Raises AssertionError unless the period of EveryN is an int from 1."""
     if mode == OutputMode.EveryN:
         assert isinstance(period, int) and period > 0, (
             f"OutputMode.EveryN needs output_return_period, a number of device iterations from 1; "
@@ -281,10 +281,8 @@ class ReportingOptions(OptionsDict):
         return self.createOrSet(model_name=expect("modelName", name, str))
 
     def maxRepeatLogs(self, max_lines: int | None = None) -> Self:
-        """Set how many equal log lines in succession are written; one more gets a note, and the others are left out.
-
-        Args: max_lines: None: no limit
-        """
+        """Set how many equal log lines in succession are written as they are. The next equal line has a note
+        that further ones are left out. None: no limit."""
         return self.set(max_repeat_logs=_NO_LIMIT if max_lines is None else max_lines)
 
     def logCycleCount(self, log_cycle_count: bool) -> Self:

@@ -218,8 +218,8 @@ class TensorLocations(OptionsDict):
         return self.set(location_accumulator=location)
 
     def numIOTiles(self, num_tiles: int) -> Self:
-        """Recorded: a CPU has no tiles. A model with overlapped inputs or outputs raises Error at compilation
-        if this was not called."""
+        """Recorded: a CPU has no tiles. Takes an even number from 32 to 192. A model with overlapped inputs
+        or outputs raises Error at compilation if this was not called."""
         valid = isinstance(num_tiles, int) and 32 <= num_tiles <= 192 and num_tiles % 2 == 0
         assert valid, f"numIOTiles must be an even number between 32 and 192; found {num_tiles!r}"
         return self.createOrSet(num_io_tiles=num_tiles)
@@ -256,7 +256,7 @@ class Distributed(OptionsDict):
         return self._set_process(0, 1)
 
     def configureProcessId(self, process_id: int, num_processes: int) -> Self:
-        """Set the id of this process and the number of processes."""
+        """Set the id of this process, from 0, and the number of processes."""
         return self._set_process(process_id, num_processes)
 
     def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> Self:
@@ -270,7 +270,7 @@ class Distributed(OptionsDict):
     def rowsByReplica(self, by_replica: bool) -> Self:
         """*Pando*: choose which rows a loader reads in each process. True: each global batch is divided among
         the replicas of all processes, so that a replica's rows are the same for any number of processes.
-        False: each process reads a contiguous share of the order. The default is True for
+        False: each process reads a contiguous share of the dataset's order. The default is True for
         `popdist.poptorch.Options`, else False, as in PopTorch."""
         return self.set(rows_by_replica=expect("rowsByReplica", by_replica, bool))
 

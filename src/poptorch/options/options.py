@@ -183,10 +183,10 @@ def _as_enum_member(value: Any) -> Any:
 
 
 def _run_setting(options: Any, source: str) -> None:
-    """Run one line of an options file: "options." and a setting of names, calls and literals. Other code is
-    refused, since a file may be from an unknown source.
+    """Run one line of an options file, such as "options.deviceIterations(4)", on the object `options`.
 
-    Raises: SyntaxError if the source is not one setting; AttributeError, NameError for names not allowed
+    Only names, calls and literals are allowed, since a file may be from an unknown source.
+    Raises: SyntaxError if the line is not one setting; AttributeError, NameError for names not allowed
     """
     names = {"options": options, "poptorch": _POPTORCH, "torch": _TORCH}
     tree = ast.parse(source)
@@ -208,6 +208,6 @@ def _run_setting(options: Any, source: str) -> None:
 
 
 def _check_public(name: str) -> None:
-    """Raise AttributeError for a private name but `_Popart`, since it could give access to all of Python."""
+    """Raise AttributeError for a private name other than `_Popart`: private names can reach all of Python."""
     if name.startswith("_") and name not in ("_Popart", "_popart"):
         raise AttributeError(f"Invalid attribute {name!r}: private names can't be used in option texts")
