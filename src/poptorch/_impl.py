@@ -9,7 +9,7 @@ _owners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # ex
 
 
 def unwrapModelIfNecessary(model: Any) -> None:
-    """Copy the newest weights to a model that is wrapped for training, and unwrap it; ignore other models."""
+    """If a model is wrapped for training, copy the newest weights to the host and unmark the model."""
     owner = marked_model.owner_of(model)
     if owner is not None:
         owner.copyWeightsToHostIfNeeded()
@@ -18,7 +18,7 @@ def unwrapModelIfNecessary(model: Any) -> None:
 
 
 def rewrapModelIfNecessary(model: Any) -> None:
-    """Wrap again a model that `unwrapModelIfNecessary` unwrapped, if its executor is alive."""
+    """Mark a model again that `unwrapModelIfNecessary` unmarked, if the executor still exists."""
     link = _owners.pop(model, None)
     owner = link() if link is not None else None
     if owner is not None:

@@ -16,7 +16,7 @@ _auto_ids: Iterator[int] = itertools.count()  # restarted by Block.useAutoId
 
 
 def _checked_ipu(ipu_id: int | None) -> int | None:
-    """Return `ipu_id`. Raises Error unless it is None or a number from 0."""
+    """Return `ipu_id`. Raises Error unless `ipu_id` is None or a number from 0."""
     if ipu_id is not None and (not isinstance(ipu_id, int) or ipu_id < 0):
         raise Error(
             f"a block's ipu_id is a number from 0; found ipu_id={ipu_id!r}\n  fix: ipu_id=0, or leave it out"
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
     Args:
         user_id: the block's name in strategies; by default "0", "1", ... in order of entry
-        ipu_id:  the block's ipu, if the strategy does not name one
+        ipu_id:  the block's ipu, unless the strategy names an ipu for the block
     """
 
     def __init__(self, user_id: str | None = None, ipu_id: int | None = None) -> None:
@@ -53,22 +53,22 @@ class Block(nn.Module):
 
     @staticmethod
     def start(user_id: str | None = None, ipu_id: int | None = None) -> None:
-        """Open a block that ends where the next block opens."""
+        """Open a block, which ends where the next block opens. Outside of a capture, do nothing."""
         ipu_id, capture = _checked_ipu(ipu_id), current()
         if capture is not None:
             capture.enter_block(user_id or str(next(_auto_ids)), ipu_id)
 
     @staticmethod
     def end() -> None:
-        """End the open block, as the end of `with` does. Operations before the next block raise Error."""
+        """End the open block, as leaving the `with` does. An operation before the next block raises Error."""
         capture = current()
         if capture is not None:
             capture.leave_block()
 
 
 class BeginBlockHook:
-    """A forward pre-hook that opens a block. Without an id, it uses the automatic id of its first capture.
-    In hooks of `poptorch.annotate` and `split`, `strategy` is the model's default strategy."""
+    """A forward pre-hook that opens a block. A hook without an id gets an automatic id at its first capture.
+    `strategy`: the default strategy for a model with hooks of `annotate` or `split`; None for other hooks."""
 
     def __init__(self, user_id: str | None, ipu_id: int | None, strategy: Any = None) -> None:
         self.user_id, self.ipu_id, self.strategy = user_id, _checked_ipu(ipu_id), strategy
@@ -97,7 +97,7 @@ class LegacyBeginBlockFn:
 
 
 def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None = None) -> T:
-    """Make a layer open a block at each call, which ends where the next block opens.
+    """Make a layer open a block when it is called. The block ends where the next block opens.
 
     Returns: the same module, to which a hook was added; for a function, a wrapper that calls it
     Raises: Error if the module begins a block already, or the layer is neither a module nor a function
@@ -115,7 +115,7 @@ def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None 
 
 
 def find_begin_hook(module: nn.Module) -> BeginBlockHook | None:
-    """Return the module's hook that begins a block; None if it has no such hook."""
+    """Return the module's `BeginBlockHook`; None if the module has no such hook."""
     hooks = module._forward_pre_hooks.values()
     return next((hook for hook in hooks if isinstance(hook, BeginBlockHook)), None)
 
@@ -138,7 +138,7 @@ def BlockFunction(user_id: str | None = None, ipu_id: int | None = None) -> Iter
 
 
 def removeBlocks(module: nn.Module) -> None:
-    """Remove the hooks of BeginBlock, annotate and split from a module and all modules in it."""
+    """Remove the hooks of BeginBlock, annotate and split from a module and all its submodules."""
     assert isinstance(module, nn.Module), f"removeBlocks takes a torch.nn.Module; found {module!r}"
     for child in module.modules():
         hooks = child._forward_pre_hooks
@@ -159,5 +159,5 @@ def module_repr(module: nn.Module) -> str:
 
 
 def print(module: nn.Module) -> None:
-    """Print a module, with the blocks that begin in it (see `module_repr`)."""
+    """Print a module; its submodules that begin a block have the prefix "BeginBlock(...): "."""
     builtins.print(module_repr(module))

@@ -37,8 +37,8 @@ def annotate(
 
     Args:
         marks: the ipu of each module. A key is a name as in `named_modules`, in which `0-5` is each of the
-            numbers and `*` any text without a dot, or a class. If several keys name a module, a name wins
-            over a range, and a range over `*` and classes; of these the first key wins.
+            numbers and `*` any text without a dot; or a key is a class. If several keys name a module, a name
+            wins over a range, and a range over `*` and classes; among `*` and classes the first key wins.
         layers_per_ipu: instead of marks: the number of repeated layers on ipu 0, on ipu 1, ...
     Raises:
         Error: neither or both arguments are given; a key, or a number of its range, places no module; two
@@ -58,7 +58,7 @@ def annotate(
 def split(model: M, ipus: int) -> M:
     """Make each repeated layer of a model a block, by hooks, and return the same model. (Pando.)
 
-    The default strategy becomes `PipelinedExecution(AutoBalance(ipus)).orSharded()`, which balances them.
+    The default strategy becomes `PipelinedExecution(AutoBalance(ipus)).orSharded()`, which places the blocks.
     Raises Error if the model has fewer repeated layers than ipus, or a layer begins a block already.
     """
     layers = _repeated_layers(model)
@@ -72,8 +72,8 @@ def split(model: M, ipus: int) -> M:
 
 
 def strategy_of_marks(model: nn.Module, strategy: ExecutionStrategy) -> ExecutionStrategy:
-    """Return the strategy that `annotate` or `split` set, if `strategy` is the default; else `strategy`.
-    If `orSharded()` of `strategy` was called, it holds for the returned strategy, too."""
+    """Return the strategy that `annotate` or `split` chose for the model, if `strategy` is the default
+    strategy, with or without `orSharded()`, which is carried over; else return `strategy`."""
     default = ("pipelined", AutoStage.SameAsIpu)
     if not isinstance(strategy, PipelinedExecution) or (strategy._mode, strategy._auto) != default:
         return strategy
@@ -84,8 +84,8 @@ def strategy_of_marks(model: nn.Module, strategy: ExecutionStrategy) -> Executio
 
 @contextlib.contextmanager
 def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
-    """For `AutoBalance` of an unmarked model, make each repeated layer a block inside the `with`, unless the
-    model's own code has opened a block."""
+    """Make each repeated layer a block, inside the `with`, if the strategy is `AutoBalance` and no layer has
+    a `BeginBlockHook`. A layer that is called inside a `Block` of the model's code begins no block."""
     wanted = strategy.auto == "balance" and not any(map(find_begin_hook, model.modules()))
     layers = _repeated_layers(model) if wanted else []
     names = {None, *(name for _, name, _ in layers)}
@@ -102,9 +102,11 @@ def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
 
 
 def _layer_stacks(model: nn.Module) -> dict[str, list[_Mark]]:
-    """Return the layers of each outermost stack, by the stack's name, as blocks without an ipu. A stack is a
-    ModuleList of several layers, or a Sequential in which a class repeats; children without parameters are no
-    layers."""
+    """Return {name of a stack: its layers, as marks without an ipu} for each outermost stack.
+
+    A stack is a ModuleList of several layers, or a Sequential with several layers of one class. A layer is a
+    child with parameters.
+    """
     found: dict[str, list[_Mark]] = {}
     for name, module in model.named_modules():
         is_nested = any(not outer or name.startswith(f"{outer}.") for outer in found)
@@ -131,7 +133,7 @@ def _describe_stacks(model: nn.Module) -> str:
 
 
 def _register_hooks(marks: list[_Mark], strategy: PipelinedExecution) -> None:
-    """Register a `BeginBlockHook` on each module. Raises Error, and registers none, if a mark is invalid."""
+    """Register a `BeginBlockHook` on each module. If a mark is invalid, raise Error and register none."""
     for module, *_ in marks:
         check_unmarked(module)
     hooks = [(module, BeginBlockHook(block, ipu, strategy)) for module, block, ipu in marks]
@@ -143,7 +145,7 @@ def _marks_by_count(model: nn.Module, counts: Sequence[int]) -> list[_Mark]:
     """Return marks that place counts[i] consecutive layers on ipu i, as one block.
 
     If exactly one of the `_layer_stacks` has sum(counts) layers, its layers are placed, else the layers of
-    all stacks. Raises Error if their number is not sum(counts).
+    all stacks. Raises Error if neither one stack nor all stacks have sum(counts) layers.
     """
     fitting = [layers for layers in _layer_stacks(model).values() if len(layers) == sum(counts)]
     layers = fitting[0] if len(fitting) == 1 else _repeated_layers(model)
@@ -163,7 +165,7 @@ def _marks_by_count(model: nn.Module, counts: Sequence[int]) -> list[_Mark]:
 
 
 def _marks_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> list[_Mark]:
-    """Return a mark, by its most specific key, for each module that keys name. Raises Error as `annotate`."""
+    """Return a mark for each module that keys name, from the key that wins. Raises Error as `annotate`."""
     found: dict[nn.Module, tuple[int, str | type]] = {}
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     ranked = [(*_modules_of_key(key, model, names), key) for key in marks]

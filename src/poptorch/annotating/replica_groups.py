@@ -1,4 +1,4 @@
-"""Per-replica parameters: the host's value has one row per group of replicas; a replica has its group's row.
+"""Per-replica parameters: on the host one row per group of replicas; on each replica the row of its group.
 
 executor.weight.replicaGrouping(poptorch.CommGroupType.Consecutive, 2,
                                 poptorch.VariableRetrievalMode.OnePerGroup)
@@ -22,7 +22,7 @@ Grouping = tuple[CommGroupType, int, VariableRetrievalMode]  # the arguments of 
 
 
 def _checked_grouping(name: str, given: Any) -> Grouping:
-    """Return `given`. Raises Error, with the parameter's `name`, unless `given` is a `Grouping`."""
+    """Return `given`. Raises Error unless `given` is a `Grouping`. Args: name: the parameter's."""
     match given:
         case (CommGroupType() as kind, int() as size, VariableRetrievalMode() as retrieval):
             return kind, size, retrieval
@@ -42,7 +42,7 @@ class GroupableParameter(nn.Parameter):
     def wrap(parameter: nn.Parameter, name: str, groupings: dict[str, Grouping] | None) -> GroupableParameter:
         """Return a view of a parameter, with the same memory, attributes and `.grad`.
 
-        Args: groupings: the executor's groupings by name, for `replicaGrouping`; None once it is compiled
+        Args: groupings: the executor's, to which `replicaGrouping` adds an item; None once it is compiled
         """
         with torch._C.DisableTorchFunctionSubclass():
             view = torch.Tensor._make_subclass(
@@ -80,9 +80,9 @@ def make_groups(model: nn.Module, groupings: dict[str, Grouping], replicas: int)
     """Return the engine's groups of replicas by parameter name, checked against the parameters.
 
     Raises:
-        Error: a grouping is no `Grouping`, or its size does not divide `replicas`; a name is no parameter of
-            the model itself (submodules' are refused); the parameter is 0-d, or its first dimension is not
-            the number of groups nor, with AllReplicas, of replicas
+        Error: a grouping is no `Grouping`, or its size does not divide `replicas`; a name is not a parameter
+            of the top-level module; a parameter is 0-d, or its first dimension is neither the number of groups
+            nor, with AllReplicas, the number of replicas
     """
     groups_by_name = {}
     for name, given in groupings.items():
@@ -119,7 +119,7 @@ def make_groups(model: nn.Module, groupings: dict[str, Grouping], replicas: int)
 
 @contextlib.contextmanager
 def first_rows_only(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Replace the named parameters by their first rows inside the `with`, as each replica has one row."""
+    """Replace the named parameters by their first rows, inside the `with`: a replica sees one row."""
     before = model._parameters
     rows = {
         name: nn.Parameter(parameter.detach()[0], parameter.requires_grad)

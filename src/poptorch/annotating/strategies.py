@@ -1,7 +1,7 @@
 """Execution strategies: which block belongs to which stage, and in which order the stages run.
 
 A strategy is a builder: a user may still change it (`strategy.stage("A").ipu(2)`), and `freeze` returns the engine's
-value. Compilation checks it against the model's blocks.
+value. Compilation checks the strategy against the model's blocks.
 """
 
 import math
@@ -93,7 +93,7 @@ def _as_phase(argument: Any) -> Phase:
 
 
 class ExecutionStrategy:
-    """The base class of strategies: the stage of each block, and two hooks around the capture of a model."""
+    """The base class of strategies: the stage of each block, and two methods called around the capture."""
 
     _mode: Mode
 
@@ -122,7 +122,7 @@ class ExecutionStrategy:
         """Do nothing. Subclasses may override this method, which is called after a model is captured."""
 
     def backendOptions(self) -> dict[str, Any]:
-        """Return the entries of this strategy in `Options.toDict()`."""
+        """Return this strategy's items of the dictionary `Options.toDict()`."""
         return {"execution_mode": _MODES.index(self._mode)}
 
     def freeze(self) -> Strategy:
@@ -171,8 +171,8 @@ class PipelinedExecution(ExecutionStrategy):
         super().__init__(map(_as_stage, args) if self._auto is None else ())
 
     def orSharded(self) -> Self:
-        """Run the stages one after another, as in `ShardedExecution`, if a call has too few micro-batches to
-        fill the pipeline. By default such a call raises Error. The results are the same. (Pando.)"""
+        """Run stages one after another, as `ShardedExecution`, when a call has too few micro-batches for a
+        pipeline. Without `orSharded` such a call raises Error. The results are the same. (Pando.)"""
         self._or_sharded = True
         return self
 
@@ -219,7 +219,7 @@ class _PhasedExecution(ExecutionStrategy):
         return self._phases[index]
 
     def useSeparateBackwardPhase(self, use: bool = True) -> Self:
-        """Give the backward pass of the last phase a phase of its own. Recorded: results are the same."""
+        """Give the backward pass of the last phase a phase of its own. Only recorded: nothing changes."""
         assert isinstance(use, bool), f"useSeparateBackwardPhase takes a bool; found {use!r}"
         self._separate_backward_phase = use
         return self
@@ -243,19 +243,19 @@ class SerialPhasedExecution(_PhasedExecution):
     _serial = True
 
     def setTensorsLiveness(self, liveness: Liveness) -> Self:
-        """Set how long tensors stay on the device. Recorded: results are the same."""
+        """Set how long tensors stay on the device. Only recorded: nothing changes."""
         assert isinstance(liveness, Liveness), f"setTensorsLiveness takes a Liveness; found {liveness!r}"
         self._liveness = liveness
         return self
 
 
 class ParallelPhasedExecution(_PhasedExecution):
-    """A strategy that runs even phases on even ipus and odd ones on odd ipus, to overlap transfers."""
+    """A strategy that runs even phases on even ipus and odd phases on odd ipus, to overlap transfers."""
 
     _serial = False
 
     def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> Self:
-        """Send tensors to host memory after their forward phase. Recorded: results are the same."""
+        """Send tensors to host memory after their forward phase. Only recorded: nothing changes."""
         assert isinstance(off_chip, bool), f"sendTensorsOffChipAfterFwd takes a bool; found {off_chip!r}"
         self._liveness = Liveness.OffChipAfterFwd if off_chip else Liveness.AlwaysLive
         return self

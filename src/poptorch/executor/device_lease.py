@@ -1,4 +1,4 @@
-"""The plans of a model, their engines, and the state that an executor keeps when devices are released."""
+"""The compiled plans of a model, their engines, and the state with which the next engine begins."""
 
 import os
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from ..reporter import Reporter
 
 @dataclass(frozen=True)
 class KeptState:
-    """The state with which an executor's next engine begins. A field that is None: the initial state."""
+    """The state with which an executor's next engine begins. None stands for the initial state."""
 
     random: tuple[int, int] | None = None  # seed, number of steps run
     optimizer: Mapping[str, dict[str, Tensor]] | None = None  # {parameter: {name of a state: tensor}}
@@ -62,6 +62,7 @@ class DeviceLease:
         return self.current.reporter if self.current is not None else None
 
     def need_executable(self) -> Executable:
+        """Return the executable of the current plan. Raises Error before compilation."""
         if self.executable is None:
             raise Error(
                 "Model has not been compiled or has been destroyed.\n  fix: call it, or model.compile(*inputs)"
@@ -69,6 +70,7 @@ class DeviceLease:
         return self.executable
 
     def need_engine(self) -> Engine:
+        """Return the engine of the current plan. Raises Error if the model is not attached, or in a fork."""
         self.need_executable()
         if self.engine is None:
             raise Error("the model is not attached to its devices\n  fix: call it, or model.attachToDevice()")
@@ -82,7 +84,7 @@ class DeviceLease:
 
     @property
     def is_forked(self) -> bool:
-        """Return whether this process is a fork of the engine's process. False without an engine."""
+        """Return whether this process is a fork of the process that attached the model. False if detached."""
         return self.engine is not None and self._process != os.getpid()
 
     # ---- plans ---------------------------------------------------------------------------------------------
@@ -94,9 +96,11 @@ class DeviceLease:
             self.current, self.first = plan, plan.executable
 
     def switch_to(self, plan: LoadedPlan, weights: Mapping[str, Tensor]) -> None:
-        """Make `plan` current. If the plan before has an engine, the engine of `plan` takes over its tensors.
+        """Make `plan` current. If the previous plan has an engine, both engines share that engine's tensors.
 
-        Args: weights: the host's, by canonical name; only weights that the previous engine lacks are read
+        If `plan` has no engine then, the engine is created here.
+
+        Args: weights: the host's, by canonical name, for those that the previous engine does not have
         Raises: Error, in a fork of the process that attached the model
         """
         before = self.current
@@ -118,7 +122,10 @@ class DeviceLease:
         self._close_engine(self.plans.pop(key))
 
     def drop_oldest(self, keys: list[Any], most: int) -> None:
-        """Remove and log all plans but the `most` used last. `keys`: of the plans that this call has used."""
+        """Remove all plans except the `most` plans that were used last, and log each removal.
+
+        Args: keys: those of the plans that the latest call used, in order
+        """
         used = {key: number for number, key in enumerate(keys, 1)}
         plans = sorted(self.plans.items(), key=lambda item: (item[1] is self.current, used.get(item[0], 0)))
         self.plans = dict(plans)  # one assignment: no plan is lost by an interrupt
@@ -134,7 +141,7 @@ class DeviceLease:
     # ---- devices -------------------------------------------------------------------------------------------
 
     def attach(self, weights: Mapping[str, Tensor]) -> None:
-        """Start an engine for the current plan, with the host's weights (by name) and the state in `kept`."""
+        """Create the current plan's engine, from the host's weights (by name) and the state in `kept`."""
         plan, kept = self.current, self.kept
         assert plan is not None
         engine = self._new_engine(plan, weights)
@@ -151,7 +158,10 @@ class DeviceLease:
     def _new_engine(
         self, plan: LoadedPlan, weights: Mapping[str, Tensor], previous: Engine | None = None
     ) -> Engine:
-        """Return a plan's new engine, which its reporter records, and which shares the tensors of `previous`."""
+        """Return a new engine for a plan, and let the plan's reporter, if there is one, record the engine.
+
+        Args: previous: an engine whose tensors the new engine shares
+        """
         executable = plan.executable
         # An executable from a file runs on the device that this program's options name.
         settings = replace(executable.settings, device=device_of(self._options, executable.settings.training))
@@ -162,14 +172,17 @@ class DeviceLease:
         return engine
 
     def detach(self) -> None:
-        """Store the engine's state, without weights, in `kept`; close all engines. A fork only drops them."""
+        """Store the current engine's state, except weights, in `kept`; save profiles; close all engines.
+
+        In a fork of the process that attached the model, only remove the references to the engines.
+        """
         if not self.is_forked:
             self.kept = self.state_to_keep()
         for plan in self.plans.values():
             self._close_engine(plan)
 
     def _close_engine(self, plan: LoadedPlan) -> None:
-        """Save a plan's profile and close its engine, if it has an engine; in a fork only drop the engine."""
+        """Save a plan's profile, and close its engine, if any; in a fork only set `plan.engine` to None."""
         engine, plan.engine = plan.engine, None  # before its threads end
         if engine is None or self._process != os.getpid():  # its threads are the other process's
             return
@@ -178,9 +191,9 @@ class DeviceLease:
         engine.close()
 
     def state_to_keep(self, whole: bool = False) -> KeptState:
-        """Return `kept`, updated with random state, loss factor and optimizer state of an existing engine.
+        """Return the state of the current engine, except weights and buffers; without an engine `kept`.
 
-        Args: whole: gather an optimizer state that is sharded over instances; False: only the shard here
+        Args: whole: gather an optimizer state that is sharded over instances; False: this instance's shard
         """
         kept = replace(self.kept, random=self.random_state, loss_factor=self.loss_factor)
         if self.engine is not None and self.engine.settings.training:
@@ -192,7 +205,7 @@ class DeviceLease:
 
     @property
     def random_state(self) -> tuple[int, int]:
-        """Return (seed, number of steps run) of the engine or, without an engine, of the next one."""
+        """Return (seed, number of steps run) of the engine; without an engine, those of the next engine."""
         if self.engine is not None:
             return self.engine.state.random_state
         return self.kept.random or (self._seed(), 0)
@@ -204,6 +217,7 @@ class DeviceLease:
             self.engine.state.random_state = state
 
     def _seed(self) -> int:
+        """Return the seed of `Options.randomSeed`, by default torch's."""
         return self._options.random_seed if self._options.exists("random_seed") else torch.initial_seed()
 
     @property
@@ -217,7 +231,7 @@ class DeviceLease:
     def optimizer_states(self, whole: bool = True) -> Mapping[str, dict[str, Tensor]] | None:
         """Return the optimizer state of each parameter: {canonical name: {name of the state: tensor}}.
 
-        With an engine, copies of its state; else the state kept for the next engine, None without one.
+        The states are copies of the engine's; without an engine they are the next engine's, None if initial.
 
         Args: whole: gather a sharded state, which waits for all instances; False: only this instance's shard
         Raises: Error, if a sharded state is to be gathered without an engine, or an instance is gone

@@ -1,6 +1,6 @@
 """Saved executors: a file of the compiled model, or the state of the training as a dictionary.
 
-A file is one pickle with what was compiled, the options, and the state. Reading a pickle can run code, so
+A file is one pickle with executables, options and state. Reading a pickle can run code, so
 read only files that you trust. Only the version that wrote a file can read it. Weights are saved as a part of
 the pickled model; `torch.save(model.state_dict(), ...)` saves them alone.
 """
@@ -54,8 +54,9 @@ class SavedExecutor:
 
 
 def write(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
-    """Write a file atomically, and make missing folders. If `filename` is a folder, write `model.poptorch`
-    into it, and log a warning.
+    """Write a saved executor to a file atomically, and create missing folders.
+
+    If `filename` is a folder, write `model.poptorch` in this folder, and log a warning.
 
     Raises:
         AssertionError: the parent path is a file
@@ -92,10 +93,10 @@ def write(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
 def write_to_cache_folder(
     executable: Executable, options: Options, per_replica_params: dict[str, Grouping]
 ) -> None:
-    """Write a compiled model into the folder of `enableExecutableCaching`, under a hash of its plan.
+    """Write a compiled model to the folder of `enableExecutableCaching`, as a file named by its hash.
 
-    `loadExecutable` reads such files; compilation doesn't. Nothing is written without the option, if the file
-    exists, in instances but 0, or if the model calls Python on the host (a warning, as is a failed write).
+    `loadExecutable` reads such files; compilation doesn't. Instance 0 writes, if the option is set and the
+    file does not exist. A model that calls Python on the host, or a failed write, gives a warning instead.
     """
     popart, settings = options._Popart.options, executable.settings
     if not popart.get("enableEngineCaching") or settings.counts.instance != 0:
@@ -121,7 +122,7 @@ def write_to_cache_folder(
 
 
 def read(filename: str | os.PathLike[str]) -> SavedExecutor:
-    """Return the contents of a file from `write`, with `ConnectionType.Always` in place of `Never`.
+    """Return the contents of a file from `write`; connection type `Never` in its options becomes `Always`.
 
     Args: filename: a file, or a folder with `model.poptorch`
     Raises: AssertionError, for a file that is missing, damaged, or from another program or version
@@ -146,7 +147,7 @@ def read(filename: str | os.PathLike[str]) -> SavedExecutor:
 
 
 def check_fits(filename: str, saved: SavedExecutor, model: WrappedModel) -> None:
-    """Raise Error if a file was saved in another mode (training, inference) or from another model."""
+    """Raise Error if a file has another mode (training, inference) or other weights than the model."""
     kinds = {True: "poptorch.trainingModel", False: "poptorch.inferenceModel"}
     if saved.training != model.training:
         raise Error(
@@ -171,11 +172,15 @@ def _listed(versions: Any) -> str:
 
 
 def training_state(executor: Any) -> TrainingState:
-    """Return the state of a training by key: the fields of `KeptState`, "weights" (parameters), "rates".
+    """Return the state of an executor that trains, as a dictionary for a checkpoint. The keys are:
 
-    "buffers" are copies of each replica's; without an engine, the restored ones or the host's. "weights" and
-    "optimizer" are equal in all instances, except those of per-replica parameters. If the optimizer state is
-    sharded ("shares_state"), "optimizer" is the shard of this instance.
+    - the fields of `KeptState`. "buffers" has copies of each replica's buffers; without an engine, it has the
+      restored buffers of each replica or, if none were restored, the host's.
+    - "weights": copies of the parameters by name. "rates": hyperparameters of each parameter group.
+    - "shares_state": whether the optimizer state is sharded. Then "optimizer" is this instance's shard.
+
+    "weights", and an "optimizer" that is not sharded, are equal in all instances, except those of
+    per-replica parameters.
     """
     lease, optimizer = executor._lease, executor._optimizer
     names = dict(executor._wrapped.traced.named_buffers())
@@ -202,9 +207,9 @@ def training_state(executor: Any) -> TrainingState:
 
 
 def set_training_state(executor: Any, state: TrainingState) -> None:
-    """Replace weights, optimizer state, rates and random state by a `training_state` of the same model.
+    """Replace the executor's weights, optimizer state, rates and random state by those in a `training_state`.
 
-    An attached executor is detached and attached again; another one uploads the state when it is attached.
+    An attached executor is detached and attached again; a detached executor uploads the state when attached.
 
     Raises: Error, if names or shapes of weights, or the number of parameter groups, differ
     """
@@ -227,7 +232,10 @@ def set_training_state(executor: Any, state: TrainingState) -> None:
 
 
 def _check_state(executor: Any, state: TrainingState) -> None:
-    """Raise Error if names or shapes of weights or the number of parameter groups are not the executor's."""
+    """Raise Error if names or shapes of weights, or the number of parameter groups, are not the executor's.
+
+    Per-replica parameters are not compared.
+    """
     saved = {**state["buffers"][0], **state["weights"]}
     with torch._C.DisableTorchFunctionSubclass():
         here, there = (

@@ -107,17 +107,18 @@ class PoplarExecutor(PublicNames):
             return fill_outputs(finished[0][1].executable.template, list(self._latest.outputs))
 
     def _runs_of(self, call: arguments.BoundCall) -> list[Run]:
-        """Return a call's runs: one, or with `allowNewShapes` several for an incomplete batch."""
+        """Return the runs of a call: one run; with `allowNewShapes` several runs for an incomplete batch."""
         run, first = Run(call, self.options._counts()), self._lease.first
         if not self._most_plans or run.key in self._lease.plans:
             return [run]
         return split_into_runs(run, self.options, self._wrapped.training, first and first.inputs)
 
     def _run_plan(self, run: Run) -> tuple[LoadedPlan, Results]:
-        """Return the plan of a run and its results. Compiles the plan, and attaches it, unless this is done.
+        """Execute a run of a call, and return the run's plan and results.
 
-        First uploads loaded optimizer state and, in inference, weights that another executor trained. Writes
-        inputs that forward changes to the caller's tensors. Removes a new plan that fails before an update.
+        A run without a plan is compiled, and a detached model is attached. Optimizer state that was loaded
+        and, in inference, weights that another executor trained are uploaded. Inputs that forward changes in
+        place are copied to the caller's tensors. A plan compiled here is removed if no update succeeds.
         """
         lease, before = self._lease, self._lease.current
         plan = lease.plans.get(run.key)
@@ -153,7 +154,7 @@ class PoplarExecutor(PublicNames):
         return plan, results
 
     def _engine_inputs(self, call: arguments.BoundCall, plan: LoadedPlan) -> list[Tensor]:
-        """Return the call's tensors, converted for the engine; with `enableSyntheticData` synthetic ones."""
+        """Return the call's tensors, converted for the engine; for `enableSyntheticData` synthetic ones."""
         if plan.synthetic is None:
             tensors = arguments.tensors_for_engine(call, plan.executable.inputs.has_float64)
             mode = self.options._Popart.options.get("syntheticDataMode", 0)
@@ -182,9 +183,10 @@ class PoplarExecutor(PublicNames):
                 self._lease.switch_to(whole, {})
 
     def _compile_plan(self, run: Run) -> LoadedPlan:
-        """Compile the plan of a run, and make it current. Attach the first plan, unless devices are offline.
+        """Compile a plan for a run, make it current, and attach it unless the connection type is Never.
 
-        If that fails the plan is removed. Under `popvision plan` write profiles and exit the program instead.
+        If the plan can't be attached, it is removed. Under `popvision plan` this method compiles nothing: it
+        writes profiles and exits the program.
         """
         if self._wrapped.training:
             marked_model.mark(self._user_model, self)  # destroy() unmarks the model
@@ -225,7 +227,7 @@ class PoplarExecutor(PublicNames):
         return reporter or start_reporter(self, self.options, self._wrapped.training, number)
 
     def _checked_settings(self, run: Run, options: Options) -> Settings:
-        """Check a run's arguments, and return the engine's settings of a complete batch. May log warnings.
+        """Return the engine's settings for complete batches. Check the run's arguments, and options.
 
         Raises: Error or AssertionError, if the arguments or the model's buffers do not fit the options
         """
@@ -278,12 +280,12 @@ class PoplarExecutor(PublicNames):
         self._lease.detach()
 
     def destroy(self) -> None:
-        """If compiled, free devices and plans; a trained model gets the newest weights and its own class."""
+        """Free devices and plans. In training also copy the newest state to the host; unmark the model."""
         if self.isCompiled():
             self._release()
 
     def _release(self) -> None:
-        """Copy the newest state to model and optimizer, unlink both, and free devices and plans, if any."""
+        """Copy the newest state to model and optimizer, unmark and unhook them; free devices and plans."""
         self._detach_if_attached()
         self._optimizer_link.release()  # before the plans are gone: it needs them to read the state
         self._lease.clear_plans()
@@ -293,7 +295,7 @@ class PoplarExecutor(PublicNames):
             marked_model.unmark(self._user_model)
 
     def _remove_plan(self, key: Any, previous: LoadedPlan | None) -> None:
-        """Remove the plan of `key`, and make `previous` current; None: detach, and remove all plans."""
+        """Make `previous` current, and remove the plan of `key`. If that is None, detach, remove all."""
         if previous is None:
             self._detach_if_attached()
             self._lease.clear_plans()
@@ -344,7 +346,7 @@ class PoplarExecutor(PublicNames):
 
         Frees the plans of this executor first; attaches to devices if the connection type is Always.
 
-        Raises: Error, for a missing file, one of another version, or one of another model
+        Raises: Error, if the file is missing or damaged, or of another version, mode or model
         """
         try:
             saved = executable_file.read(filename)
@@ -355,7 +357,7 @@ class PoplarExecutor(PublicNames):
         self._restore(saved)
 
     def _restore(self, saved: executable_file.SavedExecutor) -> None:
-        """Add a file's plans and state to an executor without plans. Attach for ConnectionType.Always."""
+        """Add a file's plans and state to an executor that has no plans. Attach for ConnectionType.Always."""
         if self._wrapped.training:
             marked_model.mark(self._user_model, self)
         self._weights.store_compiled_flags()

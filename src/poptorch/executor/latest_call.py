@@ -23,7 +23,7 @@ _KEYS = ("input", "input_complete", "output", "output_complete")
 
 @dataclass(frozen=True)
 class LatestCall:
-    """The results of a call; `LatestCall()`: no call so far. `counters` is what `getPerfCounters` returns."""
+    """The results of a call. `LatestCall()` stands for no call. `getPerfCounters` returns `counters`."""
 
     counters: dict[str, Times] = field(default_factory=lambda: {key: [[]] for key in _KEYS})
     anchored: Mapping[str, Tensor] = field(default_factory=dict)  # by short name
@@ -32,10 +32,11 @@ class LatestCall:
     outputs: Sequence[Tensor] = ()  # in the forward's order
 
     def latency(self, start: str, first: Callable[..., float], end: str) -> Latency:
-        """Return (min, max, mean) seconds from the times `counters[start]` to the times `counters[end]`.
+        """Return (min, max, mean) seconds per micro-batch between events `start` and `end` of `counters`.
 
-        A span begins at the `first` (min or max) of the tensors' times, and ends at their latest time. If
-        there are k begins for each end, the earliest of k counts. Zeros if nothing was measured.
+        Each event has one time for each tensor: a span begins at the min or max (`first`) of these times for
+        `start`, and ends at the max for `end`. If one output stands for k micro-batches, the span begins with
+        the earliest of the k. Zeros if nothing was measured.
         """
         begun = [first(times) for times in zip(*self.counters[start], strict=True)]
         ended = [max(times) for times in zip(*self.counters[end], strict=True)]
@@ -49,7 +50,7 @@ class LatestCall:
 
 
 def join_runs(finished: Sequence[tuple[Run, LoadedPlan, Results]]) -> LatestCall:
-    """Join the results of the runs of a call: concatenate outputs, notes and times, or use the output mode.
+    """Return the results of a call: outputs and anchors joined by output mode; notes and times concatenated.
 
     Raises: Error, if the output mode is Sum, and micro-batches differ in size
     """
@@ -84,7 +85,7 @@ def join_runs(finished: Sequence[tuple[Run, LoadedPlan, Results]]) -> LatestCall
 
 
 def _run_times(plan: LoadedPlan, results: Results) -> list[Times]:
-    """Return a run's times of each tensor, in the order of `_KEYS`; empty lists if inputs are synthetic."""
+    """Return, for each key of `_KEYS`, a run's times by tensor; empty lists if inputs are synthetic."""
     outputs = plan.executable.outputs
     if plan.synthetic is not None:
         return [[[]] * count for count in (*[len(plan.synthetic)] * 2, *[outputs] * 2)]
@@ -94,9 +95,11 @@ def _run_times(plan: LoadedPlan, results: Results) -> list[Times]:
 
 
 def _join_values(values: Sequence[Tensor], mode: Outputs, replicas: Sequence[int]) -> Tensor:
-    """Return the last of the runs' values ("final"), their sum ("sum"), or (other modes) their concatenation.
+    """Return the last value ("final"), the sum ("sum") or, in other modes, the concatenation of the values.
 
-    Args: replicas: the number of replicas of each run
+    Args:
+        values:   the value of one output in each run
+        replicas: the number of replicas in each run
     Raises: Error, if values of micro-batches of different sizes would be added
     """
     if mode == "final" or len(values) == 1:

@@ -23,7 +23,7 @@ from ..options import Options
 
 
 def _refresh_weights(owner: weakref.ref[Any] | None) -> Any:
-    """Copy the weights to the host if the devices have newer ones. Return the executor, None if gone."""
+    """Copy newer weights from the devices to the host. Return the executor; None if it is gone."""
     executor = owner() if owner is not None else None
     if executor is not None:
         executor.copyWeightsToHostIfNeeded()
@@ -31,7 +31,7 @@ def _refresh_weights(owner: weakref.ref[Any] | None) -> Any:
 
 
 class _Marked:
-    """The base class of a marked model's parameters and buffers. Any use first copies newer values."""
+    """The base class of marked parameters and buffers: a torch function of them first copies newer values."""
 
     _owner: weakref.ref[Any] | None
 
@@ -47,7 +47,7 @@ class _Marked:
             return func(*args, **(kwargs or {}))
 
     def _unmarked(self) -> Any:
-        """Copy newer values from the devices; return a plain parameter or tensor that shares the memory."""
+        """Copy newer values from the devices; return a plain parameter or tensor with the same memory."""
         _refresh_weights(self.__dict__.get("_owner"))
         with torch._C.DisableTorchFunctionSubclass():
             plain = self.detach()  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
 def _refuse_hook_after_compilation(value: Any) -> None:
-    """Raise Error if `value` is a weight of a compiled model, whose backward would not call a new hook."""
+    """Raise Error if the weight `value` is of a compiled model, whose backward never calls a later hook."""
     executor = _refresh_weights(value.__dict__.get("_owner"))
     if executor is not None and executor.isCompiled():
         raise Error(
@@ -89,7 +89,7 @@ class PoptorchBuffer(_Marked, Tensor):
 
 
 def _refreshing_method(name: str) -> Callable[..., Any]:
-    """Return a method that copies the newest weights to the host, then calls nn.Module's method `name`."""
+    """Return a method that copies newer weights to the host, then calls `name` of the model's own class."""
 
     @functools.wraps(getattr(nn.Module, name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ def _refreshing_method(name: str) -> Callable[..., Any]:
 
 
 class _MarkedModel:
-    """The mixin that `mark` adds to a model's class: reading a weight copies newer values to the host."""
+    """The mixin that `mark` adds to a model's class: reading a weight first copies newer values."""
 
     _pando_owner: weakref.ref[Any]
 
@@ -109,12 +109,12 @@ class _MarkedModel:
         return cls.__mro__[2](*args, **kwargs)
 
     def copyWeightsToHostIfNeeded(self) -> bool:
-        """Copy the weights to the host if the devices have newer ones; return whether they had."""
+        """Copy newer weights from the devices to the host; return whether there were newer weights."""
         owner = self._pando_owner()
         return owner is not None and owner.copyWeightsToHostIfNeeded()
 
     def destroy(self) -> None:
-        """Destroy the executor that trains this model (see its `destroy`), if it exists still."""
+        """Call `destroy` of the executor that trains this model, if the executor still exists."""
         owner = self._pando_owner()
         if owner is not None:
             owner.destroy()
@@ -141,8 +141,8 @@ class _MarkedModel:
 
 
 class HostForward:
-    """A descriptor: `executor.forward` is the host model's forward. `PoplarExecutor.forward` raises
-    AttributeError with a fix, since trainers look for a forward in the class of what they train."""
+    """A descriptor: `executor.forward` is the forward of the user's model, which runs on the host. The class
+    attribute `PoplarExecutor.forward` raises AttributeError: trainers read the signature of forward there."""
 
     def __get__(self, executor: Any, kind: type) -> Any:
         if executor is not None:
@@ -173,7 +173,7 @@ def check_not_wrapped(model: Any) -> None:
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Raise Error if a buffer is of a subclass of Tensor other than PoptorchBuffer."""
+    """Raise Error if a buffer of the model is a subclass of Tensor: `mark` could not replace its class."""
     for name, buffer in model.named_buffers():
         if type(buffer) not in (Tensor, PoptorchBuffer):
             raise Error(
@@ -184,7 +184,7 @@ def check_buffers(model: nn.Module) -> None:
 
 
 def mark(model: nn.Module, owner: Any) -> None:
-    """Replace the classes of a model and its weights by marked ones, which refer weakly to executor `owner`.
+    """Replace the classes of a model and its weights by marked ones, with a weak reference to the executor.
 
     Warns if another executor trains some of the parameters.
 
@@ -217,7 +217,9 @@ def mark(model: nn.Module, owner: Any) -> None:
 def mark_tensors(value: nn.Module | Tensor, link: weakref.ref[Any]) -> None:
     """Replace the class of a tensor, or of a module's parameters and buffers, by a marked one.
 
-    Args: link: a reference to the executor that trains them
+    Tensors of other subclasses stay as they are.
+
+    Args: link: a weak reference to the executor that trains the model
     """
     tensors: list[Any] = [value]
     if isinstance(value, nn.Module):
@@ -244,7 +246,7 @@ def unmark(model: nn.Module) -> None:
 
 
 def shallow_copy(model: Any) -> Any:
-    """Return an unmarked copy of the top-level module, which shares its weights and submodules."""
+    """Return an unmarked copy of the top-level module. Its weights and submodules are those of `model`."""
     plain = object.__new__(plain_class(model))
     plain.__dict__.update(copy.copy(model).__dict__)
     return plain
@@ -259,8 +261,8 @@ class WrappedModel:
 
     Args:
         user:        the user's model
-        traced:      its shallow copy, made when it was wrapped, which is compiled
-        per_replica: by parameter name, the groups of replicas that have a value of their own
+        traced:      the shallow copy of `user` that is compiled; made when the executor was
+        per_replica: by parameter name, the `replicaGrouping` of a parameter with one value per group
     """
 
     user: nn.Module
@@ -274,9 +276,9 @@ class WrappedModel:
         return weights_of(self.traced)
 
     def shapes(self, groups: Container[str]) -> dict[str, tuple[int, ...]]:
-        """Return the shape that each weight has in a replica, by name.
+        """Return, by name, the shape of each weight in a replica.
 
-        Args: groups: names of the parameters that have one row per group of replicas
+        Args: groups: names of per-replica parameters, which on the host have one row per group of replicas
         """
         with torch._C.DisableTorchFunctionSubclass():
             return {n: tuple(w.shape[1:] if n in groups else w.shape) for n, w in self.weights().items()}
@@ -289,7 +291,7 @@ class WrappedModel:
         return {id(parameter): name for name, parameter in self.parameters()}
 
     def updatable_buffers(self) -> list[str]:
-        """Return the names in `updatableNamedBuffers`. Raises: Error, if one is no buffer of the model"""
+        """Return the names in `Options.updatableNamedBuffers`. Raises Error if a name is not a buffer's."""
         names = self.options._Popart.options.get("updatableNamedBuffers", [])
         known = dict(self.traced.named_buffers())
         unknown = [name for name in names if name not in known]

@@ -43,7 +43,7 @@ _PICKLED = "__getstate__"  # set on a torch optimizer itself: copies and pickles
 class OptimizerLink:
     """The optimizer of an executor, and the rates of the next call (`hyper`). Both are None in inference.
 
-    `frozen` has the optimizer's properties that are compiled in.
+    `frozen` has those properties of the optimizer that can't change after compilation.
     """
 
     frozen: settings.Optimizer
@@ -62,7 +62,8 @@ class OptimizerLink:
     def setOptimizer(self, optimizer: Any) -> None:
         """Train with this optimizer and its present rates from the next call on.
 
-        Before compilation its state is used, too. The previous optimizer gets the state from the devices.
+        Before compilation the next call also uploads the state of `optimizer`; later the state on the devices
+        stays. The previous optimizer gets a copy of the state on the devices.
 
         Raises:
             Error: a property that is compiled in has changed, or the model is for inference
@@ -102,7 +103,7 @@ class OptimizerLink:
             optimizer._has_loaded_rates = False
 
     def connect(self, take: bool = True) -> None:
-        """Make the optimizer's `state_dict()` read from the devices, and `load_state_dict()` upload to them.
+        """Make the optimizer's `state_dict()` read the devices' state, and `load_state_dict()` upload one.
 
         Empties a torch optimizer's state. Does nothing in inference, or if its hooks are set already.
 
@@ -122,9 +123,9 @@ class OptimizerLink:
             self.optimizer.state.clear()
 
     def release(self) -> None:
-        """Copy the state from the devices into the optimizer, and undo `connect`.
+        """Copy the optimizer state from the devices into the optimizer, and undo `connect`.
 
-        A state that is sharded over instances is not copied: a later read of it raises Error.
+        A state that is sharded over instances is not copied: `state_dict()` then raises Error.
         """
         lost, optimizer = self._lease.is_optimizer_sharded, self.optimizer
         if isinstance(optimizer, PoptorchOptimizer):
@@ -143,8 +144,8 @@ class OptimizerLink:
     # ---- a torch optimizer ---------------------------------------------------------------------------------
 
     def _add_hooks(self) -> None:
-        """Set hooks and `__getstate__` of a torch optimizer, so that state_dict(), copies and pickles read
-        the devices' state, and load_state_dict() uploads. They have no effect once the executor is gone."""
+        """Set hooks and `__getstate__` of a torch optimizer: state_dict(), copies and pickles read the
+        devices' state, and load_state_dict() uploads. The hooks have no effect once the executor is gone."""
         optimizer: torch.optim.Optimizer = self.optimizer
         link = weakref.ref(self)
 
@@ -177,8 +178,10 @@ class OptimizerLink:
         ]
 
     def _load_torch_state(self) -> None:
-        """Move the states in `optimizer.state` to `_loaded` for an upload: check them, and convert them from torch's
-        format. States of parameters that are not the model's are dropped."""
+        """Move the states in `optimizer.state` to `_loaded`, which the next call uploads, as checked copies.
+
+        States of parameters that are not the model's are dropped.
+        """
         names = self._model.parameter_names()
         loaded = {
             names[id(parameter)]: from_torch_state(self.frozen, state)
@@ -190,7 +193,7 @@ class OptimizerLink:
         self.optimizer.state.clear()
 
     def _write_torch_state(self) -> None:
-        """Write states to `optimizer.state`: those in `_loaded` and, after an update, the devices' others."""
+        """Copy the states of the devices (after a first update) and of `_loaded` to `optimizer.state`."""
         _, steps = self._lease.random_state
         on_devices, names = self._lease.optimizer_states() or {}, self._model.parameter_names()
         states = {name: dict(state) for name, state in on_devices.items()} if steps else {}
@@ -204,7 +207,7 @@ class OptimizerLink:
     # ---- state -------------------------------------------------------------------------------------------
 
     def discard_loaded(self) -> None:
-        """Discard the optimizer's states on the host, also those that are loaded and not uploaded yet."""
+        """Discard the optimizer's states on the host, also loaded states that were not uploaded yet."""
         self._loaded = {}
         self.optimizer.state.clear()
         if isinstance(self.optimizer, PoptorchOptimizer):
@@ -225,9 +228,9 @@ class OptimizerLink:
         return entries, to_ipu_param(self.frozen.group_of, self.hyper)
 
     def upload(self) -> None:
-        """Check and upload the state that was loaded into the optimizer, and use loaded rates.
+        """Upload optimizer state that was loaded since the last call, and use loaded rates from now on.
 
-        Warns of parameters' states that a loaded state lacks, which stay as they are.
+        Loaded "ipu_state" is checked. Missing states stay as they are on the devices; a warning names them.
         """
         optimizer, state = self.optimizer, self._lease.need_engine().state
         is_ours = isinstance(optimizer, PoptorchOptimizer)
@@ -254,7 +257,7 @@ class OptimizerLink:
             optimizer._has_loaded_rates = False
 
     def _check_states(self, entries: Mapping[str, Tensor]) -> None:
-        """Raise RuntimeError if a state of an "ipu_state" has impossible values or a wrong shape."""
+        """Raise RuntimeError if a state in an "ipu_state" has invalid values or another shape."""
         with torch._C.DisableTorchFunctionSubclass():
             shapes = {name: tuple(parameter.shape) for name, parameter in self._model.parameters()}
         grouped = self._model.per_replica  # on the host these have one row per group of replicas
@@ -264,7 +267,7 @@ class OptimizerLink:
     # ---- rates -------------------------------------------------------------------------------------------
 
     def warn_of_changes(self) -> None:
-        """Warn, once, of rates that changed since `setOptimizer`, which calls ignore.
+        """Warn, once, if the optimizer's rates changed since `setOptimizer`: calls ignore the change.
 
         Raises: Error, if the optimizer's `step()` has hooks
         """
@@ -293,6 +296,7 @@ class OptimizerLink:
 
 
 def _raise_lost() -> NoReturn:
+    """Raise Error: the optimizer state was sharded, and is gone with its executor."""
     raise Error(
         "the optimizer's state was shared out over the instances, and has gone with its executor\n"
         "  fix: call state_dict() before destroy()"

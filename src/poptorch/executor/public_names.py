@@ -53,7 +53,7 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def run_methods_outside_inference_mode(kind: type[T]) -> type[T]:
-    """Wrap `__call__` and public methods of a class, in place, by `outside_inference_mode`; return it."""
+    """Replace `__call__` and public methods of a class by `outside_inference_mode` ones; return the class."""
     for name, member in list(vars(kind).items()):
         if isinstance(member, FunctionType) and (name == "__call__" or not name.startswith("_")):
             setattr(kind, name, outside_inference_mode(member))
@@ -72,7 +72,7 @@ def _delegated(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[
 
 @run_methods_outside_inference_mode
 class PublicNames:
-    """The base class of the executor: its parts, and the public methods that use only these."""
+    """The base class of the executor: creates its parts, and has the public methods that use these alone."""
 
     def __init__(self, wrapped: WrappedModel) -> None:
         self._wrapped = wrapped
@@ -92,7 +92,7 @@ class PublicNames:
     setOptimizer = _delegated("_optimizer_link", OptimizerLink.setOptimizer)
 
     def copyWeightsToHostIfNeeded(self) -> bool:
-        """Copy the weights to the host if the devices have newer ones; return whether they had."""
+        """Copy newer weights from the devices to the host; return whether there were newer weights."""
         is_stale = self._weights.host_is_stale
         if is_stale:
             self.copyWeightsToHost()
@@ -101,7 +101,7 @@ class PublicNames:
     def averageRunningStatistics(self) -> None:
         """*Pando*: replace running statistics by their mean over the replicas of all instances.
 
-        Each replica processes different rows, and the host gets the buffers of replica 0 of its instance:
+        Each replica processes different rows, and the host gets the buffers of this instance's first replica:
         call this method before a validation or a checkpoint, in all instances. Running statistics are all
         floating point buffers that forward changes.
 
@@ -123,7 +123,7 @@ class PublicNames:
 
     @property
     def rng_state(self) -> list[int]:
-        """Return [seed, steps run], from which random numbers are drawn. Raises: Error, before compilation"""
+        """Return [seed, number of steps run], the key of random draws. Raises: Error, before compilation"""
         self._lease.need_executable()
         return list(self._lease.random_state)
 
@@ -141,15 +141,15 @@ class PublicNames:
 
     @property
     def model(self) -> Any:
-        """Return the user's model; in inference a shallow copy, which shares weights and submodules. The
-        copy's own flags, such as `training`, are those with which forward is compiled."""
+        """Return the user's model; in inference a shallow copy, which shares weights and submodules. Forward
+        is compiled with the flags of this copy, such as `training`."""
         return self._wrapped.user if self._wrapped.training else self._wrapped.traced
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the model and its submodules, and return the executor.
 
         In training the top-level module is compiled in the mode that it had when it was wrapped. Compilation
-        fixes all modes: after it, this method warns, and calls compute as before, until `destroy`.
+        fixes all modes: a later `train` logs a warning, and calls compute as before, until `destroy`.
         """
         if self.isCompiled():
             logger.warning("train() and eval() come too late: the model is compiled, and its mode with it")
@@ -170,14 +170,14 @@ class PublicNames:
     def plan(self) -> Overview:
         """Return an overview of the compiled model: stages, ipus, parameters, transfers, schedule and code.
 
-        Raises: Error, before compilation; `poptorch.describe` returns such an overview then
+        Raises: Error, before compilation. `poptorch.describe` returns an overview without a compiled model.
         """
         compiled = self._lease.need_executable()
         return overview(compiled.plan, compiled.settings, compiled.graph)
 
     @property
     def memory_format(self) -> str:
-        """*Pando*: return the memory format of compiled convolutions: "preserve" or "channels_last".
+        """*Pando*: return the memory format of the compiled convolutions: "preserve" or "channels_last".
 
         Raises: Error, before compilation.
         """
@@ -224,7 +224,7 @@ class PublicNames:
         return copy.deepcopy(self._latest.counters)
 
     def getLatency(self) -> Latency:
-        """Return (min, max, mean) seconds from the staging of a micro-batch to the arrival of its outputs."""
+        """Return (min, max, mean) seconds from the start of a micro-batch's staging to its last output."""
         return self._latest.latency("input", min, "output_complete")
 
     def getHostIpuLatency(self) -> Latency:
@@ -232,7 +232,7 @@ class PublicNames:
         return self._latest.latency("input", min, "input_complete")
 
     def getComputeLatency(self) -> Latency:
-        """Return (min, max, mean) seconds between the staging of a micro-batch and its first output."""
+        """Return (min, max, mean) seconds from the end of a micro-batch's staging to its first output."""
         return self._latest.latency("input_complete", max, "output")
 
     def getIpuHostLatency(self) -> Latency:
@@ -255,7 +255,7 @@ class PublicNames:
     def finished_updates(self) -> int:
         """*Pando*: return the number of weight updates that the latest call has finished; 0 if not attached.
 
-        After an error or Ctrl-C it can be less than `deviceIterations`; the weights include these updates.
+        After an error or Ctrl-C this can be less than `deviceIterations`; the weights include these updates.
         """
         return self._updates if self._lease.engine is not None else 0
 

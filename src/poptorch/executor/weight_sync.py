@@ -2,7 +2,7 @@
 
 Training makes the host's copy stale, and the next read of a weight on the host copies all weights. Values
 that the user writes on the host reach the devices by `copyWeightsToDevice`; a call before that logs a warning.
-The other executors of a model, or of some of its layers, are an executor's peers.
+The peers of an executor are the other executors of its model, or of some layers of its model.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ Fingerprint = tuple[int, int, bool]  # of a weight on the host: version counter,
 class WeightSync:
     """The transfer of weights between a model and the devices of its executor.
 
-    `version` counts the copies to the host. `mode` is `training` of the user's model at its compilation.
+    `version` counts the copies to the host. `mode` is the flag `training` of the user's model at compilation.
     """
 
     def __init__(self, model: WrappedModel, lease: DeviceLease, executor: weakref.ref[Any]) -> None:
@@ -40,7 +40,7 @@ class WeightSync:
         self.store_compiled_flags()
 
     def store_compiled_flags(self) -> None:
-        """Store the model's layers, modes and `requires_grad`, with which later changes are compared."""
+        """Store the model's layers, modes and `requires_grad`, for a later `warn_of_changes`."""
         self._layers, self._flags = dict(self._model.traced.named_modules()), _flags_of(self._model.traced)
         self.mode = self._model.user.training
         self._synced: dict[str, Tensor] = {}  # the host's weights when they were last equal to the devices'
@@ -48,7 +48,7 @@ class WeightSync:
 
     @contextlib.contextmanager
     def with_compiled_flags(self) -> Iterator[None]:
-        """In the body, modes and `requires_grad` are those of the first compilation; then restore them."""
+        """Set modes and `requires_grad` of the model to those of the first compilation, inside the `with`."""
         now = _flags_of(self._model.traced)
         _set_flags(self._model.traced, self._flags)
         try:
@@ -105,7 +105,7 @@ class WeightSync:
         engine.state.host_is_stale = False
 
     def write_host(self, values: Mapping[str, Tensor]) -> None:
-        """Copy values, given by canonical name, into the user's model; in training notify the peers."""
+        """Copy values, by canonical name, into the user's model; in training notify the peers."""
         host = self.host_weights()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for name, value in values.items():
@@ -129,7 +129,7 @@ class WeightSync:
         self._notify_peers()
 
     def _upload(self, names: Sequence[str] | None = None) -> None:
-        """Upload the user's weights (None: all; else by canonical name), without notifying the peers."""
+        """Upload the user's weights of these canonical names (None: all). Peers are not notified."""
         engine, host = self._lease.need_engine(), self.host_weights()
         weights = host if names is None else {name: host[name] for name in names}
         event = recording_event(self._lease.reporter, "weights to devices")
@@ -154,12 +154,14 @@ class WeightSync:
     # ---- what is changed on the host ---------------------------------------------------------------------
 
     def hostWeightsChanged(self) -> bool:
-        """*Pando*: return whether weights were written on the host since the last upload or download. False
-        while the devices have newer weights. Writes into `weight.data` are not detected."""
+        """*Pando*: return whether weights were written on the host since the last upload or download.
+
+        False while the devices have newer weights. Writes into `weight.data` are not detected.
+        """
         return bool(self._synced and not self.host_is_stale and self._changed_names(self.host_weights()))
 
     def warn_of_changes(self) -> None:
-        """Warn, once per kind, of changes to the model since its compilation, which calls ignore.
+        """Warn, once per kind, of changes to the model since its compilation: calls ignore such changes.
 
         Kinds are written or replaced weights, replaced layers and, in training, modes and `requires_grad`.
 
@@ -192,7 +194,7 @@ class WeightSync:
         self._is_replaced = False
 
     def _check_flags(self, host: Mapping[str, Tensor]) -> None:
-        """In training, warn once of parameters frozen, and once of some made trainable, since compilation."""
+        """In training, warn, once each, of parameters frozen or made trainable since compilation."""
         if not self._model.training:
             return
         results = self._lease.need_executable().plan.partition.signature.results
@@ -211,6 +213,7 @@ class WeightSync:
         effect: str,
         fix: str = "call destroy() on the executor: its next call compiles the model as it is",
     ) -> None:
+        """Log "`change`, and the compiled program `effect`" with a fix, unless `effect` was logged before."""
         if effect not in self._warned:
             self._warned.add(effect)
             logger.warning("%s, and the compiled program %s\n  fix: %s", change, effect, fix)
@@ -233,7 +236,7 @@ class WeightSync:
     # ---- other executors of the model ----------------------------------------------------------------------
 
     def weights_for_engine(self) -> dict[str, Tensor]:
-        """Register with peers, copy newer weights of theirs to the host, and return the host's weights."""
+        """Find the peers, copy trained weights of peers to the host, and return the host's weights."""
         _watch_registrations()
         self._find_peers(self._model.user)
         self._copy_from_trainers()
@@ -243,7 +246,7 @@ class WeightSync:
         return host
 
     def _find_peers(self, layer: nn.Module) -> None:
-        """Add the other executors of a module and its submodules to the peers, in both directions."""
+        """Make this executor and all others of a module, or of its submodules, peers of each other."""
         for module in layer.modules():
             users = _syncs_of_module.setdefault(module, weakref.WeakSet())
             for peer in set(users) - {self}:
@@ -252,13 +255,13 @@ class WeightSync:
             users.add(self)
 
     def upload_if_behind(self) -> None:
-        """Upload the host's weights if a peer has trained or uploaded newer ones."""
+        """Upload the host's weights if a peer has trained or uploaded newer weights."""
         self._copy_from_trainers()
         if self._is_behind:
             self._upload()
 
     def _copy_from_trainers(self) -> None:
-        """Let the peers that train copy their newest weights to the host."""
+        """Copy the newest weights of all peers that train to the host."""
         for peer in list(self._peers):
             executor = peer._executor() if peer._model.training else None
             if executor is not None:
@@ -267,8 +270,8 @@ class WeightSync:
     def _notify_peers(self) -> None:
         """Record in the peers that the host has new weights.
 
-        Peers for inference upload them before their next run. Peers that train keep their own weights,
-        without a warning, since there was one when the model was wrapped.
+        Peers for inference upload the new weights before their next run. Peers that train keep their own
+        weights; `mark` has warned of that.
         """
         for peer in self._peers:
             if peer._model.training:
@@ -284,10 +287,10 @@ _syncs_of_module: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[WeightSyn
 
 
 def _on_registration(module: nn.Module, name: str, value: Any) -> None:
-    """Handle torch's hook: the layer, parameter or buffer `name` of a module is about to become `value`.
+    """Record a new layer, parameter or buffer in a module's executors. torch calls this before the change.
 
-    Makes the module's executors look for changes at their next call. If the model is trained, copies the
-    newest weights to the host first, and marks the new parameters and buffers.
+    The next call of these executors looks for changes. For an executor that trains, this also copies newer
+    weights to the host, and marks the new parameters and buffers.
     """
     old = (module._modules, module._parameters, module._buffers)
     if any(names.get(name) is value for names in old):
@@ -306,14 +309,14 @@ def _on_registration(module: nn.Module, name: str, value: Any) -> None:
 
 @functools.cache
 def _watch_registrations() -> None:
-    """Register `_on_registration`, which torch calls before a module's layer, parameter or buffer is set."""
+    """Let torch call `_on_registration` before a layer, parameter or buffer of any module is set."""
     nn.modules.module.register_module_module_registration_hook(_on_registration)
     nn.modules.module.register_module_parameter_registration_hook(_on_registration)
     nn.modules.module.register_module_buffer_registration_hook(_on_registration)
 
 
 def _fingerprints_of(weights: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
-    """Return the fingerprint of each weight, with version 0 for tensors that were made in inference mode."""
+    """Return the fingerprint of each weight by name. Tensors made in inference mode have version 0."""
     with torch._C.DisableTorchFunctionSubclass():
         return {
             name: (0 if weight.is_inference() else weight._version, weight.data_ptr(), weight.requires_grad)
@@ -322,14 +325,14 @@ def _fingerprints_of(weights: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
 
 
 def _flags_of(model: nn.Module) -> dict[str, bool]:
-    """Return `training` of each layer and `requires_grad` of each parameter, by name."""
+    """Return the flags `training` of layers and `requires_grad` of parameters, by name."""
     with torch._C.DisableTorchFunctionSubclass():
         modes = {name: layer.training for name, layer in model.named_modules()}
         return modes | {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
 
 def _set_flags(model: nn.Module, flags: Mapping[str, bool]) -> None:
-    """Set `training` of layers and `requires_grad` of parameters to what `_flags_of` has returned."""
+    """Set the flags of layers and parameters to `flags`, as returned by `_flags_of`. Other names stay."""
     with torch._C.DisableTorchFunctionSubclass():
         for name, layer in model.named_modules():
             vars(layer)["training"] = flags.get(name, layer.training)

@@ -59,7 +59,7 @@ def inferenceModel(
 
 
 def _module_of(model: Any) -> Any:
-    """Return the module inside an executor or a module of torch.compile, else `model`. Refuse torch.jit's."""
+    """Return the module inside an executor or torch.compile's wrapper, else `model`. Refuse torch.jit."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
         logger.warning(
@@ -139,8 +139,8 @@ def plan(
     Args:
         model, options, batch, training: as for `describe`; the model's parameters may be on the meta device
         on:           names of machines, or paths of TOML files; "this-machine" is measured
-        replicas:     plan with each of these numbers of replicas
-        accumulation: plan with each of these gradient accumulations
+        replicas:     numbers of replicas to plan with; by default the number in the options
+        accumulation: gradient accumulations to plan with; by default that of the options
     Raises:
         Error: the model can't be compiled for such a batch
         ValueError: a machine is not known
@@ -166,11 +166,12 @@ def arguments_of(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
 def _compile_arguments(
     model: Any, options: Options | None, batch: Any, training: bool
 ) -> Iterator[tuple[PoplarExecutor, tuple[nn.Module, Run, Options, Settings]]]:
-    """Yield an executor for a model, and the arguments of `compile_model` for a batch.
+    """Yield an executor, and the arguments with which `compile_model` compiles its model for a batch.
 
-    The executor is `model`, or the executor that trains it, or a temporary one, which is released at the end.
+    The executor is `model` itself, else the executor that trains `model`, else a temporary executor, which is
+    released at the end.
 
-    Args: options: None: those of the executor
+    Args: options: by default the executor's
     """
     executor, temporary = model, None
     if not isinstance(model, PoplarExecutor):
