@@ -55,7 +55,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _name_and_value(text: str) -> tuple[str, str]:
-    """Return (NAME, VALUE) of a text NAME=VALUE. Raises: ArgumentTypeError, if NAME or = is missing."""
+    """Return (NAME, VALUE) of an argument NAME=VALUE. Raises: ArgumentTypeError, if NAME or = is missing."""
     name, sign, value = text.partition("=")
     if not (name and sign):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
@@ -154,7 +154,7 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
 
 
 def check_files(arguments: argparse.Namespace) -> int:
-    """Print a line for each valid job of the files, and return 0. Raises: Faults, with those of all files."""
+    """Print a line for each valid job of the files; return 0. Raises: Faults, with those of all files."""
     faults: list[str] = []
     for file in arguments.files:
         try:
@@ -180,7 +180,7 @@ def check_files(arguments: argparse.Namespace) -> int:
 
 
 def render_file(arguments: argparse.Namespace) -> int:
-    """Print the objects of a file's jobs as YAML, warnings on standard error, and return 0."""
+    """Print the objects of a file's jobs, and its documents of other kinds, as YAML; return 0."""
     drops = set(filter(None, arguments.drop.split(",")))
     if unknown := drops - {"resources", "security"}:
         names = ",".join(sorted(unknown))
@@ -205,7 +205,10 @@ def render_file(arguments: argparse.Namespace) -> int:
 
 
 def run_file(arguments: argparse.Namespace) -> int:
-    """Run a file's jobs here, one after another; return 0, or the exit code of the first job that fails."""
+    """Run a file's jobs on this machine, one after another, until one fails; return its exit code, else 0.
+
+    Raises: Faults, before the first job starts, if an argument or a job of the file is wrong
+    """
     if not arguments.local:
         fix = "--local; or ipujob submit, which runs it in a cluster"
         raise Faults([f"ipujob: run is for this machine\n  fix: {fix}"])
@@ -244,7 +247,7 @@ def run_file(arguments: argparse.Namespace) -> int:
 
 
 def print_manifest(arguments: argparse.Namespace) -> int:
-    """Print the CustomResourceDefinition and the operator's objects as YAML, and return 0."""
+    """Print the objects that install the operator (with the CRD of IPUJobs) as YAML, and return 0."""
     text = resources.files("ipujob").joinpath("operator.yaml").read_text()
     words = {"NAMESPACE": arguments.namespace, "IMAGE": arguments.image, "DEVICE": arguments.device}
     print(_yaml_text([crd(), *yaml.safe_load_all(Template(text).safe_substitute(words))]), end="")

@@ -84,7 +84,7 @@ class Cluster:
         return self._call("POST", _kind_path(made["kind"], made["metadata"]["namespace"]), json=made)
 
     def delete(self, known: Object, orphan: bool = False) -> None:
-        """Delete an object. Raises: Refused (404), if it is gone; (409), if a newer object has its name.
+        """Delete an object. Raises: Refused (404), if the object is gone; (409), if another has its name.
 
         Args: orphan: keep the objects that the deleted object owns
         """
@@ -102,7 +102,7 @@ class Cluster:
     def logs(self, pod: Object, follow: bool = False, previous: bool = False) -> Iterator[str]:
         """Yield the lines of the log of a pod's first container, which is the worker.
 
-        Args: follow: wait for more lines until it ends; previous: of the container before its last restart
+        Args: follow: wait for lines until the container ends; previous: read the container before its restart
         """
         container = pod["spec"]["containers"][0]["name"]
         params = {"container": container, "follow": str(follow).lower(), "previous": str(previous).lower()}
@@ -111,14 +111,14 @@ class Cluster:
             yield from answer.iter_lines()
 
     def _call(self, method: str, path: str, **request: Any) -> Any:
-        """Send a request, and return the JSON value of the answer."""
+        """Send a request, and return the JSON value of its response."""
         with self._stream(method, path, **request) as answer:
             answer.read()
             return answer.json()
 
     @contextmanager
     def _stream(self, method: str, path: str, **request: Any) -> Iterator[Any]:
-        """Send a request, and yield the answer before its body is read. Raises: Refused or Unreachable."""
+        """Send a request; yield its response, with an unread body. Raises: Refused or Unreachable."""
         try:
             with self._http.stream(method, path, **request) as answer:
                 if answer.is_error:
@@ -131,7 +131,7 @@ class Cluster:
 
 
 def _refused_error(status: int, text: str) -> Refused:
-    """Return the error for an HTTP status and body, with a fix if IPUJobs are not defined or not allowed."""
+    """Return the error for an HTTP status and body; with a fix, if the CRD or rights are missing."""
     try:
         message = json.loads(text)["message"]
     except (ValueError, KeyError, TypeError):

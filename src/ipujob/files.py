@@ -40,7 +40,7 @@ class Document:
         return str(self.value.get("kind")) if isinstance(self.value, dict) else type(self.value).__name__
 
     def located_message(self, path: KeyPath, message: str, fix: str = "") -> str:
-        """Return FILE:LINE: message and the fix. The line is that of `path` or its nearest parent."""
+        """Return "FILE:LINE: message" and the fix. LINE is that of `path`, or of its nearest known parent."""
         while path not in self.lines:
             path = path[:-1]
         text = f"{self.file}:{self.lines[path]}: {message}"
@@ -78,7 +78,7 @@ def read_documents(file: str) -> list[Document]:
 
 
 def _record_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> Iterator[Fault]:
-    """Write each node's line number into `lines`; yield a fault for each duplicate key of a mapping."""
+    """Add the line number of each YAML node to `lines`, in place; yield a fault for each duplicate key."""
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -94,10 +94,10 @@ def _record_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> 
 
 
 def load_job(document: Document, device: str = "cpu", images: Images | None = ()) -> Job:
-    """Return the job of a document; print the texts of `warnings_of` to standard error.
+    """Return the job of a document; print its warnings (`rules.warnings_of`) on standard error.
 
-    Args: device, images: as in `parse`
-    Raises: Faults, with everything that is wrong with the document
+    Args: device, images: as in `rules.parse`
+    Raises: Faults, with all faults of the document
     """
     if not isinstance(document.value, dict):
         raise Faults(
@@ -113,8 +113,8 @@ def load_job(document: Document, device: str = "cpu", images: Images | None = ()
 
 
 def with_name(value: Object, name: str | None = None) -> Object:
-    """Return an IPUJob with a name: `name`, else its own, else `generateName` and five letters. An IPUJob
-    without any of these is returned as it is."""
+    """Return an IPUJob with metadata.name set: to `name`, else its own, else its generateName with five
+    letters added. Without any of these, return the IPUJob unchanged."""
     metadata = {**value["metadata"]}
     start = metadata.pop("generateName", None)
     if not (name or metadata.get("name") or start):
@@ -127,7 +127,7 @@ def with_name(value: Object, name: str | None = None) -> Object:
 def with_changes(document: Document, name: str | None = None, command: str | None = None) -> Document:
     """Return a document with changes from the command line; a malformed document is returned unchanged.
 
-    Args: name: as in `with_name`; command: a script for bash, in place of the worker's and launcher's command
+    Args: name: as in `with_name`; command: a bash script, in place of the commands of worker and launcher
     """
     try:
         value = with_name(copy.deepcopy(document.value), name)

@@ -1,4 +1,4 @@
-"""Jobs on this machine: a process in place of each pod. `observe` decides, as in a cluster."""
+"""Runs jobs on this machine: a process in place of each pod. `observe` decides what happens next, as in a cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _IGNORED_FIELDS = ("nodeSelector", "affinity", "tolerations", "securityContext",
 
 
 class LocalJob:
-    """A job on this machine: its workers are processes.
+    """A job that runs on this machine, with processes as workers.
 
     Args:
         value:     the IPUJob object from which `job` was made
@@ -81,8 +81,8 @@ class LocalJob:
         return code or 0
 
     def _run_round(self) -> int | None:
-        """Look which workers have ended, and end and start workers as the operator would; if there is nothing to do,
-        sleep. Return the job's exit code at its end, else None."""
+        """Update the status of workers and job, and end and start workers as the operator would; if there is
+        nothing to do, sleep. Return None while the job runs; at its end, the exit code (`run`)."""
         for worker in self.workers.values():
             is_late = time.monotonic() > worker.deadline and worker.process.poll() is None
             if is_late:
@@ -109,7 +109,8 @@ class LocalJob:
         return None
 
     def _end_workers(self, workers: Sequence[Worker]) -> None:
-        """Send SIGTERM to workers; kill them after the longest grace period, or at a second signal."""
+        """Send SIGTERM to workers. Kill their process groups when all have ended, after the longest grace
+        period, or when this process receives a second signal."""
         for worker in workers:
             worker.signal(signal.SIGTERM)
         grace = [worker.pod["spec"]["terminationGracePeriodSeconds"] for worker in workers]
@@ -156,9 +157,9 @@ class Worker:
         self._reader.start()
 
     def update_status(self, is_late: bool) -> None:
-        """If the process has ended, kill its group and set the pod's status.
+        """If the worker's process has ended, kill the rest of its group, and set the pod's status.
 
-        Args: is_late: whether the process was ended because of `activeDeadlineSeconds`
+        Args: is_late: whether the process was ended at the time limit `activeDeadlineSeconds`
         """
         code = self.process.poll()
         if code is None or pods.phase(self.pod) != "Running":
@@ -170,7 +171,7 @@ class Worker:
             self.pod["status"]["reason"] = "DeadlineExceeded"
 
     def kill(self) -> None:
-        """Kill the process group, and wait for the process and (2 s at most) for its output."""
+        """Kill the worker's process group; wait for its process, and up to 2 s until its output is copied."""
         self.signal(signal.SIGKILL)
         self.process.wait()
         self._reader.join(2)
@@ -204,11 +205,11 @@ class Worker:
 def _worker_variables(
     pod: Object, here: Mapping[tuple[str, str], str], overrides: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return a worker's environment variables: values with $(NAME) expanded, or read from fields of the pod.
+    """Return the environment variables of a worker, with $(NAME) and references to pod fields replaced.
 
     Args:
-        here:      values that replace the pod's on this machine, by (name, value in the pod)
-        overrides: variables of the command line, which replace the pod's
+        here:      values that are different on this machine, by (name of the variable, its value in the pod)
+        overrides: variables of the command line, which replace the pod's variables with the same names
     """
     environment = dict(overrides)
     metadata = pod["metadata"]
@@ -231,7 +232,8 @@ def _expand_variables(text: str, known: Mapping[str, str]) -> str:
 
 
 def unsupported_fields(job: Job, overrides: Mapping[str, str]) -> Iterator[Fault]:
-    """Yield a fault for each field of a job without an equivalent here, except variables in `overrides`."""
+    """Yield a fault for each field of a job that can't be kept here: variables from secrets (unless they are
+    in `overrides`), mounts of missing folders, an image's own command."""
     path, container = (*_TEMPLATE, "containers", 0), job.worker
     if container.get("envFrom") and not overrides:
         message = "variables of a ConfigMap or Secret can't be had here"

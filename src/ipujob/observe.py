@@ -53,7 +53,7 @@ def observe(
     device: str = "cpu",
     images: Images = (),
 ) -> Decision:
-    """Return the next actions for a job; none, if the job is being deleted.
+    """Return the next actions for a job; an empty `Decision`, if the job is being deleted.
 
     Args:
         value:   the IPUJob object, as read from the API server
@@ -117,8 +117,8 @@ def observe(
 def _decide_after_end(
     value: Object, job: Job | None, own_pods: Sequence[Object], services: Sequence[Object], now: datetime
 ) -> Decision:
-    """Return the actions for an ended job: delete its Service, pods that run or that cleanPodPolicy names,
-    and, at the end of its time to live, the job."""
+    """Return the actions for an ended job: delete its Service, pods that still run or that cleanPodPolicy
+    names, and after its time to live the IPUJob; set the condition Invalid if instances were added."""
     old = value["status"]
     new, had = value["spec"].get("jobInstances", 0), old.get("desiredReplicas", 0)
     message = f"the job has ended with {had} instances: create a new one for {new}" if new > had else ""
@@ -132,7 +132,7 @@ def _decide_after_end(
 
 
 def _spec_change_error(value: Object, own_pods: Sequence[Object]) -> str:
-    """Return an error message if a field of the spec has changed since a pod was created, else ""."""
+    """Return an error message if a field of the spec has changed since the pods were created, else ""."""
     hashes = pods.field_hashes(value)
     for pod in own_pods:
         then = json.loads((pod["metadata"].get("annotations") or {}).get(pods.SPEC, "null")) or hashes
@@ -146,7 +146,7 @@ def _status_and_message(
 ) -> tuple[str, str]:
     """Return the job's `launcherStatus`, and the `lastMessage` that explains it in one line.
 
-    Args: total: the number of instances; states: the number of instances in each state
+    Args: total: number of instances; states: number of instances in each state; remaining: pods that stay
     """
     if not total:
         return "Pending", "no instances wanted"
@@ -164,8 +164,8 @@ def _status_and_message(
 
 
 def _updated_conditions(old: Object, messages: Mapping[str, str], now: datetime) -> list[Object]:
-    """Return the conditions of the status `old`, with those in `messages` updated: the condition of a type is
-    "True" with a message, and "False" for "" (if the type was never "True": missing)."""
+    """Return the conditions of the status `old`, updated by `messages`, a text for each type: with a text a
+    condition becomes "True"; with "" it becomes "False", or stays missing if it was never "True"."""
     conditions = {condition["type"]: condition for condition in old.get("conditions") or []}
     for kind, message in messages.items():
         before = conditions.get(kind, {})
@@ -183,9 +183,9 @@ def _updated_conditions(old: Object, messages: Mapping[str, str], now: datetime)
 
 
 def _status_patch(old: Object, new: Object, now: datetime) -> Object:
-    """Return the merge patch that changes the fields `new` in the status `old`; {}, if they are equal.
+    """Return the merge patch that gives the status `old` the fields `new`; {}, if it has them already.
 
-    It deletes the instances that `new` lacks, and sets `lastReconcileTime` to `now`.
+    The patch deletes the instances that `new` lacks, and sets `lastReconcileTime` to `now`.
     """
     change = {key: item for key, item in new.items() if old.get(key) != item}
     if "instances" in change:
@@ -199,12 +199,11 @@ def _status_patch(old: Object, new: Object, now: datetime) -> Object:
 def _next_states(
     job: Job, record: Mapping[str, Object], own_pods: Sequence[Object]
 ) -> tuple[dict[str, Object], list[tuple[int, int]], list[Object]]:
-    """Return the next record of each instance, (number, attempt) of pods to create, and the pods to delete,
-    without those that are being deleted already.
+    """Return the next records of the instances, (number, attempt) of pods to create, and pods to delete.
 
     Args:
-        record:   `status.instances`: {"state", "restarts"} by the instance's number as a text
-        own_pods: all pods of the job
+        record:   `status.instances`: a record {"state", "restarts"} by the instance's number as a text
+        own_pods: all pods of the job; pods that are being deleted are not returned again
     """
     instances, create = {}, []
     delete = [pod for pod in own_pods if int_label(pod, INSTANCE) >= job.shape.instances]
@@ -220,9 +219,9 @@ def _next_states(
 def _next_state(
     job: Job, record: Object, own_pods: Sequence[Object]
 ) -> tuple[Object, list[int], Sequence[Object]]:
-    """Return the next record of an instance, the numbers of workers to create, and the pods to delete.
+    """Return an instance's next record {"state", "restarts"}, its workers to create, and its pods to delete.
 
-    Args: own_pods: the instance's pods
+    Args: record: the instance's record now; own_pods: the instance's pods
     """
     state, restarts = record["state"], record["restarts"]
     if state in ENDED:
@@ -250,21 +249,24 @@ def _next_state(
 
 
 def _should_restart(job: Job, culprit: Object | None) -> bool:
-    """Return whether the policy restarts an instance that has ended; `culprit`: the pod that failed first."""
+    """Return whether the job's restartPolicy restarts an ended instance.
+
+    Args: culprit: the pod that failed first; None: the instance has succeeded
+    """
     if job.restart_policy == "ExitCode":
         return culprit is not None and pods.exit_code(culprit) in job.exit_codes
     return job.restart_policy == "Always" or (job.restart_policy == "OnFailure" and culprit is not None)
 
 
 def _pods_to_delete(state: str, own_pods: Sequence[Object]) -> list[Object]:
-    """Return the pods to delete at an instance's end: those that have not ended; after a failure, all that
-    have not failed."""
+    """Return the pods to delete at an instance's end: if `state` is Succeeded, those that have not ended; if
+    it is Failed, those that have not failed."""
     kept = ENDED if state == "Succeeded" else ("Failed",)
     return [pod for pod in own_pods if phase(pod) not in kept]
 
 
 def _should_delete(job: Job, pod: Object) -> bool:
-    """Return whether the job's cleanPodPolicy deletes a pod after the job has ended."""
+    """Return whether cleanPodPolicy deletes a pod at its job's end (Workers: not a launched worker 0)."""
     keeps_log = job.clean_policy == "Workers" and job.mode == "launched"
     return job.clean_policy != "None" and not (keeps_log and int_label(pod, WORKER) == 0)
 

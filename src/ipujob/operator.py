@@ -43,14 +43,15 @@ class RefusedCreation(NamedTuple):
 
 
 class Operator:
-    """The operator of a namespace, or of all namespaces (None).
+    """The operator of a cluster's IPUJobs.
 
     Args:
-        device: cpu or cuda, for jobs without a device in their annotations
-        images: path of a file of image replacements, which is read again for each job; None: no replacements
-        log:    is called with a line for each action
-        clock:  returns seconds, for the delay after a refused creation
-        beat:   is called before each job; touches the file of a liveness probe
+        namespace: the namespace of the IPUJobs; None: those of all namespaces
+        device:    cpu or cuda, for jobs without a device in their annotations
+        images:    a file of image replacements, which is read again for each job; None: no replacements
+        log:       is called with a line for each action
+        clock:     returns seconds, for the delay after a refused creation
+        beat:      is called before each job; touches the file of a liveness probe
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Operator:
         self.refusals: dict[str, RefusedCreation] = {}  # by the job's uid, to delay the next try
 
     def reconcile(self) -> None:
-        """List all objects, and run the next actions of each job. An error of one job does not stop it.
+        """List all objects, and run the next actions of each job; log an error of one job, and go on.
 
         Raises: Refused, if the objects can't be listed; Unreachable, if the cluster doesn't answer
         """
@@ -93,7 +94,10 @@ class Operator:
                 self._log(job, f"a fault of the operator: {type(error).__name__}: {error}")
 
     def _run_actions(self, job: Object, owned: Sequence[Object]) -> None:
-        """Write a job's status, delete and create objects; log a refused creation, which delays the next."""
+        """Decide about a job by `observe`: write its status, then delete and create objects.
+
+        The first refused creation ends the actions; it is logged, and tried again after a growing delay.
+        """
         uid, now = job["metadata"]["uid"], datetime.now(UTC)
         refusal = self.refusals.get(uid)
         said = refusal.message if refusal else None
@@ -128,7 +132,10 @@ class Operator:
             self.refusals.pop(uid, None)
 
     def _report_change(self, job: Object, patch: Object, when: str) -> None:
-        """Log a restart or an end of a job, and create an Event for it; do nothing for other patches."""
+        """Log a job's restart or end, and create an Event about it; do nothing if `patch` has neither.
+
+        Args: patch: of the job's status; when: the time of the Event, as `stamp` writes it
+        """
         reason, said = patch.get("launcherStatus"), patch.get("lastMessage")
         if patch.get("restartCount"):
             reason, said = "Restarting", f"restart {patch['restartCount']}"
@@ -171,7 +178,8 @@ def images_in(file: str | None) -> Images:
 
 
 def run_operator(arguments: argparse.Namespace) -> int:
-    """Run rounds at each change, when a retry is due, and every 10 s. SIGTERM or Ctrl-C ends the process."""
+    """Call `Operator.reconcile` at each change, when a refused creation is to be retried, and every 10 s.
+    SIGTERM or Ctrl-C ends the process."""
     cluster, wake = Cluster(), threading.Event()
     namespace = None if arguments.all_namespaces else arguments.namespace or cluster.namespace
 

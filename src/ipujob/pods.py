@@ -38,10 +38,10 @@ def worker_pod(job: Job, number: int, attempt: int = 0) -> Object:
 def pod_template(
     job: Job, instance: int, rank: str | Object, address: str, restarts: str | Object | None
 ) -> Object:
-    """Return the pod template of an instance's workers, without the fields that differ between workers.
+    """Return metadata and spec of the pods of an instance, without the pods' names and worker labels.
 
     Args:
-        rank:     the worker's number in the instance, as a text or as a `valueFrom` object
+        rank:     the value of POPRUN_NODE_RANK, the worker's number: a text or a `valueFrom` object
         address:  the host name of the instance's first worker
         restarts: the value of PANDO_RESTARTS: a text or a `valueFrom` object; None: it is not set
     """
@@ -77,7 +77,7 @@ def pod_template(
 
 
 def _command_fields(job: Job) -> dict[str, list[str]]:
-    """Return the fields `command` and `args` that replace those of the template; {} if these stay."""
+    """Return the fields `command` and `args` that replace the template's; {} if the template's stay."""
     if job.mode == "launched":
         return {"command": list(job.launcher_command), "args": []}
     if job.ttl is not None and not job.worker.get("command"):
@@ -93,7 +93,8 @@ def _command_fields(job: Job) -> dict[str, list[str]]:
 def _environment(
     job: Job, instance: int, rank: str | Object, address: str, restarts: str | Object | None
 ) -> list[Object]:
-    """Return a worker's environment: Pando's variables and the file's, which can refer to or replace them."""
+    """Return a worker's environment (arguments: as in `pod_template`): Pando's variables, then those of the
+    file, which can refer to Pando's as $(NAME), or replace them."""
     partition = f"p-{job.name}-{job.namespace}-{instance}"
     added: dict[str, Any] = {"IPUOF_VIPU_API_PARTITION_ID": partition}
     if job.mode != "single":  # the workers connect to each other
@@ -113,7 +114,7 @@ def _environment(
 
 
 def _resources(job: Job, given: Object) -> Object:
-    """Return the resources `given`, and cores or GPUs by the number of ipus if it requests none of these."""
+    """Return a worker's resources: `given`, with cores or GPUs for its ipus unless `given` names some."""
     ipus = job.shape.ipus_per_worker
     kind, name, amount = "requests", "cpu", min(ipus, _MAX_CORES)
     requested = {*given.get("limits", {}), *given.get("requests", {})}
@@ -137,7 +138,8 @@ def headless_service(job: Job) -> Object:
 
 
 def with_owner(made: Object, owner: Object) -> Object:
-    """Return a copy of an object with an IPUJob's namespace, owner reference and hashes of its spec."""
+    """Return a copy of an object with the namespace of the IPUJob `owner`, a reference to it as the owner,
+    and the hashes of its spec."""
     reference = {
         "apiVersion": owner["apiVersion"],
         "kind": owner["kind"],
@@ -153,7 +155,7 @@ def with_owner(made: Object, owner: Object) -> Object:
 
 
 def field_hashes(owner: Object) -> dict[str, str]:
-    """Return the hash of each field of an IPUJob's spec that must not change while the job runs, by name."""
+    """Return by name the hashes of those fields of an IPUJob's spec that must not change after its start."""
     return {
         key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
         for key, value in sorted(owner["spec"].items())
@@ -195,7 +197,7 @@ def describe_end(pod: Object) -> str:
 
 
 def pending_reason(pods: Sequence[Object]) -> str:
-    """Return the cluster's first reason why one of the pods doesn't run yet; without any, a default text."""
+    """Return the cluster's first reason why a pod doesn't run yet; if it gives none, a default text."""
     unscheduled = (_condition(pod, "PodScheduled") for pod in pods)
     reasons = [each["message"] for each in unscheduled if each["status"] != "True" and each.get("message")]
     for pod in pods:
@@ -217,7 +219,7 @@ def first_failed(pods: Sequence[Object]) -> Object | None:
 
 
 def was_disrupted(pod: Object) -> bool:
-    """Return whether the cluster, and not the program, ended a pod (by eviction, for example)."""
+    """Return whether the cluster ended a pod (by eviction, for example), and not its program."""
     reason = pod["status"].get("reason") or ""
     # OutOfcpu, OutOfmemory, ...: the node was full when the pod arrived.
     by_reason = reason in _DISRUPTIONS or reason.startswith("OutOf")
@@ -225,7 +227,7 @@ def was_disrupted(pod: Object) -> bool:
 
 
 def _terminated_state(pod: Object) -> Object:
-    """Return the `terminated` state of the first container, which runs the program; empty before its end."""
+    """Return the `terminated` state of a pod's first container, which runs the program; {} before its end."""
     name = pod["spec"]["containers"][0]["name"]
     containers = pod.get("status", {}).get("containerStatuses") or []
     worker = next((each for each in containers if each.get("name") == name), {})

@@ -19,8 +19,8 @@ _PATIENCE = 60  # seconds to wait while the cluster can't be reached
 
 
 def submit_file(arguments: argparse.Namespace) -> int:
-    """Check a file, create its jobs and print their names. With --wait or --follow wait for the jobs' ends.
-    Return 1 if a job failed, else 0."""
+    """Check a file, create its jobs and print their names. With --wait or --follow wait for their ends.
+    Return 1 if a job has failed, else 0."""
     documents = read_documents(arguments.file)
     if arguments.name:
         documents = [with_changes(document, arguments.name) for document in documents]
@@ -41,7 +41,7 @@ def submit_file(arguments: argparse.Namespace) -> int:
 def _wait_for_end(cluster: Cluster, job: Object, follow: bool) -> int:
     """Wait until a job ends, print its last message, and return 0 if it is Completed, 1 if it is Failed.
 
-    Args: follow: meanwhile print the log of worker 0
+    Args: follow: print the log of worker 0 until then
     Raises: Refused, if the job was deleted; Unreachable, if the cluster can't be reached for a minute
     """
     name, namespace, uid = (job["metadata"][key] for key in ("name", "namespace", "uid"))
@@ -99,7 +99,7 @@ def _job_table(jobs: Sequence[Object]) -> str:
 
 
 def _text_table(names: Sequence[str], values: Sequence[Sequence[Any]]) -> str:
-    """Return the rows `values` as a table with padded columns, headed by `names`; "", if there are none."""
+    """Return a table of the rows `values` with padded columns, headed by `names`; "", if it has no rows."""
     if not values:
         return ""
     rows = [names, *([str(value) for value in row] for row in values)]
@@ -143,7 +143,7 @@ def _job_details(cluster: Cluster, job: Object) -> str:
 
 
 def print_logs(arguments: argparse.Namespace) -> int:
-    """Print the log of a worker, or of all, and return 0. Raises: Refused, if it has no pod."""
+    """Print the log of one worker, or of all, and return 0. Raises: Refused, if the worker has no pod."""
     cluster = Cluster()
     job = _find_job(cluster, arguments.name, arguments.namespace or cluster.namespace)
     pods = [pod for pod in _pods_of(cluster, job) if arguments.all or _pod_number(pod) == arguments.worker]
@@ -177,7 +177,10 @@ def print_logs(arguments: argparse.Namespace) -> int:
 def _copy_log(
     cluster: Cluster, pod: Object, follow: bool, previous: bool = False, prefix: str = "", skip: int = 0
 ) -> int:
-    """Print a pod's log without its first `skip` lines; return the number of its lines, at least `skip`."""
+    """Print the lines of a pod's log after the first `skip`; return how many lines are printed or skipped.
+
+    Args: follow, previous: as in `Cluster.logs`; prefix: text before each line
+    """
     lines = 0
     for lines, line in enumerate(cluster.logs(pod, follow, previous), 1):
         if lines > skip:
@@ -208,7 +211,7 @@ def _find_job(cluster: Cluster, name: str, namespace: str) -> Object:
 
 
 def _pods_of(cluster: Cluster, job: Object) -> list[Object]:
-    """Return the pods that a job owns, ordered by `_pod_number`."""
+    """Return the pods that a job owns, sorted by their numbers."""
     metadata = job["metadata"]
     listed = cluster.list("Pod", metadata["namespace"], labels=f"{JOB}={metadata['name']}")
     owners = [[owner["uid"] for owner in pod["metadata"].get("ownerReferences") or []] for pod in listed]
@@ -218,5 +221,5 @@ def _pods_of(cluster: Cluster, job: Object) -> list[Object]:
 
 
 def _pod_number(pod: Object) -> int:
-    """Return the K of a pod called NAME-worker-K."""
+    """Return the number K of a pod with the name NAME-worker-K."""
     return int(pod["metadata"]["name"].rpartition("-")[2])

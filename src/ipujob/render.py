@@ -30,7 +30,8 @@ def render(job: Job, way: str = "job") -> tuple[list[Object], list[str]]:
 
 
 def _check_renderable(job: Job, way: str) -> None:
-    """Raise a ValueError if a Job would have to restart several workers, or a host name would be too long."""
+    """Raise a ValueError if a host name would be too long, or if an Indexed Job (`way` "job") would have to
+    restart several workers together."""
     if way == "job" and job.shape.workers > 1 and job.restart_policy != "Never":
         raise ValueError(
             f"a Job can't restart {job.shape.workers} workers as one, and restartPolicy is {job.restart_policy}\n"
@@ -43,7 +44,7 @@ def _check_renderable(job: Job, way: str) -> None:
 
 
 def _warnings_of(job: Job, way: str) -> Iterator[str]:
-    """Yield a warning for each field of the job that has no effect in the rendered objects."""
+    """Yield a warning for each field of a job that has no effect in the objects of kind `way`."""
     if job.clean_policy != "None":
         yield f"cleanPodPolicy {job.clean_policy} needs the operator: these pods stay, or go by {TTL}"
     if way != "pod" and job.restart_policy == "Always":
@@ -62,7 +63,7 @@ def _instance_name(job: Job, instance: int) -> str:
 
 
 def _kubernetes_object(job: Job, instance: int, api: str, kind: str, name: str, spec: Object) -> Object:
-    """Return an object of apiVersion `api` for an instance; set the job's time to live in `spec`."""
+    """Return an object of apiVersion `api` for an instance; set its time to live in `spec`, in place."""
     metadata = {"name": name, "labels": {JOB: job.name, INSTANCE: str(instance)}}
     if job.seconds_kept is not None:
         spec["ttlSecondsAfterFinished"] = job.seconds_kept
@@ -80,7 +81,7 @@ def _indexed_job(job: Job, instance: int) -> Object:
 
 
 def _job_spec(job: Job, instance: int, address: str, restarts: str | Object | None) -> Object:
-    """Return the spec of an instance's Indexed Job; `address`, `restarts`: as in `pods.pod_template`."""
+    """Return the spec of an instance's Indexed Job. Args: address, restarts: as in `pods.pod_template`"""
     workers, rank = job.shape.workers, {"fieldRef": {"fieldPath": _INDEX}}
     spec: Object = {
         "completionMode": "Indexed",
@@ -101,7 +102,7 @@ def _job_spec(job: Job, instance: int, address: str, restarts: str | Object | No
 
 
 def _job_set(job: Job, instance: int) -> Object:
-    """Return the JobSet of an instance: one Indexed Job with a Service. It restarts all workers together."""
+    """Return an instance's JobSet: one Indexed Job with a Service, of which all workers restart together."""
     name = _instance_name(job, instance)
     inner = _job_spec(job, instance, f"{name}-worker-0-0.{name}", {"fieldRef": {"fieldPath": _RESTARTS}})
     inner["template"]["spec"].pop("subdomain", None)
@@ -115,6 +116,6 @@ def _job_set(job: Job, instance: int) -> Object:
 
 
 def with_namespace(made: Object, value: Object) -> Object:
-    """Return a copy of an object with the namespace of the IPUJob `value`, if it has one."""
+    """Return a copy of an object with the namespace of the IPUJob `value`, unless that has none."""
     namespace = value["metadata"].get("namespace")
     return {**made, "metadata": made["metadata"] | ({"namespace": namespace} if namespace else {})}

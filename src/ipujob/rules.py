@@ -128,7 +128,8 @@ def parse(
 
 
 def _job_of(metadata: Mapping[str, Any], spec: Mapping[str, Any], device: str, images: Images | None) -> Job:
-    """Return the job that metadata and spec describe; invalid fields are missing, and get defaults."""
+    """Return the job of an IPUJob's `metadata` and `spec`. Invalid fields have been removed, and missing
+    fields get defaults, so that the rules between the other fields can be checked."""
     of_workers, policy = spec.get("workers", {}), spec.get("restartPolicy", {})
     launcher, template = spec.get("launcher", {}), of_workers.get("template", {})
     workers = int(of_workers.get("replicas") or spec.get("workersPerJobInstance", 1))
@@ -200,7 +201,10 @@ def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -
 
 
 def _check_name(job: Job, named: str) -> Iterator[Fault]:
-    """Yield a fault if pods and Service can't have the job's name. `named`: name or generateName."""
+    """Yield a fault if the job's name can't be in the names of its pods and Service.
+
+    Args: named: the field that holds the name: "name" or "generateName"
+    """
     path, name, said = ("metadata", named), job.name, f'name "{job.name}"'
     if named == "generateName":  # an API server adds five letters
         name, said = name + "bcdfg", f"{said} with five letters added"
@@ -217,7 +221,7 @@ def _check_name(job: Job, named: str) -> Iterator[Fault]:
 
 
 def warnings_of(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the path and text of a warning for each field that has another meaning or no effect here."""
+    """Yield (path, warning) for each field of an IPUJob that Pando ignores, or that is wrong on IPUs."""
     spec, ipus = value["spec"], job.shape.ipus
     if ipus & (ipus - 1) or ipus > 64:
         message = f"{ipus} ipus are no power of two up to 64: IPUs would not run this"
@@ -268,9 +272,9 @@ def _schema() -> dict[str, Any]:
 
 
 def _valid_value(value: Any, schema: dict[str, Any], path: KeyPath, faults: list[Fault]) -> Any:
-    """Return a value without the fields that are null or invalid; None, if the value itself is invalid.
+    """Return a copy of a value without its null and invalid fields; None, if the value itself is invalid.
 
-    Args: faults: a fault is added, in place, for each field that an API server would refuse or drop
+    Args: faults: gets a fault, in place, for each field that an API server would refuse or drop
     """
     before, kind = len(faults), schema.get("type")
     if wrong := _violation(value, schema):
@@ -302,8 +306,8 @@ def _valid_value(value: Any, schema: dict[str, Any], path: KeyPath, faults: list
 
 
 def _violation(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
-    """Return a message and a fix ("": unknown) if a value breaks a schema; None, if not. Items and fields of
-    the value are not checked."""
+    """Return (message, fix) if a value breaks a schema, else None; fix "": none is known. Items of a list and
+    fields of an object are not checked."""
     kind, pattern, shown = schema.get("type", ""), schema.get("pattern", ""), reprlib.repr(value)
     least, most = schema.get("minimum", 0), schema.get("maximum", 2**31 - 1)
     if schema.get("x-kubernetes-int-or-string"):
@@ -324,11 +328,11 @@ def _violation(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _typo_fix(word: str, known: Iterable[str]) -> str:
-    """Return a fix with the most similar of the known words; "", if none is similar."""
+    """Return a fix that proposes the known word most similar to `word`; "", if none is similar."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f"write {near[0]}" if near else ""
 
 
 def _path_text(path: KeyPath) -> str:
-    """Return the text of a path for messages, such as "spec.workers.template.spec.containers[0]"."""
+    """Return a path as messages show it, such as "spec.workers.template.spec.containers[0]"."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).lstrip(".")

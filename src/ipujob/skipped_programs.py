@@ -23,7 +23,7 @@ _CLONES = "clones.json"
 def install_stand_ins(folder: Path, clones: Mapping[str, str], real: Iterable[str] = ()) -> None:
     """Write the stand-ins, as shell scripts, into a new folder.
 
-    Args: clones: by URL, the folder that `git clone` copies; real: names of programs without a stand-in
+    Args: clones: for each URL, the folder that `git clone URL` copies; real: programs that get no stand-in
     """
     folder.mkdir(parents=True)
     sources = {_without_git_suffix(url): str(Path(path).resolve()) for url, path in clones.items()}
@@ -39,10 +39,10 @@ def install_stand_ins(folder: Path, clones: Mapping[str, str], real: Iterable[st
 
 
 def run_git(folder: str, words: list[str]) -> int:
-    """Copy a folder for `git clone URL [FOLDER]`; return 0, or 128 if no folder is known for the URL. For
-    other commands replace this process by the real git.
+    """Stand in for git: for `clone URL [FOLDER]`, copy the folder that --clone gives for the URL, and return
+    0, or 128 if it gives none. For other commands replace this process by the real git.
 
-    Args: folder: of the stand-ins; words: git's arguments
+    Args: folder: the folder of the stand-ins; words: git's arguments
     """
     if "clone" not in words[:1]:
         others = [path for path in os.environ["PATH"].split(os.pathsep) if path != folder]

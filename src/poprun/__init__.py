@@ -16,9 +16,9 @@ from datetime import datetime
 
 @dataclass(frozen=True)
 class Log:
-    """Poprun's own messages on standard error: warnings and errors always, others by `verbosity`."""
+    """Prints poprun's messages on standard error; `info` and `debug` only if `verbosity` is high enough."""
 
-    verbosity: int  # 1: each action; 2: each process
+    verbosity: int  # 0: warnings and errors; 1: `info`, too; 2: `debug`, too
 
     def debug(self, text: str) -> None:
         self._print(2, "D", text)

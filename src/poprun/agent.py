@@ -41,8 +41,12 @@ _LAST_LINES = 20
 def run_node(request: CommandLine, node: Node, log: Log, folder: str) -> int:
     """Connect this node to the others, and run its instances in all rounds.
 
-    Returns: poprun's exit code: 0 after success; 128 + n after signal n; 2 for a `JoinError`; else, if the training
-        can't go on, that of this node's last failed instance, 1, or `CONSEQUENCE` under `run_on_hosts`
+    Returns poprun's exit code:
+        0            all instances have succeeded
+        2            this node can't take part in the training (`JoinError`)
+        128 + n      this process received signal n
+        otherwise    the training can't go on: the code of an instance that failed here in the last round; if
+                     none did: 1, or under `hosts.run_on_hosts`, unless it is elastic, `CONSEQUENCE`
     """
     if request.verbosity < 2:
         logging.disable(logging.CRITICAL)  # elastic logs what poprun prints itself
@@ -80,7 +84,7 @@ class Agent:
     folder: str  # for files with the output and the stacks of instances
 
     def run_round(self, current: Round) -> int | None:
-        """Run this node's instances in one round, until they or the round end.
+        """Start this node's instances, wait until they or the round end, and end those that still run.
 
         Returns: 0 if all instances of all nodes have succeeded; an exit code if an instance of this node has
             failed; None if the round has ended for another reason
@@ -111,7 +115,7 @@ class Agent:
         return self._report_failure(current, instances, failed, first_node)
 
     def _instance_variables(self, current: Round, local: int) -> dict[str, str]:
-        """Return the environment variables to add for an instance, the one with index `local` on this node."""
+        """Return the environment variables to add for the instance with index `local` among this node's."""
         replicas, count = self.request.replicas // current.instances, current.counts[self.nodes.name]
         instance = current.first_instance(self.nodes.name) + local
         master, _, port = current.address.rpartition(":")
@@ -148,10 +152,10 @@ class Agent:
         }
 
     def _report_failure(self, current: Round, instances: Instances, failed: int, first_node: str) -> int:
-        """Log which instance failed first, and the end of its output if that was hidden; return the exit code.
+        """Log which instance failed first, and its last lines if these were silenced; return an exit code.
 
         Args:
-            failed:     index of the instance that failed first on this node
+            failed:     index, among all instances, of the instance that failed first on this node
             first_node: name of the node that recorded the first failure of the round
         """
         code, total = instances.exit_codes[failed], current.instances
@@ -178,7 +182,7 @@ class Instances:
     Args:
         first:     index of this node's first instance among all instances
         variables: for each instance of this node, the environment variables to add
-        folder:    for files with the output of instances that `request` silences
+        folder:    where the silenced output of instances is written
     """
 
     def __init__(
@@ -212,7 +216,7 @@ class Instances:
             os.close(descriptor)
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` for an instance to end; move ended instances from `running` to `exit_codes`."""
+        """Wait up to `seconds` until an instance ends; move each ended one from `running` to `exit_codes`."""
         ended, _, _ = select.select(list(self._ends), [], [], seconds)
         for descriptor in ended:
             instance = self._ends.pop(descriptor)
@@ -236,7 +240,7 @@ class Instances:
 
 
 def _silenced_streams(request: CommandLine, instance: int) -> Std:
-    """Return the standard streams of an instance that are written to a file instead of to the terminal."""
+    """Return which of an instance's standard streams are written to a file instead of to the terminal."""
     if request.only_output not in (None, instance):
         return Std.ALL
     return Std.OUT if request.only_stdout not in (None, instance) else Std.NONE

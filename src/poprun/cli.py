@@ -19,7 +19,8 @@ from .topology import local_instances, read_node, topology_table
 def main(words: Sequence[str] | None = None) -> int:
     """Run poprun with command-line arguments (None: those of this process); return its exit code.
 
-    The exit code is 2 if poprun can't start here. Raises: SystemExit, as `parse`
+    The exit code is 2 if poprun can't start here.
+    Raises: SystemExit with code 2, if an argument is wrong; with code 0, after --help and --version
     """
     words = sys.argv[1:] if words is None else words
     request = parse(words)
@@ -55,9 +56,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _print_summary(request: CommandLine, names: Sequence[str], log: Log) -> None:
-    """Log options without effect, the number of instances and the program; if wanted, print the topology.
+    """Log options without effect, the number of instances and the program; print the topology if requested.
 
-    Args: names: of the hosts or nodes, in the order of their instances
+    Args: names: names of the hosts or nodes, in the order of their instances
     """
     if request.recorded:
         options = ", ".join(f"--{name}" for name in request.recorded)
@@ -70,8 +71,8 @@ def _print_summary(request: CommandLine, names: Sequence[str], log: Log) -> None
 
 
 def _end_with_stdin() -> None:
-    """Read standard input until its end, at which the poprun that started this one has ended; then send
-    SIGTERM to this process."""
+    """Wait until standard input ends, then send SIGTERM to this process. (The poprun that started this
+    process holds the other end of the pipe.)"""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

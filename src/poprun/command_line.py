@@ -43,7 +43,7 @@ class CommandLine:
     numa_aware: bool = False
     prints_topology: bool = False
     verbosity: int = 0
-    recorded: tuple[str, ...] = ()  # options that have no effect here
+    recorded: tuple[str, ...] = ()  # names of given options that have no effect here
     ignored_mpi: tuple[str, ...] = ()  # words for MPI that have no effect here
 
     @property
@@ -52,9 +52,9 @@ class CommandLine:
 
 
 def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> CommandLine:
-    """Parse a command line, and write the file of --export-config. After an error exit with code 2.
+    """Return a parsed command line; write the file of --export-config. After an error exit with code 2.
 
-    Args: environment: variables for options `-x NAME` without a value
+    Args: environment: where an option `-x NAME` without a value finds the variable's value
     """
     parser = _Parser()
     own, program = parser.split_program(words)
@@ -112,7 +112,7 @@ _SWITCHES = {"reset-partition", "update-partitions", "remove-partition", "offlin
 
 
 class _Parser(argparse.ArgumentParser):
-    """The parser of poprun's arguments. Its methods print an error and exit with code 2 after a wrong one."""
+    """The parser of poprun's arguments. For a wrong one its methods print an error and exit with code 2."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -200,7 +200,8 @@ class _Parser(argparse.ArgumentParser):
         self.set_defaults(**values)
 
     def check_numbers(self, options: argparse.Namespace) -> tuple[int, int]:
-        """Exit if a number is wrong; return the smallest (0: not elastic) and largest number of instances."""
+        """Exit if the number of an option is out of range or contradicts another option. Return the smallest
+        (0: not elastic) and the largest number of instances."""
         text, replicas = str(options.num_instances), options.num_replicas
         if not re.fullmatch(r"\d+(:\d+)?", text):
             self.error(f"argument --num-instances: invalid value: {text!r}; 4 or 2:8 is meant")
@@ -227,7 +228,7 @@ class _Parser(argparse.ArgumentParser):
         return fewest, most
 
     def parse_mpi_options(self, texts: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Parse the texts of --mpi-*-args: return the options with an effect here, and all other words."""
+        """Return the options of the texts of --mpi-*-args that have an effect here, and all other words."""
         known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         known.error = lambda message: self.error(f"in --mpi-*-args: {message}")
         known.add_argument("-x", action="append", default=[], metavar="NAME[=VALUE]")

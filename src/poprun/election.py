@@ -40,7 +40,7 @@ class TrainingLost(Exception):
 
 
 class FirstNode:
-    """This node's connection to node 0, which leads a training that is not elastic. See `Election`."""
+    """Connects this node to the leader of a training that is not elastic: node 0."""
 
     leader = "0"
 
@@ -50,9 +50,10 @@ class FirstNode:
         self.secret = os.environ.get(SECRET) or (secrets.token_hex(32) if node.count == 1 else "")
 
     def join(self) -> tuple[Server | None, SignedStore, str]:
-        """Connect to the store, after starting its server if this is node 0. Returns: as `Election.join`
+        """Connect to the store of node 0; on node 0 start the store's server first.
 
-        Raises: TrainingLost, if node 0 can't be reached, or can't listen
+        Returns: the store's server (None: not on this node), the connection to the store, the store's address
+        Raises: TrainingLost, if node 0 can't be reached in time, or can't listen at its address
         """
         node, until = self._node, time.monotonic() + self._node.patience
         server = self._start_server(until) if node.rank == 0 else None
@@ -71,7 +72,10 @@ class FirstNode:
             ) from None
 
     def _start_server(self, until: float) -> Server:
-        """Start the store's server and return it. Raises: TrainingLost, if it can't listen at the node's address."""
+        """Start the store's server and return it; retry until `until` while the node's name has no address.
+
+        Raises: TrainingLost, if the server can't listen at the node's address
+        """
         node, server = self._node, None
         while server is None:
             try:
@@ -91,7 +95,7 @@ class FirstNode:
 
 
 class Election:
-    """This node's connection to the leader of an elastic training: another node, or this node itself."""
+    """Connects this node to the leader of an elastic training: another node, or this node itself."""
 
     def __init__(self, request: CommandLine) -> None:
         self.name = f"{_HOST}-{os.getpid()}"
@@ -116,9 +120,9 @@ class Election:
         self._number = 0  # of the newest leader's file
 
     def join(self) -> tuple[Server | None, SignedStore, str]:
-        """Connect to the leader, or start a server and become the leader, if no leader can be reached.
+        """Connect to the leader's store; if no leader can be reached, become the leader, with a new store.
 
-        Returns: the store's server, if this node leads; the connection to the store; the store's address
+        Returns: the store's server (None: not on this node), the connection to the store, the store's address
         Raises: JoinError, if the leader runs another command, has another secret, or serves its own host only
         """
         while True:
@@ -141,15 +145,16 @@ class Election:
             raise StoreError("another node leads")
 
     def resign(self) -> None:
-        """Remove the files of this leader and of the leaders before it, at the end of the training."""
+        """Remove the files `leader-N` of this leader and of all earlier leaders, after the training."""
         with suppress(OSError):
             for number in range(self._number + 1):
                 (self._folder / f"leader-{number}").unlink(missing_ok=True)
 
     def _connect(self, leader: dict[str, str]) -> SignedStore | None:
-        """Return a connection to the store of the leader that a file describes. Raises: JoinError, as `join`.
+        """Return a connection to the store of a leader; None, if nothing or another program answers there.
 
-        Return None if nothing answers at its address, or a server of another program, which reuses the port.
+        Args:   leader: the contents of the leader's file
+        Raises: JoinError, if the leader runs another command, has another secret, or serves its own host only
         """
         host, _, port = leader["address"].rpartition(":")
         is_here = leader["host"] == _HOST
@@ -173,14 +178,14 @@ class Election:
         return store
 
     def _newest_leader(self) -> tuple[int, dict[str, str]]:
-        """Return the number of the newest leader (0: none), and its file's contents ({}: there is no file)."""
+        """Return the number of the newest leader (0: none), and the contents of its file ({}: no file)."""
         number = max((int(path.name[7:]) for path in self._folder.glob("leader-*")), default=0)
         with suppress(OSError):
             return number, json.loads((self._folder / f"leader-{number}").read_text())
         return number, {}
 
     def _create_file(self, name: str, text: str) -> bool:
-        """Create a file, readable by its owner only, at once with its contents; return False if it exists."""
+        """Create a file that only its owner can read, atomically; return False if the file exists already."""
         with tempfile.NamedTemporaryFile("w", dir=self._folder, prefix=".") as file:
             file.write(text)
             file.flush()

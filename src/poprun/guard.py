@@ -22,7 +22,7 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run_guarded(work: Callable[[], int]) -> int:
-    """Call `work` in a child process, and forward signals to it; if it fails, kill all descendants.
+    """Call `work` in a child process and forward signals to the child; if `work` fails, kill all descendants.
 
     Returns: the exit code that `work` returned; 128 + n if this process received signal n (the first one
         counts), or if signal n ended the child
@@ -63,6 +63,7 @@ def _run_child(work: Callable[[], int], guard: int) -> int:
     """Call `work` in the child process and return its exit code; if it is not 0, kill all descendants.
 
     The exit code is 128 + n after signal n, and 1 if `work` raises an exception, which is printed.
+    Args: guard: process id of the guard, this process's parent
     """
     os.setpgid(0, 0)  # Ctrl-C in a terminal then reaches the guard only, which forwards it
     _handle_signals(lambda number, _: sys.exit(128 + number))
@@ -85,8 +86,7 @@ def _run_child(work: Callable[[], int], guard: int) -> int:
 
 
 def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Install a handler for the signals that are forwarded, except those that this process ignores; then
-    unblock these signals."""
+    """Install a handler for all signals of `_FORWARDED` that are not ignored; unblock `_FORWARDED`."""
     for number in _FORWARDED:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, handler)
@@ -113,5 +113,5 @@ def child_pids(pid: int) -> list[int]:
 
 
 def _prctl(what: int, value: int) -> None:
-    """Call Linux's prctl; an error is ignored."""
+    """Set an option of this process by Linux's prctl; errors are ignored."""
     ctypes.CDLL(None).prctl(what, value, 0, 0, 0)

@@ -47,8 +47,8 @@ class HangDetector:
     """Finds and kills hanging instances of this node during one round.
 
     Args:
-        store:  into which each instance writes the peer that it waits for
-        folder: of the instances' stack files
+        store:  the store into which each instance writes the peer that it waits for
+        folder: the folder with the instances' stack files
     """
 
     def __init__(
@@ -65,8 +65,9 @@ class HangDetector:
     def kill_hanging(self, running: Mapping[int, int]) -> None:
         """Kill each instance that has made no progress for `hang_timeout`, and log at which line it hangs.
 
-        Instances that wait for a peer are spared; without `ends_idle` also those that no peer waits for. A call
-        less than a second after the last check does nothing. Args: running: process ids, by instance
+        An instance that waits for a peer is never killed. Without `ends_idle` an instance is killed only if a
+        peer waits for it. A call less than a second after the last check does nothing.
+        Args: running: process ids, by instance
         """
         now, limit = time.monotonic(), self._request.hang_timeout
         if not limit or now < self._next:
@@ -100,7 +101,8 @@ class HangDetector:
                         os.kill(each, signal.SIGKILL)
 
     def _recent_waits(self, now: float) -> dict[int, dict[str, Any]]:
-        """Return, by instance, the waits that changed in the last `_STALE` s: "for": peer, "what": purpose."""
+        """Return the waits for peers that were recorded in the last `_STALE` seconds, by the instance that
+        waits: {"for": index of the peer, "what": the operation}."""
         prefix = f"attempt/{self._round.number}/pando/waits/"
         for key, text in self._store.find(prefix).items():
             instance = int(key.removeprefix(prefix))
@@ -114,11 +116,12 @@ class HangDetector:
 
 
 def _blocked_line(path: Path, family: list[int]) -> str:
-    """Return ", at FILE:LINE in FUNCTION", where the user's program is in an instance; "" if unknown.
+    """Return ", at FILE:LINE in FUNCTION": where in the user's code an instance is; "" if unknown.
 
-    `popdist` has registered a signal handler that appends the stacks of all threads to the file, which begins
-    with the process id. SIGCONT continues a stopped process, so that it runs the handler. The main thread's
-    stack is the last one. Args: path: of this file; family: process ids of the instance
+    In the instance, `popdist` has written its process id into the stack file, and registered a signal handler
+    that appends the stacks of all threads, the main thread's last. This function sends the signal, and
+    SIGCONT, since a stopped process runs no handler.
+    Args: path: the instance's stack file; family: ids of the instance's processes
     """
     with suppress(OSError, ValueError):
         pid = int(path.read_text().split()[0])
@@ -141,7 +144,7 @@ def _process_tree(pid: int) -> list[int]:
 
 
 def _read_state_and_time(pid: int) -> tuple[str, float]:
-    """Return Linux's letter for a process's state ("Z": ended), and its processor time in seconds."""
+    """Return Linux's letter for a process's state ("Z": ended or gone), and its processor time in seconds."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], sum(map(int, fields[11:13])) / _TICKS

@@ -29,7 +29,8 @@ CONSEQUENCE = 75  # exit code of a poprun with WATCH that ended because another 
 def run_on_hosts(request: CommandLine, words: Sequence[str], log: Log) -> int:
     """Run poprun with the arguments `words` on every host; return 0, or the first failed host's exit code.
 
-    After a failure the popruns of the other hosts are ended, except in an elastic training.
+    After a failure the popruns of the other hosts are ended. In an elastic training they go on, and a failure
+    is returned only if no host has succeeded.
     """
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
     running: dict[int, subprocess.Popen[bytes]] = {}
@@ -66,7 +67,7 @@ def run_on_hosts(request: CommandLine, words: Sequence[str], log: Log) -> int:
 
 
 def _close_stdin(running: dict[int, subprocess.Popen[bytes]]) -> None:
-    """Close the standard input of each process, so that its poprun ends: ssh does not forward signals."""
+    """Close the standard input of each process, which ends its poprun: ssh does not forward signals."""
     for process in running.values():
         assert process.stdin is not None
         with suppress(BrokenPipeError):

@@ -13,7 +13,7 @@ import sys
 
 
 def main() -> None:
-    """Execute the program; exit with 127 if it can't be started, with 1 if the agent has ended."""
+    """Execute the program in this process. Exit code 127: it can't be started; 1: the agent has ended."""
     agent, *program = sys.argv[1:]
     cores = os.environ.pop("POPRUN_CORES", "")
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG

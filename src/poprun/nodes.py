@@ -43,8 +43,12 @@ Record = dict[str, Any]
 class Round:
     """One start of all instances; `Round()` stands for the time before the first one.
 
-    States: "runs"; "lost", "failed", "grown" (it ends since a node is lost, an instance has failed, or a node can
-    be added); "stopped" (its failure has been counted); "finished"
+    The leader sets the state:
+        runs                   nodes start and run their instances
+        lost, failed, grown    nodes stop their instances: a node is lost, an instance has failed, or a node
+                               can be added
+        stopped                follows "failed", when the failure has been counted
+        finished               all instances have succeeded
     """
 
     number: int = -1
@@ -63,13 +67,15 @@ class Round:
         return sum(self.counts[name] for name in names[: names.index(node)])
 
     def lost_nodes(self, records: Mapping[str, Record]) -> str:
-        """Return the names of lost nodes, joined by commas; "" without any. A node is lost if its record is missing,
-        or is of another poprun than this round's."""
+        """Return the names of this round's lost nodes, joined by commas; "" if none is lost.
+
+        A node is lost if its record is missing, or belongs to a poprun that started after the round began.
+        """
         return ", ".join(name for name, id in self.ids.items() if records.get(name, {}).get("id") != id)
 
 
 class Nodes:
-    """This node's connection to the other nodes; on the leading node its reads also call `Leader.advance_round`.
+    """This node's connection to the other nodes; on the leader its reads call `Leader.advance_round`.
 
     `next_round`, `must_stop` and `record_success` raise `TrainingLost` if the training can't go on.
     """
@@ -87,13 +93,14 @@ class Nodes:
 
     @property
     def store(self) -> SignedStore:
-        """Return the connection to the store. Raises: StoreError, if there is none."""
+        """Return the connection to the store. Raises: StoreError, if this node is not connected."""
         if self._store is None:
             raise StoreError("this node is not connected")
         return self._store
 
     def next_round(self) -> Round | None:
-        """Wait for the next round with instances on this node, and return it; None after success."""
+        """Wait for the next round with instances on this node, and return it; return None if the training has
+        succeeded. If the connection to the store is lost, connect again."""
         while True:
             try:
                 if self._store is None:
@@ -111,28 +118,30 @@ class Nodes:
                 self._report_lost_leader()
 
     def must_stop(self) -> bool:
-        """Return whether this node's instances have to stop, as the round or the connection has ended."""
+        """Return whether this node's instances have to stop: the round has ended, or the store is lost."""
         with suppress(StoreError):
             newest = self._read_and_lead()
             return newest.number > self.round.number or newest.state not in ("runs", "finished")
         return True
 
     def record_success(self) -> bool:
-        """Record this node's success; return whether all nodes have succeeded (without connection: False)."""
+        """Record that this node's instances have succeeded; return whether those of all nodes have. (False,
+        if the store is lost.)"""
         with suppress(StoreError):
             self._write_record("done")
             return self._read_and_lead().state == "finished"
         return False
 
     def record_failure(self) -> str:
-        """Record a failure on this node; return the name of the node that was the first to record one in this
-        round, or without a connection this node's name."""
+        """Record that an instance of this node has failed; return the name of the first node in this round
+        that did so (if the store is lost: this node's name)."""
         with suppress(StoreError):
             return self.store.compare_set(f"failure/{self.round.number}", "", self.name).decode()
         return self.name
 
     def leave(self) -> None:
-        """Disconnect this node. The leader first waits some seconds for the other nodes to leave, and resigns."""
+        """Disconnect this node. The leader first waits some seconds until the other nodes have left, and
+        removes the leaders' files of an elastic training."""
         with suppress(StoreError):
             until = time.monotonic() + _LEAVE_PATIENCE
             while self._leader is not None and time.monotonic() < until and len(_records_of(self.store)) > 1:
@@ -144,7 +153,7 @@ class Nodes:
     # ---- the store ---------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        """Connect to the store. If this node leads, start the store's server, and create the `Leader`."""
+        """Connect to the store; if this node leads, start the store's server and create the `Leader`, too."""
         survivors = set(self.round.counts) - {self._election.leader}
         self._server, self._store, self.address = self._election.join()
         if self._server is not None:
@@ -160,7 +169,7 @@ class Nodes:
         self._store = self._server = self._leader = None
 
     def _report_lost_leader(self) -> None:
-        """Log that the leader is lost, or raise `TrainingLost` if the training can't have another round."""
+        """Log that the leader is lost. Raise `TrainingLost` if the training can't have another round."""
         if self._request.is_elastic:
             self._log.warning("the leader is lost: another node takes its place")
         elif self._node.rank == 0 or self.round.number >= self._request.max_restarts:
@@ -169,7 +178,7 @@ class Nodes:
             self._log.warning(f"{_lost_message('0')}; {_wait_message(self._node.patience)}")
 
     def _write_record(self, state: str) -> None:
-        """Write this node's record. Raises: TrainingLost, if another node has its name.
+        """Write this node's record into the store. Raises: TrainingLost, if another node has its name.
 
         Args: state: "stopped" between rounds, "running" in a round, "done" after success
         """
@@ -193,7 +202,10 @@ class Nodes:
             time.sleep(_POLL)
 
     def _read_and_lead(self) -> Round:
-        """Return the newest round, on the leader after `advance_round`. Raises: TrainingLost, if a node gave up."""
+        """Return the newest round; on the leader, let `Leader.advance_round` end or begin a round first.
+
+        Raises: TrainingLost, if the leader has ended the training; StoreError, if the store is lost
+        """
         failed, text = self.store.read(["failed", "round"])
         if failed is not None:
             is_own = failed == self.name
@@ -209,9 +221,9 @@ class Nodes:
 
 
 class Leader:
-    """The part of the leading node that begins and ends rounds: each call of `advance` makes one decision.
+    """Begins and ends rounds, on the leading node only. Each call of `advance_round` makes one decision.
 
-    Args: expected: number of nodes for which the first round waits up to `_FIRST_ROUND_PATIENCE` seconds
+    Args: expected: number of nodes for which the first round waits, `_FIRST_ROUND_PATIENCE` seconds at most
     """
 
     def __init__(
@@ -226,10 +238,10 @@ class Leader:
         self._grow_after: int | None = None  # calls before the checkpoint that was newest when a node came
 
     def advance_round(self, current: Round) -> Round:
-        """End the current round after a success, a failure or the loss of a node, or for a node to add. When all
-        nodes have stopped, begin the next one.
+        """End a running round if all nodes have succeeded, an instance has failed, or a node is lost or can
+        be added; begin the next round if all nodes have stopped their instances.
 
-        Returns: the round after the decision; if it has changed, it has been written into the store
+        Returns: `current`, or the changed or new round, which has been written into the store
         """
         records = _records_of(self._store)
         if current.state == "runs":
@@ -257,13 +269,16 @@ class Leader:
         return current
 
     def _give_up(self, node: str, why: str = "") -> None:
-        """Log `why`, if it is given, and end the training on all nodes, which name `node` as the cause."""
+        """End the training on all nodes, which name `node` as the cause; log `why`, unless it is empty."""
         if why:
             self._log.error(why)
         self._store.set("failed", node)
 
     def _decide_state(self, current: Round, records: Mapping[str, Record]) -> str:
-        """Return the new state of a running round; log lost nodes; `_give_up` if the round was the last."""
+        """Return the next state of a running round ("runs": no change), and log lost nodes.
+
+        After a loss or a failure, `_give_up` if `max_restarts` allows no further round.
+        """
         states = {
             name: record["state"] for name, record in records.items() if record["round"] == current.number
         }
@@ -284,7 +299,8 @@ class Leader:
         return "lost" if missing else "failed"
 
     def _count_failure(self) -> None:
-        """Count a failure of an elastic training; `_give_up` if it had too many since its newest checkpoint."""
+        """Count a failure of an elastic training; `_give_up` after more than `max_restarts` since the newest
+        checkpoint."""
         newest = self._newest_checkpoint()
         self._failures = self._failures + 1 if newest == self._newest_call else 1
         self._newest_call = newest
@@ -293,11 +309,12 @@ class Leader:
             self._give_up(self._name, f"instances have failed {times}")
 
     def _newest_checkpoint(self) -> int:
-        """Return the number of calls before the newest checkpoint; -1 if there is no checkpoint."""
+        """Return the number of the call after which the newest checkpoint was written; -1: no checkpoint."""
         return max(map(call_number, complete_checkpoints(Path(self._request.checkpoint_dir))), default=-1)
 
     def _can_grow(self, current: Round, records: Mapping[str, Record]) -> bool:
-        """Return whether new nodes change the counts and a checkpoint is newer than they; log their arrival."""
+        """Return whether a round with new nodes can begin: they would change the numbers of instances, and a
+        checkpoint has been written since the first of them came, which is logged."""
         if not self._request.is_elastic or not records.keys() - current.counts.keys():
             return False
         counts = instance_counts(self._request, _slots_of(records))
@@ -310,9 +327,9 @@ class Leader:
         return newest > self._grow_after
 
     def _decide_next_counts(self, records: Mapping[str, Record]) -> dict[str, int]:
-        """Return the number of instances by node for the next round; empty if it can't begin yet.
+        """Return the number of instances by node for the next round; {}, if the round can't begin yet.
 
-        While there are too few slots, warn each minute, and `_give_up` after the node's patience.
+        While there is room for too few instances, warn each minute; `_give_up` after `Node.patience` seconds.
         """
         now, slots = time.monotonic(), _slots_of(records)
         counts = instance_counts(self._request, slots)
@@ -341,7 +358,7 @@ def _lost_message(names: str) -> str:
 
 
 def _wait_message(seconds: float) -> str:
-    """Return a message that this node waits up to `seconds` for other nodes, with a fix."""
+    """Return a message that this node waits up to `seconds` for lost or missing nodes, with a fix."""
     text = f"this one waits for {seconds:.0f} s (POPRUN_NODE_TIMEOUT)"
     return f"{text}\n  fix: start the same command there again"
 
@@ -351,6 +368,6 @@ def _slots_of(records: Mapping[str, Record]) -> dict[str, int]:
 
 
 def _records_of(store: SignedStore) -> dict[str, Record]:
-    """Return the records of all nodes by name, in the order of their ranks, in which they get instances."""
+    """Return the records of all nodes, by name, sorted by rank: in this order nodes get instances."""
     records = {key[5:]: json.loads(text) for key, text in store.find("node/").items()}
     return dict(sorted(records.items(), key=lambda item: item[1]["rank"]))

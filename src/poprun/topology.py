@@ -27,9 +27,9 @@ class Node:
 
 
 def read_node(variables: Mapping[str, str]) -> Node:
-    """Return the node that environment variables describe: without POPRUN_NUM_NODES, the only node.
+    """Return this node as environment variables describe it; without POPRUN_NUM_NODES it is the only node.
 
-    Raises: ValueError, if a variable is missing, no number or out of range
+    Raises: ValueError, if a variable is missing, is no number or is out of range
     """
 
     def number(name: str, default: int | None = None) -> int:
@@ -65,10 +65,10 @@ def local_instances(request: CommandLine, nodes: int) -> int:
 
 
 def instance_counts(request: CommandLine, slots: Mapping[str, int]) -> dict[str, int]:
-    """Return the number of instances by node, spread evenly over the nodes, without zeros.
+    """Return the number of instances by node, spread evenly; a node without instances is left out.
 
-    The total is the largest that was requested, divides the replicas and fits into the slots; without one, return {}.
-    Args: slots: by node, the largest number of instances
+    Their sum is the largest requested number that divides the replicas and fits into the slots; without such
+    a number, return {}. Args: slots: the most instances of each node, by the node's name
     """
     most = min(request.instances, sum(slots.values()))
     totals = range(request.fewest_instances or request.instances, most + 1)
@@ -80,9 +80,10 @@ def instance_counts(request: CommandLine, slots: Mapping[str, int]) -> dict[str,
 
 
 def numa_cores(local_instance: int, instances: int) -> list[int]:
-    """Return the cores of the NUMA node for a local instance; [] if the host has only one NUMA node.
+    """Return the cores of the NUMA node on which an instance runs; [] if the host has only one NUMA node.
 
-    Instances with neighbouring indices, of the `instances` on this host, share a NUMA node.
+    NUMA nodes are assigned in order: instances with neighbouring indices share a node.
+    Args: local_instance: the instance's index on this host; instances: the number of instances on this host
     """
     folders = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     allowed = os.sched_getaffinity(0)
