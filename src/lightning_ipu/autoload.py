@@ -1,10 +1,10 @@
 """Registers `accelerator="ipu"` with Lightning: torch calls `install` at the end of `import torch`.
 
-A finder calls `install` again when Lightning has imported the module that chooses strategies, and with it the
-modules of accelerators, strategies and plugins. Then the accelerator and the strategy are registered, the
-classes that Lightning no longer has are added, and the method that chooses strategies is wrapped. The classes
-are built at their first use; this module imports the standard library only. A Lightning with IPU classes of
-its own (1.x, 2.0) is not changed. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` prevents the call.
+If Lightning is imported later, a finder (PEP 451) calls `install` again after the import of the module that
+chooses strategies. Then `install` registers the accelerator and the strategy, adds the classes that Lightning
+no longer has, and wraps the method that chooses strategies. The classes are built at their first use; this
+module imports the standard library only. A Lightning with IPU classes of its own (1.x, 2.0) is not changed.
+`TORCH_DEVICE_BACKEND_AUTOLOAD=0` prevents torch's call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CLASSES = {
 
 
 def install() -> None:
-    """Add ipus to each imported Lightning package, and to others after their import. An error is a warning."""
+    """Add ipus to each imported Lightning package, and to others after their import. Warn if this fails."""
     try:
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())  # pyright: ignore[reportArgumentType]
@@ -87,7 +87,7 @@ def _patch_package(package: str, connector: types.ModuleType) -> None:
 
 
 def _add_lazy_classes(package: str, module: types.ModuleType, names: tuple[str, ...]) -> None:
-    """Replace a module's `__getattr__` (PEP 562) by one that builds the classes `names` at their first use."""
+    """Replace a module's `__getattr__` (PEP 562) by one that builds the classes `names` at first use."""
     before = vars(module).get("__getattr__")
 
     def get_class(name: str) -> Any:
@@ -105,8 +105,11 @@ def _import_classes(package: str) -> dict[str, type]:
 
 
 def _wrap_connector(package: str, module: types.ModuleType) -> None:
-    """Wrap Lightning's check of a Trainer's arguments, so that Pando's accelerator and strategy imply each other
-    and Pando's precision, where these are not given. Warn if this Lightning has no such check."""
+    """Wrap Lightning's check of a Trainer's arguments: if either Pando's accelerator or Pando's strategy is
+    given, the other one and Pando's precision become the defaults. Warn if Lightning has no such check.
+
+    The wrapper raises TypeError for an object of Pando that was made for the other Lightning package.
+    """
     connector = getattr(module, "_AcceleratorConnector", None)
     original = getattr(connector, "_check_config_and_set_final_flags", None)
     if connector is None or original is None:
@@ -139,5 +142,5 @@ def _wrap_connector(package: str, module: types.ModuleType) -> None:
 
 
 def _is_pandos(flag: Any, name: str = "") -> bool:
-    """Return whether a Trainer's argument is an instance of one of Pando's classes, or the string `name`."""
+    """Return whether an argument of a Trainer is an instance of a class of Pando, or the text `name`."""
     return flag == name if isinstance(flag, str) else getattr(type(flag), "_is_pandos", False)

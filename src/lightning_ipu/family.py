@@ -37,7 +37,7 @@ class AcceleratorPart:
 
     @staticmethod
     def parse_devices(devices: Any) -> int:
-        """Return the number of devices: a list's length, or a number as int, of which -1 means 4.
+        """Return the number of devices: the length of a list, or a number (or its text) as int; 4 for -1.
 
         Raises: ValueError, if `devices` is neither a list nor a number
         """
@@ -72,7 +72,8 @@ _ALIASES = {"32": "32-true", "16": "16-mixed"}
 
 
 class PrecisionPart:
-    """The precision for ipus: "32-true"; "16-mixed" casts batches to half; "16-true" casts weights, too."""
+    """The precision for ipus: "32-true"; "16-mixed", which casts batches to half; or "16-true", which casts
+    weights, too. Raises: ValueError, for any other precision."""
 
     def __init__(self, precision: Any = "32-true") -> None:
         precision = _ALIASES.get(str(precision), precision)
@@ -110,7 +111,7 @@ class PrecisionPart:
 
 @functools.cache
 def classes(package: str) -> dict[str, type]:
-    """Return Pando's classes for a Lightning package, by name; IPUPrecisionPlugin is IPUPrecision. Cached."""
+    """Return Pando's strategy, accelerator and precision for a Lightning package, by class name. Cached."""
     lightning = Lightning(package)
     attributes = {"__module__": "lightning_graphcore", "lightning": lightning, "_is_pandos": True}
     built = {
@@ -125,6 +126,6 @@ def classes(package: str) -> dict[str, type]:
 
 
 def imported_package() -> str:
-    """Return the name of the Lightning package that is imported; "lightning.pytorch" if both or none are."""
+    """Return the name of the imported Lightning package; "lightning.pytorch" if both or none are imported."""
     imported = [package for package in PACKAGES if package in sys.modules]
     return imported[0] if len(imported) == 1 else PACKAGES[0]

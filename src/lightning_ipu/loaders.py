@@ -31,9 +31,9 @@ _COPIED += ("prefetch_factor", "persistent_workers")
 def convert_loader(loader: Any, stage: Any, options: poptorch.Options, lightning: Any) -> Any:
     """Return a loader of combined batches for a stage of the Trainer.
 
-    A `poptorch.DataLoader`, and a loader that is not torch's, is returned unchanged. In the stage "predict" the
-    last batch may be short; any other stage leaves it out, and raises a MisconfigurationException if a torch
-    loader has too few rows for one call.
+    A `poptorch.DataLoader`, and a loader that is not torch's, is returned unchanged. In the stage "predict"
+    the last batch may be short. In other stages a short last batch is left out, with a warning except in
+    training. Raises: MisconfigurationException, if the loader has too few rows for one call
     """
     if isinstance(loader, poptorch.DataLoader) or not isinstance(loader, DataLoader):
         return loader
@@ -50,8 +50,8 @@ def convert_loader(loader: Any, stage: Any, options: poptorch.Options, lightning
 def _prediction_loader(loader: DataLoader[Any], n: int, lightning: Any) -> DataLoader[Any]:
     """Return a torch loader of the same rows in batches of n micro-batches; the last batch may be short.
 
-    Lightning can read the indices of its rows, except of an IterableDataset, which has none. A loader without
-    automatic batching is returned unchanged.
+    The returned loader records the indices of its rows for Lightning, unless its dataset is iterable and has
+    no indices. A loader without automatic batching is returned unchanged.
     """
     copied = {name: getattr(loader, name) for name in _COPIED}
     size = None if loader.batch_size is None else loader.batch_size * n
@@ -69,8 +69,8 @@ def _prediction_loader(loader: DataLoader[Any], n: int, lightning: Any) -> DataL
 def _check_length(
     loader: DataLoader[Any], combined: Any, n: int, stage: Any, options: poptorch.Options, lightning: Any
 ) -> None:
-    """Raise a MisconfigurationException if a loader has too few micro-batches for one call of n. Warn, except
-    in training, if `combined`, made from it, leaves micro-batches out. Loaders without length aren't checked."""
+    """Raise a MisconfigurationException if `loader` has fewer than the n micro-batches of one call. Warn,
+    except in training, of micro-batches that `combined` leaves out. Loaders without length aren't checked."""
     try:
         micro_batches, calls = len(loader), len(combined)
     except TypeError:  # a dataset without a length
@@ -89,10 +89,8 @@ def _check_length(
 
 
 def micro_batch_count(options: poptorch.Options, training: bool) -> int:
-    """Return the number of micro-batches of this process's loader that a call consumes.
-
-    It is device iterations × input groups; in training also × gradient accumulation.
-    """
+    """Return the number of micro-batches that a call reads from this process's loader: device iterations ×
+    input groups, and in training × gradient accumulation."""
     counts = options._counts()
     return counts.product if training else counts.iterations * counts.groups
 
@@ -113,11 +111,12 @@ def _combined_loader(loader: DataLoader[Any], options: poptorch.Options) -> popt
 
 
 def _sampling_arguments(loader: DataLoader[Any], options: poptorch.Options) -> dict[str, Any]:
-    """Return arguments with which a poptorch.DataLoader has the order of rows of a torch loader.
+    """Return the arguments for a poptorch.DataLoader that decide the order of rows, so that it has the order
+    of a torch loader.
 
     With several instances, or rows by replica, a SequentialSampler or plain RandomSampler is replaced by
-    `shuffle`, since poptorch.DataLoader then partitions the rows. Every other sampler is kept; with several
-    instances this warns, except of a DistributedSampler.
+    `shuffle`, so that poptorch.DataLoader can partition the rows. Any other sampler is used as it is; with
+    several instances this warns, unless it is a DistributedSampler.
     """
     sampler: Any = loader.sampler
     is_shuffled = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
@@ -135,7 +134,7 @@ def _sampling_arguments(loader: DataLoader[Any], options: poptorch.Options) -> d
 
 
 class JoinedBatches:
-    """An iterable that joins each n consecutive batches of a loader or batch sampler into one.
+    """An iterable that joins each n consecutive batches of a loader or batch sampler into one batch.
 
     Args:
         join:      function from a list of batches to one batch
@@ -159,14 +158,14 @@ class JoinedBatches:
 
 
 def row_count(batch: Any) -> int | None:
-    """Return the size of the first dimension, if all tensors of a batch share it; else None."""
+    """Return the size of the first dimension that all tensors of a batch share; None if they differ in it."""
     counts = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(batch)}
     return counts.pop() if len(counts) == 1 else None
 
 
 def resize_batch(value: Any, before: int, after: int) -> Any:
-    """Return `value` with `after` rows in each tensor of `before` rows: the first `after` rows, or all rows and
-    then copies of the last one. Tensors with another number of rows are unchanged."""
+    """Return a nested value in which each tensor of `before` rows has `after` rows: cut at the end, or filled
+    up with copies of the last row. Tensors with another number of rows are unchanged."""
     if before == after:
         return value
     rows = torch.arange(after).clamp(max=before - 1)

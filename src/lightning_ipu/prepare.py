@@ -40,8 +40,9 @@ class Lightning:
 
 
 def make_options(strategy: Any, training: bool) -> poptorch.Options:
-    """Return new options with a strategy's and its Trainer's device iterations, replicas (under poprun:
-    poprun's), seed and anomaly detection; if `training`, also gradient accumulation."""
+    """Return new options with the strategy's device iterations, its devices as replicas (under poprun those
+    of poprun), the seed of `seed_everything`, and the Trainer's anomaly detection; if `training`, also with
+    the Trainer's gradient accumulation. Stages are pipelined, or sharded if a pipeline is not possible."""
     devices = len(strategy.parallel_devices or [0])
     is_of_poprun = popdist.isPopdistEnvSet()
     options = popdist.poptorch.Options() if is_of_poprun else poptorch.Options().replicationFactor(devices)
@@ -62,9 +63,9 @@ def make_options(strategy: Any, training: bool) -> poptorch.Options:
 
 
 def write_reports(directory: str | None, undo: ExitStack) -> None:
-    """Set POPLAR_ENGINE_OPTIONS so that executors write profiles; closing `undo` restores the variable.
+    """Set the variable POPLAR_ENGINE_OPTIONS so that executors write profiles, until `undo` is closed.
 
-    Args: directory: for the profiles, created if missing; None: the current directory
+    Args: directory: the folder for the profiles, created if missing; None: the current directory
     """
     variable = "POPLAR_ENGINE_OPTIONS"
     options = {**json.loads(os.environ.get(variable) or "{}"), "autoReport.all": "true"}
@@ -75,9 +76,10 @@ def write_reports(directory: str | None, undo: ExitStack) -> None:
 
 
 def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:
-    """Raise a MisconfigurationException or RuntimeError, with a fix, if the Trainer's configuration can't run.
+    """Raise a MisconfigurationException, with a fix, if the Trainer's configuration can't run on ipus; for
+    gradient accumulation that changes between epochs a RuntimeError.
 
-    Before a fit, warn of overridden hooks that are ignored or that find no gradients.
+    If `is_fit`, warn of each overridden hook that is not called, or that finds no gradients.
     """
     lightning, module = strategy.lightning, strategy._lightning_module
     if not getattr(type(strategy.precision_plugin), "_is_pandos", False):
@@ -127,7 +129,8 @@ def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:
 
 
 def check_optimizers(strategy: Any, trainer: Any) -> None:
-    """Raise a MisconfigurationException, with a fix, if the strategy's optimizers can't train on ipus."""
+    """Raise a MisconfigurationException, with a fix, if the strategy has several optimizers, or LBFGS, or if
+    the Trainer and the optimizer clip gradients at different norms."""
     misconfiguration = strategy.lightning.Misconfiguration
     if len(strategy.optimizers) > 1:
         raise misconfiguration(

@@ -28,9 +28,10 @@ logger = logging.getLogger("poptorch::python")
 
 
 class StepModule(nn.Module):
-    """A module that runs the current step of a LightningModule; outside a Trainer's run, its forward.
+    """A module that wraps a LightningModule for an executor. Its forward runs the step that the Trainer runs
+    now, recorded while the executor captures it; outside a Trainer's run, the LightningModule's forward.
 
-    Parameters and buffers have the names that they have in the LightningModule.
+    Parameters and buffers have the same names as in the LightningModule.
     """
 
     def __init__(self, module: Any) -> None:
@@ -69,19 +70,20 @@ _STEPS = {
 
 
 def _current_step(module: Any) -> str | None:
-    """Return the name of the step method that the module's Trainer runs now; None outside a run."""
+    """Return the name of the step method that a LightningModule's Trainer runs now; None outside a run."""
     return next((step for flag, step in _STEPS.items() if getattr(module._trainer, flag, False)), None)
 
 
 def replace_until(undo: ExitStack, mapping: Any, key: str, value: Any) -> None:
-    """Set an item of a mapping, such as an object's `vars`; closing `undo` restores it, or removes a new one."""
+    """Set `mapping[key]`. Closing `undo` restores the value before, or deletes the key if it was missing."""
     had, before = key in mapping, mapping.get(key)
     mapping[key] = value
     undo.callback(lambda: mapping.update({key: before}) if had else mapping.pop(key, None))
 
 
 class Recording:
-    """A run of the method `step` of a LightningModule. The step's actions on the host become notes of the graph."""
+    """One run of the method `step` of a LightningModule while it is captured, which records the step's
+    actions on the host (see the module's docstring) as notes of the graph."""
 
     def __init__(self, module: Any, step: str, capture: Capture) -> None:
         self._module, self._step, self._capture = module, step, capture
@@ -96,9 +98,9 @@ class Recording:
         }
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step, restore the module's attributes and methods, and return the step's output.
+        """Run the step, choose its loss, restore the module's attributes and methods, and return the output.
 
-        Raises: CaptureError, if the step does what can't be repeated after each call, or has no training loss
+        Raises: CaptureError, if the step has an action that can't be repeated after each call, or no loss
         """
         module = self._module
         replaced: dict[str, Any] = {"log": self._note_log, "log_dict": self._note_log_dict}
@@ -123,9 +125,9 @@ class Recording:
         return output
 
     def _note_attributes(self) -> None:
-        """Add to the notes the tensors that the step left in the module's attributes, and restore these.
+        """Record the tensors that the step has left in attributes of the module, and restore the attributes.
 
-        Raises: CaptureError, for an attribute that holds tensors in a way that can't be repeated
+        Raises: CaptureError, if such an attribute is neither a tensor, a list nor a dictionary
         """
         for what, value in _restore_attributes(self._module, self._attributes_before):
             if what is None:
@@ -172,14 +174,15 @@ class Recording:
             self._note_log(name, value, *args, **kwargs)
 
     def _metric_key(self, value: Any) -> str | int | None:
-        """Return a metric's path in the module; for a MetricValue the number of its call; else None."""
+        """Return the path of a metric of the module; for a MetricValue the number of the call that returned
+        it; None if `value` is neither."""
         if isinstance(value, MetricValue):
             return value._call
         return next((path for path, metric in self._metrics.items() if metric is value), None)
 
     def _noting_method(self, path: str, method: str) -> Callable[..., Any]:
-        """Return a replacement for a metric's method that notes each call. It returns a MetricValue for
-        "forward", and None for "update"."""
+        """Return a replacement for a method ("forward" or "update") of a metric, which only records its
+        calls. The replacement of "forward" returns a MetricValue, that of "update" None."""
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             call = next(self._calls)
@@ -191,7 +194,8 @@ class Recording:
     # ---- manual optimization -----------------------------------------------------------------------------
 
     def _manual_replacements(self) -> dict[str, Any]:
-        """Return replacements of the module's methods for manual optimization, by name."""
+        """Return, by name, replacements of the module's methods for manual optimization, which record calls
+        of `manual_backward` and `optimizer.step`, and refuse methods that can't be a part of a step."""
         (optimizer,) = self._module.trainer.strategy.optimizers
         # A stand-in for the optimizer: its attributes can be read, and `step` is only recorded.
         stand_in = object.__new__(type(optimizer))
@@ -223,7 +227,7 @@ class Recording:
         note(("optimizer_step",), None)
 
     def _check_manual_calls(self) -> None:
-        """Raise a CaptureError, unless the step made one backward, followed by one optimizer step."""
+        """Raise a CaptureError unless the step called `manual_backward`, then `optimizer.step`, each once."""
         if self._manual_calls != ["backward", "step"]:
             raise CaptureError(
                 "manual optimization in training_step must be one `self.manual_backward(loss)`, followed by one"
@@ -235,7 +239,7 @@ class Recording:
 
 
 def _metrics_of(module: Any) -> dict[str, Any]:
-    """Return a module's metrics and metric collections by path; a collection precedes its members."""
+    """Return a module's metrics and metric collections, by path. A collection precedes its metrics."""
     from torchmetrics import Metric, MetricCollection
 
     kinds = (Metric, MetricCollection)
@@ -275,7 +279,7 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _raising_function(what: str, fix: str) -> Callable[..., Any]:
-    """Return a function that raises a CaptureError: the method `what` can't be called in a step."""
+    """Return a function that raises a CaptureError: `what` can't be called in a compiled step; and `fix`."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise CaptureError(f"{what} at {user_line()} can't be a part of a compiled step\n  fix: {fix}")
@@ -284,7 +288,8 @@ def _raising_function(what: str, fix: str) -> Callable[..., Any]:
 
 
 def _loss_in(output: Any, where: str) -> Tensor:
-    """Return the loss in the output of training_step. Raises CaptureError, naming `where`, if there is none."""
+    """Return the loss in the output of training_step: the output, or its item "loss". Raises CaptureError,
+    with the place `where`, if that is not a floating point tensor of the captured step."""
     loss: Any = output.get("loss") if isinstance(output, dict) else output
     if not is_traced(loss) or not loss.is_floating_point():
         cause = f"training needs a loss that is computed in the step; found {type(loss).__name__}"
@@ -303,7 +308,7 @@ def _loss_in(output: Any, where: str) -> Tensor:
 
 
 def _plain_attributes(module: Any) -> dict[str, Any]:
-    """Return the module's attributes by name, except parameters, buffers and submodules."""
+    """Return a module's attributes by name, without its parameters, buffers and submodules."""
     parts = ("_parameters", "_buffers", "_modules")
     return {name: value for name, value in vars(module).items() if name not in parts}
 
@@ -314,11 +319,12 @@ def _has_traced_tensors(value: Any) -> bool:
 
 
 def _restore_attributes(module: Any, before: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Undo a step's assignments of traced tensors to attributes, and return pairs (action, value) to repeat.
+    """Restore each attribute of a module that holds traced tensors after a step, and return the assignments
+    that were undone as pairs (action, value).
 
-    Lists and dictionaries are restored in place. An action is ("append", name), ("key", name, key) or
-    ("set", name); its value holds traced tensors. The pair (None, name) stands for an attribute that holds
-    traced tensors in a way that can't be repeated. Args: before: the attributes before the step, copied
+    The action is ("append", name), ("key", name, key) or ("set", name), and the value holds traced tensors;
+    for an attribute of another type, such as a set, the pair is (None, name). Lists and dictionaries are
+    restored in place. Args: before: copies of the attributes before the step, by name
     """
     notes: list[tuple[Any, Any]] = []
     for name, now in _plain_attributes(module).items():
@@ -350,9 +356,10 @@ def _restore_attributes(module: Any, before: dict[str, Any]) -> list[tuple[Any, 
 
 
 def _watch_counters(trainer: Any, undo: ExitStack) -> None:
-    """Record reads of the Trainer's counters `current_epoch` and `global_step`, by a subclass of its class.
+    """Replace the Trainer's class, until `undo` is closed, by a subclass that records which of the counters
+    `current_epoch` and `global_step` are read.
 
-    Closing `undo` restores the class, and warns of each counter read that isn't in `strategy.recompile_on`.
+    Closing `undo` warns of each counter that was read and is not in `strategy.recompile_on`.
     """
     read: set[str] = set()
     kind = type(trainer)

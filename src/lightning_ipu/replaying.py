@@ -1,4 +1,4 @@
-"""Repeats a step's actions on the host (logging, metrics, attributes) after each call, with its values."""
+"""Repeats the recorded actions of a step on the host (logging, metrics, attributes) with a call's values."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from poptorch.nested_values import tensors_of, with_tensors
 def replay(
     module: Any, notes: Sequence[tuple[Any, Any]], reduce_over_instances: Callable[..., Tensor]
 ) -> None:
-    """Repeat the actions of a recorded step on its LightningModule, in their order; extend lists last.
+    """Repeat the actions of a recorded step on its LightningModule, in their order, but extend lists last.
 
     Args:
-        notes: pairs of an action (kind, *details) and its value; tensors of the value are [micro-batches, ...]
+        notes: pairs of an action (kind, *details) and its value, whose tensors are [micro-batches, ...]
         reduce_over_instances: the strategy's `reduce`, for `sync_dist=True`
     """
     appended: dict[str, list[Any]] = {}
     metric_values: dict[int, Any] = {}  # results of calls of metrics, by the number of the call
 
     def metric_or_value(metric: str | int) -> Any:
-        """Return the metric with this path, or the result of the metric's call with this number."""
+        """Return the metric with this path; for a number, the result of the call with this number."""
         return metric_values[metric] if isinstance(metric, int) else module.get_submodule(metric)
 
     for action, value in notes:
@@ -56,8 +56,8 @@ def replay(
 
 
 def _reduce_value(value: Any, options: dict[str, Any], reduce_over_instances: Callable[..., Tensor]) -> Any:
-    """Return a logged tensor reduced over micro-batches by `reduce_fx` in `options`, and with `sync_dist` also
-    over instances. A value that is no tensor is returned unchanged."""
+    """Return the value to log: a tensor is reduced over micro-batches by `options["reduce_fx"]` (else the
+    mean), and with `sync_dist` also over instances. A value that is no tensor is returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     reduce: Any = options.get("reduce_fx", "mean")
@@ -68,5 +68,5 @@ def _reduce_value(value: Any, options: dict[str, Any], reduce_over_instances: Ca
 
 
 def _select_row(value: Any, index: int) -> Any:
-    """Return a nested value with a copy of row `index` in place of each tensor."""
+    """Return a nested value in which each tensor is replaced by a copy of its row `index`."""
     return with_tensors(value, iter([tensor[index].clone() for tensor in tensors_of(value)]))

@@ -1,8 +1,8 @@
-"""The strategy: runs a LightningModule's steps through executors, one for each stage of the trainer.
+"""The strategy: runs a LightningModule's steps by executors, one for each stage of the Trainer.
 
-Lightning calls the input of one executor call a batch. A strategy is composed of its options (`prepare.py`),
-loaders of combined batches (`loaders.py`) and a `StepModule` that executors compile (`recording.py`).
-After each call `replay` repeats the step's actions on the host (`replaying.py`).
+Lightning calls the input of one executor call a batch. `prepare.py` makes the strategy's options,
+`loaders.py` its loaders of combined batches, and `recording.py` the `StepModule` that executors compile.
+After each call `replaying.py` repeats the step's actions on the host.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StrategyPart:
 
     Args:
         device_iterations: number of weight updates (in inference: micro-batches of each replica) per call
-        autoreport: whether to write a profile and its page; `autoreport_dir` implies it
+        autoreport: whether to write a profile and its page; True if `autoreport_dir` is given
         training_opts, inference_opts: poptorch.Options, used unchanged: `device_iterations` and the Trainer's
             `devices` and `accumulate_grad_batches` then have no effect
     """
@@ -139,7 +139,7 @@ class StrategyPart:
         return poptorch.inferenceModel(self.model, self.inference_opts.clone().allowNewShapes())
 
     def _release_executors(self) -> None:
-        """Keep the executors' random states, destroy the executors, and restore what `setup` has replaced."""
+        """Store the executors' random states, destroy the executors, and undo the replacements of `setup`."""
         self._save_random_state()
         for executor in self.poptorch_models.values():
             executor._release()  # unlike destroy(), it also unmarks a model that is not compiled
@@ -174,7 +174,8 @@ class StrategyPart:
     validation_step = test_step = training_step
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the predictions of a call. A short last batch is padded, and its predictions are cut."""
+        """Return the predictions for a batch. A short last batch is padded with copies of its last row, whose
+        predictions are left out."""
         rows = row_count(batch)
         if rows is None:
             return self._step(self._stage, batch, *args, **kwargs)
@@ -185,7 +186,8 @@ class StrategyPart:
         return resize_batch(self._step(self._stage, padded, *args, **kwargs), whole, rows)
 
     def _step(self, stage: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run one call, repeat the step's actions on the host, and return the call's output."""
+        """Call the executor of a stage, repeat the step's actions on the host, and return the call's output.
+        Before the first call after a checkpoint was loaded, restore the checkpoint's random state."""
         prepared = self._prepare_input(args)
         executor = self._executor_for(stage)
         random_state = self._loaded_random_state.pop(stage.value, None)
@@ -197,16 +199,14 @@ class StrategyPart:
         return output
 
     def _prepare_input(self, args: Any) -> Any:
-        """Return a step's arguments with each number replaced by a tensor of one element per micro-batch."""
+        """Return a step's arguments, with a tensor of one element per micro-batch in place of each number."""
         n = micro_batch_count(self.options_for(self._stage), self._stage == "train")
         return tree_map_only((int, float), lambda number: torch.tensor(number).repeat(n), args)
 
     def _executor_for(self, stage: Any) -> poptorch.PoplarExecutor:
-        """Return a stage's executor; destroy it first, so that it compiles again, if it is outdated.
-
-        It is if a counter in `recompile_on` has changed, or in training a `requires_grad` or the number of
-        parameter groups.
-        """
+        """Return the executor of a stage. If a counter in `recompile_on` has changed since the last call, or
+        in training a `requires_grad` or the number of parameter groups, destroy the executor first, so that
+        its next call compiles the model again."""
         executor = self.poptorch_models[stage]
         now = [getattr(self._lightning_module, name) for name in self.recompile_on]
         if stage == "train":
@@ -219,17 +219,17 @@ class StrategyPart:
         return executor
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Run the transfer hooks, and return the batch, cast to the precision; it stays on the host."""
+        """Run the transfer hooks of Lightning, and return the batch, cast to the precision, on the host."""
         batch = super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
         return self.precision_plugin.cast(batch)
 
     def _prepare_dataloader(self, dataloader: Any, shuffle: bool = False, mode: Any = None) -> Any:
-        """Store the stage, `mode`, and return the loader unchanged: Lightning would rebuild it to predict."""
+        """Store the stage `mode`, and return the loader unchanged. Lightning's own method rebuilds it."""
         self._loader_stage = mode
         return dataloader
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader of combined batches for the stage that `_prepare_dataloader` was last called with."""
+        """Return a loader of combined batches, for the stage that `_prepare_dataloader` has stored."""
         stage = self._stage if self._loader_stage is None else self._loader_stage
         return convert_loader(dataloader, stage, self.options_for(stage), self.lightning)
 
@@ -252,7 +252,8 @@ class StrategyPart:
 
     @property
     def replication_factor(self) -> int:
-        """Return the current stage's number of replicas; before `setup` that of the options, else of devices."""
+        """Return the number of replicas of the current stage. Before `setup`: the replicas of the options, or
+        the number of devices if no options were given."""
         if not self.poptorch_models:
             options = vars(self).get("training_opts") or vars(self).get("inference_opts")
             return options.replication_factor if options is not None else len(self.parallel_devices or [0])
@@ -261,7 +262,7 @@ class StrategyPart:
     # ---- weights and checkpoints -------------------------------------------------------------------------
 
     def upload_weights(self) -> None:
-        """Copy the host's weights to the devices of all attached executors, after a callback changed them."""
+        """Copy the host's weights to the devices of all attached executors."""
         for executor in set(self.poptorch_models.values()):
             if executor.isAttachedToDevice():
                 executor.copyWeightsToDevice()
@@ -273,7 +274,7 @@ class StrategyPart:
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
 
     def _save_random_state(self) -> None:
-        """Keep the random states of compiled executors, since a checkpoint may be saved after their release."""
+        """Store the random states of compiled executors, for checkpoints after they are destroyed."""
         compiled = {s.value: e.rng_state for s, e in self.poptorch_models.items() if e.isCompiled()}
         self._random_state = {**self._random_state, **compiled}
 
@@ -283,7 +284,7 @@ class StrategyPart:
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Load the optimizers' states; a poptorch optimizer also loads its torch counterpart's state."""
+        """Load the optimizers' states. A poptorch optimizer can also load the state of torch's optimizer."""
         poptorchs = {"ipu_state": None, "ipu_param": None}
         states = [
             {**(poptorchs if isinstance(optimizer, poptorch.optim.Optimizer) else {}), **state}
@@ -294,7 +295,7 @@ class StrategyPart:
     # ---- other processes ---------------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the mean (or sum, min, max) of a tensor or number over all processes, in each process."""
+        """Return the mean (or by `reduce_op` sum, min or max) over processes of a tensor or number."""
         if self.world_size == 1:
             return tensor
         word = str(reduce_op or "mean").rpartition(".")[2].lower()  # also for torch's ReduceOp.SUM
@@ -311,5 +312,5 @@ class StrategyPart:
         return values[0]
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Return the tensors of all processes, [processes, *shape]; with one process the unchanged tensor."""
+        """Return the tensors of all processes, as [processes, *shape]; with one process the tensor itself."""
         return collectives.all_gather(tensor.unsqueeze(0)) if self.world_size > 1 else tensor

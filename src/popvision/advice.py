@@ -28,7 +28,7 @@ def sentences(profile: Profile, figures: Figures) -> list[str]:
 
 
 def machine_sentence(figures: Figures) -> str:
-    """Return a text about how busy the machine was, and which figures this affects; "" if not measured."""
+    """Return a text about `figures.core_share`, and which figures it affects; "" if it was not measured."""
     share = figures.core_share
     if share is None:
         return ""
@@ -40,15 +40,16 @@ def machine_sentence(figures: Figures) -> str:
 
 
 def stages_sentence(figures: Figures) -> str:
-    """Return a sentence that compares the slowest stage with the average one; without several measured
-    stages, a sentence about the kind of times on the page."""
+    """Return a sentence that compares the slowest stage with the average stage; with fewer than two measured
+    stages, a sentence that says how the page's times were measured."""
     if figures.slowest is None or len(figures.stages) < 2:
         return "Medians of the time that a core computed."
     return f"The slowest stage takes {figures.unevenness:.2f} times the average one."
 
 
 def _fault_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
-    """Yield sentences about too little memory, failed calls, and a stage that is much slower than others."""
+    """Yield a sentence for each of these faults that the run has: too little memory, failed calls, and a
+    stage of several blocks that is much slower than the average stage."""
     if figures.fits is False and figures.capacity:
         yield (
             f"Does not fit: {size(figures.wanted)} are needed, and {figures.capacity_of} is"
@@ -68,7 +69,8 @@ def _fault_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
 
 
 def _speed_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
-    """Yield a sentence for each simulated change, and for each faster option measured at compilation."""
+    """Yield a sentence for each change in `figures.changes`, and for each option that made computations at
+    least 5 % faster when it was measured at compilation."""
     for change in figures.changes:
         machines = {"on separate devices": change.apart, figures.here_is: change.here}
         # `gain` is None without a host, or if the speed of its cores together was not measured.
@@ -88,7 +90,8 @@ def _speed_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
 
 
 def _note_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
-    """Yield sentences about the recorder's order, the host's time between calls, and steps not recorded."""
+    """Yield a sentence for each of these that applies: ipus run as separate devices only while a profile is
+    recorded; the ipus wait for the host between calls; the trace lacks steps or parts of them."""
     ipus = len(profile.devices) * profile.counts.get("replicas", 1)
     if figures.step_here is not None and figures.calls and ipus > 1:
         yield (

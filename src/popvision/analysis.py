@@ -16,8 +16,8 @@ from .units import cores_and_verb, rate, seconds, share, size, table
 
 @dataclass(frozen=True)
 class Figures:
-    """All figures of a profile. Shares are fractions; times are in seconds, but in ns in `usages`, `stages`,
-    `copies` and `groups`.
+    """All figures of a profile. Shares are fractions. Times are in seconds, except in `usages`, `stages`,
+    `copies` and `groups`, where they are in ns.
 
     A recorded run uses its ipus as separate devices, each of which does one thing at a time; without a
     recorder the host's cores share all ipus. `step_apart` and `step_here` are the simulated times of a step
@@ -108,8 +108,9 @@ def figures(profile: Profile) -> Figures:
 
 
 def _warm_calls(profile: Profile) -> tuple[int, int, int, int]:
-    """Return the number of calls, that of their steps, the ns in these calls, and the ns with the time
-    between calls. Of several calls the first one does not count: it is slower, since memory is cold."""
+    """Return the number of calls, the number of their steps, the ns spent in these calls, and the ns from the
+    begin of the first of them to the end of the last. The first of several calls is left out: it is slower,
+    since memory is cold."""
     calls, steps, ns = (profile.facts.get(name, 0) for name in ("calls", "steps", "ns_in_calls"))
     if not profile.calls:
         return calls, steps, ns, 0
@@ -120,7 +121,7 @@ def _warm_calls(profile: Profile) -> tuple[int, int, int, int]:
 
 
 def _host_seconds(profile: Profile) -> dict[str, float]:
-    """Return the host's seconds "in calls", "between calls", and in events by their kind."""
+    """Return the host's seconds "in calls", "between calls", and in events, by kind of `HostEvent`."""
     found = defaultdict(float, {"in calls": profile.facts.get("ns_in_calls", 0) / 1e9})
     if calls := profile.calls:
         found["between calls"] = max(0.0, (calls[-1].end - calls[0].start) / 1e9 - found["in calls"])
@@ -130,7 +131,8 @@ def _host_seconds(profile: Profile) -> dict[str, float]:
 
 
 def _copies_per_step(events: list[Event]) -> dict[str, dict[str, float]]:
-    """Return {"ns", "bytes"} per step, over all ipus, of the instructions load, send and store, by kind."""
+    """Return, for each of the instruction kinds load, send and store that ran, {"ns": ..., "bytes": ...}: the
+    sums over all ipus, divided by the number of steps."""
     steps = len({(event.call, event.step) for event in events}) or 1
     found = {}
     for kind in ("load", "send", "store"):
@@ -141,9 +143,12 @@ def _copies_per_step(events: list[Event]) -> dict[str, dict[str, float]]:
 
 
 def _operation_sums(profile: Profile, by: str) -> list[dict[str, Any]]:
-    """Return the sums over a step's operations with the same phase and `by`: "block", "module", "where" (a
-    source line) or "kind". `calls` is the number of micro-batches; `stage` and `ipu` are -1 if they differ
-    within a sum. A block name that occurs in two stages has a dictionary for each stage."""
+    """Return a dictionary of sums (ns, FLOPs, bytes) for each group of operations of a step.
+
+    A group has the same phase, and the same value of the field `by`: "block", "module", "where" (a source
+    line) or "kind". A block that is in two stages is two groups. `calls` is the number of micro-batches;
+    `stage` and `ipu` are -1 if they differ between the group's operations.
+    """
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for operation in profile.operations:
         piece, name = profile.pieces[operation.piece], getattr(operation, by)
@@ -174,12 +179,13 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Return second / first; None if one is missing, or `first` is 0."""
+        """Return `second` / `first`; None if either is None, or `first` is 0."""
         return self.second / self.first if self.first and self.second is not None else None
 
     @property
     def better(self) -> Literal["first", "second", ""]:
-        """Return the better run; "" if a figure is missing, or both differ by at most `spread` or 1 %."""
+        """Return which run has the better figure; "" if a run lacks the figure, or if the two figures differ
+        by at most `spread` or 1 %, whichever is more."""
         if self.first is None or self.second is None:
             return ""
         top = max(abs(self.first), abs(self.second))
@@ -195,8 +201,8 @@ class Row:
 
 
 def compare(a: Figures, b: Figures) -> list[Row]:
-    """Return the figures of two runs side by side: totals, then the times of each stage and block, which are
-    None in a run that lacks the stage or block."""
+    """Return a row for each figure of two runs: totals, then the times of each stage and block. The value of
+    a run that lacks the stage or block is None."""
     first, second, rows = _compared_values(a), _compared_values(b), []
     for name in {**first, **second}:
         (one, in_words, spread), (other, _, other_spread) = (

@@ -35,17 +35,18 @@ def chrome_trace(profiles: list[Profile]) -> str:
 
 
 def _event(phase: str, name: str, process: int, thread: int, ns: float, **more: Any) -> dict[str, Any]:
-    """Return an event of the Chrome format, whose field `ph` is `phase`, at a time in ns."""
+    """Return an event of the Chrome format that begins at `ns`. `phase` is the format's letter for the type
+    of event (its field `ph`); `more` are further fields."""
     return {"name": name, "ph": phase, "ts": ns / 1e3, "pid": process, "tid": thread, **more}
 
 
 def _name_event(kind: str, process: int, thread: int, text: str) -> dict[str, Any]:
-    """Return the event that gives a process or a thread (by `kind`) its name, `text`."""
+    """Return the event that names a process or thread `text`. `kind`: "process_name" or "thread_name"."""
     return _event("M", kind, process, thread, 0, args={"name": text})
 
 
 def _instruction_slice(event: Event, process: int) -> dict[str, Any]:
-    """Return the slice of an instruction. Its name has stage and micro-batch, as in `forward 2.5`."""
+    """Return the slice of an instruction, named by its kind, stage and micro-batch: `forward 2.5`."""
     kind = {"F": "forward", "B": "backward"}[event.phase] if event.kind == "compute" else event.kind
     place = ".".join(str(number) for number in (event.stage, event.micro_batch) if number >= 0)
     arguments = {"stage": event.stage, "micro_batch": event.micro_batch, "step": event.step}
@@ -64,7 +65,8 @@ def _flow_events(events: list[Event], process: int) -> Iterator[dict[str, Any]]:
 
 
 def _operation_slices(profile: Profile, events: list[Event], process: int) -> Iterator[dict[str, Any]]:
-    """Yield the operations of the detailed step's computations; see `memory.operation_ends`."""
+    """Yield a slice for each operation in the computations of the detailed step. Its start and end are the
+    operation's share of the computation's time (see `memory.operation_ends`)."""
     inside = memory.operation_ends(profile)
     for event in events:
         if event.kind != "compute" or not memory.is_detailed(profile, event):
@@ -87,8 +89,8 @@ def _memory_counters(profile: Profile, process: int) -> Iterator[dict[str, Any]]
 
 
 def _host_events(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
-    """Yield the names of the host's process and thread, its events and calls, and a counter of each call's
-    milliseconds per step."""
+    """Yield the events of the host's process: its name, a slice for each host event and each call, and for
+    each call a counter of the milliseconds per step."""
     yield _name_event("process_name", process, 0, f"{profile.name}, host")
     yield _name_event("thread_name", process, 0, "calls")
     for event in profile.host:

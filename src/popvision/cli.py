@@ -30,8 +30,8 @@ popvision REPORT                        open the report in a browser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command line (None: this process's) and return its exit code: 1, with a message, if a file or
-    machine can't be read, or a page can't be written; else 0. Wrong arguments raise SystemExit(2)."""
+    """Run a command line (None: that of this process) and return the exit code: 1, with a message, if a file
+    or machine can't be read, or a page can't be written; else 0. Raises: SystemExit, for wrong arguments."""
     given = sys.argv[1:] if arguments is None else arguments
     names = ("open", "summary", "compare", "export", "plan")
     if given and given[0] not in names and not given[0].startswith("-"):
@@ -92,9 +92,12 @@ def _integers(text: str) -> list[int]:
 
 
 def _plan_flags_first(given: list[str]) -> list[str]:
-    """Return the words of a command `plan` with its own options first, then the program and the program's
-    arguments. After the program's name only `--on`, `--json`, and `--replicas` and `--accumulation` with
-    several numbers (`4,16`) are options of `plan`."""
+    """Return the words of a command line of `popvision plan`, in an order that argparse can read: `plan`'s
+    options, the program, the program's arguments.
+
+    Before the program's name all options are `plan`'s. After it only `--on`, `--json`, and `--replicas` and
+    `--accumulation` with several numbers (`4,16`) are `plan`'s; all others are the program's.
+    """
     own, behind, words = ["plan"], [], iter(given[1:])
     for word in words:
         name, _, value = word.partition("=")

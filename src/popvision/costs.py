@@ -37,7 +37,8 @@ def _add_seconds(total: Spent, more: Mapping[str, float], factor: float = 1.0) -
 
 
 def kind_of(operation: Operation) -> str | None:
-    """Return the kind of an operation, a key of `Machine.efficiency`; None if it costs nothing, as a view."""
+    """Return the kind of an operation, such as "matmul", by which `Machine.efficiency` gives its efficiency;
+    None for an operation that costs nothing, such as a view."""
     name = re.sub(r"^(poptorch|popengine|prims)\.", "", operation.kind).split(".")[0]
     if _FREE.fullmatch(name):
         return None
@@ -45,8 +46,8 @@ def kind_of(operation: Operation) -> str | None:
 
 
 def operation_seconds(operation: Operation, machine: Machine) -> Spent:
-    """Return the estimated seconds of one call of an operation on a machine, by category; empty if it costs
-    nothing (see `kind_of`)."""
+    """Return the estimated seconds of one call of an operation on a machine, by category. The result is empty
+    for an operation that costs nothing (see `kind_of`)."""
     kind, found = kind_of(operation), Spent(float)
     if kind is None:
         return found
@@ -66,7 +67,7 @@ def all_reduce_seconds(size: float, replicas: int, ipus: int, machine: Machine) 
     """Return the seconds of an all-reduce of `size` bytes over replicas, by a ring within each rack and a
     ring over racks.
 
-    Args: ipus: of a replica; they decide how many replicas are in a rack
+    Args: ipus: the number of ipus of a replica, which decides how many replicas are in a rack
     """
     inside = min(replicas, max(1, machine.rack // ipus))
     rings = (inside, machine.links * machine.share("links")), (-(-replicas // inside), machine.gateway)
@@ -81,7 +82,9 @@ def all_reduce_seconds(size: float, replicas: int, ipus: int, machine: Machine) 
 class Costs:
     """The seconds of a plan on a machine with a chip per ipu, by category.
 
-    `phases`: of one micro-batch, by (phase, stage). `updates`: of a weight update, by ipu; {} for inference.
+    Attributes:
+        phases:  by (phase, stage), the seconds of that phase of one micro-batch
+        updates: by ipu, the seconds of a weight update; empty for inference
     """
 
     def __init__(self, profile: Profile, machine: Machine, replicas: int) -> None:
@@ -98,14 +101,14 @@ class Costs:
         self.updates = dict(_update_seconds(profile, machine, replicas)) if profile.training else {}
 
     def step(self, micro_batches: int) -> StepModel:
-        """Return the model of a replica's step, which `virtual` simulates; its costs are in ns."""
+        """Return the model of a replica's step of so many micro-batches, for the simulation in `virtual`."""
         costs = {key: 1e9 * sum(spent.values()) for key, spent in self.phases.items()}
         updates = {ipu: 1e9 * sum(spent.values()) for ipu, spent in self.updates.items()}
         more = {"updates": updates, "micro_batches": micro_batches, "keeps_order": False}
         return StepModel.of(self.profile, costs, **more)
 
     def by_ipu(self, micro_batches: int) -> dict[int, Spent]:
-        """Return each ipu's seconds in a step, of all micro-batches and its update, by category."""
+        """Return, by ipu, its seconds in a step by category: all micro-batches, and the weight update."""
         found = {ipu: Spent(float, self.updates.get(ipu, {})) for ipu in self.profile.devices}
         for (_, stage), spent in self.phases.items():
             _add_seconds(found[self.profile.ipus[stage]], spent, micro_batches)
@@ -125,8 +128,8 @@ def _instruction_seconds(kind: str, size: int, machine: Machine) -> dict[str, fl
 
 
 def _update_seconds(profile: Profile, machine: Machine, replicas: int) -> Iterator[tuple[int, Spent]]:
-    """Yield each ipu, and the seconds of its weight update by category: the all-reduce of gradients, the
-    transfer of optimizer state that is off chip, and the update rule."""
+    """Yield (ipu, seconds of the ipu's weight update by category). An update is the all-reduce of gradients,
+    the transfer of optimizer state that is off chip, and the update rule."""
     facts = profile.facts
     for row in profile.memory:
         state = 2 * row.optimizer / (replicas if facts.get("shards_optimizer") else 1)

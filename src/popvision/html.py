@@ -28,9 +28,10 @@ _SCRIPTS = [  # in this order
 
 
 def profiles_at(path: Path) -> list[Path]:
-    """Return the paths of profiles, training first. Raises: ProfileError, if there is none.
+    """Return the paths of all profile files at `path`, the one in a folder "training" first.
 
     Args: path: a profile's file, its folder, or a folder of such folders
+    Raises: ProfileError, if there is no profile
     """
     if path.is_file():
         return [path]
@@ -47,14 +48,14 @@ def profiles_at(path: Path) -> list[Path]:
 
 
 def write_report(directory: Path) -> Path:
-    """Write `report.html` beside the profiles' folders, and return its path. Raises: as `profiles_at`."""
+    """Write the page of all profiles in `directory` to its file `report.html`, and return the file's path."""
     target = directory / REPORT
     target.write_text(report_page(directory))
     return target
 
 
 def report_page(folder: Path) -> str:
-    """Return the page of all profiles in a folder as HTML. Raises: as `profiles_at`."""
+    """Return the page of all profiles in a folder as HTML. Raises: ProfileError, if there is none."""
     return page([profile_entry(path) for path in profiles_at(folder)], f"Profile of {folder.resolve().name}")
 
 
@@ -62,8 +63,9 @@ def page(entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, 
     """Return the HTML of a page of profiles.
 
     Args:
-        entries:     the data of each profile, see `profile_entry`
-        comparisons: {"first", "second": indices in `entries`, "rows": see `Row.to_dict`} of each comparison
+        entries:     a dictionary for each profile, as `profile_entry` returns it
+        comparisons: a dictionary for each comparison: "first" and "second" are indices in `entries`, "rows"
+            the compared figures, as `Row.to_dict` returns them
     """
     viewer = files("popvision") / "viewer"
     data = json.dumps(
@@ -82,8 +84,8 @@ def page(entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, 
 
 
 def profile_entry(path: Path) -> dict[str, Any]:
-    """Return the data for the page of the profile in a file: `label` (its folder's name) and those of
-    `page_data`; of a profile that can't be read `label` and `error`, the reason."""
+    """Return what the page shows of the profile in a file, as a dictionary: "label", the name of the file's
+    folder, and the items of `page_data`. If the profile can't be read: "label", and "error", the reason."""
     label = path.parent.name
     try:
         profile = load(path)
@@ -95,7 +97,8 @@ def profile_entry(path: Path) -> dict[str, Any]:
 
 
 def page_data(profile: Profile, found: Figures) -> dict[str, Any]:
-    """Return a profile, its figures, and the memory curves of its ipus as plain values for the scripts."""
+    """Return a profile, its figures, its sums over operations, and the memory curves of its ipus, as a
+    dictionary of plain values for the page's scripts."""
     plain = asdict(found)
     said = {
         "warnings": sentences(profile, found),
@@ -114,8 +117,8 @@ def page_data(profile: Profile, found: Figures) -> dict[str, Any]:
 
 
 def write_comparison(first: Path, second: Path, target: Path) -> str:
-    """Write a page that compares the profiles in two folders (see `profiles_at`) to the file `target`, and
-    return the comparison as a text for the terminal.
+    """Write a page that compares two runs to the file `target`, and return the comparison as a text for the
+    terminal. `first` and `second` are the runs' folders, or profile files.
 
     Raises: ProfileError, if a profile can't be read, or the runs have no profile of the same kind
     """

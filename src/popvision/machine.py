@@ -18,9 +18,9 @@ class MachineError(ValueError):
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine of chips with their own memory, one chip per ipu (kind "apart"), or this host ("here").
+    """A machine with one chip per ipu, each with its own memory (kind "apart"), or this host ("here").
 
-    All rates are per chip. A host has no constants: it is measured.
+    All rates are per chip. For this host the constants have no meaning, since its speed is measured.
     """
 
     name: str
@@ -44,12 +44,13 @@ class Machine:
     efficiency: Mapping[str, float] | None = None  # by kind of operation: see `share`
 
     def share(self, kind: str) -> float:
-        """Return the share of a rate that operations of a kind reach; 1 if it is not in `efficiency`."""
+        """Return the fraction of the chip's rate that operations of a kind reach; 1 for an unknown kind."""
         return (self.efficiency or {}).get(kind, 1.0)
 
 
 def machines(names: str | Sequence[str]) -> list[Machine]:
-    """Return the machines with these names or TOML files, given as a list or as a text with commas.
+    """Return the machines with these names, given as a list or as a text with commas. A name that ends with
+    ".toml" is the path of a machine's file.
 
     Raises: MachineError, if a machine is not known, or its file is incomplete
     """
@@ -58,7 +59,10 @@ def machines(names: str | Sequence[str]) -> list[Machine]:
 
 
 def machine(name: str) -> Machine:
-    """Return the machine with this name, or of this TOML file. Raises: MachineError, as `machines`."""
+    """Return the machine with this name; for a name that ends with ".toml", the machine in that file.
+
+    Raises: MachineError, if the machine is not known, or its file is incomplete
+    """
     data = _read_file(name)
     made = Machine(Path(name).stem, str(data.get("description", "")), data.get("kind", "apart"))
     if made.kind == "here":
@@ -88,8 +92,8 @@ def machine(name: str) -> Machine:
 
 
 def _read_file(name: str) -> dict[str, Any]:
-    """Return a machine's TOML file as a dictionary, merged over that of the machine that it extends. Raises:
-    MachineError, if a file is missing or not TOML."""
+    """Return a machine's TOML file as a dictionary. If the file has a key "extends", its values replace those
+    of the machine with that name. Raises: MachineError, if a file is missing or not TOML."""
     found = Path(name) if name.endswith(".toml") else _MACHINES / f"{name}.toml"
     if not found.is_file():
         known = sorted(Path(entry.name).stem for entry in _MACHINES.iterdir())

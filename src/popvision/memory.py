@@ -28,8 +28,8 @@ class Need:
 
 
 def needs(profile: Profile) -> list[Need]:
-    """Return the bytes that each ipu of replica 0 needs. Those of activations and of values between ipus are of
-    the step in which single operations were measured, 0 without it."""
+    """Return the bytes that each ipu of replica 0 needs. The bytes of activations and of values between ipus
+    are the peaks in the detailed step; without a detailed step they are 0."""
     fixed = {row.ipu: row for row in profile.memory if row.replica == 0}
     tracks, waiting = detailed_tracks(profile), bytes_between(profile)
     found = []
@@ -43,8 +43,8 @@ def needs(profile: Profile) -> list[Need]:
 
 
 def capacity(profile: Profile, needs: Sequence[Need]) -> tuple[int | None, int]:
-    """Return the capacity in bytes (None: unknown), and the bytes that must fit into it: those of all ipus of
-    all replicas if these share the memory, else those of the ipu that needs most."""
+    """Return two numbers of bytes: the capacity (None: unknown), and the need. If all ipus share the memory,
+    the need is the sum over all ipus and replicas; else it is that of the ipu that needs most."""
     of_profile = profile.facts.get("capacity") or {}
     totals = [need.total for need in needs]
     shared = profile.counts.get("replicas", 1) * sum(totals)
@@ -52,17 +52,17 @@ def capacity(profile: Profile, needs: Sequence[Need]) -> tuple[int | None, int]:
 
 
 def detailed_tracks(profile: Profile) -> dict[int, Track]:
-    """Return the track of each ipu of replica 0 in the step in which single operations were measured."""
+    """Return, by ipu, the track of replica 0 in the detailed step (see `is_detailed`)."""
     return {track.ipu: track for track in profile.tracks if is_detailed(profile, track)}
 
 
 def is_detailed(profile: Profile, row: Track | Event) -> bool:
-    """Return whether `row` belongs to replica 0 and to the step in which single operations were measured."""
+    """Return whether a track or event is of replica 0 in the detailed step, which has times of operations."""
     return [row.call, row.step] == list(profile.facts.get("detailed_step") or ()) and row.replica == 0
 
 
 def held_bytes(tensors: list[Tensor], instructions: int) -> list[int]:
-    """Return the bytes that an ipu's tensors hold after each of its program's first `instructions`."""
+    """Return the bytes that `tensors` hold after each of the first `instructions` of an ipu's program."""
     change = [0] * (instructions + 1)
     for row in tensors:
         change[min(row.born, instructions)] += row.bytes
@@ -72,9 +72,13 @@ def held_bytes(tensors: list[Tensor], instructions: int) -> list[int]:
 
 
 def bytes_curve(profile: Profile, track: Track) -> list[tuple[int, int]]:
-    """Return points (ns since the profile's origin, bytes held for micro-batches): one after each instruction
-    of a step and, in a detailed step that is not too long, after each operation, at the times of its piece's
-    average run. Of more than `MOST_POINTS`, the highest of each group remains: no peak is lost."""
+    """Return the curve of the bytes that an ipu holds for micro-batches in one step, as points (ns since the
+    profile's origin, bytes).
+
+    There is a point at the end of each instruction. In the detailed step, unless it is very long, there is
+    also one at the end of each operation, at the time that `operation_ends` gives. If the curve has more than
+    `MOST_POINTS` points, only the highest of each few neighbours is returned, so peaks stay.
+    """
     program = profile.programs[track.ipu]
     # All steps hold the same tensors at the same instruction.
     after = held_bytes([row for row in profile.tensors if row.ipu == track.ipu], len(track.durations))
@@ -95,8 +99,11 @@ def bytes_curve(profile: Profile, track: Track) -> list[tuple[int, int]]:
 
 
 def operation_ends(profile: Profile) -> dict[tuple[str, int], list[tuple[float, Operation]]]:
-    """Return, by (phase, stage) of a piece, its operations, each after the share of the piece's time that has
-    passed when the operation ends. The shares are means over all runs in the detailed step."""
+    """Return, by (phase, stage) of a piece, a list of (share, operation) in the order of the operations.
+
+    `share` is the fraction of the piece's time that has passed when the operation ends, a mean over all runs
+    of the piece in the detailed step.
+    """
     rows = defaultdict(list)
     for operation in profile.operations:
         piece = profile.pieces[operation.piece]
@@ -109,7 +116,7 @@ def operation_ends(profile: Profile) -> dict[tuple[str, int], list[tuple[float, 
 
 
 def transfers(events: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
-    """Yield (send, receive) of each value that was received, given the events of one replica."""
+    """Yield the events (send, receive) of each completed transfer. `events`: those of one replica."""
     sent = {(row.channel, row.step, row.micro_batch, row.peer): row for row in events if row.kind == "send"}
     for row in events:
         key = row.channel, row.step, row.micro_batch, row.ipu
@@ -118,8 +125,8 @@ def transfers(events: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
 
 
 def bytes_between(profile: Profile) -> dict[int, int]:
-    """Return, by ipu, the most bytes at one time in the detailed step that were sent to it but not received
-    yet. An ipu for which no value waited is missing."""
+    """Return, by ipu, the largest number of bytes in the detailed step that were sent to the ipu and that it
+    had not received yet. An ipu for which no value waited is missing."""
     changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
     in_detail = replace(profile, tracks=tuple(detailed_tracks(profile).values()))
     for send, receive in transfers([*in_detail.events(frozenset({"send", "receive"}))]):

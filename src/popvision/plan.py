@@ -44,9 +44,9 @@ class Estimate:
     accumulation: int  # micro-batches of a step and replica
     seconds_per_update: float
     items_per_second: float
-    bubble: float  # share of the time in which the ipus (here: the cores) wait
-    spent: Spent  # seconds of the busiest ipu (here: of a core) by category
-    memory: dict[int, dict[str, int]]  # bytes by ipu and kind; None: only a kernel knows
+    bubble: float  # share of the time in which the ipus (on this host: the cores) wait
+    spent: Spent  # seconds of the busiest ipu (on this host: of a core) by category
+    memory: dict[int, dict[str, int]]  # bytes by ipu and kind; None: unknown, see `memory_of`
     problems: tuple[str, ...]  # reasons why the program would fail on the machine; empty: it fits
 
     @property
@@ -62,12 +62,12 @@ class Estimate:
         return [total_bytes(kinds) for kinds in self.memory.values()]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the estimate's dictionary in the list that `popvision plan --json` prints."""
+        """Return the estimate as `popvision plan --json` prints it."""
         own = ("items_per_second", "seconds_per_update", "memory_per_ipu", "fits", "bound_by")
         return {"machine": self.machine.name, **{name: getattr(self, name) for name in own}}
 
     def cells(self) -> dict[str, str]:
-        """Return the estimate's cells in `Estimates.table`, as texts with units, by column name."""
+        """Return the estimate's row of `Estimates.table`: texts with units, by column name."""
         return {
             "machine": self.machine.name,
             "replicas": str(self.replicas),
@@ -83,7 +83,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Estimates:
-    """The estimates of one program on some machines; of a machine's estimates the best comes first."""
+    """The estimates of one program, machine by machine; the estimates of a machine begin with the best."""
 
     profiles: Mapping[str, Profile]  # by kind of machine
     estimates: tuple[Estimate, ...]
@@ -97,7 +97,9 @@ class Estimates:
     ) -> Estimates:
         """Return an estimate for each machine and combination of `replicas` and `accumulation`.
 
-        Args: replicas, accumulation: numbers to compare; empty: the program's own number
+        Args:
+            profiles: by kind of machine, as `profiles_of` returns them
+            replicas, accumulation: numbers to compare; empty: the program's own number
         """
         found = []
         for machine in machines:
@@ -114,7 +116,7 @@ class Estimates:
         return json.dumps([one.to_dict() for one in self.estimates], indent=1)
 
     def save(self, path: str | Path) -> None:
-        """Write an HTML page with the machines, a timeline, stages and memory."""
+        """Write an HTML page to the file `path`: machines, advice, a timeline, stages and memory."""
         Path(path).write_text(_plan_page(self))
 
     @cached_property
@@ -129,8 +131,8 @@ class Estimates:
         return found, profile, Costs(profile, found.machine, found.replicas)
 
     def advice(self) -> list[str]:
-        """Return sentences about the busiest ipu of `drawn`, and about each change that gains 3 % or more;
-        none if all estimates are of this machine."""
+        """Return a sentence about the busiest ipu of the estimate `drawn`, and one about each change that
+        makes a step at least 3 % faster. The list is empty if all estimates are of this host."""
         if "apart" not in self.profiles:
             return []
         found, profile, costs = self.drawn
@@ -147,7 +149,7 @@ class Estimates:
         ]
 
     def table(self) -> list[list[str]]:
-        """Return a row of column names, and a row of cells for each estimate."""
+        """Return a table of all estimates: a row of column names, then a row for each estimate."""
         rows = [one.cells() for one in self.estimates]
         return [list(cells) for cells in (*rows[:1], *(row.values() for row in rows))]
 
@@ -158,11 +160,12 @@ class Estimates:
 
 
 def profiles_of(program: Sequence[str], kinds: Sequence[str]) -> dict[str, Profile]:
-    """Run a program until its first model is compiled, and return a profile for each kind of machine.
+    """Run a program until its first model is compiled, and return a profile of the model by kind of machine.
 
-    The program trains nothing. Its weights have no values, and take no memory; if it fails, it runs again
-    with values.
+    The model is not trained. Its weights have no values, and take no memory; a program that fails for this
+    reason is run again with values.
 
+    Args:   program: the path of a Python file, and its arguments; kinds: "apart" or "here" or both
     Raises: ProfileError, if the program ended before it compiled a model
     """
     code = 0
@@ -216,8 +219,11 @@ def estimate(profile: Profile, machine: Machine, replicas: int, micro_batches: i
 def memory_of(
     profile: Profile, machine: Machine | None = None, replicas: int = 1
 ) -> dict[int, dict[str, Any]]:
-    """Return the bytes of each ipu by kind; None for a number that only a kernel knows. On a machine with a
-    chip per ipu a chip has its program, and of the optimizer's state only what the options keep there."""
+    """Return the bytes of each ipu by kind; None for a number that is not known before a kernel has run.
+
+    On a machine with a chip per ipu the kind "code" is the size of a chip's program, and "optimizer" only the
+    state that the options keep on the chip. On this host, and without a machine, "code" is 0.
+    """
     facts, unknown = profile.facts, [None] * len(profile.memory)
     code, shards, is_off_chip, found = 0, 1, False, {}
     if machine is not None and machine.kind == "apart":
@@ -245,7 +251,8 @@ def _problems_apart(chips: int, memory: Mapping[int, Mapping[str, Any]], machine
 
 def _seconds_here(profile: Profile, replicas: int, micro_batches: int) -> tuple[float, float, Spent]:
     """Return a step's seconds on this host, the idle share of its cores, and a core's rough seconds by
-    category. The seconds are extrapolated from measured steps (idle share: 0) or, without any, simulated."""
+    category. If whole steps were measured, the seconds are extrapolated from these, and the idle share is 0;
+    else a step with the measured costs of pieces is simulated."""
     measured, cores, spent = profile.facts["measured"], profile.facts.get("threads", 1), Spent(float)
     for operation in profile.operations:  # only to compare the two categories
         spent["compute"] += operation.flops / _CORE_FLOPS
@@ -271,7 +278,7 @@ def _seconds_here(profile: Profile, replicas: int, micro_batches: int) -> tuple[
 def _problems_here(
     profile: Profile, memory: Mapping[int, Mapping[str, Any]], replicas: int, loaded: int
 ) -> Iterator[str]:
-    """Yield the reason why a plan fails on this host, if any; `loaded`: bytes of a replica's inputs."""
+    """Yield a text if a plan needs more memory than this host has. `loaded`: bytes of a replica's inputs."""
     facts, by_ipu = profile.facts, memory.values()
     # The host's module has a copy of the weights; `base`: memory of a process and its libraries.
     kept = facts["base"] + sum(2 * kinds["weights"] + kinds["optimizer"] for kinds in by_ipu)
@@ -284,10 +291,12 @@ def _problems_here(
 
 
 def _seconds_on_line(rows: Sequence[Sequence[float]], micro_batches: int) -> float:
-    """Return the seconds of a step: on the line through two measured steps, or in proportion to one; with
-    fewer micro-batches than the first measured step, the larger of both.
+    """Return the seconds of a step of so many micro-batches, extrapolated from one or two measured steps.
 
-    Args: rows: (micro-batches, seconds) of each of one or two measured steps
+    One measured step is scaled in proportion; through two goes a line. With fewer micro-batches than the
+    first measured step the result is the larger of these two numbers.
+
+    Args: rows: (micro-batches, seconds) of each measured step
     """
     first, taken = rows[0]
     in_proportion = taken * micro_batches / first
@@ -347,8 +356,8 @@ def _plan_page(plan: Estimates) -> str:
 
 
 def _timeline(drawn: Estimate, costs: Costs) -> str:
-    """Return the picture of a simulated step as HTML, with a row for each ipu and a caption. The step has
-    only the first micro-batches if all would be too small to see."""
+    """Return a picture of a simulated step as HTML, with a row for each ipu, and a caption. A step of very
+    many micro-batches is drawn with the first ones only."""
     actions = costs.step(1).actions
     micro_batches = min(drawn.accumulation, max(1, _DRAWN // len(actions)))
     step = costs.step(micro_batches)
@@ -375,7 +384,7 @@ def _timeline(drawn: Estimate, costs: Costs) -> str:
 
 
 def _html_table(rows: Iterable[Iterable[Any]]) -> str:
-    """Return an HTML table; `rows` begins with the names of the columns."""
+    """Return an HTML table, whose first row is the names of the columns."""
     cells = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
     return f"<div class=wide><table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table></div>"
 

@@ -38,7 +38,8 @@ class Report:
         return {path.parent.name: load(path) for path in profiles_at(self.folder)}
 
     def figures(self) -> list[dict[str, Any]]:
-        """Return a dictionary for each profile: those of its figures that are single values, and "advice"."""
+        """Return a dictionary for each profile: "profile", its folder's name; the figures that are numbers or
+        texts; and "advice", a list of sentences."""
         rows = []
         for label, profile in self._profiles().items():
             found = figures(profile)
@@ -47,7 +48,8 @@ class Report:
         return rows
 
     def trace(self) -> list[dict[str, Any]]:
-        """Return a dictionary for each recorded instruction; "start", "end" and "cost" (computing) are ns."""
+        """Return a dictionary for each recorded instruction: "profile", its folder's name; the fields of an
+        `Event`; and "cost", the ns that a core computed. "start" and "end" are in ns, too."""
         return [
             {"profile": label, **event._asdict(), "cost": event.cost}
             for label, profile in self._profiles().items()
@@ -96,7 +98,7 @@ def summary(profile: Profile) -> str:
 
 
 def _stage_table(found: Figures) -> list[list[str]]:
-    """Return a table of each stage's costs, which begins with the names of the columns."""
+    """Return a table with a row for each stage's costs, after a row of column names."""
     rows = [["stage", "ipu", "forward", "backward", "update", "blocks"]]
     for stage in found.stages:
         mark = "  <- slowest" if stage.stage == found.slowest and len(found.stages) > 1 else ""
@@ -106,7 +108,7 @@ def _stage_table(found: Figures) -> list[list[str]]:
 
 
 def _memory_table(found: Figures) -> list[list[str]]:
-    """Return a table of each ipu's memory, which begins with the names of the columns."""
+    """Return a table with a row for each ipu's memory, after a row of column names."""
     rows = [["ipu", "weights", "gradients", "optimizer", "activations", "between", "total"]]
     for need in found.needs:
         kept = need.weights + need.buffers, need.gradients, need.optimizer

@@ -24,8 +24,11 @@ _V = TypeVar("_V")
 
 
 def steady_events(profile: Profile) -> list[Event]:
-    """Return the events of the whole steps after the run's first two, in which caches are cold and single
-    operations are measured. If no other step is whole: those of the last whole step; if none is: all."""
+    """Return the events of all steps that were recorded as a whole, except the run's first two steps, in
+    which caches are cold and single operations are measured.
+
+    If no other step is whole, return the events of the last whole step; if no step is whole, all events.
+    """
     whole, seen = whole_steps(profile), {(track.call, track.step) for track in profile.tracks}
     wanted = (set(whole) - {*sorted(seen)[:2]}) or set(whole[-1:]) or seen
     return [event for event in profile.events() if (event.call, event.step) in wanted]
@@ -42,7 +45,8 @@ def whole_steps(profile: Profile) -> list[tuple[int, int]]:
 
 
 def is_cut_off(profile: Profile) -> bool:
-    """Return whether steps were recorded, but none whole, so that shares of a step's time are unknown."""
+    """Return whether each recorded step lacks instructions, so that shares of a step's time are unknown.
+    Return False if no step was recorded."""
     return bool(profile.tracks) and not whole_steps(profile)
 
 
@@ -58,13 +62,13 @@ class Usage:
     forward: int
     backward: int
     update: int
-    moving: int  # in all other instructions, as loads, sends, sums and stores
+    moving: int  # in all other instructions: loads, sends, sums, stores
     waiting: int
 
 
 def usages(events: list[Event]) -> list[Usage]:
-    """Return the usage of each ipu; receives and idle time are `waiting`. A replica's step begins with its
-    first computation on any ipu, and ends with its last instruction that is no receive."""
+    """Return the usage of each ipu of each replica. Receives and idle time are `waiting`. A replica's step
+    begins with its first computation on any ipu, and ends with its last instruction that is no receive."""
     window: Counter[int] = Counter()  # by replica
     spent: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
     busy = [event for event in events if event.kind != "receive"]
@@ -82,8 +86,8 @@ def usages(events: list[Event]) -> list[Usage]:
 
 
 def ideal_bubble(profile: Profile) -> float | None:
-    """Return the share of the schedule's ticks, one per action, in which ipus are idle: (p-1)/(m+p-1) for a
-    pipeline of p stages and m micro-batches. None if the schedule is unknown."""
+    """Return the share of the ipus' time that is idle in a schedule in which each action takes the same time:
+    (p-1)/(m+p-1) for a pipeline of p stages and m micro-batches. None if the schedule is unknown."""
     length, actions = profile.facts.get("schedule_length"), profile.facts.get("schedule_actions")
     if not length or not actions:
         return None
@@ -91,15 +95,15 @@ def ideal_bubble(profile: Profile) -> float | None:
 
 
 def measured_bubble(usages: list[Usage]) -> float | None:
-    """Return the share of the ipus' time in which they waited; None without events."""
+    """Return the share of time in which ipus waited, over all `usages`; None if no ipu did anything."""
     waiting = sum(use.waiting for use in usages)
     busy = sum(use.forward + use.backward + use.update + use.moving for use in usages)
     return waiting / (waiting + busy) if busy else None
 
 
 def core_share(events: list[Event]) -> float | None:
-    """Return the share of the computations' time in which their thread had a core; None if not measured. In
-    the rest the thread waited, mostly for a core that another program used, or for Python's lock."""
+    """Return the fraction of the computations' time in which their thread ran on a core; None if that was not
+    measured. The rest is waiting, mostly for a core that another program used, or for Python's lock."""
     computing = [event for event in events if event.computed]
     spans = sum(event.end - event.start for event in computing)
     return min(1.0, sum(event.computed for event in computing) / spans) if spans else None
@@ -123,7 +127,7 @@ class StageTime:
 
 
 def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
-    """Return the cost of each stage. An ipu's update is divided equally among its stages."""
+    """Return the cost of each stage. The weight update of an ipu is divided equally among its stages."""
     alone = _without_contention(profile, events)
     runs = _grouped(alone, lambda event: (event.kind, event.ipu, event.stage, event.phase, event.peer))
     found = []
@@ -141,8 +145,8 @@ def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
 
 
 def with_stage_costs(profile: Profile, stages: Sequence[StageTime]) -> Profile:
-    """Return the profile with the `ns` of each piece's operations scaled so that they add up to the piece's
-    cost in `stages`: single operations were measured in one step, but a stage's cost comes from all steps."""
+    """Return the profile with the `ns` of all operations scaled, so that the operations of a piece add up to
+    the piece's cost in `stages`. (Operations were measured in one step, but stages in all steps.)"""
     ns, calls = defaultdict(int), defaultdict(int)
     for operation in profile.operations:
         ns[operation.piece] += operation.ns
@@ -157,8 +161,8 @@ def with_stage_costs(profile: Profile, stages: Sequence[StageTime]) -> Profile:
 
 
 def spread(events: list[Event]) -> float:
-    """Return the spread (see `spread_of`) of a piece's costs in its runs: the median over all pieces that ran
-    four times or more; 0 without any."""
+    """Return the spread (see `spread_of`) of the costs of one piece's runs: the median over all pieces that
+    ran at least four times; 0 without such pieces."""
     computing = (event for event in events if event.kind == "compute")
     runs = _grouped(computing, lambda event: (event.phase, event.stage)).values()
     return _median([spread_of([event.cost for event in same]) for same in runs if len(same) >= 4])
@@ -173,9 +177,11 @@ def spread_of(values: Sequence[float]) -> float:
 
 
 def _instruction_cost(events: Sequence[Event]) -> float:
-    """Return the cost in ns of an instruction, given its runs: the median over steps of each step's mean
-    cost, because caches are colder for the first micro-batch of each step; 0 without runs. The result is at
-    least the duration of the fastest run, since the instruction itself may wait (for I/O, say)."""
+    """Return the cost in ns of an instruction; 0 without events. `events` are its runs.
+
+    It is the median over steps of a step's mean, because caches are colder for the first micro-batch of each
+    step; but at least the duration of the fastest run, since an instruction itself may wait (for I/O, say).
+    """
     if not events:
         return 0.0
     fastest = min(event.end - event.start for event in events)
@@ -183,13 +189,14 @@ def _instruction_cost(events: Sequence[Event]) -> float:
 
 
 def _median_of_steps(values: Iterable[tuple[Event, float]]) -> float:
-    """Return the median over steps of each step's mean. `values`: (an event of the step, value)."""
+    """Return the median over steps of each step's mean; 0 without values. `values`: pairs (event, value); a
+    value belongs to the step of its event."""
     steps = _grouped(values, lambda pair: (pair[0].call, pair[0].step)).values()
     return _median([fmean(value for _, value in own) for own in steps])
 
 
 def _grouped(values: Iterable[_V], key: Callable[[_V], _K]) -> dict[_K, list[_V]]:
-    """Return the values with the same key as lists by key, in the order of `values`."""
+    """Return lists of the values with the same key, by key, in the order of `values`."""
     found = defaultdict(list)
     for value in values:
         found[key(value)].append(value)
@@ -202,8 +209,8 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _without_contention(profile: Profile, events: Sequence[Event]) -> Iterator[Event]:
-    """Yield each event, its computing time divided by a measured slowdown (1 without the fact `sharing`):
-    cores that compute at the same time slow each other down, since they share memory and Python's lock."""
+    """Yield each event with the computing time that it would have had if no other core had computed. (Cores
+    share memory and Python's lock. The measured slowdown is the fact `sharing`; without it nothing changes.)"""
     factors = {count: factor for count, *_, factor in profile.facts.get("sharing", [])}
     cores, slower = max(factors.items(), default=(1, 1.0))
     work = [event for event in events if event.computed]
@@ -225,7 +232,7 @@ def _without_contention(profile: Profile, events: Sequence[Event]) -> Iterator[E
 
 
 def step_model(profile: Profile, events: list[Event], times: list[StageTime]) -> StepModel:
-    """Return the model of a step, which `virtual` simulates, with measured costs."""
+    """Return the model of a step with measured costs, for the simulation in `virtual`."""
     costs, updates = {}, defaultdict(float)
     for time in times:
         stretch = time.total / (time.forward + time.backward or 1.0)  # adds `around` in proportion
@@ -246,8 +253,11 @@ def step_model(profile: Profile, events: list[Event], times: list[StageTime]) ->
 
 
 def _ns_between_tasks(events: list[Event]) -> float:
-    """Return the ns that a core takes between two tasks if the next one is ready; 0 for fewer than four gaps.
-    With one core it is the median gap; with several, the lower quartile, since longer gaps include waits."""
+    """Return the ns from the end of a task to the start of the next task on the same core, if that task does
+    not have to wait for other cores; 0 if fewer than four such gaps were recorded.
+
+    With one core it is the median gap; with several the lower quartile, since longer gaps include waits.
+    """
     cores = _grouped(sorted(events, key=lambda event: event.start), lambda event: event.core)
     gaps = [
         (later, later.start - earlier.end)

@@ -36,13 +36,13 @@ def share(value: float | None) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a text with a line for each row, in which each column is as wide as its widest cell."""
+    """Return a text with a line for each row of cells; each column is as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def kind_of_run(profile: Profile) -> str:
-    """Return the mode of a run or plan, and its numbers of stages, ipus and replicas, as a text."""
+    """Return a text with the mode of a run (or plan) and its numbers of stages, ipus and replicas."""
     kind = "training" if profile.training else "inference"
     stages, ipus = len(profile.stages), len(profile.devices)
     replicas = profile.counts.get("replicas", 1)
@@ -52,7 +52,7 @@ def kind_of_run(profile: Profile) -> str:
 
 
 def cores_and_verb(profile: Profile) -> str:
-    """Return the number of cores that run all ipus without a recorder, and a verb: "1 of 2 cores runs"."""
+    """Return how many cores run all ipus without a recorder: "1 of 2 cores runs", "2 cores share"."""
     count, machine = profile.facts.get("threads", 0), profile.facts.get("cores", 0)
     of_all = f" of {machine}" if count < machine else ""
     return f"{count}{of_all} core{'s' * ((machine if of_all else count) != 1)} {'runs' if count == 1 else 'share'}"

@@ -1,9 +1,9 @@
-"""A step in virtual time: a simulation of how long it takes with measured costs, on one of two machines.
+"""Simulation of a step: how long it takes with measured costs, on one of two kinds of machine.
 
     apart    separate devices: each ipu does one thing at a time, in the order of the schedule
     here     a host: its cores share all ipus, and take the earliest micro-batch that can go on
 
-A change of the program is a change of the value `StepModel`, whose gain a simulation finds.
+To find what a change of the program gains, a changed `StepModel` is simulated and compared.
 """
 
 from __future__ import annotations
@@ -37,24 +37,25 @@ class StepModel:
     micro_batches: int  # of a replica
     replicas: int = 1
     mode: str = "pipelined"  # a key of `popengine.order.ORDERS`
-    ordered: frozenset[int] = frozenset()  # stages that take micro-batches in their order on any machine
+    ordered: frozenset[int] = frozenset()  # stages that must take micro-batches in ascending order
     between: float = 0.0  # ns between two tasks of a host's core
     fixed: float = 0.0  # ns that a call on a host spends outside its steps, for each step
     # By number of cores: the lowest and the highest measured speed of these cores together, relative to one core.
     sharing: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    keeps_order: bool = True  # whether separate devices run the programs of a recorded step
+    keeps_order: bool = True  # on separate devices: whether each ipu runs its program in a fixed order
 
     @classmethod
     def of(cls, profile: Profile, costs: Mapping[tuple[str, int], float], **more: Any) -> StepModel:
-        """Return the model of a profile's step; `costs`: ns by (phase, stage); `more`: other fields."""
+        """Return the model of a profile's step. `costs`: ns by (phase, stage); `more`: fields of the model
+        that the profile does not give."""
         forward, backward = (tuple(costs[phase, i] for i in range(len(profile.ipus))) for phase in "FB")
         mode = profile.facts.get("mode", "sharded")
         return cls(profile.ipus, forward, backward if profile.training else (), mode=mode, **more)
 
     @property
     def actions(self) -> list[Action]:
-        """Return the computations of a micro-batch. Each waits for the previous one; a forward of an ordered
-        stage also waits for itself in the previous micro-batch."""
+        """Return the computations of a micro-batch in their order, each of which waits for the one before.
+        The forward of a stage in `ordered` also waits for the same forward of the previous micro-batch."""
         stages = range(len(self.ipus))
         phases = [("F", s) for s in stages] + [("B", s) for s in reversed(stages) if self.backward]
         found = []
@@ -66,7 +67,7 @@ class StepModel:
 
     @property
     def costs(self) -> list[float]:
-        """Return the ns of each of `actions`."""
+        """Return the ns of each computation in `actions`."""
         return [*self.forward, *reversed(self.backward)]
 
     @property
@@ -92,16 +93,19 @@ def ns_on_devices(step: StepModel) -> float:
 
 
 def ns_on_host(step: StepModel, cores: int) -> float | None:
-    """Return the ns of a step on a host whose cores share all ipus; None if the speed of so many cores
-    together was not measured. It is the mean of the ns at their lowest and at their highest speed."""
+    """Return the ns of a step on a host whose cores share all ipus: the mean of the ns at the lowest and at
+    the highest measured speed of so many cores together; None if that speed is needed, and not measured."""
     slow, fast = (_ns_on_cores(step, cores, end) for end in (0, 1))
     return None if slow is None or fast is None else (slow + fast) / 2
 
 
 def speedup_here(step: StepModel, other: StepModel, cores: int) -> float | None:
-    """Return the speedup per row of `other` against `step` on a host; None if the speed of so many cores
-    together was not measured. It is the smallest of four simulated speedups, since the engine may use one
-    core or all, and the cores' measured speed has a spread."""
+    """Return how many times as fast per row of data `other` is as `step` on a host; None if the speed of so
+    many cores together was not measured.
+
+    It is the smallest of four simulated speedups, since it is not sure whether the engine uses one core or
+    all, nor how fast the cores are together.
+    """
     found = []
     for factor, end in product((1 / _DOUBTFUL, _DOUBTFUL), (0, 1)):
         before, after = (_ns_on_cores(one, cores, end, factor * WORTH_SHARING) for one in (step, other))
@@ -128,7 +132,8 @@ def _ns_on_cores(step: StepModel, cores: int, end: int, least_task: float = WORT
 
 
 def _stretched_length(found: Timeline, speed: Sequence[float]) -> float:
-    """Return the length of a timeline if n busy cores together are `speed[n - 1]` times as fast as one."""
+    """Return the length of a timeline after it is stretched because cores slow each other down: n busy cores
+    together are only `speed[n - 1]` times as fast as one core."""
     changes = sorted([(start, 1) for start in found.starts] + [(end, -1) for end in found.ends])
     length, busy, before = 0.0, 0, 0.0
     for time, change in changes:
@@ -139,9 +144,9 @@ def _stretched_length(found: Timeline, speed: Sequence[float]) -> float:
 
 
 def _simulated_ns(step: StepModel, cores: int = 0, speed: Sequence[float] = ()) -> float:
-    """Return the ns of a simulated step; a long step is extrapolated from two shorter ones.
+    """Return the ns of a step: simulated, or if the step is long, extrapolated from two shorter simulations.
 
-    Args: cores: as in `simulate`; speed: of the cores, as in `_stretched_length`; empty: not stretched
+    Args: cores: as in `simulate`; speed: as in `_stretched_length`; if empty, n cores are n times as fast
     """
 
     def run(micro_batches: int) -> float:
@@ -152,10 +157,10 @@ def _simulated_ns(step: StepModel, cores: int = 0, speed: Sequence[float] = ()) 
 
 
 def simulate(step: StepModel, cores: int = 0) -> tuple[list[tuple[int, int]], Timeline]:
-    """Return (index in `step.actions`, micro-batch) of each task of each replica, and the timeline, which has the
-    weight updates, too, after all tasks.
+    """Return the tasks of a step, each as (index in `step.actions`, micro-batch), and their timeline. The
+    last entries of the timeline are the weight updates, which are not in the list of tasks.
 
-    Args: cores: that share the ipus of all replicas; 0: each ipu of one replica is a device
+    Args: cores: the number of cores that share the ipus of all replicas; 0: an ipu is a device (1 replica)
     """
     between, replicas = (step.between, step.replicas) if cores else (0.0, 1)
     tasks = [1] * len(step.forward) + [2] * len(step.backward)
@@ -170,10 +175,10 @@ def simulate(step: StepModel, cores: int = 0) -> tuple[list[tuple[int, int]], Ti
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a program, and the simulated speedup per row of data."""
+    """A change of a program, and how many times as fast per row of data it makes the program."""
 
     kind: str  # micro-batches, pipeline or replicas
-    what: str  # the option to set
+    what: str  # the option to set, as code
     apart: float  # speedup on separate devices
     here: float | None  # speedup on this host's cores; None: unknown
     also: str  # other effects of the change
@@ -187,16 +192,17 @@ class Change:
 
 
 def promised(speedup: float | None, spread: float) -> float | None:
-    """Return the speedup to promise: 1 plus 75 % of the simulated gain. Return None if these 75 % are not
-    above both 5 % and `spread`."""
+    """Return the speedup that advice may state for a simulated `speedup`: 1 + 75 % of the gain. Return None
+    if these 75 % are not above 5 % and above `spread`, or if `speedup` is None."""
     sure = 1 + _SAFETY * ((speedup or 1.0) - 1)
     return sure if sure > 1 + max(_LEAST, spread) else None
 
 
 def changes(profile: Profile, step: StepModel, spread: float) -> list[Change]:
-    """Return the changes whose speedup is `promised` on some machine, one per kind, the best first.
+    """Return at most one change of each kind, sorted by speedup, the fastest first.
 
-    The change of a kind is the first with 70 % of the kind's largest gain.
+    Of the changes of a kind the first one is taken that has 70 % of the kind's largest gain; it is left out
+    if `promised` returns None for its speedup on both kinds of machine.
     """
     if not sum(step.costs):
         return []
@@ -221,8 +227,11 @@ def changes(profile: Profile, step: StepModel, spread: float) -> list[Change]:
 def _candidate_changes(
     profile: Profile, step: StepModel, cores: int
 ) -> Iterator[tuple[str, StepModel, str, str, dict[str, Any]]]:
-    """Yield (kind, changed step, what, also, setting) of each change to simulate; see `Change`: more
-    micro-batches, a pipeline in place of sharded stages, and more replicas for idle cores of one process."""
+    """Yield (kind, changed step, what, also, setting) of each change to simulate; see the fields of `Change`.
+
+    The changes are more micro-batches, a pipeline in place of sharded stages, and more replicas of a single
+    process, so that each core has one.
+    """
     for factor in (2, 4, 8, 16):
         count, option, name = factor * step.micro_batches, "options.deviceIterations", "iterations"
         also = f"a call takes {factor} times the rows"
