@@ -27,7 +27,7 @@ Key = Literal["output", "gradient", "buffer", "input"]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """An input of a graph: its name in the graph, its role, and the user's name for it."""
+    """An input of a graph: its name in the graph, its role, its key (the user's name), shape and dtype."""
 
     name: str
     role: Role
@@ -53,7 +53,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One entry into a block in the forward: the block's name (None: no block yet), and its ipu, if any."""
+    """One visit to a block in the forward: the block's name (None: before any block), and its ipu, if any."""
 
     name: str | None
     ipu: int | None
@@ -62,7 +62,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Signature:
-    """The inputs (`slots`) and outputs (`results`) of a captured model, its constants and block entries."""
+    """The inputs (`slots`), outputs (`results`), constants and block visits of a captured model."""
 
     slots: tuple[Slot, ...]
     results: tuple[Result, ...]
@@ -71,7 +71,7 @@ class Signature:
 
     @cached_property
     def inputs(self) -> dict[str, str]:
-        """Return the position of each input, as text, by the name of its slot."""
+        """Return the position of each input of the model, as text, by the name of its slot."""
         return {slot.name: slot.key for slot in self.slots if slot.role == "input"}
 
     @property
@@ -87,7 +87,7 @@ class Signature:
 
     @property
     def constant_slots(self) -> frozenset[str]:
-        """Return the slot names of values that are constant during a step, so each ipu may hold a copy."""
+        """Return the names of slots that don't change during a step: all but inputs and changed buffers."""
         return frozenset(slot.name for slot in self.slots if slot.role != "input") - self.changed_buffers
 
 
@@ -126,19 +126,19 @@ class Partition:
         return len(self.ipus)
 
     def names_read_by(self, piece: Piece) -> Iterator[str]:
-        """Yield the names that a piece reads, and after each prepared cast, the names of the cast's weights."""
+        """Yield the names that a piece reads; after a prepared cast, also the names that the cast reads."""
         for name in piece.reads:
             yield name
             yield from self.prepared[name].reads if name in self.prepared else ()
 
     @cached_property
     def makers(self) -> dict[str, int]:
-        """Return the index of the piece that makes each value, except inputs and constant slots, by name."""
+        """Return the index of the piece that writes each value, by name, without inputs and constant slots."""
         others = self.signature.constant_slots | self.signature.inputs.keys()
         return {name: i for i, piece in enumerate(self.pieces) for name in piece.writes if name not in others}
 
     def is_of_micro_batch(self, name: str, piece: int) -> bool:
-        """Return whether a value that a piece reads belongs to the micro-batch, and not to the state."""
+        """Return whether a value that a piece (an index) reads is an input, or comes from another piece."""
         return name in self.signature.inputs or self.makers.get(name, piece) != piece
 
 
@@ -230,7 +230,7 @@ class Plan:
     state: dict[int, tuple[str, ...]]  # the slots that each ipu reads or updates in every step
 
     def slots_held_by(self, ipu: int) -> list[str]:
-        """Return the names of the slots that an ipu holds: its state, then copies of other ipus' weights."""
+        """Return the names of the slots that an ipu holds: its state, then its copies of other ipus' weights."""
         copies = [task for task in self.tasks if (task.kind, task.ipu) == ("copy", ipu)]
         received = [x for task in copies for x in task.instructions if x.kind == "receive"]
         return [*self.state[ipu], *(name for instruction in received for name in instruction.names)]

@@ -34,7 +34,7 @@ class Body:
     @staticmethod
     @functools.cache
     def unpacked(text: str) -> Body:
-        """Return the body of a text that `packed` returned. Results are cached."""
+        """Return the body of a text that `packed` has returned; the same object for the same text."""
         return eval(text, dict(_NAMES))
 
 
@@ -45,7 +45,7 @@ _NAMES = {
 
 
 def calls_within(piece: Piece) -> Iterator[str]:
-    """Yield the names of the operations that a piece calls, also in the bodies of its branches and loops."""
+    """Yield the names of the operations that a piece, and the bodies of its branches and loops, call."""
     yield from piece.calls
     for line in piece.lines:
         if line.call.startswith("popengine."):
@@ -91,5 +91,5 @@ LIBRARY.impl(
 
 
 def gather_over_replicas(value: Tensor, size: int) -> Tensor:
-    """Return `value` of each replica in this replica's group, stacked: [size, ...]. It has no gradient."""
+    """Return the values of the group's replicas, stacked: [size, *value.shape], without a gradient."""
     return torch.ops.popengine.gather_over_replicas(value, size)

@@ -32,7 +32,7 @@ class Value:
 
 
 class Line(NamedTuple):
-    """One operation: `name = call(*arguments, **named)`. Lists and tuples among the arguments may hold values."""
+    """One operation: `name = call(*arguments, **named)`. Arguments, also those in lists, may be of type `Value`."""
 
     name: str
     call: str  # as torch prints an overload: "aten.add.Tensor"; or GETITEM
@@ -42,14 +42,14 @@ class Line(NamedTuple):
     draw: int | None = None  # the index of its draw of random numbers in the model
 
     def operands(self) -> list[str]:
-        """Return the names of the values among the arguments, in their order."""
+        """Return the names of the values that the operation reads, in the order of the arguments."""
         leaves = tree_leaves((self.arguments, self.named))
         return [leaf.name for leaf in leaves if isinstance(leaf, Value)]
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """The lines of a function from the values that it reads to those that it writes."""
+    """The code of one phase of one stage: a function from the values `reads` to the values `writes`."""
 
     phase: Phase
     stage: int
@@ -73,17 +73,17 @@ class Piece:
 
     @cached_property
     def draws(self) -> bool:
-        """Return whether the piece draws random numbers. Then its last input is a key for the draws."""
+        """Return whether the piece draws random numbers; then the key for the draws is its last input."""
         return any(line.draw is not None for line in self.lines)
 
     @cached_property
     def gather_group_size(self) -> int:
-        """Return the size of the largest group of replicas whose values the piece gathers; 0: none."""
+        """Return the size of the largest group of replicas from which the piece gathers values, else 0."""
         return max((line.arguments[1] for line in self.lines if line.call == GATHER), default=0)
 
     @cached_property
     def last_used(self) -> tuple[tuple[str, ...], ...]:
-        """Return, for each line, the values that no later line uses and that the piece does not write."""
+        """Return the names of values to free after each line: neither read later, nor written by the piece."""
         used = [dict.fromkeys((line.name, *line.operands())) for line in self.lines]
         last = {name: index for index, names in enumerate(used) for name in names}
         last |= dict.fromkeys(self.writes, -1)
@@ -91,7 +91,7 @@ class Piece:
 
     @cached_property
     def functions(self) -> dict[tuple[str, bool], str]:
-        """Return, by (operation, whether it draws random numbers), the name of its function in the source."""
+        """Return the name of each called function in the source, by (operation, whether it draws random numbers)."""
         found: dict[tuple[str, bool], str] = {}
         for line in self.lines:
             if line.call != GETITEM and (line.call, line.draw is not None) not in found:
@@ -108,7 +108,7 @@ class Piece:
 
     @cached_property
     def source(self) -> str:
-        """Return the source of `piece(values)`, which empties the list, to free each tensor at its last use."""
+        """Return the source of `piece(values)`, which empties the list, so that tensors are freed at their last use."""
         return self.source_with()
 
     def source_with(self, after: str = "") -> str:
@@ -120,7 +120,7 @@ class Piece:
         return "\n".join([*head, *(line + after for line in body), f"    return ({writes})"]) + "\n"
 
     def user_line(self, number: int) -> str:
-        """Return the user's `file:line` of the operation on a line of the source (from 1); "?" without one."""
+        """Return the user's `file:line` for a line of the source (from 1); "?" if that line has no operation."""
         index = number - 1 - len(self._head_lines())
         return self.lines[index].where if 0 <= index < len(self.lines) else "?"
 
@@ -150,7 +150,7 @@ def release_text(names: Any) -> str:
 
 
 def _python_text(argument: Any) -> str:
-    """Return an argument as Python text, in which `inf`, `nan`, `torch` and `device` may occur as names."""
+    """Return an argument as Python text, which may use the names `inf`, `nan`, `torch` and `device`."""
     if isinstance(argument, Value):
         return argument.name
     if isinstance(argument, (list, tuple)):

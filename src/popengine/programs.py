@@ -12,7 +12,7 @@ from .order import ORDERS, Action, After, draw, timeline
 
 
 def actions(plan: Plan) -> tuple[list[Action], list[list[int]]]:
-    """Return the actions of a step (one per phase and stage), and the row indices of each, sums included."""
+    """Return the actions of a step, one for each phase of each stage, and the row indices of each action."""
     groups: dict[tuple[str, int], list[int]] = {}
     for row, task in enumerate(plan.tasks):
         if task.phase:
@@ -31,7 +31,7 @@ def actions(plan: Plan) -> tuple[list[Action], list[list[int]]]:
 
 
 class Entry(NamedTuple):
-    """A row in an ipu's program: its micro-batch (-1: the whole step), the index of its first instruction."""
+    """A row in an ipu's program: with its micro-batch (-1: the whole step) and its first instruction's index."""
 
     row: int
     micro_batch: int
@@ -46,7 +46,7 @@ class Program(NamedTuple):
 
 
 def programs(plan: Plan) -> dict[int, Program]:
-    """Return the program of each ipu, by ipu, as if each ipu were a device and each action took one tick."""
+    """Return each ipu's program, by ipu, as if each ipu were a device and each action took one tick."""
     found, rows_of = actions(plan)
     apart, _ = ORDERS[plan.order]
     tasks, times = timeline(found, plan.micro_batches, apart)

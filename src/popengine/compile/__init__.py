@@ -17,9 +17,9 @@ def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] 
     """Return the plan of a captured graph: its pieces, their ipus, and the table of a step.
 
     Args:
-        done: called with "partition" and with "tasks", when these passes have ended
+        done: called with the name of each pass, "partition" and "tasks", when the pass has ended
     Raises:
-        PartitionError: see `partition`
+        PartitionError, CaptureError: see `partition`
         Error: the replicas can't form the groups that a layer needs
     """
     parts = partition(graph, settings.strategy, settings.recompute)
@@ -32,7 +32,7 @@ def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] 
 
 
 def _check_groups(partition: Partition, settings: Settings) -> None:
-    """Raise Error if the replicas can't form the groups over which a layer gathers values."""
+    """Raise Error if the replicas can't form groups of a size over which a layer gathers values."""
     counts = settings.counts
     sizes = {
         line.arguments[1]: line.where

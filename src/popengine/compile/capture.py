@@ -50,12 +50,14 @@ def capture(
     given: str = "",
     needs_values: bool = True,
 ) -> Graph:
-    """Trace `forward` and, in training, its backward, into one functional graph.
+    """Return one functional graph of `forward` and, in training, of its backward.
+
+    Afterwards the module's tensors and torch's random state are as before the call.
 
     Args:
-        module:   its parameters and buffers become inputs of the graph, each once, by its canonical name
-        forward:  called once with fake inputs: calls the module, returns a flat list of output tensors
-        samples:  one micro-batch; only shapes, strides and dtypes are read
+        module:   the module whose parameters and buffers become inputs of the graph, each tensor once
+        forward:  calls the module on a list of inputs, returns a flat list of outputs; called once, with fake tensors
+        samples:  the inputs of one micro-batch; only their shapes, strides and dtypes are read
         training: append the backward of the model's one final loss, for parameters that require a gradient
         device:   where the model will run; if not "cpu", no operations are recorded that only CPUs have
         given:    a description of forward's arguments, for error messages
@@ -109,10 +111,11 @@ def capture(
 
 @contextlib.contextmanager
 def _tracked_calls(module: nn.Module, capture: Capture) -> Iterator[None]:
-    """Replace `nn.Module.__call__` and `Function.apply`, and follow torch functions, while the body runs.
+    """Replace `nn.Module.__call__` and `Function.apply`, and intercept torch functions, while the body runs.
 
-    A call of a module sets `capture.module` to its name; torch and autograd functions get stand-ins. Module hooks
-    can't do this: some modules compute differently if they have hooks, and a module that raises skips its hooks.
+    While a submodule of `module` runs, `capture.module` is the submodule's name. Torch functions and autograd
+    functions are called with stand-ins in place of the weights among their arguments. Module hooks can't replace
+    this: some modules compute differently if they have hooks, and a module that raises skips its hooks.
     """
     names = {child: name for name, child in module.named_modules()}
     call_module, apply = nn.Module.__call__, Function.__dict__["apply"]
@@ -142,7 +145,10 @@ def _tracked_calls(module: nn.Module, capture: Capture) -> Iterator[None]:
 
 
 class _TorchFunctions(TorchFunctionMode):
-    """A function mode that passes stand-ins and matching float types to torch functions, and marks losses."""
+    """A function mode that calls torch functions with stand-ins for weights and with matching float types.
+
+    It also records the results of torch's loss functions, and copies values that are assigned to `.data`.
+    """
 
     def __init__(self, capture: Capture) -> None:
         super().__init__()
@@ -159,7 +165,7 @@ class _TorchFunctions(TorchFunctionMode):
 
 
 def _write_data(target: Tensor, value: Tensor) -> None:
-    """Copy `value` into `target`, for `target.data = value`. Raises CaptureError if shape or dtype differ."""
+    """Carry out `target.data = value` by copying. Raise CaptureError if shapes or dtypes differ."""
     if target.shape != value.shape or target.dtype != value.dtype:
         raise CaptureError(
             f"`.data` of a {target.dtype} tensor of shape {tuple(target.shape)} is set to a {value.dtype} tensor of"
@@ -170,10 +176,13 @@ def _write_data(target: Tensor, value: Tensor) -> None:
 
 
 def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
-    """Record the backward of the model's one loss, and return the gradient of each parameter that gets one.
+    """Record the backward of the final loss, and return each gradient by the name of its parameter.
+
+    Parameters on which the loss does not depend are left out. `scale` is the gradient of the loss.
 
     Raises:
-        CaptureError: no parameter gets a gradient, a tensor that is no parameter gets one, or one is sparse
+        CaptureError: no parameter gets a gradient, another tensor would get one, a gradient is sparse, or
+            there is not exactly one final loss
     """
     recorder, stand_ins = state.recorder, state.stand_ins
     wanted = stand_ins.trained_parameters()
@@ -221,7 +230,7 @@ LOSSES = frozenset(function for name, function in vars(functional).items() if _L
 
 
 def final_loss(capture: Capture) -> Tensor:
-    """Return the chosen loss, else the one marked loss that no other marked loss is computed from.
+    """Return the loss to train: the chosen one, else the one recorded loss that no other is computed from.
 
     Raises:
         CaptureError: there is no loss, several independent ones, or the loss is no scalar
@@ -252,7 +261,7 @@ def final_loss(capture: Capture) -> Tensor:
 
 
 def final_losses(capture: Capture) -> dict[fx.Node, tuple[Tensor, str]]:
-    """Return, by node, (loss, user's line) of each marked loss that no other one is computed from."""
+    """Return (loss, user's line) of each recorded loss that no other loss is computed from, by its node."""
     nodes = [capture.recorder.node_of(value) for value, _ in capture.losses]
     reached = sources_of([operand for node in nodes for operand in node.all_input_nodes])
     return {node: loss for node, loss in zip(nodes, capture.losses, strict=True) if node not in reached}

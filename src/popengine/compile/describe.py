@@ -30,7 +30,7 @@ MOST_TICKS = 20_000  # actions of the schedule that a profile holds at most
 class _HeldBytes:
     """A counter of the bytes of live values. Memory that several values share counts once.
 
-    Args: memories: see `_memory_of_values`; names that are not in it count nothing
+    Args: memories: the result of `_memory_of_values`; values that are not in it count 0 bytes
     """
 
     def __init__(self, memories: Mapping[str, tuple[Any, int | None]]) -> None:
@@ -40,7 +40,7 @@ class _HeldBytes:
         self.is_known = True  # False after a value whose size only a kernel knows
 
     def add(self, names: Iterable[str], micro_batch: int = 0, by: int = 1) -> None:
-        """Add `by` (-1: remove) to the number of users of each name's memory, and update `bytes`."""
+        """Count values of a micro-batch as live (`by` = 1) or as freed (-1), and update `bytes`."""
         for name in names:
             memory, size = self._memories.get(name, (None, 0))
             self.is_known = self.is_known and size is not None
@@ -50,10 +50,10 @@ class _HeldBytes:
 
 
 def _memory_of_values(graph: Graph) -> dict[str, tuple[Any, int | None]]:
-    """Return, by name, the memory of each value (equal for values that share it), and its size in bytes.
+    """Return (memory, bytes) of each value, by the value's name. Values that share memory have equal keys `memory`.
 
     A view of an input counts by its own size, since its storage is that of the whole batch. Weights, buffers,
-    constants and views of them are left out. Size None: only a kernel knows it (oneDNN's LSTM workspace).
+    constants and views of them are left out. Bytes None: only a kernel knows the size (oneDNN's LSTM workspace).
     """
     values = _fake_tensors(graph.code.nodes)
     role_of = {values[slot.name].untyped_storage()._cdata: slot.role for slot in graph.slots}
@@ -70,7 +70,7 @@ def _memory_of_values(graph: Graph) -> dict[str, tuple[Any, int | None]]:
 
 
 def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
-    """Return a profile of a plan that has not run, with what follows from the plan and its graph."""
+    """Return a profile without measurements: what follows from a plan, its settings and its graph (None: unknown)."""
     tables, partition, counts = _PlanTables(plan, graph), plan.partition, settings.counts
     operations, pieces = tables.operations(_memory_of_values(graph) if graph else {})
     parts = tables.parts()
@@ -120,12 +120,13 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
 
 
 def parts_of(plan: Plan, graph: Graph | None) -> list[Part]:
-    """Return the instructions of a plan's tasks, each once. Only the graph has sizes of computed values."""
+    """Return the instructions of a plan's rows as a profile shows them, without repetition. Without a graph
+    (None), computed values have 0 bytes."""
     return list(dict.fromkeys(chain(*_PlanTables(plan, graph).parts())))
 
 
 class _PlanTables:
-    """The rows of a profile that follow from a plan and its graph."""
+    """The operations, pieces, instructions and blocks of a profile, made from a plan and its graph."""
 
     def __init__(self, plan: Plan, graph: Graph | None) -> None:
         self.plan, self.partition = plan, plan.partition
@@ -137,7 +138,10 @@ class _PlanTables:
     # ---- operations --------------------------------------------------------------------------------------
 
     def operations(self, memories: dict[str, Any]) -> tuple[list[Operation], list[ProfiledPiece]]:
-        """Return the operations, in the order of the pieces and their lines; and the pieces."""
+        """Return all operations, in the order of the pieces and their lines, and all pieces.
+
+        Args: memories: the result of `_memory_of_values`, or {}: then no bytes are counted as live
+        """
         found, pieces = [], []
         ends = {  # by piece, its inputs that are freed in it
             instruction.piece: instruction.names
@@ -184,7 +188,7 @@ class _PlanTables:
         )
 
     def _block_of(self, node: fx.Node) -> str | None:
-        """Return the name of a node's block; None before the first block, or if the block is unknown."""
+        """Return the name of a node's block; None for a node before the first block, or of no known block."""
         block = node.meta.get("block")
         return self.partition.signature.visits[block].name if block is not None and block >= 0 else None
 
@@ -194,7 +198,7 @@ class _PlanTables:
     # ---- instructions and blocks ---------------------------------------------------------------------------
 
     def parts(self) -> list[list[Part]]:
-        """Return the instructions of each row."""
+        """Return the instructions of each row of the plan, as a profile describes them."""
         return [
             [self._part_of(task, instruction) for instruction in task.instructions]
             for task in self.plan.tasks
@@ -208,7 +212,7 @@ class _PlanTables:
         return Part(task.ipu, kind, task.phase, task.stage, instruction.peer, size, instruction.channel)
 
     def blocks(self) -> list[ProfiledBlock]:
-        """Return the blocks in the order of the data; "no block" holds the operations before the first."""
+        """Return the blocks of each stage. The block "no block" has the operations before all blocks."""
         visits = {str(visit.name): visit.where for visit in reversed(self.partition.signature.visits)}
         used: dict[str, set[str]] = {}
         for node in self._nodes.values():
@@ -227,7 +231,10 @@ class _PlanTables:
 
 
 def _schedule(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:
-    """Return the first `MOST_TICKS` actions of a step by ascending tick, and the number of ticks."""
+    """Return a step's schedule, of which at most the first `MOST_TICKS` rows, and its length in ticks.
+
+    Args: found: the actions of the plan
+    """
     order, _ = ORDERS[plan.order]
     micro_batches = min(plan.micro_batches, 1 + MOST_TICKS // max(1, len(found)))
     tasks, times = timeline(found, micro_batches, order)
@@ -243,7 +250,7 @@ def _schedule(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:
 def _flops(node: fx.Node, parts: dict[Any, fx.Node]) -> int:
     """Return the FLOPs of an operation by torch's rules; 0 if torch has no rule for it, or the rule fails.
 
-    Args: parts: of an operation with several results, the node of each used result, by its index
+    Args: parts: by index, the nodes of the used results of an operation with several results; else {}
     """
     rules: Mapping[Any, Any] = flop_registry
     count = rules.get(getattr(node.target, "overloadpacket", None))
@@ -259,13 +266,13 @@ def _flops(node: fx.Node, parts: dict[Any, fx.Node]) -> int:
 
 
 def _fake_tensors(nodes: Iterable[fx.Node]) -> dict[str, torch.Tensor]:
-    """Return the fake tensor of each node, by name. An operation of several results has a node for each."""
+    """Return the fake tensor of each node that has one, by the node's name."""
     values = ((node.name, node.meta.get("val")) for node in nodes)
     return {name: value for name, value in values if isinstance(value, torch.Tensor)}
 
 
 def held_bytes(graph: Graph, partition: Partition) -> tuple[int, ...]:
-    """Return for each stage the bytes of activations and inputs kept for its backward, per micro-batch.
+    """Return the bytes of activations and inputs that each stage's backward reads, for one micro-batch.
 
     Values that share memory count once. Weights, buffers, gradients and optimizer state don't count.
     """
@@ -283,8 +290,8 @@ def peak_bytes(graph: Graph, plan: Plan, inside: Mapping[int, int]) -> list[int 
     """Return for each ipu the peak of the bytes that it holds for micro-batches while it runs its program.
 
     Args:
-        inside: by piece, the peak of the bytes that it allocates beyond those held before it runs
-    Returns: in the order of the ipus; None if only a kernel knows the size of a workspace
+        inside: for each piece, by index, the peak of the bytes that the piece itself allocates while it runs
+    Returns: the peaks by ascending ipu; None for an ipu with a value whose size only a kernel knows
     """
     memories, found = _memory_of_values(graph), list[int | None]()
     for program in programs(plan).values():

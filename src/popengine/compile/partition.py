@@ -29,19 +29,20 @@ CHECKPOINT = "poptorch.recomputation_checkpoint.default"  # recomputation keeps 
 
 
 def used_visits(graph: Graph) -> set[int]:
-    """Return the indices of the block entries (visits) that have forward operations; {0} if none has."""
+    """Return the indices of the visits with forward operations; {0} for a graph without forward operations."""
     used = {node.meta["block"] for node in _operation_nodes(graph) if node.meta["phase"] == "F"}
     return used or {0}
 
 
 def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Partition:
-    """Cut a graph into pieces, one for each phase of each stage.
+    """Return a graph's pieces, one for each phase of each stage that has operations or results.
 
     Args:
         recompute: backward pieces recompute the activations of their stage, from the stage's inputs and from
             checkpoints, instead of keeping them
     Raises:
         BlockError: see `place`
+        CaptureError: see `emit`
         PartitionError: data would have to flow back to an earlier stage of the pipeline
     """
     views, casts = _views_and_casts(graph)
@@ -91,7 +92,7 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
 
 
 def _operands_outside(nodes: list[fx.Node]) -> dict[str, None]:
-    """Return the names of the operands of `nodes` that are not in `nodes` (a dict as an ordered set)."""
+    """Return the names of operands of `nodes` that are computed elsewhere, in order (the keys of a dict)."""
     inside = set(nodes)
     return {operand.name: None for node in nodes for operand in node.all_input_nodes if operand not in inside}
 
@@ -99,8 +100,8 @@ def _operands_outside(nodes: list[fx.Node]) -> dict[str, None]:
 def _pass_through_stages(
     graph: Graph, home: dict[str, int], read: dict[PhaseAndStage, set[str]]
 ) -> dict[str, int]:
-    """Return, by slot name, the forward stage that writes a value which no operation computes: a changed
-    buffer's previous value, or a slot that is a result of the graph.
+    """Return the forward stage that hands on the value of a slot, by the slot's name: for each changed buffer (its
+    previous value), and for each slot that is a result of the graph. No operation computes these values.
 
     Args:
         home: the stage of each parameter and buffer
@@ -122,8 +123,8 @@ def _operation_nodes(graph: Graph) -> Iterable[fx.Node]:
 
 
 def _views_and_casts(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Return two sets of nodes: views of weights, constants or unchanged buffers, or of casts of these; and
-    the casts. Results of the graph are in neither set."""
+    """Return the views and the casts that are computed from weights, constants and unchanged buffers alone (two sets
+    of nodes). Results of the graph are in neither set."""
     fixed = graph.constant_slots
     held = {n for n in graph.code.nodes if n.name in fixed and n.meta["role"] != "loss_scale"}
     results = {result.name for result in graph.results}
@@ -145,7 +146,7 @@ def _views_and_casts(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
 
 
 def _node_stages(graph: Graph, placement: Placement, of_state: set[fx.Node]) -> dict[fx.Node, PhaseAndStage]:
-    """Return the phase and stage of each operation that is not in `of_state`, in graph order."""
+    """Return the phase and stage of each operation in graph order, without the views and casts `of_state`."""
     where: dict[fx.Node, PhaseAndStage] = {}
     calls = [node for node in _operation_nodes(graph) if node not in of_state]
     last = len(placement.ipus) - 1
@@ -170,8 +171,13 @@ def _node_stages(graph: Graph, placement: Placement, of_state: set[fx.Node]) -> 
 def _home_stages(
     graph: Graph, made: dict[str, PhaseAndStage], read: dict[PhaseAndStage, set[str]]
 ) -> dict[str, int]:
-    """Return the stage of each parameter and buffer, by slot name: the stage that computes its gradient or
-    next value, else the first stage in `read` that reads it, else 0."""
+    """Return the stage that holds each parameter and buffer, by slot name: the stage that computes the gradient or
+    the next value, else the first stage that reads the slot, else 0.
+
+    Args:
+        made: the phase and stage in which each value is computed, by name
+        read: the names that each piece reads
+    """
     made_at = {(r.kind, r.key): made[r.name][1] for r in graph.results if r.name in made}
     home = {}
     for slot in graph.slots:
@@ -201,10 +207,10 @@ _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layou
 def emit(
     phase: Phase, stage: int, reads: Sequence[str], writes: Sequence[str], nodes: Sequence[fx.Node]
 ) -> Piece:
-    """Return the piece that computes `nodes`, in their order, from the values `reads`, and returns `writes`.
+    """Return the piece that reads the values `reads`, runs `nodes` in order, and returns the values `writes`.
 
-    Forward values that a backward recomputes are named `..._again`: the parts of a cut backward pass them on
-    beside the forward's own values. Raises CaptureError if an argument or operation can't be in a piece.
+    Forward values that a backward piece recomputes get the suffix `_again`: a part of the piece may pass them on
+    beside the forward's own values. Raise CaptureError for an operation or argument that can't be in a piece.
     """
     again = {node for node in nodes if phase == "B" and node.meta["phase"] == "F"}
 
@@ -231,7 +237,7 @@ def emit(
 
 
 def _operation_name(target: Any) -> str:
-    """Return the name of an operation, such as "aten.add.Tensor". Raises CaptureError for other functions."""
+    """Return the name of an operation, such as "aten.add.Tensor". Raise CaptureError for other functions."""
     if target is operator.getitem:
         return GETITEM
     if isinstance(target, torch._ops.OpOverload):

@@ -24,8 +24,8 @@ _CLOSE = 4  # lines: one cut serves buffers that are read within this distance
 
 
 def cut_pieces(partition: Partition, settings: Settings) -> Partition:
-    """Return the partition with its pieces cut at gathers, before reads of changed buffers, after buckets.
-    Cuts at buffers and buckets are made for the eager backend only."""
+    """Return the partition with its pieces cut into parts: around gathers, and on the eager backend also before
+    reads of changed buffers (in training with accumulation) and after buckets (with several processes)."""
     changed = partition.signature.changed_buffers
     several = settings.training and settings.counts.accumulation > 1
     chained = changed if several and settings.is_eager and not settings.finite_checks else frozenset()
@@ -52,8 +52,8 @@ def _cut_indices(piece: Piece, chained: frozenset[str], sizes: Mapping[str, int]
     """Return the indices of the lines before which a piece is cut.
 
     Args:
-        chained: names of buffers that each micro-batch changes: cut before the first read of each
-        sizes:   bytes of each gradient, by name: cut after each bucket of `BUCKET` bytes
+        chained: names of changed buffers: cut before the first read of each (one cut for reads within `_CLOSE` lines)
+        sizes:   bytes of gradients, by name: cut where the gradients since the last such cut reach `BUCKET` bytes
     """
     indices: set[int] = set()
     seen: set[str] = set()
@@ -76,7 +76,8 @@ def _cut_indices(piece: Piece, chained: frozenset[str], sizes: Mapping[str, int]
 def _cut_piece(piece: Piece, indices: Sequence[int], changed: frozenset[str]) -> Iterator[Piece]:
     """Yield the parts of a piece, cut before the lines at `indices`; the piece itself if there are none.
 
-    A value that the piece both reads and writes is written by the first part that reads it.
+    A value that the piece both reads and writes, and a changed buffer that several parts of a forward read, is
+    written by the first part that reads it.
     """
     if not indices:
         yield piece

@@ -20,12 +20,12 @@ logger = logging.getLogger("poptorch::python")
 
 
 class BlockError(PartitionError, AssertionError):
-    """The error of a block that the strategy can't place. PopTorch's contract makes it an AssertionError, too."""
+    """A block has no stage, or a stage has two ipus. By PopTorch's contract also an AssertionError."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The stage of each visit to a block, and the ipu and the blocks' names of each stage."""
+    """The stage of each visit to a block, and for each stage its ipu and the names of its blocks as a text."""
 
     stage_of: tuple[int, ...]
     ipus: tuple[int, ...]
@@ -36,10 +36,10 @@ def place(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placem
     """Return the stage of each visit, numbered from 0 without gaps, and the ipu and blocks of each stage.
 
     Args:
-        visits: the entries into blocks in the order of the forward; the first stands for operations before any block
+        visits: the visits to blocks in the order of the forward; the first stands for operations before any block
         used:   the indices of visits that have operations
     Raises:
-        BlockError: the strategy has no stage for a block, or blocks of one stage name different ipus
+        BlockError: the strategy has no stage for a block, or a stage would be on two ipus
     """
     numbers = _stage_numbers(visits, used, strategy)
     ipu_of = _stage_ipus(visits, numbers, strategy)
@@ -66,7 +66,7 @@ def place(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placem
 
 
 def _stage_numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> list[int]:
-    """Return the strategy's stage number of each visit. Raises BlockError if it has none for a block."""
+    """Return the strategy's stage number of each visit. Raise BlockError for a block without a stage."""
     stage_of: dict[str | None, int]
     if strategy.auto is None:
         stages = reversed(tuple(enumerate(strategy.stages)))  # of several stages the first has the block
@@ -95,8 +95,8 @@ def _stage_numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) 
 
 
 def _stage_ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy) -> dict[int, int]:
-    """Return the ipu of each stage: Stage(...).ipu(n), else a block's ipu_id, else the stage's own number.
-    Raises BlockError if blocks of one stage name different ipus, except in phased mode."""
+    """Return the ipu of each stage: n of Stage(...).ipu(n), else a block's ipu_id, else the stage's own number.
+    Raise BlockError if blocks of one stage name different ipus, unless the mode is phased."""
     found: dict[int, tuple[int, str]] = {}
     for visit, number in zip(visits, numbers, strict=True):
         stage = strategy.stages[number] if number < len(strategy.stages) else None
@@ -114,13 +114,13 @@ def _stage_ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy)
 
 
 def sharded_if_too_few_micro_batches(visits: Sequence[Visit], used: set[int], settings: Settings) -> Settings:
-    """Return the settings, sharded if the strategy is `or_sharded` and the micro-batches can't fill its pipeline.
+    """Return the settings; for `or_sharded` and too few micro-batches for a pipeline, with the mode "sharded".
 
-    Of n forward stages, a pipeline needs 2n - 1 micro-batches in training, n device iterations in inference.
+    With n forward stages, a pipeline needs 2n - 1 micro-batches in training, n device iterations in inference.
     n is 1 plus the number of times that the active ipu changes in the forward, which starts on ipu 0.
 
     Raises:
-        PartitionError: the micro-batches can't fill the pipeline, and `or_sharded` is not set
+        PartitionError: there are too few micro-batches for a pipeline, and the strategy is not `or_sharded`
     """
     strategy, training = settings.strategy, settings.training
     if strategy.mode != "pipelined":
@@ -148,7 +148,7 @@ def sharded_if_too_few_micro_batches(visits: Sequence[Visit], used: set[int], se
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of one block: seconds of its forward and backward of one micro-batch, and bytes of memory."""
+    """The cost of one block: seconds of forward and backward of a micro-batch, and bytes of memory."""
 
     name: str
     seconds: float
@@ -176,7 +176,7 @@ def balance(costs: Sequence[Cost], ipus: int, capacity: float = float("inf")) ->
 
     @cache
     def best(end: int, ipus: int) -> tuple[float, float, tuple[int, ...]] | None:
-        """Return (largest load, sum of squares, cuts) of `end` blocks on `ipus` ipus; None: they don't fit."""
+        """Return (largest load, sum of squared loads, last bounds) for blocks 0 to `end` on `ipus` ipus, or None."""
         if not ipus:
             return None if end else (0.0, 0.0, ())
         found = []
@@ -197,8 +197,8 @@ def balance(costs: Sequence[Cost], ipus: int, capacity: float = float("inf")) ->
 
 
 def balance_in_words(costs: Sequence[Cost], cut: Sequence[Sequence[str]]) -> str:
-    """Return a text: the load of each ipu (`cut`: the blocks on it), and the effect of moving a block away from
-    the slowest ipu."""
+    """Return a text: the load of each ipu (`cut`: the names of its blocks), and what moving a block from the slowest
+    ipu to a neighbour would change."""
     of = {cost.name: cost.seconds for cost in costs}
     loads = [sum(of[name] for name in names) for names in cut]
     lines = [

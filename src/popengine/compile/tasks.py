@@ -26,7 +26,7 @@ from ..update.optimizer_rules import rule_of
 
 
 def make_plan(partition: Partition, settings: Settings) -> Plan:
-    """Return the plan of a partitioned graph: the table of a step, and the state that each ipu reads."""
+    """Return the plan of a partition: with the table of a step, and the slots that each ipu holds."""
     counts, flow = settings.counts, _DataFlow(partition)
     rows = _TableWriter(flow, settings).write()
     micro_batches = counts.accumulation if settings.training else counts.iterations
@@ -36,7 +36,7 @@ def make_plan(partition: Partition, settings: Settings) -> Plan:
 class _DataFlow:
     """The data flow of a partition: the piece that makes each value, and the pieces that read it.
 
-    Pieces are given by their indices. A value's name is that of its node or slot in the graph.
+    A piece is given by its index in `pieces`, a value by the name of its node or slot in the graph.
     """
 
     def __init__(self, partition: Partition) -> None:
@@ -122,7 +122,7 @@ class _TableWriter:
         return tuple(self.rows)
 
     def _append(self, task: Task, uses: Iterable[str] = ()) -> int:
-        """Append a row, and return its index. `uses`: the micro-batch's values that the row makes or reads."""
+        """Append a row, and return its index. `uses`: the values of a micro-batch that the row makes or reads."""
         for name in uses:
             self.users.setdefault(name, set()).add(len(self.rows))
         self.rows.append(task)
@@ -131,11 +131,11 @@ class _TableWriter:
     # ---- pieces --------------------------------------------------------------------------------------------
 
     def _graph_results_of(self, piece: Piece, *kinds: Key) -> list[tuple[str, str]]:
-        """Return (name, key) of the graph's results, of these kinds, that a piece writes."""
+        """Return (name, key) of each result of the graph, of one of `kinds`, that a piece writes."""
         return [(name, key) for kind, name, key in self.results if kind in kinds and name in piece.writes]
 
     def _add_piece(self, number: int) -> None:
-        """Append the row of a piece, and a row for its sums of gradients or outputs, if it has any."""
+        """Append the row of a piece; also a `sum` row if the piece writes gradients, or outputs to sum."""
         flow, piece = self.flow, self.flow.pieces[number]
         flowing = [name for name in piece.reads if flow.is_of_micro_batch(name, number)]
         makers = [flow.maker[name] for name in flowing if name in flow.maker]
@@ -168,7 +168,8 @@ class _TableWriter:
     def _instructions(
         self, number: int, stores: list[Instruction]
     ) -> tuple[list[Instruction], list[Instruction]]:
-        """Return two lists: a piece's instructions, and the `free` that follows its sums (may be empty)."""
+        """Return two lists: the instructions of a piece, which end with `stores`; and the `free` of the values that
+        no later piece of its ipu reads (one instruction or none)."""
         flow, ipu, piece = self.flow, self.flow.ipu_of(number), self.flow.pieces[number]
         readers = {name: flow.readers.get((name, ipu), [-1]) for name in (*piece.reads, *piece.writes)}
         fresh = [(n, flow.inputs[n]) for n in piece.reads if n in flow.inputs and readers[n][0] == number]
@@ -185,9 +186,9 @@ class _TableWriter:
         return found, [Instruction("free", done)] if done else []
 
     def _add_frees(self) -> None:
-        """Make the last user of each value wait for its other users and free it; drop edges that others imply.
+        """Make the last row that uses a value free it, and wait for all other users. Drop edges that others imply.
 
-        Rows that read or write a changed buffer wait for the row that writes it in the previous micro-batch.
+        Rows that use a changed buffer also wait for the row that writes it in the previous micro-batch.
         """
         flow = self.flow
         writers: dict[int, set[int]] = {}  # row -> the rows that write the changed buffers which the row uses
@@ -224,7 +225,7 @@ class _TableWriter:
     # ---- the end of a step ---------------------------------------------------------------------------------
 
     def _add_updates(self) -> None:
-        """Append the rows that follow the sums of all micro-batches, from `exchange` to `end`."""
+        """Append the rows that end a step, from `exchange` to `end`."""
         settings, flow = self.settings, self.flow
         optimizer, counts = settings.optimizer, settings.counts
         assert optimizer is not None
@@ -266,13 +267,13 @@ class _TableWriter:
     def _add_step_row(
         self, kind: TaskKind, after: Iterable[After], index: Index = "step", **more: Any
     ) -> After:
-        """Add a row that runs once for all replicas, and return the edge to all of its indices."""
+        """Append a row that runs once for all replicas, and return the edge to wait for all of its indices."""
         row = self._append(Task(kind, index=index, after=tuple(after), once=True, **more))
         return After(row, 0 if index == "step" else None)
 
 
 def _instruction_if_any(kind: InstructionKind, pairs: Sequence[tuple[str, str]]) -> list[Instruction]:
-    """Return a list of one instruction for these (name, key) pairs; without pairs, an empty list."""
+    """Return [an instruction for the (name, key) pairs], or [] without pairs."""
     names, keys = tuple(name for name, _ in pairs), tuple(key for _, key in pairs)
     return [Instruction(kind, names, keys)] if pairs else []
 

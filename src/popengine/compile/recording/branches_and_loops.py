@@ -28,7 +28,7 @@ def trace_body(
 ) -> tuple[Body, list[Tensor]]:
     """Run `body` once, on new tensors of the shapes and dtypes of `inputs`, and record its operations.
 
-    Returns: the body, and the tensors of the surrounding forward that it takes after its inputs
+    Returns: the body, and the tensors of the surrounding forward that it reads: its inputs after `inputs`
     """
     block = capture.block
     with recording_paused() as fake, fake:

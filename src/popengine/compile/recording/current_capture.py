@@ -49,8 +49,7 @@ def current() -> Capture | None:
 
 @contextlib.contextmanager
 def recording_paused() -> Iterator[Any]:
-    """Run the body with all dispatch modes off, so that nothing is recorded. The context's value is the fake mode
-    that was on, or None."""
+    """Run the body with all dispatch modes off: no operation is recorded. Yield the fake mode that was on, or None."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with _disable_current_modes():
         yield fake
@@ -58,7 +57,7 @@ def recording_paused() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def hidden_from_capture() -> Iterator[Any]:
-    """Run the body unrecorded, as `recording_paused`, and with `current()` None: for user code outside of the graph."""
+    """Run user code that is no part of the graph: as `recording_paused`, and `current()` returns None."""
     token = active.set(None)
     try:
         with recording_paused() as fake, torch._C.DisableTorchFunction():
@@ -68,13 +67,13 @@ def hidden_from_capture() -> Iterator[Any]:
 
 
 def is_traced(value: Tensor) -> bool:
-    """Return whether a tensor is a fake tensor, such as a capture makes."""
+    """Return whether a tensor is a fake tensor: one of a capture in progress, without values."""
     return isinstance(value, FakeTensor)
 
 
 @dataclass
 class Group:
-    """The properties that the user has set for a group of convolutions (`MultiConv`), and its size."""
+    """A group of convolutions (`MultiConv`): the properties that the user has set, and its size."""
 
     properties: dict[str, Any]
     convolutions: int = 0
@@ -109,26 +108,26 @@ class Capture:
         self.recorder = CaptureRecorder(self.node_meta, self.stand_ins.stand_in_of_operand)
 
     def enter_block(self, name: str, ipu: int | None) -> None:
-        """Open a block, to which the following operations belong."""
+        """Open a block, to which the operations belong that are recorded until `leave_block`, or the next block."""
         self.block = len(self.visits)
         self.visits.append(Visit(name, ipu, user_line()))
 
     def leave_block(self) -> None:
-        """Close the open block. An operation before the next `enter_block` raises an error."""
+        """Close the open block. An operation before the next `enter_block` raises CaptureError."""
         self.block = ENDED
 
     def mark_loss(self, value: Tensor, is_explicit: bool = False) -> None:
-        """Add a loss: the result of a torch loss function, or (`is_explicit`) one that the user marked."""
+        """Add a tensor to the losses: a result of a torch loss function, or (`is_explicit`) one that the user marks."""
         self.losses.append((value, user_line()))
         self.is_marked = self.is_marked or is_explicit
 
     def choose_loss(self, value: Tensor, where: str) -> None:
-        """Set the loss to train, in place of the marked ones. `where` is its origin, as errors name it."""
+        """Set the loss to train, in place of all other losses. `where`: its origin, as errors name it."""
         self.chosen = value, where
 
     def node_meta(self, func: Any) -> dict[str, Any]:
-        """Return the meta of the node for an operation that is about to run; reseed torch's generator if it is a
-        random operation. Raises CaptureError between the end of a block and the next block."""
+        """Return the meta of an operation's new node, before the operation runs; for a random operation, also reseed
+        torch's generator. Raise CaptureError after the end of a block, until the next block."""
         meta = self._forward_meta(func) if self.phase == "F" else self._backward_meta()
         if torch.Tag.nondeterministic_seeded in func.tags:
             # Nothing is drawn while tracing, but torch's generator advances: so a checkpoint that restores
@@ -167,7 +166,7 @@ class Capture:
 
 @contextlib.contextmanager
 def interrupts_delayed() -> Iterator[None]:
-    """Delay SIGINT while the body runs, and then call its handler. In other threads, only run the body."""
+    """Delay SIGINT until the body has run. In threads other than the main thread, only run the body."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield  # handlers run in the main thread
@@ -184,7 +183,7 @@ def interrupts_delayed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def modes_restored() -> Iterator[None]:
-    """Remove the torch modes that the body has left on, after the body has run."""
+    """Run the body, then turn off the torch modes that the body has turned on and not off."""
     functions, modes = torch._C._len_torch_function_stack(), _get_current_dispatch_mode_stack()
     try:
         yield
@@ -202,10 +201,10 @@ _CAPTURING = threading.RLock()
 
 @contextlib.contextmanager
 def tracing_settings(module: nn.Module, training: bool, device: str) -> Iterator[None]:
-    """Set torch's global state while the body runs. Only one thread at a time can be in this context.
+    """Set torch's global state for a capture while the body runs. Other threads that capture wait meanwhile.
 
-    Torch's layers don't branch on data, gradients are on in training only, autograd has one thread, and anomaly
-    detection and garbage collection are off. Functions of torch.compile run uncompiled; a warning says so if
+    Torch's layers take their branches for compilers, gradients are on in training only, autograd has one thread, and
+    anomaly detection and garbage collection are off. Functions of torch.compile run uncompiled; a warning says so if
     `module` has any. For an accelerator, oneDNN is off and attention is recorded as products and a softmax:
     otherwise recurrent layers and attention would be operations that only CPUs have.
     """
@@ -236,10 +235,10 @@ def tracing_settings(module: nn.Module, training: bool, device: str) -> Iterator
 
 
 def _is_called_by_torch(reported: set[str]) -> bool:
-    """Return whether a torch layer calls `torch.compiler.is_compiling` in a thread that captures.
+    """Return the result of `torch.compiler.is_compiling()` in a capture: whether the calling code is torch's.
 
-    For torch's layers the result is True, so that they don't branch on data. For the model's own code it is
-    False, so that it takes the branches of plain PyTorch. Each layer is logged once, and added to `reported`.
+    True makes torch's layers not branch on data; False makes the model's own code take the branches of plain
+    PyTorch. False also in threads that don't capture. Each layer is logged once, and added to `reported`.
     """
     code = sys._getframe(2).f_code
     if active.get() is None or not code.co_filename.startswith(TORCH):

@@ -22,9 +22,9 @@ _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
 def replace_unaliased_writes(graph: fx.Graph) -> None:
-    """Replace each in-place operation by its out-of-place one if only in-place operations share its memory.
+    """Replace each in-place operation of a graph whose memory only in-place operations share, as in dropout.
 
-    Dropout has such operations. All others need another trace of the graph, which takes as long as the capture.
+    The out-of-place overload takes its place. All others need `functionalized`, a trace as long as the capture.
     """
     sharing: dict[int | None, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -48,7 +48,7 @@ def replace_unaliased_writes(graph: fx.Graph) -> None:
 
 
 def _out_of_place(node: fx.Node) -> Any:
-    """Return the out-of-place overload of a node's in-place operation (add for add_); None without one."""
+    """Return the out-of-place overload of a node's in-place operation (add for add_), or None."""
     operation: Any = node.target
     if operation is aten.bernoulli_.float:  # its probability has a default, that of `bernoulli.p` has none
         return aten.bernoulli.p if len(node.args) == 2 else None
@@ -67,8 +67,8 @@ def replayed(
     """Run a graph on new fake tensors, and return a recorder of the operations that run.
 
     Args:
-        run:    returns a node's result for its operands' values; by default, that of the node's operation
-        around: called with the function from the graph's inputs to its outputs; returns the function to call
+        run:    called with each node and the values of all earlier nodes, returns the node's value
+        around: called with the function that runs the graph, returns the function to call in place of that one
     """
     meta: dict[str, Any] = {}
     recorder = GraphRecorder(lambda func: {**meta, "replay": True})
@@ -101,7 +101,7 @@ def functionalized(graph: fx.Graph, constants: dict[str, Tensor]) -> GraphRecord
 
 
 def with_nodes_replaced(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any]) -> Graph:
-    """Return the graph of the operations that `run` runs in place of each node's (see `replayed`)."""
+    """Return the graph with each node replaced by the operations that `run` runs (see `replayed`)."""
     code = replayed(graph.code, graph.constants, run).graph
     drop_aliases_and_dead_code(code)
     nodes: Any = code.output_node().args[0]
@@ -110,8 +110,8 @@ def with_nodes_replaced(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, A
 
 
 def drop_aliases_and_dead_code(graph: fx.Graph) -> None:
-    """Remove aliases, double transposes and dead code from a graph in place, and set `draw` in the meta of
-    random operations: their index in the graph, equal for a recomputed operation and its first run."""
+    """Remove aliases, double transposes, dead code and unused constants from a graph in place, and number its
+    random operations (`draw` in the meta; a recomputed operation has the number of its first run)."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _ALIASES:
             node.replace_all_uses_with(node.args[0])
@@ -150,10 +150,10 @@ def as_graph(
     """Return a functional `Graph` of the recorded operations. Changes the recorder's graph in place.
 
     Args:
-        results: (kind, key, node) of the outputs and gradients; new values of buffers and inputs are added
+        results: (kind, key, node) of each output and gradient; new values of buffers and inputs are added to them
         trained: the names of the parameters that an optimizer updates
     Raises:
-        CaptureError: the forward changes a trained parameter, or a tensor that is no state, in place
+        CaptureError: the forward changes in place a trained parameter, or a constant that it has not made
     """
     graph, constants, fresh = recorder.graph, recorder.constants, recorder.fresh
     graph.output(tuple(node for _, _, node in results))
@@ -189,10 +189,10 @@ def as_graph(
 
 
 def _result_kind(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None:
-    """Return the kind of result that `value` is, to which forward changes the placeholder `node` in place:
-    "buffer" or "input"; None for a constant: its change is dropped.
+    """Return the kind of the result `value`, the new value of a placeholder that forward changes in place.
 
-    Set the role of a frozen parameter to "buffer". Raises CaptureError for a trained parameter.
+    Return "buffer" or "input"; None for a constant, whose change is dropped. A frozen parameter becomes a buffer: its
+    role is set. Raise CaptureError for a trained parameter.
     """
     role, key = node.meta["role"], node.meta["key"]
     if role == "parameter" and key in trained:
@@ -208,7 +208,7 @@ def _result_kind(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None
 
 
 def _check_lost_writes(written: dict[fx.Node, fx.Node]) -> None:
-    """Raise CaptureError if forward reads and writes a constant. `written`: placeholder -> its new value."""
+    """Raise CaptureError if forward both writes and reads a constant. `written`: placeholder -> its new value."""
     for node, value in written.items():
         read = [user for user in node.users if not (user.target in _OVERWRITES and user.args[0] is node)]
         if node.meta["role"] == "constant" and read:

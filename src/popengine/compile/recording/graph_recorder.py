@@ -42,7 +42,7 @@ _PANDO_AND_TORCH = (f"{TORCH}/", f"{_SRC}/popengine/", f"{_SRC}/poptorch/")
 def user_line(error: BaseException | None = None) -> str:
     """Return `file:line` of the innermost frame outside of torch and Pando; "?" if there is none.
 
-    Args: error: the frames of its traceback are searched before those of the caller
+    Args: error: the error whose traceback is searched first, before the frames of the caller
     """
     raised = [*traceback.walk_tb(error.__traceback__)] if error is not None else []
     for frame, line in chain(reversed(raised), traceback.walk_stack(sys._getframe(1))):
@@ -57,7 +57,7 @@ def _is_pando_or_torch(file: str) -> bool:
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return nested arguments with `change` applied to each leaf.
+    """Return nested lists, tuples and dicts with `change` applied to each leaf.
 
     A `torch.Size` is a leaf: torch's tree_map would make it a tuple, which `Tensor.new` reads as data.
     """
@@ -65,12 +65,12 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def empty_like(value: Tensor) -> Tensor:
-    """Return an uninitialized tensor with a tensor's size, strides and dtype; under a fake mode, a fake tensor."""
+    """Return an uninitialized tensor with the size, strides and dtype of `value`; under a fake mode, a fake one."""
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
 
 
 def materialized_copy(constant: Tensor) -> Tensor:
-    """Return a copy of a real tensor, with torch's lazy conjugation and negation applied."""
+    """Return a detached copy of a real tensor, with torch's lazy conjugation and negation applied."""
     return constant.detach().clone().resolve_conj().resolve_neg()
 
 
@@ -91,16 +91,16 @@ def is_write(node: fx.Node) -> bool:
 
 
 def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """Return the result of a node's operation for the values of its operands."""
+    """Return the result of a node's operation, run on the values of its operands (`values`: by node)."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[misc]
     target: Any = node.target
     return target(*args, **kwargs)
 
 
 def memory_of(node: fx.Node) -> int | None:
-    """Return the address of a node's storage, equal for nodes that share memory; None if it has no dense tensor.
+    """Return the address of the storage of a node's tensor, equal for nodes that share memory.
 
-    For an operation with several results: the storage of the first result that is used.
+    Of several results, the first that is used counts. None without a result that is a dense tensor.
     """
     value = node.meta.get("val")
     if value is None and node.users:
@@ -127,9 +127,9 @@ def _empty_grouped_mm(
 
 
 def sources_of(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None) -> set[fx.Node]:
-    """Return the nodes, and all nodes that they are computed from, directly or not.
+    """Return `nodes` and all nodes from which these are computed, directly or through other nodes.
 
-    Args: among: beside `nodes`, the only nodes that are visited and returned (None: all)
+    Args: among: the sources to follow: other nodes are neither returned nor followed (None: follow all)
     """
     found = set(nodes)
     stack = list(found)
@@ -141,10 +141,12 @@ def sources_of(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None
 
 
 class GraphRecorder(TorchDispatchMode):
-    """A dispatch mode that appends a node to `graph` for each operation. `node_meta` returns the node's meta.
+    """A dispatch mode that appends a node to `graph` for each operation.
 
-    Args: outer_role: of the inputs for tensors that no recorded operation has made: "constant" (real tensors), or
-        "outer" (tensors of a surrounding forward)
+    Args:
+        node_meta:  called with each operation before it runs, returns the meta of its node
+        outer_role: the role of tensors that the graph reads and has not made, which become inputs: "constant" (real
+            tensors), or "outer" (tensors of a surrounding forward)
     """
 
     def __init__(self, node_meta: Callable[[Any], dict[str, Any]], outer_role: str = "constant") -> None:
@@ -169,7 +171,7 @@ class GraphRecorder(TorchDispatchMode):
         return node
 
     def assign_tensor(self, node: fx.Node, value: Tensor) -> Tensor:
-        """Set the fake tensor of a node, and return it."""
+        """Set the tensor of a node to `value`, by which `node_of` finds the node, and return `value`."""
         node.meta["val"] = value
         self._node_by_id[id(value)] = node
         return value
@@ -177,7 +179,7 @@ class GraphRecorder(TorchDispatchMode):
     def node_of(self, value: Tensor) -> fx.Node:
         """Return the node of a tensor. A tensor without a node is added as an input of the graph.
 
-        Raises: CaptureError, if the input would be a constant, and the tensor is fake.
+        Raises: CaptureError, for a fake tensor that would be added as a constant: it has no value
         """
         known = self._node_by_id.get(id(value))
         if known is not None:
@@ -197,7 +199,7 @@ class GraphRecorder(TorchDispatchMode):
             return self.add_placeholder(name, value, role=self._outer_role, key=name)
 
     def add_constant(self, real: Tensor) -> Tensor:
-        """Add a real tensor that forward has made to the graph, as a constant, and return its fake tensor."""
+        """Add a real tensor that forward has made to the graph's constants, and return its fake tensor."""
         node = self.node_of(real)
         self.fresh.add(node.meta["key"])
         return self.assign_tensor(node, empty_like(real))
@@ -244,9 +246,9 @@ VALUE_READS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class CaptureRecorder(GraphRecorder):
-    """The recorder of a forward. Reading a value (`.item()`, a mask) fails unless it follows from constants.
+    """The recorder of a forward, in which a value that depends on constants alone may be read (`.item()`, a mask).
 
-    Args: stand_in_of: returns the stand-in of a weight, or another tensor itself (see `standins.py`)
+    Args: stand_in_of: returns the stand-in of a weight, and any other tensor unchanged (see `standins.py`)
     """
 
     def __init__(self, node_meta: Callable[[Any], dict[str, Any]], stand_in_of: Callable[[Any], Any]) -> None:
@@ -259,7 +261,7 @@ class CaptureRecorder(GraphRecorder):
         self._calls_run = 0
 
     def saved_tensors_noted(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return a context in which the tensors that autograd saves are noted, for `_copy_saved`."""
+        """Return a context in which the tensors that autograd saves for backward are listed, for `_copy_saved`."""
 
         def pack(value: Tensor) -> list[Tensor]:
             saved = [value]
@@ -270,7 +272,7 @@ class CaptureRecorder(GraphRecorder):
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved[0])
 
     def _copy_saved(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Replace tensors that autograd saved by copies, if an operation is about to overwrite their memory."""
+        """Before an operation runs, replace the tensors that autograd has saved in the memory it writes by copies."""
         for value in _written_arguments(func, args, kwargs):
             if isinstance(value, FakeTensor):
                 for saved in self._saved.pop(value.untyped_storage()._cdata, ()):
@@ -306,8 +308,8 @@ class CaptureRecorder(GraphRecorder):
                 return self._run_on_constants(func, args, kwargs, error)
 
     def _as_fake(self, value: Any) -> Any:
-        """Return the fake tensor of a real tensor. Other values, and 0-d tensors that are no weights, are
-        returned unchanged."""
+        """Return the stand-in of a weight; for another real tensor, the fake tensor of a constant. A fake tensor, a
+        real 0-d tensor and a value that is no tensor are returned unchanged."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         found = self.stand_in_of(value)
@@ -318,7 +320,7 @@ class CaptureRecorder(GraphRecorder):
         return self.assign_tensor(node, empty_like(value)) if node.meta["val"] is value else node.meta["val"]
 
     def _run_on_constants(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
-        """Run an operation that reads values, and return its result. Raises `error` if a value is unknown."""
+        """Return the result of an operation that reads constants, or raise `error` if it reads other values."""
         if func in (aten.index.Tensor, aten.masked_select.default):
             value, indices = args
             if func is aten.masked_select.default:
@@ -329,7 +331,7 @@ class CaptureRecorder(GraphRecorder):
         return self._run_on_real_values(func, args, kwargs)
 
     def _run_on_real_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation on real tensors, and return its result, with dense tensors added as constants."""
+        """Run an operation on real tensors, unrecorded; return the result, with a constant for each dense tensor."""
         with _disable_current_modes():
             result = func(*args, **kwargs)
 
@@ -340,15 +342,15 @@ class CaptureRecorder(GraphRecorder):
         return tree_map(as_constant, result)
 
     def _known_value(self, value: Any, error: Exception) -> Any:
-        """Return the value of a tensor; another argument unchanged. Raises `error` if the value is unknown."""
+        """Return a tensor's value, or an argument that is no tensor. Raise `error` if the value is unknown."""
         known = self.value_of(value) if isinstance(value, Tensor) else value
         if known is None and value is not None:
             raise error
         return known
 
     def _without_masks(self, indices: Any, error: Exception) -> list[Any]:
-        """Return indices of a tensor, with index tensors in place of masks. Raises `error` if a mask's value is
-        unknown."""
+        """Return the indices of an index operation, with tensors of positions in place of masks. Raise `error` if a
+        mask's value is unknown."""
         found: list[Any] = []
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
@@ -360,7 +362,7 @@ class CaptureRecorder(GraphRecorder):
         return found
 
     def value_of(self, value: Tensor) -> Tensor | None:
-        """Return a copy of a recorded tensor's value; None if the value depends on more than constants."""
+        """Return a copy of the value of a recorded tensor; None if the tensor depends on more than constants."""
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             calls = [node for node in self.graph.nodes if node.op == "call_function"]
             for node in calls[self._calls_run :]:
@@ -370,7 +372,7 @@ class CaptureRecorder(GraphRecorder):
             return None if known is None else known.clone()
 
     def _compute_value(self, node: fx.Node) -> None:
-        """Set a node's value in `_values`. If it writes an unknown value, all values in that memory become None."""
+        """Set a node's value in `_values`, None if it is unknown; then the values in memory that it writes are, too."""
         operands = [self._value_if_known(operand) for operand in node.all_input_nodes]
         is_known = all(value is not None for value in operands)
         if is_known and _is_deterministic(node.target):
@@ -390,13 +392,13 @@ class CaptureRecorder(GraphRecorder):
 
 
 def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments that an operation writes into: single values, and the items of lists."""
+    """Return the arguments into which an operation writes, as a flat list."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     return tree_leaves([given.get(argument.name) for argument in func._schema.arguments if argument.is_write])
 
 
 def _is_deterministic(operation: Any) -> bool:
-    """Return whether an operation is torch's own, and draws no random numbers."""
+    """Return whether an operation is one of torch's own that draws no random numbers."""
     if operation is operator.getitem:
         return True
     return operation.namespace == "aten" and torch.Tag.nondeterministic_seeded not in operation.tags

@@ -39,7 +39,7 @@ def fake_tensors_in(value: Any, path: str = "model") -> list[StoredValue]:
     """Return the fake tensors that are reachable from a value: through attributes, containers, generators, and
     the outer variables of functions. Parameters and buffers of modules are left out.
 
-    Args: path: of `value`, with which the paths of the results begin
+    Args: path: the path of `value`, with which the paths in the result begin
     """
     found: list[StoredValue] = []
     seen: set[int] = set()
@@ -55,8 +55,8 @@ def fake_tensors_in(value: Any, path: str = "model") -> list[StoredValue]:
 
 
 def _items_of(path: str, value: Any, put: Callable[[Any], None]) -> Iterator[StoredValue]:
-    """Yield each item that a value at `path` holds, tensor or not. If an item can't be replaced alone, its
-    `put` is the argument `put`, which replaces the whole value."""
+    """Yield the items, attributes or outer variables of a value with this `path`. The `put` of those that can't be
+    replaced alone, such as a tuple's, is the argument `put`, which replaces the value."""
     if isinstance(value, (dict, list, deque)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield StoredValue(f"{path}[{key!r}]", item, partial(value.__setitem__, key))
@@ -105,10 +105,10 @@ class Attributes:
         self._before = [(child, dict(vars(child))) for child in module.modules()]
 
     def restore(self, was_read: Callable[[Tensor], bool]) -> None:
-        """Undo the forward's assignments of values with fake tensors: delete new attributes, restore old values.
+        """Undo the forward's assignments of values that contain fake tensors to attributes.
 
-        A real tensor is restored if `was_read(tensor)` is False (as in weight normalization); None, or a
-        container without fake tensors, is restored with a warning. Other attributes keep their new values.
+        A new attribute is deleted. An old value is restored if it is a real tensor that the forward has not read (as
+        in weight normalization), or, with a warning, None or a container. Other attributes keep their new values.
         """
         undone = []
         for child, before in self._before:
@@ -131,7 +131,7 @@ class Attributes:
             )
 
     def check_no_leftovers(self, others: Sequence[tuple[Any, str]]) -> None:
-        """Raise CaptureError if fake tensors are left in the module, or in `others`: (value, path) pairs."""
+        """Raise CaptureError if fake tensors are reachable from the module, or from `others`: (value, path)."""
         searched = [(self._module, "model"), *others]
         paths = sorted({leftover.path for pair in searched for leftover in fake_tensors_in(*pair)})
         if paths:

@@ -74,7 +74,7 @@ class StandIns:
         return {name: value for name, value in self.parameters.items() if value.requires_grad}
 
     def stand_in_of(self, value: Any) -> Any:
-        """Return the stand-in of a parameter, a buffer or a view of one; any other value unchanged."""
+        """Return the stand-in of a parameter, a buffer, or a view of these; any other value unchanged."""
         if id(value) in self._by_id:
             return self._by_id[id(value)].fake
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
@@ -85,24 +85,21 @@ class StandIns:
         return self._views[key][1]
 
     def stand_in_of_operand(self, value: Any) -> Any:
-        """Return the stand-in of an operation's operand, as `stand_in_of` does.
-
-        A real tensor that requires a gradient is added to `orphans`: autograd has recorded its use.
-        """
+        """Return `stand_in_of(value)` for an operand of an operation. Add a real tensor that requires a gradient to
+        `orphans`, since autograd has recorded its use."""
         is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
         if is_real and value.requires_grad and not any(known is value for known, _ in self.orphans):
             self.orphans.append((value, user_line()))
         return self.stand_in_of(value)
 
     def was_used(self, value: Tensor) -> bool:
-        """Return whether the forward has used a real tensor that is no parameter or buffer; False for these."""
+        """Return whether the forward has used a real tensor; always False for a parameter or buffer."""
         return any(known is value for known, _ in self._views.values())
 
     def _view_of_member(self, value: Tensor) -> Tensor:
-        """Return the same view of a member's stand-in as `value` is of the member; `value` itself if it overlaps
-        no member.
+        """Return the view of a stand-in that is like this view of a parameter or buffer; any other tensor unchanged.
 
-        Raises: CaptureError, if `value` overlaps several members in memory, or one of which it is no view
+        Raises: CaptureError, if the tensor overlaps several members in memory, or one of which it is no view
         """
         sharing = self._by_memory.get(_storage_id(value), [])
         touched = [member for member in sharing if _has_overlap(member.real, value)]
@@ -164,8 +161,8 @@ class StandIns:
             _refresh_flat_weights(self._module)
 
     def _check_rebound(self, title: str, name: str, real: Tensor | None, shelf: dict[str, Any]) -> None:
-        """Raise CaptureError if the forward has removed `name` from a module's parameters or buffers (`shelf`),
-        or bound it to another tensor. A new counter of BatchNorm is copied into its stand-in instead.
+        """Raise CaptureError if the forward has removed or replaced a parameter or buffer in a submodule's `shelf`.
+        Only BatchNorm's counter may be replaced: its new value is copied into the stand-in.
 
         Args: title: the full name, for the message; real: the user's tensor of that name
         """
@@ -188,7 +185,7 @@ class StandIns:
     # ---- afterwards --------------------------------------------------------------------------------------
 
     def check_shared(self, changed: set[str]) -> None:
-        """Raise CaptureError if two members overlap in memory and the name of either is in `changed`."""
+        """Raise CaptureError if two members overlap in memory, and `changed` has the name of one of them."""
         pairs = [pair for sharing in self._by_memory.values() for pair in combinations(sharing, 2)]
         for one, other in pairs:
             if {one.name, other.name} & changed and _has_overlap(one.real, other.real):
@@ -205,7 +202,7 @@ def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _check_members(module: nn.Module, training: bool, needs_values: bool) -> None:
-    """Raise CaptureError if a parameter or buffer is lazy, sparse, without values, or can't be written."""
+    """Raise CaptureError for parameters or buffers that are lazy, sparse, without values, or not writable."""
     problems = (
         (
             nn.parameter.is_lazy,
@@ -245,7 +242,7 @@ def _refresh_flat_weights(module: nn.Module) -> None:
 
 
 def _storage_id(value: Tensor) -> int:
-    """Return the address of a tensor's storage; a negative number, unique to the tensor, if it has no memory."""
+    """Return the address of a tensor's storage; for a tensor without memory, a negative number of its own."""
     with torch._C.DisableTorchFunction(), contextlib.suppress(NotImplementedError, RuntimeError):
         # A tensor subclass may have no memory of its own.
         if value.layout is torch.strided and not value.is_meta and value.numel():
@@ -254,7 +251,7 @@ def _storage_id(value: Tensor) -> int:
 
 
 def _extent(value: Tensor) -> tuple[int, int]:
-    """Return the byte range [begin, end), within its storage, from a tensor's first element to its last."""
+    """Return the range of bytes [begin, end) of its storage that a tensor spans."""
     with torch._C.DisableTorchFunction():
         last = sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True))
         first, size = value.storage_offset(), value.element_size()

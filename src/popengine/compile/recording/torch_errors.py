@@ -109,5 +109,5 @@ def _is_raised_by_torch(error: BaseException) -> bool:
 
 @functools.cache
 def _explained_kind(kind: type[Exception]) -> type[CaptureError]:
-    """Return a class derived from CaptureError and `kind`, so that `except kind` catches it, too."""
+    """Return a class derived from CaptureError and `kind`, so that `except kind` also catches its errors."""
     return type("CaptureError", (CaptureError, kind), {"__module__": CaptureError.__module__})

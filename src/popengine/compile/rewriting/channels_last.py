@@ -32,11 +32,13 @@ _ANY_LAYOUT: dict[Any, Any] = {aten.view.default: Tensor.reshape, aten._unsafe_v
 
 
 def with_layout(graph: Graph, wanted: str) -> tuple[Graph, str]:
-    """Return the graph in a layout, and the layout: "preserve" or "channels_last".
+    """Return the graph with convolutions in the wanted layout, and the layout: "preserve" or "channels_last".
+
+    A graph without convolutions is returned unchanged, as "preserve".
 
     Args:
-        wanted: "preserve"; "channels_last" (only done if there are convolutions); or "auto": channels_last if
-            images of 8 or more channels are pooled or resized, too. So all processes compute the same bits
+        wanted: "preserve", "channels_last", or "auto": channels_last if images of 8 or more channels are pooled or
+            resized, too. Only the graph decides, so all processes compute the same bits
     """
     if wanted == "preserve" or not has_convolutions(graph) or (wanted == "auto" and not _has_pooling(graph)):
         return graph, "preserve"

@@ -37,7 +37,7 @@ _STATISTICS = (functional.batch_norm, functional.instance_norm)
 
 
 def call_with_matching_types(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return `func(...)`. For layers and products, first cast all float tensors to the input's dtype."""
+    """Return `func(...)`. For layers, norms and products, first match the dtypes of the float tensors."""
     if func in _STATISTICS:
         return _call_norm(func, args, kwargs)
     position = _LAYERS.get(func)
@@ -56,7 +56,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _call_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a norm in the input's dtype, computed in float32 if dtypes differ; update running statistics."""
+    """Return a batch or instance norm, in float32 if dtypes differ, cast to the input's dtype; update statistics."""
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     if len({value.dtype for value in tensors.values()}) <= 1:

@@ -49,8 +49,8 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
     """Return the graph with float32 in place of half precision inside products; all values keep their types.
 
     Args:
-        chosen: called with (operation, half type): returns whether to compute it in float32
-    Returns: the graph, and the products that are computed in float32, such as "mm of bfloat16"
+        chosen: called with a product and its half type, returns whether to compute the product in float32
+    Returns: the graph, and texts for the products that are computed in float32, such as "mm of bfloat16"
     """
     types = {node: _half_type(node) for node in graph.code.nodes}
     wide = {node: kind for node, kind in types.items() if kind is not None and chosen(node.target, kind)}
@@ -62,9 +62,11 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
     weights = {memory_of(node) for node in inputs if node.meta["role"] in ("parameter", "constant")}
 
     def copy_of(node: fx.Node, user: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor:
-        """Return a float32 copy of a half value, one for each phase and block of its users (of a weight: one
-        copy in all). A view with all elements of a value becomes a view of that value's copy. Values of other
-        types are returned as they are."""
+        """Return a float32 copy of a node's half value for the product `user`; a value of another type unchanged.
+
+        Products of one phase and block share a copy; all products share the copy of a weight. A view with all
+        elements of a value becomes a view of that value's copy.
+        """
         if node.meta["val"].dtype not in HALF:
             return values[node]
         key = node if memory_of(node) in weights else (node, *(user.meta[name] for name in PLACE[:2]))
@@ -100,7 +102,7 @@ def _half_type(node: fx.Node) -> torch.dtype | None:
 
 
 def _base_of_view(node: fx.Node) -> fx.Node | None:
-    """Return the node that this node is a view of, if the view has all of its elements; else None."""
+    """Return the node of which `node` is a view with the same dtype and number of elements, or None."""
     base = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
     if base is None or "val" not in base.meta or memory_of(node) != memory_of(base):
         return None
