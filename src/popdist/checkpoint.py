@@ -57,11 +57,14 @@ class Checkpoint:
 
     @classmethod
     def every(cls, calls: int, directory: str | Path | None = None, keep: int = 2) -> Checkpoint:
-        """Return a `Checkpoint` for every `calls` calls, by default in poprun's --checkpoint-dir."""
+        """Return a `Checkpoint` of every `calls` calls, by default in `poprun --checkpoint-dir` (else in the
+        folder "checkpoints")."""
         return cls(directory or os.environ.get(CHECKPOINTS, "checkpoints"), calls, keep)
 
     def restore(self, model: Any, loader: Any = None, **others: Any) -> int:
-        """Load the newest undamaged checkpoint into the arguments, which `save` will save. Call it once.
+        """Load the newest undamaged checkpoint into the arguments, which each `save` will save. Call it once.
+
+        At exit the program will wait up to 60 s for an unfinished checkpoint.
 
         Args:
             model:  a training executor, compiled or not
@@ -129,10 +132,10 @@ class Checkpoint:
     # ---- contents ----------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """Return the contents of this instance's file.
+        """Return copies of the training's state, the contents of this instance's file.
 
-        Of n instances each saves every n-th parameter's weight and optimizer state (of a sharded state: its
-        shard), and all of its buffers, rates, random state, and the states of the loader and others.
+        Of n instances each saves the weight and optimizer state of every n-th parameter (of a sharded state
+        its shard), and its own buffers, rates, random state, and states of the objects given to `restore`.
         """
         training = training_state(self._model)
         has_shard = training.pop("shares_state")
@@ -185,10 +188,10 @@ class Checkpoint:
 def resumable(
     loader: Iterable[Any], checkpoint: Checkpoint, executor: Any, epochs: int = 1, **others: Any
 ) -> Iterator[Any]:
-    """Restore the newest checkpoint, yield the remaining batches of `epochs` epochs, and save when due.
+    """Restore the newest checkpoint, yield the remaining batches of `epochs` epochs; call `step` after each.
 
     All instances must make one call of the executor for each batch. The state after the last call is saved,
-    too: in a program that is started again after its end, no batch is left.
+    too: a program that is started again after its end gets no batch.
 
     Args: loader, executor, others: as in `Checkpoint.restore`
     """

@@ -34,7 +34,7 @@ _FORMAT = 1
 def write_checkpoint(
     folder: Path, instance: int, instances: int, state: dict[str, Any], replicas: int, keep: int
 ) -> str:
-    """Write one instance's file of a checkpoint; in instance 0 also complete the checkpoint.
+    """Write one instance's file of a checkpoint; instance 0 also completes the checkpoint, or removes it.
 
     Args:
         folder:   the unfinished folder, the same in all instances
@@ -58,7 +58,7 @@ def write_checkpoint(
 
 
 def _write_file(folder: Path, instance: int, state: dict[str, Any]) -> None:
-    """Write one instance's file, then `done`; after an error write `failed` with the reason, and raise."""
+    """Write one instance's file, then `done`; after an error write `failed`, and raise. Empties `state`."""
     part = folder / f"instance-{instance}.pt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def _complete_checkpoint(folder: Path, instances: int, replicas: int, keep: int)
 
 
 def _await_sums(folder: Path, instances: int) -> dict[str, Any]:
-    """Wait for the files of all instances, and return [bytes, checksum] by file name.
+    """Wait until all instances have written their files, and return [size in bytes, checksum] by file name.
 
     Raises: RuntimeError, if an instance could not write its file, or has not done so in time
     """
@@ -125,12 +125,12 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def call_number(checkpoint: Path) -> int:
-    """Return the number of calls before a complete checkpoint, from its folder's name."""
+    """Return the number of calls before a checkpoint, from its folder's name: 120 for `call-120`."""
     return int(checkpoint.name[5:])
 
 
 def find_faults(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
-    """Return a text for each fault of a checkpoint. Of n readers, each checks every n-th file only."""
+    """Return a text for each damaged file. Each of n readers checks every n-th, reader 0 the manifest."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
         sums = sorted(manifest["files"].items())
@@ -146,7 +146,7 @@ def find_faults(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
 
 
 def read_checkpoint(folder: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Return how many replicas saved a checkpoint, and the contents of its files in the order of instances."""
+    """Return the number of replicas that saved a checkpoint, and the contents of each instance's file."""
     manifest = json.loads((folder / _MANIFEST).read_text())
     paths = [folder / f"instance-{i}.pt" for i in range(len(manifest["files"]))]
     return manifest["replicas"], [torch.load(path, weights_only=True) for path in paths]
@@ -163,7 +163,7 @@ class _ChecksumFile(io.BufferedWriter):
 
 
 def _save_state(path: Path, state: Any) -> list[int]:
-    """Write `state` to a file by torch.save, flush it to the disk, and return [bytes, checksum]."""
+    """Write `state` to a file by torch.save, flush it to the disk, and return [size, checksum]."""
     with _ChecksumFile(io.FileIO(path, "wb")) as file:
         try:
             torch.save(state, file)
@@ -175,7 +175,7 @@ def _save_state(path: Path, state: Any) -> list[int]:
 
 
 def _size_and_checksum(path: Path) -> list[int]:
-    """Return [bytes, checksum] of a file; [] if it can't be read."""
+    """Return [size in bytes, checksum] of a file; [] if it can't be read."""
     size, total = 0, 0
     with suppress(OSError), open(path, "rb") as file:
         while part := file.read(1 << 24):

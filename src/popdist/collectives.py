@@ -31,7 +31,7 @@ def all_reduce(value: Tensor | float, op: str = "sum") -> Any:
     Args:
         value: a tensor (not changed) or a number, of the same shape and dtype in all instances
         op:    "sum", "mean", "min" or "max"; for any other a ValueError is raised
-    Returns: a new tensor on the value's device; a float for a number
+    Returns: a new tensor on the value's device (the mean of integers is float32); a float for a number
     """
     if op not in ("sum", "mean", "min", "max"):
         raise ValueError(f"all_reduce: op is {op!r}, and must be sum, mean, min or max")
@@ -56,7 +56,7 @@ def broadcast(values: Any, root: int = 0) -> Any:
     """Overwrite the tensors of all instances by those of one instance, in place.
 
     Args:
-        values: a tensor, or a mapping such as `model.state_dict()`, of which other entries stay unchanged
+        values: a tensor, or a mapping such as `model.state_dict()`; values that are no tensors stay unchanged
         root:   index of the instance that sends its tensors; a ValueError is raised if it does not take part
     Returns: `values`
     """
@@ -122,18 +122,16 @@ def barrier(what: str = "popdist.collectives.barrier()") -> None:
 
 
 def _after_barrier(group: ProcessGroup, what: str, tensors: Mapping[str, Tensor], work: Callable[[], T]) -> T:
-    """Wait for all instances, check that `tensors` have equal shapes and dtypes in them, return `work()`.
-
-    Args: what: the name of the call in errors
-    """
+    """Wait for all instances, check that `tensors` have equal shapes and dtypes in all of them, and return
+    `work()`. Raises: Error, if they differ; it begins with `what`, the name of the call."""
     shapes = {name: f"{tuple(value.shape)} {value.dtype}" for name, value in tensors.items()}
     return group.after_barrier(what, {"shape": shapes}, work)
 
 
 def _current_group() -> ProcessGroup | None:
-    """Return the process group of the instances that take part; None if this is the only one.
+    """Return the process group of the instances that take part in collectives; None for this instance alone.
 
-    Raises: Error, before `popdist.init`
+    Raises: Error, if there are several instances and `popdist.init` has not been called
     """
     size = read().instances
     if size == 1:
@@ -146,7 +144,7 @@ def _current_group() -> ProcessGroup | None:
 
 @contextmanager
 def restrict_to_instances(chosen: Sequence[int]) -> Iterator[None]:
-    """Restrict collectives inside the `with` statement to the instances with these indices, sorted."""
+    """Restrict collectives inside the `with` statement to the instances whose sorted indices are `chosen`."""
     global _chosen
     before, _chosen = _chosen, chosen
     try:

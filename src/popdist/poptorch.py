@@ -13,7 +13,7 @@ __all__ = ["Options"]
 
 
 def _refusing_method(name: str) -> Callable[..., NoReturn]:
-    """Return a method that raises a RuntimeError: `name` can't be called, since poprun decides its value."""
+    """Return a method that raises a RuntimeError: poprun decides what the option method `name` would set."""
 
     def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(

@@ -48,8 +48,8 @@ def connect(launch: Launch) -> None:
 
 
 def _disconnect_at_exit() -> None:
-    """Write to the store that this process ends, and wait for its threads. If they don't end soon, since the
-    store's process may be stopped or ending, close the connection to the store, which ends their waits."""
+    """Write to the store that this process ends, and wait for torch's threads in this process. Threads that
+    don't end soon may wait for a store that has stopped: close the connection, which ends their waits."""
     process_group.leave()
     if not process_group.join_torch_threads(_PATIENCE):
         for store in _stores:
@@ -111,7 +111,7 @@ def _connect_instances(launch: Launch, seconds: float) -> None:
 
 
 def _open_store(launch: Launch, address: str, port: int, seconds: float) -> Any:
-    """Return a connection to the store of poprun or torchrun, else to that of instance 0, which starts it here.
+    """Return a connection to the store of poprun or torchrun. Without both, instance 0 first starts a store.
 
     Raises: Error, if the address is in use, or no store with the same secret is there after `seconds`
     """
@@ -144,7 +144,8 @@ def _open_store(launch: Launch, address: str, port: int, seconds: float) -> Any:
 
 
 def _network_interface(address: str) -> str | None:
-    """Return the name of this host's network interface on the route to `address`; None if unknown."""
+    """Return the name of the network interface to `address`, loopback's if all instances are on this host;
+    None if unknown."""
     names = [name for _, name in socket.if_nameindex()]
     with suppress(OSError):
         own = own_address(address)

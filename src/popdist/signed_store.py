@@ -100,7 +100,7 @@ class Server:
         host:    the name or address to listen on
         port:    0: any free port
         secret:  the secret that callers must know; "": every caller is served
-        is_open: whether other hosts connect; if `host` is loopback, also listen on `own_address(host)`
+        is_open: other hosts connect, so if `host` is a loopback address, also listen on `own_address(host)`
     Raises: OSError, if the address is not one of this host, or is in use
     """
 
@@ -133,14 +133,15 @@ class Server:
             each.close()
 
     def _accept(self, listening: socket.socket) -> None:
-        """Accept connections, and serve each in a thread, until the listening socket is closed."""
+        """Accept connections, each served by a thread of its own, until the listening socket is closed."""
         with suppress(OSError):  # closed
             while True:
                 connected, _ = listening.accept()
                 threading.Thread(target=self._serve, args=(connected,), daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
-        """Answer messages until the connection ends or a message is invalid; then delete its held keys."""
+        """Answer a client's messages until the connection ends or a message is invalid; then delete
+        the keys that `hold` has set for this client."""
         held: set[str] = set()
         self._sockets.add(connected)
         with connected, suppress(OSError, ValueError, TypeError):
@@ -159,9 +160,9 @@ class Server:
 
 
 def _execute_message(values: dict[str, str], held: set[str], message: Sequence[Any]) -> Any:
-    """Apply a client's message to `values` in place, and return the answer.
+    """Return the answer to a client's message, which reads or changes the store's `values` in place.
 
-    Args: held: keys that are deleted when the client's connection ends; the message "hold" adds one, in place
+    Args: held: keys that are deleted when the client's connection ends; the message "hold" adds a key
     Raises: ValueError, if the message is unknown
     """
     match message:
@@ -230,7 +231,8 @@ class SignedStore(dist.Store):
         self._socket.close()
 
     def hold(self, key: str, value: str) -> bool:
-        """Set a key until this connection ends; if it was set by other means, return False and leave it."""
+        """Set a key until this connection ends; return False, and change nothing, if `set` or another
+        connection has set the key."""
         return self._call("hold", key, value)
 
     def read(self, keys: Sequence[str]) -> list[str | None]:
@@ -298,8 +300,8 @@ def _resolve_host(host: str, port: int = 0) -> tuple[socket.AddressFamily, str]:
 def own_address(host: str = _OUTSIDE_ADDRESS) -> str:
     """Return this host's IP address on the route to `host`, by default on the default route.
 
-    `host` need not answer. Debian's hosts file maps the host's own name to a loopback address: for this name
-    the result is the address on the default route, by which other hosts reach this one.
+    `host` need not answer. Debian's hosts file maps the host's own name to a loopback address: for a name
+    with a loopback address, other than "localhost", return the address on the default route.
     """
     family, address = _resolve_host(host)
     if is_loopback(address) and host not in ("localhost", address):

@@ -97,10 +97,10 @@ def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Return the launch that the environment describes; `Launch()` without a launcher of several processes.
+    """Return this process's share of the training, from the variables of poprun, mpirun, torchrun or srun;
+    `Launch()` if none of them has started several processes.
 
-    Raises:
-        ValueError: a variable is missing or no number, or the local replicas don't divide the total
+    Raises: ValueError, if a variable is missing or no integer, or the local replicas don't divide the total
     """
     if TOTAL not in environment:
         names = _other_launcher_names(environment)
@@ -125,21 +125,21 @@ def read(environment: Mapping[str, str] = os.environ) -> Launch:
 
 
 def is_one_host(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether all processes are on this host, by the launcher's variables; False without them."""
+    """Return whether the launcher's variables say that all processes of the training are on this host."""
     instances = str(read(environment).instances)
     local = environment.get("LOCAL_WORLD_SIZE") or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     return instances == local or environment.get("SLURM_STEP_NUM_NODES") == "1"
 
 
 def _other_launcher_names(environment: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Return the names of another launcher's variables (world size, rank, local rank); None, if no other
-    launcher than poprun has started several processes."""
+    """Return the names of three variables (world size, rank, local rank) of the launcher, other than poprun,
+    that has started several processes; None if there is none."""
     return next((names for names in OTHER_LAUNCHERS if environment.get(names[0], "1") != "1"), None)
 
 
 def integer_of(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return the value of a variable, or `default` if it is missing. Raises ValueError if the value is no
-    integer, or if it is missing and there is no default."""
+    """Return the integer in an environment variable; `default` if the variable is not set. Raises:
+    ValueError, if the value is no integer, or if the variable is not set and `default` is None."""
     text = environment.get(name)
     if text is None and default is not None:
         return default
@@ -153,9 +153,9 @@ def integer_of(environment: Mapping[str, str], name: str, default: int | None = 
 
 
 def write_stack_at_signal() -> None:
-    """Register a handler of `STACK_SIGNAL` that writes the stacks of all threads to the file that the
-    environment variable `STACK` names, write this process's id into it, and remove the variable; without the
-    variable do nothing."""
+    """Write this process's id to the file that the environment variable `STACK` names, and let the signal
+    `STACK_SIGNAL` append the stacks of all threads. Removes the variable; without the variable, or on systems
+    without the signal, does nothing else."""
     path = os.environ.pop(STACK, None)  # child processes have none
     if path and STACK_SIGNAL is not None:
         file = open(path, "w")  # noqa: SIM115  for the rest of the process
@@ -164,13 +164,13 @@ def write_stack_at_signal() -> None:
 
 
 def path_with_aliases(path: str) -> str:
-    """Return a PYTHONPATH, extended by the folder `ALIASES` unless Horovod is installed."""
+    """Return `path`, a PYTHONPATH, with the folder `ALIASES` appended; unchanged if Horovod is installed."""
     folders = [folder for folder in sys.path if folder != ALIASES]
     is_installed = PathFinder.find_spec("horovod", folders) is not None
     return path if is_installed else os.pathsep.join(filter(None, [path, ALIASES]))
 
 
 def append_aliases_to_path() -> None:
-    """Append `ALIASES` to `sys.path`, unless it is there: an installed Horovod is found before it."""
+    """Append the folder `ALIASES` to `sys.path` if it is missing: Python finds an installed Horovod first."""
     if ALIASES not in sys.path:
         sys.path.append(ALIASES)

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean '...'?" with the known name that is most similar; "" if none is similar."""
+    """Return "; did you mean '...'?" with the most similar name in `known`; "" if no name is similar."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -19,8 +19,8 @@ class Error(Exception):
     """The base class of errors in a user's program or in a run.
 
     `str(error)`, and `args[0]`, is `'poptorch_py_error': <message>`; `message` is the message alone, `type`
-    the word in quotes, and `location` the engine's passes (empty for errors raised on the host). The text of
-    an engine's error begins with `In <file>:<line>: `, the line of the engine that raised it.
+    the word in quotes. Errors of the engine have another type and a `location`, a text that names the running
+    passes (else ""), and begin with `In <file>:<line>: `, the line that raised the error.
     """
 
     type = "poptorch_py_error"
@@ -32,7 +32,7 @@ class Error(Exception):
         super().__init__(str(self))
 
     def mark_as_engine_error(self, location: str) -> None:
-        """Set `type` and `location` (the engine's passes), and begin the text with the line that raised."""
+        """Set `location`, and `type` to "poptorch_cpp_error"; begin the text with the raising line."""
         *_, (frame, line) = traceback.walk_tb(self.__traceback__)
         self._raised_at = f"In {os.path.basename(frame.f_code.co_filename)}:{line}: "
         self.type, self.location = "poptorch_cpp_error", location
@@ -68,7 +68,7 @@ class RunError(Error):
 
 
 class RecoverableError(Error):
-    """The error of a device that can be used again, once `recovery_action` ("IPU_RESET") is done."""
+    """The error of a device that can be used again after `recovery_action`, by default "IPU_RESET"."""
 
     def __init__(self, message: str, recovery_action: str = "IPU_RESET", location: str = "") -> None:
         super().__init__(message, location)

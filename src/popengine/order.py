@@ -24,10 +24,11 @@ from typing import NamedTuple
 
 
 class After(NamedTuple):
-    """An edge to a row that another row waits for, `behind` micro-batches earlier (0: the same micro-batch;
-    None: all micro-batches, chunks or parameters of the row).
+    """The dependency of a row on another one, `row`: which tasks of `row` must end before a task begins.
 
-    `group`: the row must be done by this number of neighbouring replicas, and not only by the same replica.
+    Args:
+        behind: how many micro-batches earlier the task of `row` is; None: all tasks of `row` must end
+        group:  number of neighbouring replicas whose tasks must end; 1: only the same replica's
     """
 
     row: int
@@ -36,7 +37,7 @@ class After(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One phase of one stage, which runs for each micro-batch. `after` names other actions by their indices."""
+    """One phase of one stage, which runs for each micro-batch. The rows in `after` are indices of actions."""
 
     phase: str  # F or B
     stage: int
@@ -50,8 +51,8 @@ class Order:
 
     Args:
         key:   maps (action's index, action, micro-batch) to a key: the ready task with the smallest runs first
-        bound: maps (action's index, all actions, number of devices that share them) to the edge by which the
-            action waits for an earlier micro-batch, or to None
+        bound: maps (action's index, all actions, number of devices that share them) to the dependency by
+            which the action waits for an earlier micro-batch, or to None
     """
 
     name: str
@@ -64,17 +65,17 @@ def _stage_count(actions: Sequence[Action]) -> int:
 
 
 def _bound_in_flight(row: int, actions: Sequence[Action], in_flight: int) -> After | None:
-    """Return the edge of an action that begins a micro-batch: to the last action, `in_flight` micro-batches
-    earlier. Return None for other actions."""
+    """Return the dependency that keeps at most `in_flight` micro-batches under way: the first action of a
+    micro-batch waits for the last action of an earlier one. None: action `row` isn't the first."""
     is_first = all(after.behind != 0 for after in actions[row].after)
     return After(len(actions) - 1, in_flight) if is_first else None
 
 
 def _bound_of_1f1b(row: int, actions: Sequence[Action], devices: int) -> After | None:
-    """Return the edge by which an action waits for an earlier micro-batch in 1F1B order; None: no bound.
+    """Return the dependency by which action `row` waits for an earlier micro-batch in 1F1B order; None: none.
 
-    A forward waits for a backward, so at most (stages - stage) micro-batches are between the forward and the
-    backward of a stage. Without backwards (in inference) at most `stages` micro-batches are in flight.
+    A forward waits for the backward of its stage, so that at most (stages - stage) micro-batches are between
+    both. Without backwards (in inference) at most `stages` micro-batches are under way.
     """
     action, stages = actions[row], _stage_count(actions)
     backwards = [i for i, other in enumerate(actions) if other.phase == "B" and other.stage >= action.stage]
@@ -185,8 +186,8 @@ def timeline(
         cores:    the number of cores that share the ipus of all replicas; 0: each ipu is a device (1 replica)
         costs:    the time of each action; by default 1
         replicas: the number of replicas that run the same actions
-        updates:  by ipu, the time of its update, which follows all of its actions
-        keeps_order: each ipu runs its actions in the order of a step in which all cost 1, as its program does
+        updates:  the time of the weight update of each ipu, which runs after all tasks of the ipu
+        keeps_order: each ipu runs its tasks in the order that follows if all costs are 1, as its program does
     Returns: (action's index, micro-batch) of each task, by ascending key; and their timeline, updates last
     """
     bounds = [order.bound(row, actions, cores or 1) for row in range(len(actions))]
@@ -220,9 +221,9 @@ def timeline(
 def length(
     actions: Sequence[Action], micro_batches: int, run: Callable[[int], float], most: int = 20_000
 ) -> float:
-    """Return the length of a step. `run(count)` simulates `count` micro-batches, and returns the length.
+    """Return the duration of a step; `run(count)` simulates a step of `count` micro-batches for it.
 
-    Of a step with more than `most` tasks, the length is extrapolated linearly from two shorter steps.
+    The duration of a step with more than `most` tasks is extrapolated linearly from two shorter steps.
     """
     stages = max(1, _stage_count(actions))
     short = 2 * stages + 4  # micro-batches, enough to fill the pipeline

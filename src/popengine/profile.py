@@ -37,7 +37,7 @@ class ProfiledPiece(NamedTuple):
     stage: int
     ipu: int
     where: str  # the user's line of its first operation
-    enters: int = 0  # bytes of its inputs that are freed while it runs
+    enters: int = 0  # bytes of its inputs that are freed while the piece runs
 
 
 class Operation(NamedTuple):
@@ -70,7 +70,7 @@ class Part(NamedTuple):
 
     @property
     def frequency_and_time(self) -> tuple[str, str]:
-        """Return two texts: how often a transfer runs, "micro-batch" or "step", and after which phase."""
+        """Return the period of a transfer, "micro-batch" or "step", and when in it, such as "after F0"."""
         if self.phase:
             return "micro-batch", f"after {self.phase}{self.stage}"
         return "step", "at its start (shared weights)"
@@ -147,7 +147,7 @@ class Tensor(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """An action of the schedule, and its start if each action takes one tick."""
+    """One phase of a stage on a micro-batch, and the tick at which it starts if each phase takes one tick."""
 
     ipu: int
     phase: str
@@ -185,7 +185,7 @@ class Event(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Return the ns that a core computed in the instruction; its duration if that was not measured."""
+        """Return the CPU time of the instruction in ns; its duration if the CPU time was not measured."""
         return self.computed or self.end - self.start
 
 
@@ -286,7 +286,7 @@ def load(path: Path) -> Profile:
 
 
 def parse(text: str) -> Profile:
-    """Return a profile from the text of its file. Raises ProfileError; the message lacks the file's name."""
+    """Return the profile in the text of a file. Raises: ProfileError, as `load`, without the file's name."""
     again = "\n  fix: run the program again with profiling on"
     try:
         data = json.loads(text)
@@ -311,7 +311,7 @@ def parse(text: str) -> Profile:
 
 
 def _field_value(name: str, data: dict[str, Any]) -> Any:
-    """Return a field of a profile from the file's JSON object, without columns unknown to this version."""
+    """Return the value of a field of `Profile` from a file's JSON object, without unknown columns."""
     value = data[name]
     if name in TABLES:
         row_type = TABLES[name]
@@ -323,8 +323,8 @@ def _field_value(name: str, data: dict[str, Any]) -> Any:
 
 
 def _check_tables(profile: Profile) -> None:
-    """Raise ValueError or KeyError if the tables don't fit together: a table refers to a missing row of
-    another table, for example, or a track has columns of different lengths."""
+    """Raise ValueError or KeyError if the tables of a profile contradict each other: a row refers to a
+    missing row of another table, for example, or a track has columns of different lengths."""
     if len(profile.stages) != len(profile.ipus):
         raise ValueError(f"{len(profile.stages)} stages on {len(profile.ipus)} ipus")
     for ipu, program in profile.programs.items():

@@ -30,7 +30,7 @@ class Strategy:
         mode:           whether stages overlap ("pipelined") or take turns ("sharded", "phased")
         auto:           the rule that chooses the stages; None: `stages` lists the blocks of each stage
         ipus, capacity: for the rule "balance", which places blocks on `ipus` ipus of `capacity` bytes by cost
-        or_sharded:     if the micro-batches can't fill the pipeline, its stages run one after another
+        or_sharded:     a pipeline with too few micro-batches runs as "sharded", instead of raising an error
         joined:         join neighbouring stages on one ipu into one stage; for plans of machines with a device per ipu
     """
 
@@ -61,7 +61,7 @@ class Counts:
         return self.iterations * self.accumulation * self.groups
 
     def group_of(self, replica: int) -> int:
-        """Return the input group of a replica."""
+        """Return the index of a replica's input group."""
         if self.grouping == "orthogonal":
             return replica % self.groups
         return replica // (self.replicas // self.groups)
@@ -91,11 +91,11 @@ class Optimizer:
     flags: dict[str, bool] = field(default_factory=dict)
 
     def type_for(self, weight: torch.dtype, state: str | None = None) -> torch.dtype:
-        """Return the dtype of an optimizer state, or of the gradient sums.
+        """Return the dtype of a state tensor of the optimizer, or of gradient sums.
 
         Args:
-            weight: dtype of the weight; float64 has states and sums in float64
-            state:  name of the state, such as "exp_avg" (float32 by default); None: the gradient sums
+            weight: dtype of the weight; states and gradient sums of float64 weights are float64
+            state:  name of the state tensor, such as "exp_avg" (float32 by default); None: the gradient sums
         """
         if weight == torch.float64:
             return weight
@@ -109,7 +109,7 @@ class Anchor:
     Args:
         source: "output": an output of the graph; "gradient": an output that is divided by the loss scale;
             "weight", "updated": a weight at the start of each step, or after its update
-        key:    the index of the output in the graph's results, as text; or the weight's canonical name
+        key:    the text of the output's index in the graph's results; of a weight its canonical name
     """
 
     source: Literal["output", "gradient", "weight", "updated"]
@@ -127,8 +127,8 @@ class ReplicaGroups:
     """The groups of a per-replica parameter: the replicas of a group share a value, and reduce gradients.
 
     Args:
-        of:       the group of each replica, which is also its row in the host's tensor
-        all_rows: the host receives the value of every replica, not only of the first in each group
+        of:       the index of each replica's group; the host's tensor has a row per group
+        all_rows: True: the host's tensor receives a row for every replica; False: for the first of each group
     """
 
     of: tuple[int, ...]
@@ -140,7 +140,7 @@ class ReplicaGroups:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Return the replicas whose values the host receives, in the order of its rows."""
+        """Return the replicas whose values the host receives, in the order of its tensor's rows."""
         if self.all_rows:
             return tuple(range(len(self.of)))
         return tuple(self.of.index(group) for group in sorted(set(self.of)))

@@ -22,7 +22,7 @@ State = dict[str, Tensor]  # of one parameter, by name
 
 
 class Step(NamedTuple):
-    """The arguments of a formula: the tensors of parameters that are updated together, and their rates."""
+    """The arguments of a formula: parameters that are updated together, their gradients, states and rates."""
 
     optimizer: Optimizer
     group: Rates
@@ -59,7 +59,7 @@ def sgd(step: Step) -> None:
     """Update the weights by SGD: v ← μ·v + (1 − d)·(g + λ·w);  w ← w − lr·v.
 
     Nesterov: w ← w − lr·(g + λ·w + μ·v). g: gradient, v: velocity, μ: momentum, d: dampening, λ: weight
-    decay. With the flag `torch_dampening` the first step is not dampened, as in torch.optim.SGD.
+    decay. With the flag `torch_dampening`, as in torch.optim.SGD, d is 0 in the first update and if μ is 0.
     """
     optimizer, group, parameters, gradients, states = step
     lr, momentum, dampening = group["lr"], group["momentum"], group.get("dampening", 0.0)
@@ -116,8 +116,8 @@ def _step_by_moments(step: Step) -> None:
 
 
 def _update_moments(step: Step) -> tuple[list[float], list[float]]:
-    """Update both moments in place. Return, for each moment, the divisors that correct the bias of the
-    parameters (1.0 without the flag `bias_correction`)."""
+    """Update both moments in place. Return the divisors that correct the bias of the first moments, and those
+    of the second moments: one for each parameter, 1.0 without the flag `bias_correction`."""
     optimizer, group, _, gradients, states = step
     beta1, beta2 = group["beta1"], group["beta2"]
     torch._foreach_lerp_(_states_named(states, "exp_avg"), gradients, 1 - beta1)
@@ -133,8 +133,8 @@ def _update_moments(step: Step) -> tuple[list[float], list[float]]:
 def rmsprop(step: Step) -> None:
     """Update the weights by RMSprop: b ← μ·b + g / (√s + eps);  w ← w − lr·b.
 
-    Flag `use_tf_variant`: b ← μ·b + lr·g / √(s + eps);  w ← w − b. s: running mean of g², minus, if
-    `centered`, the square of the running mean of g.
+    Flag `use_tf_variant`: b ← μ·b + lr·g / √(s + eps);  w ← w − b. g: gradient + λ·w; s: running mean of g²,
+    minus, if the flag `centered` is on, the square of the running mean of g.
     """
     optimizer, group, parameters, gradients, states = step
     lr, alpha, eps, momentum = group["lr"], group["alpha"], group["eps"], group["momentum"]
@@ -163,7 +163,7 @@ def rmsprop(step: Step) -> None:
 
 
 def lamb_steps(step: Step) -> None:
-    """Update the moments; overwrite the gradients with u = m̂ / (√v̂ + eps) + λ·w, the step before trust."""
+    """Update the moments, overwrite gradients with steps u = m̂ / (√v̂ + eps) + λ·w, without trust ratio."""
     _, group, _, gradients, states = step
     negate_to_maximize(step)
     corrections1, corrections2 = _update_moments(step)
@@ -177,38 +177,38 @@ def lamb_steps(step: Step) -> None:
 
 
 def lamb_trust(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
-    """Return the LAMB trust ratio of each parameter, min(‖w‖, max_weight_norm) / ‖u‖; 1 where a norm is 0.
+    """Return the LAMB trust ratio of each parameter: min(‖w‖, max_weight_norm) / ‖u‖; 1 if a norm is 0.
 
-    Args: sizes, lengths: the norms ‖w‖ of the weights, and ‖u‖ of the steps from `lamb_steps`
+    Args: sizes: the norms ‖w‖ of the weights; lengths: the norms ‖u‖ of the steps that `lamb_steps` computed
     """
     sizes = sizes.clamp(max=group["max_weight_norm"])
     return _one_where_norm_is_zero(sizes / lengths, sizes, lengths)
 
 
 def lamb(step: Step) -> None:
-    """Update the weights by LAMB: w ← w − lr·trust·u. The gradients hold u, from `lamb_steps`."""
+    """Update the weights by LAMB: w ← w − lr·trust·u. `step.gradients` are u, which `lamb_steps` computed."""
     torch._foreach_mul_(step.gradients, _states_named(step.states, "trust"))
     torch._foreach_add_(step.parameters, step.gradients, alpha=-step.group["lr"])
 
 
 def lars_trust(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
-    """Return the LARS trust ratio of each parameter, η·‖w‖ / (‖g‖ + β·‖w‖ + eps); 1 where a norm is 0.
+    """Return the LARS trust ratio of each parameter: η·‖w‖ / (‖g‖ + β·‖w‖ + eps); 1 if a norm is 0.
 
-    Args: group: has η ("eta") and β ("weight_decay"); sizes, lengths: norms of weights and of gradients
+    Args: group: has η ("eta") and β ("weight_decay"); sizes: norms of the weights; lengths: of the gradients
     """
     ratios = group["eta"] * sizes / (lengths + group["weight_decay"] * sizes + group["eps"])
     return _one_where_norm_is_zero(ratios, sizes, lengths)
 
 
 def _one_where_norm_is_zero(ratios: Tensor, sizes: Tensor, lengths: Tensor) -> Tensor:
-    """Return the ratios, but 1 where the norm of the weight (`sizes`) or of its step (`lengths`) is 0."""
+    """Return `ratios` with 1 for each parameter whose weight or step has norm 0 (in `sizes` or `lengths`)."""
     return torch.where((sizes == 0) | (lengths == 0), torch.ones_like(ratios), ratios)
 
 
 def lars(step: Step) -> None:
     """Update the weights by LARS: v ← μ·v + lr·trust·(g + β·w);  w ← w − v.
 
-    For parameters without trust ratio: v ← μ·v + lr·g.
+    For parameters without the state "trust" (biases and norm layers): v ← μ·v + lr·g.
     """
     _, group, parameters, gradients, states = step
     layers = [i for i, state in enumerate(states) if "trust" in state]

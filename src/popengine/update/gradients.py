@@ -46,10 +46,10 @@ SHARE = 1e-7  # of all elements: if more are large, the loss scale halves
 
 
 def element_counts(gradient: Tensor, scale: float) -> Tensor:
-    """Return the numbers of elements, of large elements, and of infinities and NaN, as int64 [3].
+    """Return three counts as int64 [3]: all elements, large elements, and elements that are not finite.
 
-    Args: scale: the loss scale, by which the gradient was divided; large is an absolute value that was above
-        `LARGE` before this division
+    Args: scale: the loss scale, by which the gradient was divided; an element is large if its absolute value
+        was above `LARGE` before this division
     """
     large, finite = (gradient.abs() > LARGE / scale).sum(), gradient.isfinite().sum()
     return torch.tensor([gradient.numel(), int(large), gradient.numel() - int(finite)])
@@ -63,9 +63,10 @@ def all_finite(gradients: Sequence[Tensor]) -> bool:
 
 
 def next_loss_factor(factor: float, elements: int, large: int, not_finite: int) -> float:
-    """Return the factor of the user's loss scale for the next update: twice the current factor; or half, if
-    an element is not finite or more than `SHARE` of the elements are large.
+    """Return the number by which the user's loss scale is multiplied in the next update: twice `factor`; half
+    of it if a gradient element is not finite, or if more than `SHARE` of the elements are large.
 
-    Args: elements, large, not_finite: the `element_counts`, summed over all gradients
+    Args: factor: this number in the current update; elements, large, not_finite: the three `element_counts`,
+        summed over all gradients
     """
     return factor * (2 if not not_finite and large <= SHARE * elements else 0.5)

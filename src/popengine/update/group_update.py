@@ -40,7 +40,7 @@ def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
 
 
 def has_fused_kernel(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Return whether the rule has a fused kernel that fits: all tensors float32, all flags at default."""
+    """Return whether the rule has a fused kernel, all tensors are float32, and all flags at default."""
     rule = rule_of(optimizer)
     types = {parameter.dtype, optimizer.accumulator_type, *optimizer.state_types.values()}
     return rule.fused is not None and types == {torch.float32} and not rule.changed_flags(optimizer)
@@ -76,11 +76,11 @@ class ParameterUpdate:
 
     Args:
         state:  the optimizer state by name
-        others: gradient sums of other replicas, to be added to `gradient` in the order of a binary tree
+        others: gradient sums of the other replicas, which the caller adds to `gradient` before the update
         seed:   seed of the random numbers of stochastic rounding; None: no stochastic rounding
         start:  offset of the range's first element in the parameter
         is_fused: whether torch's fused kernel updates the parameter
-        step:   for rules with a trust ratio: a buffer for the step; the gradient itself if it is wide enough
+        step:   for rules with a trust ratio: a buffer for the step; the gradient itself if not half precision
         norms:  for rules with a trust ratio: (norm of the weight, norm of the step) of each range, by the
             range's `start`; None: the parameter has no ratio
     """
@@ -97,7 +97,7 @@ class ParameterUpdate:
 
     @property
     def has_one_layout(self) -> bool:
-        """Whether all tensors but scalars have one dense layout: a range of memory has the same elements."""
+        """Whether all tensors but scalars are contiguous, or all channels_last: equal in element order."""
         states = (value for name, value in self.state.items() if name not in SCALARS)
         tensors = [self.parameter, self.gradient, *self.others, *states]
         return all(tensor.is_contiguous() for tensor in tensors) or all(
@@ -108,7 +108,7 @@ class ParameterUpdate:
         )
 
     def elements(self, start: int, stop: int) -> ParameterUpdate:
-        """Return a part with 1-d views of elements `start` to `stop` in memory order (0-d: unchanged)."""
+        """Return the update of elements `start` to `stop` in memory order: 1-d views (0-d: unchanged)."""
         return replace(
             self,
             parameter=_flat_view(self.parameter, start, stop),
@@ -127,16 +127,14 @@ def _flat_view(value: Tensor, start: int, stop: int) -> Tensor:
     return value.as_strided((stop - start,), (1,), value.storage_offset() + start)
 
 
-Span = tuple[
-    int, int, int
-]  # index of a part, offsets of the first and last element; (index, 0, 0): whole part
+Span = tuple[int, int, int]  # index of a parameter, first element, end; (index, 0, 0): the whole parameter
 Chunk = list[Span]
 
 
 def chunks(parts: Sequence[ParameterUpdate]) -> list[Chunk]:
-    """Return the chunks of all parts. Chunks may be computed in any order, or at the same time.
+    """Return the chunks of a list of parameters. Chunks may be updated in any order, or at the same time.
 
-    On an accelerator all parts are one chunk, because one kernel updates many parameters.
+    On an accelerator all parameters are one chunk, because one kernel updates many parameters.
     """
     if not all(part.parameter.is_cpu for part in parts):
         return [[(number, 0, 0) for number in range(len(parts))]]
@@ -179,11 +177,11 @@ class UpdateStep:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """The chunks of all parameters. Threads may compute different chunks at the same time."""
+        """The chunks of all parameters of the step. Threads may update different chunks at the same time."""
         return chunks(self.parts)
 
     def views(self, chunk: Chunk) -> list[ParameterUpdate]:
-        """Return the part of each span of a chunk, with views of the span's elements."""
+        """Return the parameters of a chunk, each with views of the elements that belong to the chunk."""
         return [
             self.parts[part].elements(start, stop) if stop else self.parts[part]
             for part, start, stop in chunk
@@ -196,8 +194,8 @@ class UpdateStep:
             torch._foreach_add_(steps, 1)
 
     def measure(self, views: Sequence[ParameterUpdate]) -> None:
-        """For each part of a chunk: update the state, write the step before the trust ratio into `step`, and
-        store the norms of weight and step in `norms`, unless that is None."""
+        """For each parameter of a chunk: update the moments (LAMB), write the step without trust ratio into
+        `step`, and store the norms of the weight and of this step in `norms`, unless `norms` is None."""
         assert self.layers is not None
         steps = [view.step for view in views if view.step is not None]
         for view, step in zip(views, steps, strict=True):
@@ -257,8 +255,8 @@ class UpdateStep:
         weights: list[Tensor],
         gradients: list[Tensor],
     ) -> None:
-        """Run a formula, which changes weights, gradients and the parts' states in place; states of another
-        dtype than the weight's are changed through copies."""
+        """Run a formula on `weights` and `gradients`, which have one dtype for each parameter, and update the
+        states of `parts` in place; the formula reads and writes states of another dtype through copies."""
         states = [
             {name: value if name in SCALARS else value.to(weight.dtype) for name, value in part.state.items()}
             for part, weight in zip(parts, weights, strict=True)
@@ -276,14 +274,15 @@ def _zero_state(optimizer: Optimizer, name: str, parameter: Tensor) -> Tensor:
 
 
 def _with_step_buffer(part: ParameterUpdate, has_ratio: bool) -> ParameterUpdate:
-    """Return the part with a step buffer, a copy of its state dict and, if `has_ratio`, an empty `norms`."""
+    """Return a copy of `part` with a buffer `step`, a new state dictionary (to which a trust ratio can be
+    added) and, if the parameter has a trust ratio, an empty `norms`."""
     dtype, gradient = torch.promote_types(part.parameter.dtype, torch.float32), part.gradient
     step = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     return replace(part, step=step, norms={} if has_ratio else None, state=dict(part.state))
 
 
 def _total_norm(part: ParameterUpdate, which: int) -> Tensor:
-    """Return the norm of a whole weight (`which` 0) or of its step (1), from the norms of its ranges."""
+    """Return the norm of a whole weight (if `which` is 0) or of its step (if 1), from the norms of ranges."""
     norms = [pair[which] for _, pair in sorted((part.norms or {}).items())]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 

@@ -24,7 +24,7 @@ class RuleState:
     """The description of a state tensor that an optimizer has for each parameter.
 
     Args:
-        file:  prefix of the tensor's name in the `state_dict()` of a poptorch optimizer
+        file:  prefix of the tensor's name in the `state_dict()` of a poptorch optimizer, such as "Accl1"
         dtype: attribute of the optimizer that holds the tensor's dtype; "" for float32
         torch: name in the state of `torch_class`, if different; "" if torch has no such tensor
         when:  flag that must be on for the tensor to exist; "momentum": it exists once the momentum is not 0
@@ -62,12 +62,12 @@ class Flag:
 
 @dataclass(frozen=True)
 class Layers:
-    """The functions of a rule with trust ratios (LAMB, LARS) that run before its formula.
+    """The functions by which a rule (LAMB, LARS) computes trust ratios, before its formula runs.
 
     Args:
         steps: overwrites the gradients with the steps whose norms are compared with the weights' norms
-        trust: returns one ratio per parameter (the state "trust") from the norms of weights and of steps
-        least: number of dimensions from which on a parameter has a ratio
+        trust: returns the trust ratio of each parameter, from the norms of the weights and of the steps
+        least: parameters with fewer dimensions have no trust ratio
     """
 
     steps: Formula
@@ -114,13 +114,13 @@ class Rule:
                 yield state
 
     def changed_flags(self, optimizer: Optimizer) -> list[str]:
-        """Return the names of the flags whose values for an optimizer are not the defaults."""
+        """Return the names of the rule's flags that don't have their default value in `optimizer`."""
         return [n for n, flag in self.flags.items() if optimizer.flags.get(n, flag.default) != flag.default]
 
 
 def _has_torch_dampening(optimizer: Any) -> bool:
-    """Return whether an optimizer has a dampening that begins with the second step, as torch.optim.SGD's does
-    (poptorch.optim.SGD's begins with the first)."""
+    """Return whether an optimizer has a dampening other than 0 that leaves the first update undampened, as in
+    torch.optim.SGD; False for poptorch.optim.SGD, which dampens the first update too."""
     dampened = any(group["dampening"] for group in optimizer.param_groups)
     return dampened and not getattr(optimizer, "dampens_first_step", False)
 
@@ -182,5 +182,5 @@ RULES: dict[str, Rule] = {
 
 
 def rule_of(optimizer: Optimizer) -> Rule:
-    """Return the update rule of an optimizer's frozen settings."""
+    """Return the update rule of an optimizer, by its `kind`."""
     return RULES[optimizer.kind]
