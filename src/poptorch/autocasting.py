@@ -17,11 +17,12 @@ __all__ = ["Policy", "autocast", "default"]
 
 
 class Policy(TorchFunctionMode):
-    """The dtypes to which `autocast` casts operands. Functions in no list follow torch.autocast to float16.
+    """The dtypes to which `autocast` casts the floating point operands of each torch function.
 
-    Args: lists of names of torch functions, such as "matmul"; the last list that has a name applies to it.
+    Args: lists of names of torch functions, such as "matmul". If several lists have a name, the last applies;
+        for a function in no list torch.autocast's rules for float16 apply.
         fp16, fp32:      functions whose operands are cast to float16, to float32
-        promote, demote: functions whose operands are cast to the widest, to the narrowest dtype among them
+        promote, demote: functions whose operands are cast to the widest, to the narrowest of their dtypes
     """
 
     def __init__(
@@ -63,7 +64,7 @@ _policy: ContextVar[Policy | None] = ContextVar("policy", default=default)  # No
 
 @contextlib.contextmanager
 def using_policy(policy: Policy | None) -> Iterator[None]:
-    """Set the policy of each `autocast` inside the `with`; with None, `autocast` has no effect there."""
+    """Set the policy of each `autocast` that is entered inside the `with`; None: `autocast` has no effect."""
     token = _policy.set(policy)
     try:
         yield
@@ -72,7 +73,8 @@ def using_policy(policy: Policy | None) -> Iterator[None]:
 
 
 class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
-    """Context manager and decorator: products and convolutions inside run in float16, or by the policy.
+    """Context manager and decorator that casts operands in a compiled model, by default those of products and
+    convolutions to float16; `options.Precision.autocastPolicy` sets other rules.
 
     In plain PyTorch it has no effect. With `enabled=False` nothing is cast inside, as in torch.autocast.
 

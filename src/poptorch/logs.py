@@ -42,7 +42,8 @@ logging.getLogger("popengine").parent = logger  # the engine's lines go to the s
 
 
 class RepeatFilter(logging.Filter):
-    """A filter that passes the same line `limit` times in succession, once more with a note, then no more."""
+    """A filter that passes equal lines in succession `limit` times, then once with a note that the next equal
+    lines are left out, then no more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class RepeatFilter(logging.Filter):
         self._line, self._count = ("", ""), 0
 
     def set_limit(self, limit: int) -> None:
-        """Set the number of equal lines that pass, and restart the count of the present line at 0."""
+        """Set the number of equal lines that pass, and count the latest line from 0 again."""
         self.limit, self._count = limit, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -77,8 +78,10 @@ class _Formatter(logging.Formatter):
 
 
 class _LiveStreamHandler(logging.StreamHandler):
-    """A handler that reads `sys.stderr` or `sys.stdout` anew for each line, so that redirection works. It
-    drops lines that a handler of the root logger writes to the terminal, too, so that they appear once."""
+    """A handler that looks up `sys.stderr` or `sys.stdout` for each line, so that redirection works.
+
+    If a handler of the root logger writes to the terminal this handler writes nothing: a line appears once.
+    """
 
     def __init__(self, name: str) -> None:
         logging.Handler.__init__(self)
@@ -98,8 +101,8 @@ class _LiveStreamHandler(logging.StreamHandler):
 
 
 def setLogLevel(level: int | str) -> None:
-    """Set the lowest level that is logged: 0 TRACE, 1 DEBUG, 2 INFO, 3 WARN, 4 ERR, 6 OFF, or such a name.
-    Raises ValueError for any other integer or name."""
+    """Set the lowest level that is logged, by number or name: 0 TRACE, 1 DEBUG, 2 INFO, 3 WARN, 4 ERR, 6 OFF.
+    Raises ValueError for any other number or name."""
     if isinstance(level, int):
         if level not in LEVEL_NUMBERS:
             known = ", ".join(f"{number} {name}" for number, name in LEVEL_NUMBERS.items())
@@ -111,7 +114,7 @@ def setLogLevel(level: int | str) -> None:
 
 
 def configure(level: str, destination: str) -> None:
-    """Set the log's destination (stderr, stdout or a file) and level; an unknown level logs a warning."""
+    """Set the log's destination (stderr, stdout or a file) and level; an unknown one warns, and means WARN."""
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
@@ -135,12 +138,12 @@ def log_ignored_variables(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun in singular or plural: "1 stage", "2 stages", "2 batches"."""
+    """Return a number with its noun in singular or plural, as text: "1 stage", "2 stages", "2 batches"."""
     return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('h') else 's'}"
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names as text, at most five: "a, b" or "a, b, c, d, e and 3 more"."""
+    """Return at most five names, and the number of further names, as text: "a, b, c, d, e and 3 more"."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 

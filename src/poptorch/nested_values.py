@@ -43,8 +43,8 @@ _parsers: dict[type, ICustomArgParser] = {}  # by exact type; written by registe
 
 
 def registerCustomArgParser(arg_type: type, arg_parser: ICustomArgParser | None) -> None:
-    """Register a parser: values of exactly `arg_type` may then hold tensors in inputs, outputs and batches.
-    None removes the parser. Raises Error if `arg_parser` is no ICustomArgParser."""
+    """Register a parser (None: remove it): values of exactly `arg_type` may then hold tensors in inputs,
+    outputs and batches. Raises Error if `arg_parser` is no ICustomArgParser."""
     if arg_parser is None:
         _parsers.pop(arg_type, None)
         return
@@ -67,7 +67,7 @@ class Spec:
 
     Args:
         type:     the class of the value; torch.Tensor for every kind of tensor
-        parts:    the key (sorted), field name or index, and the spec, of each part of a container
+        parts:    (key, spec) of each part of a container; the key is a (sorted) key, field name or index
         constant: the value, if it is neither tensor nor container
     """
 
@@ -78,7 +78,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Constant:
-    """A value that is compared by its contents, even if its `==` returns an array or compares identities."""
+    """A wrapper that compares values by contents, also if their `==` returns an array or compares ids."""
 
     value: Any
 
@@ -103,7 +103,8 @@ def paths_of(value: Any, name: str) -> list[str]:
 
 
 def constants_of(value: Any, path: str) -> Iterator[tuple[Any, str, bool]]:
-    """Yield each constant in `value`, its path, and whether its last key is a string (or a field's name)."""
+    """Yield (constant, path, is_named) of each constant in `value`: the path as in `paths_of`; is_named is
+    True if the path ends in a string key or a field's name."""
     return (leaf for leaf in _leaves(value, path) if not isinstance(leaf[0], torch.Tensor))
 
 
@@ -128,7 +129,7 @@ def describe(value: Any) -> Spec:
 
 
 def _leaves(value: Any, path: str, is_named: bool = False) -> Iterator[tuple[Any, str, bool]]:
-    """Yield each tensor and constant, its path, and whether its last key is a string (or a field's name)."""
+    """Yield (leaf, path, is_named) of each tensor and constant in `value`, as `constants_of`."""
     parts = _parts(value)
     if parts is None:
         yield value, path, is_named
@@ -138,7 +139,7 @@ def _leaves(value: Any, path: str, is_named: bool = False) -> Iterator[tuple[Any
 
 
 def path_step(container: type, key: Any) -> str:
-    """Return the code that reads the part of a container with this key: `[0]`, `["key"]`, `.field`."""
+    """Return the code that reads the part `key` of a container of this class: `[0]`, `["key"]`, `.field`."""
     if not isinstance(key, str):
         return f"[{key!r}]"
     is_field = is_dataclass(container) and not issubclass(container, dict | UserDict)
@@ -146,7 +147,7 @@ def path_step(container: type, key: Any) -> str:
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """Return a container's parts by (sorted) key, field name or index; None if `value` is no container."""
+    """Return a container's parts by key (sorted), field name or index; None if `value` is no container."""
     parser = _parsers.get(type(value))
     if parser is not None:
         return dict(enumerate(parser.yieldTensors(value)))
@@ -165,7 +166,7 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 
 
 def _with_parts(value: Any, parts: dict[Any, Any]) -> Any:
-    """Return a copy of a container, with `parts` (by the keys of `_parts`) in place of its own."""
+    """Return a copy of a container with other parts; `parts` has the keys of `_parts(value)`."""
     kind = type(value)
     if kind in _parsers:
         return _parsers[kind].reconstruct(value, iter(parts.values()))

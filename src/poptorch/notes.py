@@ -20,7 +20,7 @@ def note(what: Any, value: Any) -> None:
 
     Args:
         what:  the note's key; it must pickle, since it becomes a part of the compiled model
-        value: a tensor, or tensors in containers; values that forward does not compute are returned unchanged
+        value: a tensor, or tensors in containers; a constant in it is returned unchanged
     """
     capture = current()
     if capture is not None:

@@ -64,8 +64,8 @@ class _WithoutValues(FakeTensorMode):
 
 
 def make_parameters_fake() -> None:
-    """Replace nn.Parameter.__new__ and torch.utils.swap_tensors, so that new parameters are fake tensors,
-    without memory. Do nothing if `popvision plan` has found that the program needs values."""
+    """Replace nn.Parameter.__new__ and torch.utils.swap_tensors in this process, so that new parameters are
+    fake tensors, without memory. No effect if `popvision plan` has found that the program needs values."""
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
     if "values" in json.loads(os.environ.get(PLAN_WISH, "{}")):
         return
@@ -89,7 +89,7 @@ def make_parameters_fake() -> None:
 
 
 def available_memory() -> int:
-    """Return the bytes that this process can still allocate, on the machine and in its control group."""
+    """Return the bytes that the machine, and this process's control group, still allow to allocate."""
     rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(rows["MemAvailable"].split()[0]) * 1024
     for limit, used in (
@@ -103,7 +103,7 @@ def available_memory() -> int:
 
 
 def exit_if_only_planning(*program: Any) -> None:
-    """Write the profiles of a plan and raise SystemExit if `popvision plan` runs this program.
+    """If `popvision plan` runs this program, write the profiles that it requests and raise SystemExit.
 
     Args: program: the arguments of `profiles` other than `kinds`
     """
@@ -122,12 +122,13 @@ def profiles(
     hyper: Hyper | None,
     kinds: Sequence[str],
 ) -> dict[str, Profile]:
-    """Return the profiles of a model that has not run, by kind of machine.
+    """Compile a model for each kind of machine, and return the profiles of the plans, by kind.
 
     Args:
         model, run, options, settings: as for `compile_model`
         hyper: the rates of an update; None in inference
-        kinds: "apart": machines whose ipus are separate devices; "here": this machine, which is measured
+        kinds: "apart": machines on which each ipu is an accelerator; "here": this machine, on which the
+            model's times are measured, too
     """
     location = options.TensorLocations.location_optimizer.toDict()
     found = {}
@@ -167,7 +168,8 @@ def profiles(
 
 
 def planned_profile(plan: Plan, settings: Settings, graph: Graph) -> Profile:
-    """Return the profile of a plan that has not run, with each ipu's peak bytes, as if it had own memory."""
+    """Return the profile of a plan that has not run, with the peak bytes that each ipu would hold if each ipu
+    had a memory of its own."""
     found, ipus = describe(plan, settings, graph), sorted(set(plan.partition.ipus))
     alive = {index: -piece.enters for index, piece in enumerate(found.pieces)}
     for operation in found.operations:
@@ -190,7 +192,7 @@ def planned_profile(plan: Plan, settings: Settings, graph: Graph) -> Profile:
 
 
 def _most_bytes_in_transit(found: Profile, ipu: int) -> int:
-    """Return an upper bound of the bytes that are sent to an ipu and not received yet, at any time."""
+    """Return an upper bound of the bytes that are sent to `ipu`, and not received yet, at any time."""
     stages, micro_batches = len(found.ipus), found.facts["schedule_micro_batches"]
     sent = {part.channel: part for part in found.parts if part.kind == "send" and part.peer == ipu}
     total = 0
@@ -205,12 +207,12 @@ def _most_bytes_in_transit(found: Profile, ipu: int) -> int:
 
 
 def measure_times(found: Executable, hyper: Hyper | None, flops: int) -> dict[str, Any]:
-    """Measure "steps" of a small model, or "pieces", "updates" and "sharing" of a large one, and return them.
+    """Measure a model on this machine; return "steps" if it is small, else "pieces", "updates", "sharing".
 
-    steps    rows (micro-batches of all replicas, seconds of a step)
+    steps    list of (micro-batches of all replicas, seconds of a step)
     pieces   seconds of each piece, for one micro-batch on one core
     updates  seconds of each ipu's weight update on one core
-    sharing  rows (threads, their least and their largest speed-up)
+    sharing  list of (threads, smallest, largest speed-up) of an operation; empty on one core
 
     Args: flops: FLOPs of one micro-batch
     """
@@ -224,16 +226,16 @@ def measure_times(found: Executable, hyper: Hyper | None, flops: int) -> dict[st
 
 
 def _random_values(shape: Sequence[int], dtype: torch.dtype, key: str = "") -> Tensor:
-    """Return random values for the weight `key`; "": for an input. Integer weights and running variances are
-    1, integer inputs 0."""
+    """Return normal random values for the weight with this key, or with the key "" for an input. Integer
+    weights and running variances are 1, integer inputs 0."""
     if not dtype.is_floating_point or key.endswith("running_var"):
         return torch.ones(shape, dtype=dtype) if key else torch.zeros(shape, dtype=dtype)
     return torch.randn(shape, dtype=torch.float32).mul_(1 / math.sqrt(max(1, math.prod(shape[1:])))).to(dtype)
 
 
 def _measure_steps(found: Executable, hyper: Hyper | None) -> list[tuple[int, float]]:
-    """Run the engine, and return rows (micro-batches of all replicas, seconds): two shortened steps or, if
-    the step is short, one whole step."""
+    """Run steps on an engine, and return a list of (micro-batches of all replicas, seconds): of two shortened
+    steps, or if the step is short of the whole step."""
     assert found.graph is not None
     settings, whole = found.settings, found.plan.micro_batches
     few = max(2 * found.plan.partition.stages, torch.get_num_threads())
@@ -256,7 +258,7 @@ def _measure_steps(found: Executable, hyper: Hyper | None) -> list[tuple[int, fl
 
 
 def _median_seconds(work: Callable[[], Any], warm: int = 1) -> float:
-    """Call `work` `warm` times as a warm-up, then up to `_ROUNDS` times, and return the median seconds."""
+    """Call `work` `warm` times as a warm-up, then up to `_ROUNDS` times; return the median of the seconds."""
     for _ in range(warm):
         work()
     began, found = time.perf_counter(), list[float]()
@@ -268,7 +270,8 @@ def _median_seconds(work: Callable[[], Any], warm: int = 1) -> float:
 
 
 def _measure_operations(found: Executable, hyper: Hyper | None) -> dict[str, Any]:
-    """Run operations alone, equal ones once, and return "pieces", "updates", "sharing" of `measure_times`."""
+    """Run each operation alone, and equal operations once; return "pieces", "updates" and "sharing" of
+    `measure_times`."""
     assert found.graph is not None
     values = {node.name: node.meta.get("val") for node in found.graph.code.nodes}
     known: dict[Any, float] = {}
@@ -311,7 +314,8 @@ def _measure_operations(found: Executable, hyper: Hyper | None) -> dict[str, Any
 
 
 def _measure_updates(found: Executable, hyper: Hyper | None) -> list[float]:
-    """Run one update, and return the seconds, in proportion to its weights, for each ipu; 0 in inference."""
+    """Measure an update of a part of the weights, and return the seconds of each ipu's update, in proportion
+    to the number of its weights; in inference 0."""
     optimizer, partition = found.settings.optimizer, found.plan.partition
     elements = dict.fromkeys(sorted(set(partition.ipus)), 0)
     if optimizer is None or hyper is None:

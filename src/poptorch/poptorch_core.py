@@ -8,7 +8,7 @@ __all__ = ["Error", "RecoverableError", "UnrecoverableError", "createPoptorchErr
 
 
 def createPoptorchError(msg: str) -> Error:
-    """Return an Error with this message."""
+    """Return, and don't raise, an Error with this message."""
     return Error(msg)
 
 
@@ -24,7 +24,7 @@ def getIpuTensorId(tensor: Any) -> NoReturn:
 
 
 def poptorchAtExit() -> NoReturn:
-    """Raise Error: `destroy()` releases a model's devices."""
+    """Raise Error, with the advice to call `destroy()`, which releases a model's devices."""
     raise _refusal("poptorchAtExit", "model.destroy() releases a model's devices at once")
 
 

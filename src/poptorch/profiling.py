@@ -10,7 +10,7 @@ __all__ = ["Channel"]
 
 
 class Channel:
-    """A named group of ranges in a trace.
+    """A group of named ranges in a trace, whose names begin with the channel's name.
 
     channel = poptorch.profiling.Channel("training")
     with channel.tracepoint("epoch"):
@@ -31,7 +31,7 @@ class Channel:
         """Replace methods of an object or a class, in place, by wrappers that record each call as a range.
 
         Raises:
-            AttributeError: the object lacks one of the methods; none is wrapped then
+            AttributeError: the object lacks one of the methods; then no method is replaced
         """
         functions = {method: getattr(obj, method) for method in methods}
         owner = obj if isinstance(obj, type) else type(obj)

@@ -43,7 +43,7 @@ _live_reporters: weakref.WeakSet[Reporter] = weakref.WeakSet()
 class Reporter:
     """An object that collects the data of a plan's profile, and saves the profile.
 
-    Args: path: the profile's file; number: the number of the plan among the executor's, from 1
+    Args: path: the profile's file; number: the plan's number among the plans of its executor, from 1
     """
 
     def __init__(self, path: Path, options: Options, number: int) -> None:
@@ -58,12 +58,13 @@ class Reporter:
         self._running = engine, executable
 
     def on_release(self) -> None:
-        """Save the profile and drop the engine, when the executor releases its devices."""
+        """Save the profile and drop the engine; called when the executor releases its devices."""
         self.save()
         self._running = None
 
     def after_call(self) -> None:
-        """Save the profile, but at most once per minute: then a killed program leaves a profile, too."""
+        """Save the profile if the last save is a minute old, so that a killed program leaves a profile, too.
+        If a save takes long the interval is longer."""
         began = time.perf_counter()
         if began >= self._next_save:
             self.save()
@@ -71,8 +72,8 @@ class Reporter:
             self._next_save = now + max(_SAVE_INTERVAL, _SAVE_FACTOR * (now - began))
 
     def save(self) -> None:
-        """Write the profile, and the page of all profiles; log a warning if that fails. No effect if no
-        engine is attached, or in an instance other than 0."""
+        """Write the profile and the page of all profiles to files; log a warning if writing fails. No effect
+        if no engine is attached, or in an instance other than 0."""
         if self._running is None or self._running[0].settings.counts.instance != 0:
             return
         try:
@@ -137,7 +138,8 @@ class Reporter:
 
 
 def _memory_capacity(ipu_bytes: float) -> dict[str, Any]:
-    """Return a profile's "capacity": the memory of an ipu, if set for `AutoBalance`, else of this machine."""
+    """Return the entry "capacity" of a profile's facts: the memory of an ipu, or if that is infinite (no
+    capacity is set for `AutoBalance`) the memory of this machine."""
     if ipu_bytes < math.inf:
         return {"bytes": int(ipu_bytes), "of": "the capacity of an ipu", "shared": False}
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -145,12 +147,12 @@ def _memory_capacity(ipu_bytes: float) -> dict[str, Any]:
 
 
 def start_reporter(executor: Any, options: Options, training: bool, number: int) -> Reporter | None:
-    """Return a new reporter of a plan, which records waits for loaders; None if no profile is requested.
+    """Return a new reporter of one plan of an executor, or None if the options request no profile.
 
-    The reporter also saves its profile when the executor is garbage-collected, and at SIGTERM unless the
-    program has a handler for it.
+    Loaders report their waits to it from now on. It saves its profile also when the executor is
+    garbage-collected, and at SIGTERM unless the program has a handler for SIGTERM.
 
-    Args: number: of the plan, from 1; plans after the first have a profile in a folder of their own
+    Args: number: the plan's number, from 1; plans after the first have a profile in a folder of their own
     """
     directory = options._profile_directory(training)
     if directory is None:
@@ -179,7 +181,8 @@ def _save_on_sigterm(number: int, frame: Any) -> None:
 
 @contextlib.contextmanager
 def recording_event(reporter: Reporter | None, kind: str) -> Iterator[None]:
-    """Run the body, and record its duration as an event of this kind, if there is a reporter and no error."""
+    """Context manager that records the duration of its body as an event of this kind. Nothing is recorded if
+    `reporter` is None, or if the body raises."""
     start = time.perf_counter_ns()
     yield
     if reporter is not None:
@@ -190,7 +193,8 @@ def recording_event(reporter: Reporter | None, kind: str) -> Iterator[None]:
 
 
 def _recorded_tracks(recorder: Recorder) -> list[profile.Track]:
-    """Return the times of each ipu in each recorded step; of a failed step only of instructions that ran."""
+    """Return a track for each ipu and each recorded step, sorted; a failed step's tracks end before the first
+    instruction that did not end."""
     steps = [step for steps in recorder.kept for step in steps.items()]
     steps += [(key, times) for key, times in recorder.broken.items() if any(times.ends[:1])]
     found = [_track_of_step(recorder, key, times) for key, times in steps]
@@ -198,7 +202,8 @@ def _recorded_tracks(recorder: Recorder) -> list[profile.Track]:
 
 
 def _track_of_step(recorder: Recorder, key: tuple[int, int], times: Times) -> profile.Track:
-    """Return the times of the ipu `key` (replica, ipu) in a step, up to the first unfinished instruction."""
+    """Return the times of one step on the ipu `key`, (replica, ipu), as a track that ends before the first
+    unfinished instruction."""
     length = next((index for index, end in enumerate(times.ends) if not end), times.length)
     begins, ends = times.begins[:length], times.ends[:length]
     return profile.Track(
@@ -214,7 +219,8 @@ def _track_of_step(recorder: Recorder, key: tuple[int, int], times: Times) -> pr
 
 
 def _add_times(operations: Sequence[profile.Operation], detail: Detail | None) -> list[profile.Operation]:
-    """Return the operations with their runs and nanoseconds in the detailed step, if there is one."""
+    """Return the operations with their number of runs and nanoseconds in the detailed step. Without a
+    detailed step (`detail` is None) return them unchanged."""
     if detail is None:
         return list(operations)
     lines = {piece: iter(detail.line_times(piece)) for piece in detail.lines}
@@ -230,7 +236,7 @@ def _add_times(operations: Sequence[profile.Operation], detail: Detail | None) -
 
 
 def _changed_options(options: Options, training: bool) -> list[profile.Option]:
-    """Return name, value and default, as texts, of each option that differs from its default."""
+    """Return the name, value and default of each option whose value differs from its default, as text."""
     mine, default = _option_texts(options), _option_texts(resolve_options(Options(), training))
     return [
         profile.Option(name, mine.get(name, "not set"), default.get(name, "not set"))
@@ -240,7 +246,8 @@ def _changed_options(options: Options, training: bool) -> list[profile.Option]:
 
 
 def _describe_optimizer(optimizer: Optimizer | None) -> str:
-    """Return, as text, an optimizer's rule, size, and settings that differ from defaults; None: "none"."""
+    """Return an optimizer's rule, its number of parameters and groups, and its settings that differ from the
+    defaults, as text; "none" for None."""
     if optimizer is None:
         return "none"
     groups, plain = len(set(optimizer.group_of.values())), Optimizer(optimizer.kind, optimizer.group_of)
@@ -257,7 +264,7 @@ def _describe_optimizer(optimizer: Optimizer | None) -> str:
 
 
 def _option_texts(options: Options) -> dict[str, str]:
-    """Return the value of each option as text, by the option's name."""
+    """Return the value of each option as text, by the option's name, also of `Jit` and `Precision`."""
     parts = options.toDict(), options.Jit.toDict(), options.Precision.toDict()
     found = {name: str(value) for part in parts for name, value in part.items()}
     return {**found, "execution_strategy": type(options._execution_strategy).__name__}

@@ -22,7 +22,7 @@ __all__ = ["Comparison", "allclose", "compare"]
 
 
 def allclose(ref_outputs: Any, test_outputs: Any, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
-    """Return whether two outputs have equal containers, constants and shapes, and close values. NaN is NaN."""
+    """Return whether outputs have equal containers, constants, shapes, and close values. NaN equals NaN."""
     if describe(ref_outputs) != describe(test_outputs):
         return False
     for ref, test in zip(tensors_of(ref_outputs), tensors_of(test_outputs), strict=True):
@@ -37,10 +37,11 @@ class Comparison:
     """One weight update compared with plain PyTorch's; prints as a table.
 
     Args:
-        title:      what was compared
-        conclusion: "all equal", or which gradients differ, and the likely cause
+        title:      the plan, or the function `update`, that was compared with plain PyTorch
+        conclusion: "all equal", "all gradients are equal", or how gradients differ, and a likely cause
         loss:       "equal", or a description of the difference
-        rows:       each parameter's name, and "equal", "none" or a description for its gradient and new value
+        rows:       (name, gradient, new value) of each parameter: "equal", "none" (in both), or a description
+            of the difference
     """
 
     title: str
@@ -71,18 +72,18 @@ def compare(
     *,
     update: Callable[[nn.Module, torch.optim.Optimizer, Any], Any] | None = None,
 ) -> Comparison:
-    """Return a comparison of one weight update with these options and plain PyTorch's. (Pando.)
+    """*Pando*: Return a comparison of one weight update by an executor and by plain PyTorch.
 
-    Both update copies of the model. Plain PyTorch runs the micro-batches one after another, adds their gradients
-    and divides them by the number of micro-batches and replicas. Random numbers differ: set dropout to 0.
+    Each updates a copy of the model. Plain PyTorch runs the micro-batches one after another, adds their
+    gradients and divides the sums by micro-batches × replicas. Random numbers differ: set dropout to 0.
 
     >>> print(poptorch.testing.compare(model, options, (images, labels), torch.optim.AdamW(model.parameters())))
 
     Args:
         batch:     a combined batch: a tensor, a tuple or list of arguments, or a dictionary of them
         optimizer: with the parameters of `model`; by default SGD with lr 0.01
-        update:    runs the update instead of an executor: called with a copy of the model, of the
-                   optimizer, and the rows of one update; returns the loss, leaves gradients in `.grad`
+        update:    makes the update instead of an executor: called with a copy of the model, a copy of the
+            optimizer, and the rows of one update, returns the loss, and leaves gradients in `.grad`
     Raises:
         Error: the model can't be compiled, or returns no loss
     """
@@ -113,14 +114,14 @@ def compare(
 
 
 def _call_with_batch(model: Callable[..., Any], batch: Any) -> Any:
-    """Call a model with a batch of arguments, and return its outputs."""
+    """Return a model's outputs for a batch, which holds the arguments as in `compare`."""
     args, kwargs = arguments_of(batch)
     return model(*args, **kwargs)
 
 
 def _index_of_loss(outputs: Any) -> int:
-    """Return the index of the loss in forward's output tensors: of the field "loss", else of the first scalar
-    that requires a gradient. Raises Error if there is neither."""
+    """Return the index of the loss among forward's output tensors: the index of the field "loss", else of the
+    first scalar that requires a gradient. Raises Error if there is neither."""
     named = loss_field(outputs)
     for index, value in enumerate(tensors_of(outputs)):
         if value is named or (named is None and value.dim() == 0 and value.requires_grad):
@@ -133,7 +134,7 @@ def _update_plain(
 ) -> tuple[int, Tensor]:
     """Update a model in place by plain PyTorch, and leave the mean gradients in `.grad`.
 
-    Gradients of a replica's micro-batches are added one after another, then those of the replicas in pairs.
+    Gradients are added over the micro-batches of a replica one after another, then over replicas in pairs.
 
     Returns: the index of the loss in the outputs, and the losses of all micro-batches
     """
@@ -164,8 +165,10 @@ def _update_plain(
 def _update_by_executor(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, batch: Any, loss_index: int
 ) -> tuple[str, Tensor]:
-    """Update a model in place by an executor, and leave its gradients in `.grad`: the momenta of an update of a
-    copy by SGD. Return the title of the executor's plan, and the losses of all micro-batches."""
+    """Update a model in place by an executor; return its plan's title, and the losses of all micro-batches.
+
+    The gradients, which are left in `.grad`, are the momenta of SGD after an update of a copy of the model.
+    """
     other = copy.deepcopy(model)
     executor = trainingModel(model, options.clone().outputMode(OutputMode.All), optimizer)
     losses = tensors_of(_call_with_batch(executor, batch))[loss_index].flatten()
@@ -181,7 +184,7 @@ def _update_by_executor(
 
 
 def _compare_tensors(found: Tensor | None, plain: Tensor | None) -> str:
-    """Return "equal", "none" if both are None, or as text how `found` differs from plain PyTorch's tensor."""
+    """Return as text how `found` differs from plain PyTorch's tensor; "equal"; or "none" if both are None."""
     if found is None or plain is None:
         return "none" if found is plain else "missing" if found is None else "plain has none"
     if torch.equal(found, plain):
@@ -208,7 +211,8 @@ def _format_factor(factor: float) -> str:
 
 
 def _describe_gradients(loss: str, rows: Sequence[tuple[str, str, str]], counts: Counts) -> str:
-    """Return "all equal", "all gradients are equal", or the differing gradients and a likely cause."""
+    """Return "all equal", "all gradients are equal" (but not the loss or new weights), "gradients are 4 times
+    plain" with a likely cause, or the number of differing gradients and the first of them."""
     rows = [row for row in rows if row[1] != "none"]
     differing = [(name, gradient) for name, gradient, _ in rows if gradient != "equal"]
     if not differing:

@@ -47,10 +47,11 @@ class AsynchronousDataAccessor:
 
     The constructor waits for the first batch. A batch's tensors are views of a slot, valid until the next
     batch is taken: clone tensors to keep them. Tuples arrive as lists. A slot is as large as the first batch;
-    tensors of later batches that don't fit are pickled, which is slower.
+    tensors of later batches that don't fit are pickled, which is slower. An `iter()` in the middle of an
+    epoch drops the rest of this epoch, and begins the next epoch.
 
     Args:
-        buffer_size: number of slots; 1 counts as 2, since the latest batch is still in use
+        buffer_size: number of slots; 1 means 2, since the latest batch occupies a slot
         miss_sleep_time_in_ms: checked, without effect: a waiting process sleeps until a message arrives
         load_indefinitely: load the next epoch's first batches as soon as an epoch has ended
         early_preload: fill all slots before the first batch is taken, instead of one slot
@@ -125,7 +126,7 @@ class AsynchronousDataAccessor:
                 raise StopIteration
 
     def _loader_state(self) -> LoaderState:
-        """Return the state, after the latest batch, of the poptorch.DataLoader that the worker reads."""
+        """Return the state of the worker's poptorch.DataLoader after the latest batch that was taken."""
         assert self._start_state is not None and self._state is not None
         start = pickle.loads(self._start_state)
         if self._state is self._start_state:
@@ -133,7 +134,7 @@ class AsynchronousDataAccessor:
         return {**pickle.loads(self._state), "begun": start["begun"] or start["now"]}
 
     def _restart(self, state: LoaderState | None) -> None:
-        """Make the worker drop its epoch and begin the next one, or continue from a loader's state."""
+        """Make the worker drop the current epoch and continue from `state`; None: begin the next epoch."""
         self._check_alive()
         self._restart_count += 1
         self._needs_restart = self._is_epoch_ended = False
@@ -146,8 +147,8 @@ class AsynchronousDataAccessor:
         self._stop()
 
     def _receive(self, failure: str) -> Any:
-        """Wait for the worker's next message, and return it. If the worker has failed, end its process and
-        raise a FetcherError with `failure` and the reason."""
+        """Return the worker's next message, after a wait. If the worker has failed, end its process and raise
+        a FetcherError with the text `failure` and the reason."""
         wait([self._connection, self._process.sentinel])
         message = None
         # The last messages of a dead worker are read first; then poll() is False or recv() raises EOFError.
@@ -190,7 +191,10 @@ def _check_arguments(dataset: Any, buffer_size: int, miss_sleep: float, rebatche
 
 
 def _batch_count(dataset: Any, rebatched_size: int | None) -> int | None:
-    """Return the number of batches that an accessor yields in an epoch; None if it is not known."""
+    """Return the number of batches that an accessor of this dataset yields in an epoch; None if not known.
+
+    With `rebatched_size` a dataset that is no loader is assumed to yield one row per batch.
+    """
     if not isinstance(dataset, TorchLoader) or dataset.batch_size is None or rebatched_size is None:
         rows = length_of(dataset)  # assuming one row per batch
     else:
@@ -220,12 +224,12 @@ _END_TIMEOUT = 3.0  # seconds that a worker has to end its own workers
 
 
 def _start_worker(strategy: SharingStrategy, feeder: Feeder) -> tuple[BaseProcess, Connection]:
-    """Start a worker process; return the process, and this process's end of the connection to it.
+    """Start a worker process; return the process, and this process's end of the connection to the worker.
 
-    Does not wait until the worker has read the dataset: later errors come over the connection.
+    The function returns before the worker has read the dataset: later errors come over the connection.
 
-    Raises: DataError, if the dataset can't be pickled, if the worker ends while it is sent, or if this process
-        is a worker that imports the script
+    Raises: DataError, if the dataset can't be pickled; if the worker ends while the dataset is sent; or if
+        this process is itself a worker that still starts, and imports a script that makes a loader
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise DataError(
@@ -262,7 +266,7 @@ def _start_worker(strategy: SharingStrategy, feeder: Feeder) -> tuple[BaseProces
 
 
 def _stop_worker(process: BaseProcess, connection: Connection) -> None:
-    """Close the connection; end the worker, by SIGKILL after 3 s, and all processes that it started."""
+    """End the worker, by SIGTERM or after 3 s by SIGKILL, and all its children; close the connection."""
     process.terminate()
     connection.close()
     process.join(_END_TIMEOUT)
@@ -272,7 +276,7 @@ def _stop_worker(process: BaseProcess, connection: Connection) -> None:
 
 
 def _describe_exit(process: BaseProcess) -> str:
-    """Wait up to 3 s for a worker process to end, and return the cause and a fix, as text."""
+    """Wait up to 3 s for a worker process to end; return the cause of its end and a fix, as text."""
     process.join(_END_TIMEOUT)
     code = process.exitcode
     if code is None or code >= 0:

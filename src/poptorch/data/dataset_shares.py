@@ -26,18 +26,19 @@ def sampler_of_process(
     drop_last: bool,
     others: Mapping[str, Any],
 ) -> Sampler[int] | None:
-    """Return a sampler of the rows that this process reads. Warn if another process has more batches.
+    """Return a sampler of the rows that this process reads; None: torch's own sampler is to be used.
 
-    Return None for a single process, whose rows torch's own sampler chooses, unless rows belong to replicas
-    and the options' seed shuffles them.
+    With several processes the result is always a sampler, and a warning is logged if the first process gets
+    more batches than the last process. With one process the result is None, unless rows belong to replicas
+    (`rowsByReplica`), `shuffle` is set, and the options have a seed: then a sampler shuffles by this seed.
 
     Args:
         micro_batch: rows of a micro-batch; None if the dataset itself yields batches
         others: further arguments of torch's loader; a "generator" replaces the seed in a single process
 
-    Raises:
-        DataError: several processes and a sampler in `others`; or `drop_last` and too few rows for each
-        AssertionError: several processes and an IterableDataset, no `micro_batch`, or `shuffle` without seed
+    Raises (only with several processes):
+        DataError: there is a sampler in `others`; or `drop_last`, and not a batch of rows for each process
+        AssertionError: the dataset is an IterableDataset, `micro_batch` is None, or `shuffle` without a seed
     """
     distributed, counts = options.Distributed, options._counts()
     processes, by_replica = distributed.numProcesses, distributed.rows_by_replica
@@ -99,9 +100,9 @@ class ProcessSampler(Sampler[int]):
     Args:
         rows: number of rows of the dataset
         seed: seed of the order of the rows, which is drawn anew in each epoch; None: the dataset's order
-        get_indices: returns the process's indices into that order, which are taken modulo `rows`
-        leftovers: number of rows that no process reads. With a seed, this number is added to the indices in
-            the first, third, ... epoch, so that every index is read in one of two epochs
+        get_indices: returns the process's indices into the order of the rows; they are taken modulo `rows`
+        leftovers: number of rows that no process reads in an epoch. With a seed, this number is added to the
+            indices in the first, third, ... epoch, so that two epochs together read every row of the order
     """
 
     def __init__(
@@ -122,13 +123,13 @@ class ProcessSampler(Sampler[int]):
 
 
 def _indices_of_process(index_count: int, width: int | None, processes: int, process: int) -> torch.Tensor:
-    """Return the indices, into the order of the rows, that a process reads.
+    """Return the indices of the rows that a process reads, int64: indices into the common order of all rows.
 
     Args:
         index_count: number of indices to divide among the processes
-        width:       rows that the replicas of a process read at a time. Groups of so many rows are assigned
+        width:       rows of one micro-batch of all replicas of a process. Runs of `width` rows are assigned
             to the processes in turn, so that a replica's rows in an update are the same for any number of
-            processes. None: each process reads a contiguous share
+            processes. None: each process reads one contiguous share
         process:     index of the process
     """
     indices = torch.arange(index_count)

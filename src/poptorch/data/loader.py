@@ -33,8 +33,8 @@ _loaded = WeakTensorKeyDictionary()
 
 
 def loader_factors_of(tensor: torch.Tensor) -> tuple[Counts | None, int | None]:
-    """Return the batch factors of the DataLoader whose batch has this first tensor, and the rows of its
-    micro-batches (None: not known). Return (None, None) for a tensor that no loader made."""
+    """Return the batch factors of the DataLoader that loaded this tensor, and the rows of its micro-batches
+    (None: not known). Return (None, None) unless the tensor is the first tensor of a DataLoader's batch."""
     return _loaded.get(tensor) or (None, None)
 
 
@@ -47,19 +47,21 @@ class DataLoader(torch.utils.data.DataLoader):
     Args:
         options: frozen by the loader: they can't be changed afterwards.
         batch_size: rows of a micro-batch, which `forward` is called with.
-        drop_last: leave out an incomplete combined batch (torch's default is the opposite).
-        persistent_workers: None: True if there are workers.
+        drop_last: leave out an incomplete combined batch at the end of an epoch (torch's default is False).
+        persistent_workers: as in torch; None means True if `num_workers` is greater than 0.
         auto_distributed_partitioning: with several processes, each reads its own share of the dataset.
-        mode: Async loads ahead in a worker process; AsyncRebatched also regroups there the rows that the
-            `num_workers` processes load, so that incomplete batches of these are not lost.
+        mode: Sync loads in this process and its `num_workers`; Async loads ahead in a worker process;
+            AsyncRebatched also cuts and joins there the batches that `num_workers` processes load, so that
+            rows of their incomplete batches are not lost.
         async_options: keywords of `AsynchronousDataAccessor`, for the asynchronous modes.
-        rebatched_worker_size: rows that each worker loads at once, where rows are regrouped (default C).
+        rebatched_worker_size: rows that each of `num_workers` loads at once, if rows are regrouped: in mode
+            AsyncRebatched, and in mode Async with drop_last=False (default C).
         batch_sampler: yields the row indices of each micro-batch; excludes batch_size and shuffle.
     """
 
     options: Options
     mode: DataLoaderMode
-    drops_last: bool  # an incomplete combined batch; `drop_last` is of torch's batches
+    drops_last: bool  # leaves out an incomplete combined batch; torch's `drop_last` is of torch's own batches
 
     def __init__(
         self,
@@ -186,7 +188,10 @@ class DataLoader(torch.utils.data.DataLoader):
         return _record_batches(batches, self.options._counts(), self._micro_batch)
 
     def _begin_epoch(self, skipped: int = 0) -> Iterator[Any]:
-        """Begin an epoch; return its batches. `skipped`: rows to skip at first, if rows are regrouped."""
+        """Begin an epoch in this process, and return an iterator over its combined batches.
+
+        Args: skipped: number of rows to skip at the beginning; only if rows are regrouped
+        """
         batches = super().__iter__()
         if self._worker_size is not None:
             return rebatch_rows(batches, self._combined_batch_size or 1, not self.drops_last, skipped)
@@ -195,15 +200,15 @@ class DataLoader(torch.utils.data.DataLoader):
         return group_batches(batches, self._elements_per_batch, not self.drops_last)
 
     def _offset_in_sampler(self, position: int) -> tuple[int, int]:
-        """Return the number of whole sampler elements before a batch of an epoch, and the number of rows
-        before it of the next element. `position`: index of the batch."""
+        """Return where the combined batch with the index `position` begins in an epoch: the number of sampler
+        elements that end before its first row, and the number of rows before this row in the next element."""
         if self._worker_size is None:
             return position * self._elements_per_batch, 0
         return divmod(position * (self._combined_batch_size or 1), self._worker_size)
 
     @property
     def _index_sampler(self) -> Any:
-        """Return torch's sampler of indices, wrapped so that an iteration can start at a loaded state."""
+        """Return torch's sampler of indices in a ResumableSampler, which can skip elements of an epoch."""
         return ResumableSampler(super()._index_sampler, self._progress)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -213,8 +218,8 @@ class DataLoader(torch.utils.data.DataLoader):
     def _save_arguments(self, arguments: dict[str, Any]) -> None:
         """Save the constructor's arguments in the attributes from which Lightning rebuilds a loader.
 
-        Lightning itself would save the arguments of torch's constructor, with the combined batch size. No
-        effect in a subclass, or if arguments are saved already.
+        Lightning itself would save the arguments of torch's constructor, with the combined batch size. In a
+        subclass, or if Lightning has saved arguments already, nothing is saved.
         """
         if type(self) is DataLoader and "__pl_saved_args" not in self.__dict__:
             for name in ("self", "kwargs", "__class__"):  # locals of the constructor that are not arguments
@@ -228,8 +233,8 @@ class DataLoader(torch.utils.data.DataLoader):
         return length_of(self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler)
 
     def _worker_batch_size(self, worker_size: int | None, batch_sampler: Any) -> int | None:
-        """Return the size of the batches of torch's loader if their rows are regrouped, else None. Raises
-        AssertionError if `worker_size` exceeds the combined batch size."""
+        """Return the rows of a batch of torch's loader if the mode regroups rows (`worker_size`, by default
+        the combined batch size), else None. Raises AssertionError if `worker_size` is larger than that."""
         combined = self._combined_batch_size
         assert worker_size is None or combined is None or worker_size <= combined, (
             f"rebatched_worker_size={worker_size} must not be larger than the combined batch size {combined}"
@@ -241,7 +246,7 @@ class DataLoader(torch.utils.data.DataLoader):
         return worker_size or combined if regroups and has_rows else None
 
     def _warn_of_incomplete_batch(self, batch_sampler: Any) -> None:
-        """Log a warning if the last batch is incomplete, or if that is unknown: a sampler without length."""
+        """Log a warning if the last combined batch is incomplete, or if the sampler has no length to tell."""
         parts, whole, unit = self._row_count() or 0, self._combined_batch_size or 1, "rows"
         if batch_sampler is not None:
             parts, whole, unit = length_of(batch_sampler), self._elements_per_batch, "micro-batches"
@@ -253,7 +258,8 @@ class DataLoader(torch.utils.data.DataLoader):
             )
 
     def _warn_of_no_batch(self) -> None:
-        """Log a warning that the dataset has too few rows. (In asynchronous modes the worker raises.)"""
+        """Log a warning that the dataset has too few rows for a batch. No effect in asynchronous modes, in
+        which the worker raises an error."""
         if self.mode == DataLoaderMode.Sync:
             rows, combined = self._row_count(), self._combined_batch_size
             logger.warning(
@@ -265,8 +271,8 @@ class DataLoader(torch.utils.data.DataLoader):
 
 
 def _record_batches(batches: Iterator[Any], counts: Counts, micro_batch: int | None) -> Iterator[Any]:
-    """Yield the batches. Report the wait for each batch to `wait_recorders`, and store `counts` and the rows
-    of a micro-batch for `loader_factors_of`."""
+    """Yield the batches unchanged. Report the wait for each batch to `wait_recorders`, and store `counts` and
+    `micro_batch` by the batch's first tensor, for `loader_factors_of`."""
     start = time.perf_counter_ns()
     for batch in batches:
         for recorder in list(wait_recorders):
@@ -279,8 +285,8 @@ def _record_batches(batches: Iterator[Any], counts: Counts, micro_batch: int | N
 
 
 def _limit_worker_count(num_workers: int, dataset: Any, worker_init_fn: Any) -> int:
-    """Return `num_workers`, at most one per core; for an IterableDataset unchanged. Log a warning if the
-    number is reduced, or if several workers read an IterableDataset without a `worker_init_fn`."""
+    """Return `num_workers`, at most the number of cores; for an IterableDataset unchanged. Log a warning if
+    the number is reduced, or if several workers would each read a whole IterableDataset."""
     if isinstance(dataset, IterableDataset):
         if num_workers > 1 and worker_init_fn is None:
             logger.warning(

@@ -38,12 +38,12 @@ from poptorch.nested_values import ICustomArgParser, registerCustomArgParser, re
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The message that a slot has been filled with a batch.
+    """The worker's message that a slot has been filled with a batch.
 
     Args:
-        content: the pickled batch, with references to the tensors in the slot, for SlotUnpickler
-        state:   the dataset's pickled state after this batch, without "begun"; None unless the dataset is a
-            poptorch.DataLoader
+        content: the batch as bytes, for SlotUnpickler; its tensors are in the slot
+        state:   the loader's state after this batch, pickled, with "begun" set to None; None if the dataset
+            is not a poptorch.DataLoader
     """
 
     restart_count: int
@@ -54,7 +54,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class EpochEnd:
-    """The message that an epoch has ended; `state` is the dataset's state then, as in Loaded."""
+    """The worker's message that an epoch has ended; `state` is the loader's state then, as in `Loaded`."""
 
     restart_count: int
     is_continuing: bool  # False if the worker waits for a Restart
@@ -63,21 +63,18 @@ class EpochEnd:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The request to drop the current epoch, and to begin the next or to continue from a loader's state."""
+    """The consumer's request to drop the current epoch and begin the next epoch, or continue from a state."""
 
     restart_count: int
-    state: bytes | None  # pickled; None: begin the next epoch
+    state: bytes | None  # a loader's state, pickled; None: begin the next epoch
 
 
 # Batches and states as bytes ------------------------------------------------------------------------------
 
 
 class _SlotPickler(pickle.Pickler):
-    """A pickler that copies tensors into a slot, one after another, and pickles a tensor that doesn't fit.
-
-    Args:
-        slot: uint8 [bytes]
-    """
+    """A pickler that copies tensors into a slot (uint8, [bytes]), one after another, and pickles a reference.
+    A tensor that doesn't fit into the rest of the slot is pickled itself."""
 
     def __init__(self, file: io.BytesIO, slot: Tensor) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -98,7 +95,7 @@ class _SlotPickler(pickle.Pickler):
 
 
 class SlotUnpickler(pickle.Unpickler):
-    """The unpickler of a Loaded's content; the tensors that were copied into the slot become views of it."""
+    """The unpickler of `Loaded.content`; tensors that were copied into the slot become views of the slot."""
 
     def __init__(self, content: bytes, slot: Tensor) -> None:
         super().__init__(io.BytesIO(content))
@@ -109,7 +106,7 @@ class SlotUnpickler(pickle.Unpickler):
 
 
 def _view_of_slot(slot: Tensor, start: int, size: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Return a tensor that is a view of `size` bytes of a slot, from the offset `start` in bytes."""
+    """Return a view of a slot's bytes `start` to `start + size` as a tensor of this dtype and shape."""
     return slot[start : start + size].view(dtype).view(shape)
 
 
@@ -128,8 +125,8 @@ def pickle_state(state: LoaderState) -> bytes:
 
 
 def _tuples_to_lists(value: Any) -> Any:
-    """Return a batch with lists in place of tuples, also inside lists and dictionaries. Parts of other types,
-    such as named tuples, are unchanged."""
+    """Return a batch with lists in place of tuples, also inside lists and dictionaries. Values of other
+    types, such as named tuples, are unchanged."""
     if type(value) in (tuple, list):
         return [_tuples_to_lists(part) for part in value]
     if type(value) is dict:
@@ -141,9 +138,9 @@ def _tuples_to_lists(value: Any) -> Any:
 
 
 def run_worker(connection: Connection, feeder: Feeder | bytes) -> None:
-    """Run the worker process until the consumer ends, or an error, which is sent to the consumer as text.
+    """Set signal handlers of the worker process; run the feeder until an error or the consumer's end.
 
-    `feeder` may be pickled: then an error of unpickling is sent to the consumer, too.
+    An error is sent to the consumer as text, also an error of unpickling if `feeder` is pickled bytes.
     """
     os.setpgrp()  # the consumer can end this process and all that it starts with one signal
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the consumer to handle
@@ -168,9 +165,10 @@ def _exit_on_signal(*_: Any) -> None:
 
 @dataclass
 class Feeder:
-    """The worker's loop, which fills free slots with batches and handles messages.
+    """The loop of a worker process, which fills free slots with batches and handles messages.
 
-    The consumer makes this object, so that the defaults copy the consumer's global state to the worker.
+    The consumer makes this object and sends it to the worker. The last three fields have defaults that copy
+    the consumer's parsers, random generators and start method of processes; the worker then uses these, too.
 
     Args:
         dataset:          an iterable over batches
@@ -178,7 +176,6 @@ class Feeder:
         prefilled_slots:  number of slots that are filled before the consumer takes the first batch
         load_indefinitely: load the next epoch's first batches as soon as an epoch has ended
         rebatched_size:   rows of a batch, if the dataset's batches are to be regrouped; else None
-        start_method:     multiprocessing's, for processes that the dataset starts
     """
 
     dataset: Any
@@ -191,11 +188,12 @@ class Feeder:
     start_method: str = field(default_factory=multiprocessing.get_start_method)
 
     def run(self, connection: Connection) -> None:
-        """Load batches and handle messages in the worker process, until an error ends the loop.
+        """Send batches to the consumer and handle its messages, without end: this method only ever raises.
 
         Raises:
             DataError: the first epoch has no batch
             EOFError, OSError: the consumer has ended
+            any error of the dataset
         """
         multiprocessing.set_start_method(self.start_method, force=True)
         for arg_type, parser in self.parsers.items():
@@ -226,13 +224,13 @@ class Feeder:
             connection.send(EpochEnd(self.restart_count, self.is_loading, self.pickle_dataset_state()))
 
     def pickle_dataset_state(self) -> bytes | None:
-        """Return the pickled state of a poptorch.DataLoader without "begun"; None for another dataset."""
+        """Return a poptorch.DataLoader's pickled state, "begun" set to None; None for another dataset."""
         if not hasattr(self.dataset, "_progress"):
             return None
         return pickle_state({**self.dataset.state_dict(), "begun": None})
 
     def send_batch(self, batch: Any) -> None:
-        """Copy a batch into a free slot and send a Loaded; make and send the slots before the first one."""
+        """Copy a batch into a free slot and send a `Loaded`; allocate and send the slots before the first."""
         is_first = self.memory is None
         if self.memory is None:
             size = max(sum(map(_padded_size, tensors_of(batch))), 1)
@@ -245,8 +243,8 @@ class Feeder:
         self.connection.send(Loaded(self.restart_count, slot, file.getvalue(), self.pickle_dataset_state()))
 
     def handle_message(self) -> None:
-        """Wait for a message. Free a returned slot; or, at a Restart, drop the current epoch, so that `run`
-        begins another. Raises EOFError if the consumer has ended."""
+        """Wait for a message of the consumer, and handle it: mark a returned slot as free, or at a Restart
+        drop the current epoch, so that `run` begins one. Raises EOFError if the consumer has ended."""
         consumer = multiprocessing.parent_process()
         assert consumer is not None
         if self.connection not in wait([self.connection, consumer.sentinel]):

@@ -23,8 +23,8 @@ LoaderState = dict[str, Any]
 
 
 def random_state() -> RandomState:
-    """Return the states of the global generators of torch, numpy and Python, in types that
-    `torch.load(weights_only=True)` reads."""
+    """Return the states of the global random generators of torch, numpy and Python, as tensors, numbers and
+    containers, which `torch.load(weights_only=True)` reads."""
     numpys: Any = numpy.random.get_state(legacy=False)
     key = torch.from_numpy(numpys["state"]["key"].astype("int64"))
     return {
@@ -35,7 +35,7 @@ def random_state() -> RandomState:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Set the global generators of torch, numpy and Python to a result of `random_state`."""
+    """Set the global random generators of torch, numpy and Python to a result of `random_state`."""
     torch.set_rng_state(state["torch"])
     numpys = state["numpy"]
     numpy.random.set_state(
@@ -46,14 +46,14 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def state_after_break(state: LoaderState) -> LoaderState:
-    """Return the state after the current epoch is left by a `break`; a state between two epochs unchanged."""
+    """Return the state that a `break` leaves: between the current and the next epoch."""
     if state["begun"] is None:
         return state
     return {**state, "epoch": state["epoch"] + 1, "position": 0, "begun": None}
 
 
 class Progress:
-    """The position of a loader: the number of ended epochs, and of batches yielded in the current epoch."""
+    """The position of a loader (ended epochs, batches yielded in this epoch), and a loaded state."""
 
     def __init__(self) -> None:
         self.epoch, self.position = 0, 0
@@ -63,19 +63,19 @@ class Progress:
         self.iterate: Callable[[Iterable[Any]], Iterator[Any]] = iter
 
     def state(self, loader: Any) -> LoaderState:
-        """Return the state of a loader; if a state was loaded, that state until the next epoch begins."""
+        """Return the loader's state; after `load_state_dict`, until the next `iter()`, the loaded state."""
         if self.loaded_state is not None:
             return self.loaded_state
         position = {"epoch": self.epoch, "position": self.position}
         return {**position, **_shares_and_rows(loader), "begun": self.begun, "now": _generator_states(loader)}
 
     def next_state(self, loader: Any) -> LoaderState:
-        """Return the loaded state, if there is one, else the state at the beginning of the next epoch."""
+        """Return the state from which the next `iter()` starts: the loaded state, or that of a new epoch."""
         return self.loaded_state or state_after_break(self.state(loader))
 
     def begin_epoch(self, loader: Any) -> Iterator[Any]:
         """Begin the loader's next epoch, and return an iterator over its batches. If a state was loaded,
-        clear it, restore its random generators, and continue its epoch after the batches already yielded."""
+        clear it, set the random generators to it, and skip the batches that its epoch has yielded."""
         state, is_loaded = self.next_state(loader), self.loaded_state is not None
         self.loaded_state = None
         self.epoch, self.position = state["epoch"], state["position"]
@@ -107,7 +107,7 @@ class Progress:
 
 
 class ResumableSampler:
-    """A wrapper of a sampler, whose next iteration is by `progress.iterate`, which may skip elements."""
+    """A sampler that yields another sampler's elements; after a state was loaded once without the first."""
 
     def __init__(self, sampler: Any, progress: Progress) -> None:
         self.sampler, self.progress = sampler, progress
@@ -128,13 +128,14 @@ def _skip_elements(
     ahead: int,
     begin: Callable[[], None] | None = None,
 ) -> Iterator[Any]:
-    """Yield the elements of `parts` after the first `count`.
+    """Yield the elements of `parts` without the first `count`; restore random generators on the way.
 
     It must be a generator: new workers of torch draw a seed between the call and the first `next()`.
 
     Args:
-        random: state for the global generators, set after the skipped elements and `ahead` more; or None
-        begin:  called first, sets the generators to their state at the beginning of the epoch; or None
+        random: state to which the global generators are set before the first element is yielded; or None
+        ahead:  number of elements that are read from `parts` (and yielded later) before `random` is set
+        begin:  called before `parts` is read, sets the generators to the beginning of the epoch; or None
     """
     if begin is not None:
         begin()
@@ -149,11 +150,12 @@ def _skip_elements(
 
 
 def adapt_state(state: Mapping[str, Any], loader: Any) -> LoaderState:
-    """Return a copy of another loader's state, with the position counted in batches of this loader.
+    """Return a copy of a state, which a loader in another layout may have saved, for this loader: the
+    position is counted in this loader's batches.
 
     Raises:
-        DataError: the value is not a loader's state, it has other random generators than this loader, or rows
-            would be lost or read twice
+        DataError: the value is not a loader's state; it has another number of random generators than this
+            loader; or rows would be lost or read twice
     """
     here = _shares_and_rows(loader)
     if not isinstance(state, Mapping) or set(state) != {"epoch", "position", "begun", "now", *here}:
@@ -182,8 +184,11 @@ def adapt_state(state: Mapping[str, Any], loader: Any) -> LoaderState:
 
 
 def _shares_and_rows(loader: Any) -> dict[str, Any]:
-    """Return the number of processes with shares of their own (1: no shares), and the rows of a call of all
-    processes (with shares, of this process; None: the micro-batch is not known)."""
+    """Return the entries of a loader's state that depend on the layout.
+
+    shares  number of processes that each read a share of the dataset; 1: all batches are counted together
+    rows    rows of a call, of all processes together, or with shares of this process; None: not known
+    """
     shares, size = loader._share_count, loader._combined_batch_size
     processes = 1 if shares > 1 else loader.options.Distributed.numProcesses
     return {"shares": shares, "rows": size and size * processes}
@@ -196,20 +201,23 @@ def _describe_shares(layout: Mapping[str, Any]) -> str:
 
 
 def _loader_generators(loader: Any) -> list[torch.Generator]:
-    """Return the user's and our torch generators, each once, of a loader and of its samplers."""
+    """Return the torch.Generators of a loader and of its samplers, each generator once."""
     samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
     generators = [getattr(part, "generator", None) for part in (loader, *samplers)]
     return list({id(each): each for each in generators if isinstance(each, torch.Generator)}.values())
 
 
 def _generator_states(loader: Any) -> LoaderState:
-    """Return the states of the global generators and of the loader's own; "behind" is `is_shifted` of its
-    ProcessSampler, "fresh" says whether the next epoch starts new workers."""
+    """Return the states of all random generators on which a loader's rows depend.
+
+    random  of the global generators; own  of the loader's generators; behind  `ProcessSampler.is_shifted`;
+    fresh   whether the next epoch starts new workers, for which torch draws a seed
+    """
     return {
         "random": random_state(),
         "own": [generator.get_state() for generator in _loader_generators(loader)],
         "behind": getattr(loader.sampler, "is_shifted", False),
-        "fresh": loader._iterator is None,  # new workers draw a seed when an epoch begins
+        "fresh": loader._iterator is None,
     }
 
 

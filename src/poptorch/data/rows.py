@@ -11,7 +11,7 @@ from poptorch.nested_values import describe, tensors_of, with_tensors
 
 
 def concatenate_batches(batches: Sequence[Any]) -> Any:
-    """Return a batch with the rows of all batches. Raises DataError if structures or constants differ."""
+    """Return a batch with the rows of all batches. Raises DataError if these differ in more than tensors."""
     if len(batches) == 1:
         return batches[0]
     if any(describe(batch) != describe(batches[0]) for batch in batches[1:]):
@@ -25,7 +25,7 @@ def concatenate_batches(batches: Sequence[Any]) -> Any:
 
 
 def group_batches(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterator[Any]:
-    """Yield each `size` consecutive batches as one; with `keep_tail` also fewer batches, at the end."""
+    """Yield each `size` consecutive batches concatenated; with `keep_tail` also fewer, at the end."""
     source = iter(batches)
     while group := list(islice(source, size)):
         if len(group) == size or keep_tail:
@@ -33,7 +33,8 @@ def group_batches(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterato
 
 
 def rebatch_rows(batches: Iterable[Any], size: int, keep_tail: bool, skipped: int = 0) -> Iterator[Any]:
-    """Yield all rows but the first `skipped` in batches of `size`; with `keep_tail` also a smaller rest."""
+    """Yield the rows of all batches, without the first `skipped` rows, in batches of `size` rows; with
+    `keep_tail` also a smaller last batch."""
     parts: list[Any] = []
     missing = size
     for batch in batches:
@@ -52,7 +53,7 @@ def rebatch_rows(batches: Iterable[Any], size: int, keep_tail: bool, skipped: in
 
 
 def row_count_of(batch: Any) -> int:
-    """Return the size of dimension 0 of a batch's tensors. Raises DataError unless there is one size."""
+    """Return the size of dimension 0 of a batch's tensors. Raises DataError unless all have the same size."""
     counts = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(batch)}
     if len(counts) != 1 or None in counts:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_of(batch)) or "no tensors"

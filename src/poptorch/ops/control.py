@@ -25,13 +25,16 @@ def cond(
 ) -> list[Tensor]:
     """Return `then_body(*then_inps)` if `condition` is true, else `else_body(*else_inps)`, always as a list.
 
-    Compilation traces both bodies, and a call runs one. They return the same number of tensors, of the same
-    shapes and dtypes. They may read tensors of the surrounding forward. In-place changes of their inputs are
-    lost, since the inputs are copies.
+    Compilation traces both bodies, and a call runs only the chosen body. Both must return the same number of
+    tensors, of the same shapes and dtypes. A body may read tensors of the surrounding forward. In-place
+    changes of its inputs are lost, since the inputs are copies. Outside a compiled model only the chosen body
+    is called.
 
     Args:
         condition: a bool tensor with one element
-    Raises:  Error when compiled for training, or if the bodies' outputs differ in number, shape or dtype
+    Raises:
+        ValueError: `then_inps` or `else_inps` is not a list
+        Error: the model is compiled for training; or the bodies' outputs differ in number, shape or dtype
     """
     _check_list("then_inps", then_inps)
     _check_list("else_inps", else_inps)
@@ -61,12 +64,14 @@ def cond(
 
 
 def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
-    """Run `inputs = body(*inputs)` `count` times, and return the last outputs, always as a list.
+    """Call `inputs = body(*inputs)` `count` times, and return the last outputs, always as a list.
 
     The body returns as many tensors as it takes, of the same shapes and dtypes. In-place changes of its
-    inputs are lost, since the inputs are copies. `count` must be known at compile time.
+    inputs are lost, since the inputs are copies. `count` is an integer, known at compile time.
 
-    Raises: Error when compiled for training, or if outputs and inputs differ in number, shape or dtype
+    Raises:
+        ValueError: `inputs` is not a list of tensors
+        Error: the model is compiled for training; or outputs and inputs differ in number, shape or dtype
     """
     _check_list("inputs", inputs)
     if not isinstance(count, int) or count < 0:
@@ -118,7 +123,8 @@ def _check_inference(capture: Capture, name: str) -> None:
 
 
 def _call_body(name: str, body: Callable[..., Any], inputs: Sequence[Any]) -> list[Tensor]:
-    """Call a body of the operation `name`; return its outputs as a list. Raises Error if one is no tensor."""
+    """Return the outputs of `body(*inputs)` as a list. Raises Error, which names the operation `name`, if an
+    output is not a tensor."""
     values = as_list(body(*inputs))
     check_tensors(f"a body of poptorch.{name}() returns a tensor, or a list or tuple of tensors", *values)
     return values

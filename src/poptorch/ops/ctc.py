@@ -35,8 +35,8 @@ def ctc_loss(
     Args:
         log_probs: [T, B, C], or [T, C] for a single sequence
         targets:   [B, S], or concatenated: [sum of the target lengths]
-        reduction: "mean" (of losses that are divided by their target length), "sum" or "none", or popart's
-            number of one of these
+        reduction: "mean" (of losses that are divided by their target length), "sum" or "none"; or popart's
+            numbers for these: 1, 0, 2
     """
     reduction = REDUCTIONS[reduction] if isinstance(reduction, int) else reduction.lower()
     if reduction not in REDUCTIONS:
@@ -63,7 +63,10 @@ def ctc_loss(
 def _compute_losses(
     log_probs: Tensor, targets: Tensor, inputs: Tensor, labels: Tensor, blank: int, zero_infinity: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses, [B], and torch's table `alpha`. `inputs`, `labels`: lengths of input and target."""
+    """Return the losses, [B], and torch's table `alpha`, which the backward reads.
+
+    Args: inputs, labels: the lengths of each input and of each target, [B]
+    """
     losses, alpha = aten._ctc_loss(log_probs.float(), targets, inputs, labels, blank, zero_infinity)
     # torch's table is as wide as this batch's longest target; shapes in a graph are fixed.
     missing = _width_of_alpha(targets) - alpha.shape[-1]
@@ -77,7 +80,7 @@ def _fake_losses(log_probs: Tensor, targets: Tensor, *others: Any) -> tuple[Tens
 
 
 def _width_of_alpha(targets: Tensor) -> int:
-    """Return the width of torch's table `alpha` if a target is as long as the last dimension of `targets`."""
+    """Return the width of torch's table `alpha` for targets as long as `targets.shape[-1]`, the maximum."""
     return 2 * targets.shape[-1] + 1
 
 
@@ -125,8 +128,10 @@ def ctc_beam_search_decoder(
     Args:
         probs:   log-probabilities, [T, B, C]
         lengths: number of valid steps of each sequence, [B]
-    Returns: log-probabilities of the P = `top_paths` best paths, [B, P], best first (-inf where a path is
-        missing), their lengths [B, P], and the paths [B, P, T], padded with `blank`
+        beam_width: number of paths that the search keeps after each step
+    Returns: a list of three tensors: log-probabilities of the P = `top_paths` best paths, [B, P], best first
+        (-inf if there are fewer paths), the lengths of the paths [B, P], and the paths [B, P, T], padded
+        with `blank`
     """
     check_tensors("ctc_beam_search_decoder takes tensors: probs [T, B, C] and lengths [B]", probs, lengths)
     if probs.dim() != 3 or lengths.shape != probs.shape[1:2] or not 0 <= blank < probs.shape[2]:

@@ -20,8 +20,8 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
 
     Args:
         num_features: channels; inputs are [rows, channels, height, width]
-        group_size:   replicas of a group, G; must divide the replicas of all instances
-        others:       as `nn.BatchNorm2d`
+        group_size:   number of replicas in a group; it must divide the number of replicas of all instances
+        others:       arguments of `nn.BatchNorm2d`
     """
 
     def __init__(self, num_features: int, group_size: int, *args: Any, **kwargs: Any) -> None:
@@ -57,7 +57,7 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
 
 
 class _GroupedNormFunction(torch.autograd.Function):
-    """The autograd function of grouped batch norm: returns (x − μ)·γ/σ + β, and the group's μ and σ².
+    """The autograd function of grouped batch norm: it returns (x − μ)·γ/σ + β, and the group's μ and σ².
 
     The gradient of x is γ/σ·(dy − mean(dy) − x̂·mean(dy·x̂)), with means over the group. The gradients of γ
     and β are those of this replica: like other gradients, they are reduced over replicas before the update.
@@ -101,7 +101,7 @@ class _GroupedNormFunction(torch.autograd.Function):
 
 
 def _widen_half(value: Tensor | None) -> Any:
-    """Return a float16 or bfloat16 tensor as float32, and other tensors, or None, unchanged."""
+    """Return a float16 or bfloat16 tensor as float32; return another tensor or None unchanged."""
     return value.float() if value is not None and value.dtype in (torch.float16, torch.bfloat16) else value
 
 

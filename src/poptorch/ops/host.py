@@ -28,13 +28,13 @@ from .library import check_tensors, register_computed, shapes_of, shapes_text
 
 @dataclass(frozen=True)
 class HostCall:
-    """A function that a graph calls on the host.
+    """A function that a compiled graph calls on the host, and what the call is checked for.
 
     Args:
-        outputs:   shapes and dtypes of the function's outputs, then of the inputs `writes`
+        outputs:   shapes and dtypes of the function's outputs, followed by those of the inputs in `writes`
         writes:    indices of the inputs that the function changes in place
         unchanged: indices of the inputs that the function must not change
-        weights:   names and references of the model's tensors on the host, which it must not change either
+        weights:   names and references of the model's weights on the host, which the function must not change
     """
 
     name: str
@@ -59,12 +59,13 @@ def _record_host_call(
     writes: tuple[int, ...] = (),
     scratch: Sequence[int] = (),
 ) -> list[Tensor]:
-    """Record an operation that calls `function(*inputs)` each time the graph runs, and return its outputs.
+    """Record an operation, in the graph that is being captured, that calls `function(*inputs)` in each run.
 
     Args:
         like:    tensors with the shapes and dtypes of the function's outputs
-        writes:  indices of inputs that the function changes in place; their new values follow the outputs
+        writes:  indices of inputs that the function changes in place
         scratch: indices of inputs that the function may change; their new values are dropped
+    Returns: the operation's results: the function's outputs, then the new values of the inputs in `writes`
     """
     check_tensors(f"{name} must return a tensor, or a list or tuple of tensors", *like)
     capture = current()
@@ -90,9 +91,11 @@ def _find_host_call(handle: int) -> HostCall:
 
 
 def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
-    """Return the outputs of a HostCall for copies of the inputs in the host's memory.
+    """Call the function of a HostCall with copies of the inputs in the host's memory; return its outputs, and
+    the new values of the inputs that it writes, on the device of the inputs.
 
-    Raises: Error, if the function changes an input or a weight that it must not, or returns other shapes
+    Raises: Error, if the graph is of another process; or if the function changes an input or a weight that it
+        must not change, or returns other shapes or dtypes than those of the compilation
     """
     call = _find_host_call(handle)
     device = inputs[0].device if inputs else torch.device("cpu")
@@ -126,7 +129,7 @@ def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
 
 
 def _version_counters(call: HostCall) -> dict[str, int]:
-    """Return the version counters, which writes increment, of the model's tensors on the host, by name."""
+    """Return the version counter of each weight of the model on the host, by name; a write increments it."""
     with torch._C.DisableTorchFunctionSubclass():  # reading a marked tensor would copy weights to the host
         return {name: value._version for name, link in call.weights if (value := link()) is not None}
 
@@ -153,9 +156,10 @@ def has_host_calls(plan: Plan) -> bool:
 
 @dataclass(frozen=True)
 class HostFunction:
-    """A function that runs on the host each time a graph runs, and the function that computes its gradients.
+    """A differentiable function that runs on the host each time a graph runs.
 
     Args:
+        forward:  returns the outputs, a tensor or a list or tuple of tensors
         backward: `backward(gradients, inputs)` returns a gradient, or None, for each input; by default
             autograd differentiates forward
         writes:   indices of the inputs that forward changes in place
@@ -167,8 +171,11 @@ class HostFunction:
     writes: tuple[int, ...] = ()
 
     def __call__(self, inputs: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """Record a call of the function, then writes of the new values into the inputs `writes`. Return the
-        outputs, which have the shapes and dtypes of `like`. Raises Error if there is no such input."""
+        """Record a call of the function in the captured graph, and copies of new values into the inputs in
+        `writes`. Return the function's outputs, which have the shapes and dtypes of `like`.
+
+        Raises: Error, if `writes` has an index that no input has
+        """
         wrong = [index for index in self.writes if not 0 <= index < len(inputs)]
         if wrong:
             raise Error(f"{self.name} writes input {wrong[0]}, and has {len(inputs)} inputs")
@@ -261,7 +268,8 @@ class CPU:
         return type(example)(made) if isinstance(example, (list, tuple)) else made[0]
 
     def _example_outputs(self, inputs: Sequence[Tensor]) -> Any:
-        """Call the layer, unrecorded, with fake tensors (if that raises, zeros), and return its outputs."""
+        """Return outputs of the layer for fake tensors, or if that raises for zeros. The graph that is being
+        captured does not record this call."""
         with hidden_from_capture() as fake, torch.no_grad():
             try:
                 with fake:  # during capture the model's weights are fake
@@ -271,7 +279,7 @@ class CPU:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a list or tuple as a list, and any other value as the one item of a list."""
+    """Return a list or tuple as a list, and any other value in a list of one item."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
@@ -289,7 +297,7 @@ def registerCustomOp(
     backward: Callable[..., Any] | None = None,
     writes: Sequence[int] = (),
 ) -> None:
-    """Set the implementation of `custom_op(..., name, domain, version, ...)`, in place of an earlier one.
+    """Register the implementation of `custom_op(..., name, domain, version, ...)`, or replace it.
 
     Both functions run on the host, on CPU tensors, each time the graph runs.
 
@@ -313,14 +321,16 @@ def custom_op(
     example_outputs: Sequence[Tensor],
     attributes: dict[str, Any] | None = None,
 ) -> list[Tensor]:
-    """Return the outputs of a custom operation, by a registered implementation or by `known_operations.py`.
+    """Return the outputs of a custom operation, computed by its registered implementation, or if there is
+    none by that in `known_operations.py`.
 
     Args:
         example_outputs: tensors with the shapes and dtypes of the outputs
         attributes: floats, integers, strings, or lists of one type; passed to the implementation by name
     Raises:
-        Error: the operation has no implementation; outside a compiled model zeros are returned instead
-        ValueError: an attribute has another type
+        Error: the operation has no implementation (outside a compiled model zeros are returned instead), or a
+            float attribute does not fit into 32 bits
+        ValueError: an attribute has another type, or text in it is not ASCII
     """
     attributes = {} if attributes is None else attributes
     _check_attributes(attributes)

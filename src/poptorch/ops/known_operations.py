@@ -23,7 +23,7 @@ _warned_names: set[str] = set()  # of operations of which a warning was logged
 
 
 def copy_tensor(x: Tensor) -> Tensor:
-    """Return a copy."""
+    """Return a copy of the tensor."""
     return x.clone()
 
 
@@ -33,12 +33,12 @@ def remap(x: Tensor) -> Tensor:
 
 
 def moving_average(average: Tensor, value: Tensor, factor: Tensor | float) -> Tensor:
-    """Return factor · average + (1 - factor) · value, in the dtype of `average`; no input is changed."""
+    """Return factor · average + (1 - factor) · value, in the dtype of `average`. No input is changed."""
     return (factor * average + (1 - factor) * value).to(average.dtype)
 
 
 class _AutogradProxy(torch.autograd.Function):
-    """The copy that `autograd_proxy` returns: its gradient goes to the proxy, none to the copied value."""
+    """The autograd function of `autograd_proxy`."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, proxy: Tensor) -> Tensor:
@@ -50,17 +50,17 @@ class _AutogradProxy(torch.autograd.Function):
 
 
 def autograd_proxy(value: Tensor, proxy: Tensor) -> Tensor:
-    """Return a copy of the first input; the gradient of the copy goes to the second input only."""
+    """Return a copy of `value`; its gradient becomes the gradient of `proxy`, and `value` gets none."""
     return _AutogradProxy.apply(value, proxy)  # type: ignore[return-value]
 
 
 def l1_distance(first: Tensor, second: Tensor) -> Tensor:
-    """Return the L1 distances [m, n] between the rows of the first [m, k] and of the second input [n, k]."""
+    """Return the L1 distance of each row of `first`, [m, k], from each row of `second`, [n, k]: [m, n]."""
     return (first.unsqueeze(1) - second.unsqueeze(0)).abs().sum(-1)
 
 
 def l2_distance(first: Tensor, second: Tensor) -> Tensor:
-    """Return the L2 distances [m, n] between the rows of the first [m, k] and of the second input [n, k].
+    """Return the L2 distance of each row of `first`, [m, k], from each row of `second`, [n, k]: [m, n].
 
     The gradient of the distance of equal rows is zero.
     """
@@ -102,7 +102,8 @@ def simulated_quant(
     fwd: int = 1,
     bwd: int = 0,
 ) -> Tensor:
-    """Round the values by `round_to_float_format` if `fwd` is not 0; round gradients if `bwd` is not 0."""
+    """Return a copy, rounded by `round_to_float_format` if `fwd` is not 0. If `bwd` is not 0, backward rounds
+    the gradient likewise."""
     if rounding not in ("nearest", "stochastic"):
         raise Error(f'SimulatedQuant has rounding {rounding!r}\n  fix: rounding="nearest", or "stochastic"')
     return _QuantisedFunction.apply(x, fwd, bwd, exponent_bits, mantissa_bits, rounding)  # type: ignore[return-value]
@@ -123,12 +124,13 @@ KNOWN: dict[str, Callable[..., Tensor]] = {
 def compute_known_operation(
     name: str, inputs: Sequence[Tensor], attributes: dict[str, Any], examples: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return a list of the output of the operation `KNOWN[name]`; log a warning at the first call for a name.
+    """Return the output of the operation `KNOWN[name]`, in a list. The first call for a name logs a warning.
 
     Args:
-        examples: one tensor, whose shape and dtype the output gets
+        examples: a list of one tensor: the output is converted to its shape and dtype
     Raises:
-        Error: inputs, attributes or examples that don't fit the operation
+        Error: the inputs or attributes don't fit the operation, or the output has not as many elements as the
+            example
     """
     function = KNOWN[name]
     signature = inspect.signature(function)

@@ -24,7 +24,7 @@ def register_mark(
 
     Args:
         schema:   "name(Tensor input, <settings>) -> Tensor"
-        run:      called with the arguments each time a compiled graph runs the operation
+        run:      called with the operation's arguments each time a graph runs the operation; returns nothing
         gradient: called with (gradient, *settings), returns the gradient of the input
     """
     name = LIBRARY.define(schema)
@@ -48,7 +48,7 @@ def register_mark(
 
 
 class _MarkAutogradFunction(torch.autograd.Function):
-    """The autograd function of a mark: its operation in forward, its registered gradient in backward."""
+    """The autograd function of a mark: forward records its operation, backward calls `gradient`."""
 
     @staticmethod
     def forward(ctx: Any, operation: Any, gradient: Any, first: Tensor, *settings: Any) -> Tensor:
@@ -62,10 +62,10 @@ class _MarkAutogradFunction(torch.autograd.Function):
 
 
 def register_computed(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Register a computed operation without a gradient; the annotations of `function` give the schema.
+    """Register an operation that `function` computes, without a gradient; its annotations give the schema.
 
     Args:
-        fake: called instead of `function` with fake tensors, returns empty outputs of the right shapes
+        fake: called in place of `function` if tensors are fake; returns empty outputs of the right shapes
     """
     LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
@@ -73,7 +73,7 @@ def register_computed(name: str, function: Callable[..., Any], fake: Callable[..
 
 
 def check_tensors(rule: str, *values: Any, error: type[Exception] = Error) -> None:
-    """Raise `error`, with `rule` and the types of the wrong values as message, unless all are tensors."""
+    """Raise `error` if a value is not a tensor; its message is `rule` and the types of such values."""
     wrong = [type(value).__name__ for value in values if not isinstance(value, Tensor)]
     if wrong:
         raise error(f"{rule}; found {', '.join(wrong)}")

@@ -31,7 +31,7 @@ def identity_loss(x: Tensor, reduction: str) -> Tensor:
     """Reduce a tensor to a scalar, mark it as the loss that training differentiates, and return it.
 
     Args:
-        reduction: "mean" or "sum" over all elements, or "none" for a scalar
+        reduction: "mean" or "sum" over all elements, or "none" if `x` is a scalar already
     """
     assert reduction in ("mean", "sum", "none"), (
         f"Unsupported reduction type! found {reduction!r}; identity_loss takes 'mean', 'sum' or 'none'"
@@ -49,7 +49,7 @@ def isRunningOnIpu() -> bool:
 
 
 def nop(tensor: Tensor) -> Tensor:
-    """Return the tensor unchanged; the graph keeps the identity operation."""
+    """Return the tensor unchanged, and record an identity operation in the graph."""
     check_tensors("nop takes a tensor", tensor)
     return torch.ops.poptorch.nop(tensor)
 
@@ -94,13 +94,17 @@ def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
 
 
 def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
-    """Return the tensors unchanged. The loop that their transfer to the host may overlap is recorded; here transfers
-    never overlap."""
+    """Return the tensors unchanged, in the same structure, and record `mode` in the graph.
+
+    `mode` is the loop whose computation may overlap the transfer of the tensors to the host. Transfers are
+    never overlapped here, but a misplaced mark raises Error at compilation.
+    """
     return _mark_tensors("set_overlap_for_output", output_tensors, mode)
 
 
 def _mark_tensors(name: str, tensors: Any, mode: OverlapMode) -> Any:
-    """Apply the mark `name` to each tensor in a structure. Raises Error if it contains another value."""
+    """Return a structure of tensors with the mark `name` on each tensor. Raises Error for any other value in
+    the structure, or another mode."""
     mode = member_by_name(OverlapMode, mode)
     if not isinstance(mode, OverlapMode):
         raise Error(f"the mode must be one of poptorch.OverlapMode's; found {mode!r}")
@@ -138,7 +142,7 @@ def push_name_scope(name: str) -> None:
 
 
 def pop_name_scope() -> None:
-    """End the innermost name scope; no effect if there is none, or outside a capture."""
+    """End the innermost name scope; no effect if no scope is open, or outside a capture."""
     capture = current()
     if capture is not None and capture.scopes:
         capture.scopes.pop()
@@ -150,7 +154,7 @@ class Attribute:
         with poptorch.Attribute(__outline={"layer": "embedding"}):
             x = self.table(tokens)
 
-    Values are recorded as strings. At the end of the `with` the attributes are again what they were before.
+    Values are recorded as strings. At the end of the `with` the attributes get their previous values again.
     """
 
     def __init__(self, **attributes: dict[str, Any]) -> None:
@@ -194,9 +198,9 @@ class MultiConv:
         with poptorch.MultiConv().planType(poptorch.MultiConvPlanType.Parallel):
             a, b = self.left(x), self.right(y)
 
-    The setters return the object. They take one value for all convolutions, a list with a value for each, or
-    None for no value. The end of the `with` raises Error if there was no convolution, or if a list has
-    another length. Nesting raises Error, too.
+    A setter returns the object. Its argument is one value for all convolutions, or None for no value; the
+    first three setters also take a list with a value for each convolution. The end of the `with` raises Error
+    if there was no convolution in it, or if a list has not one value for each. Nesting raises Error.
     """
 
     def __init__(self) -> None:
@@ -216,7 +220,7 @@ class MultiConv:
         return self._set_property("partials_types", value, valid, words, ValueError)
 
     def enableConvDithering(self, value: bool | list[bool] | None) -> MultiConv:
-        """Set whether each convolution starts on another tile."""
+        """Set whether convolutions with different parameters begin on different tiles of an IPU."""
         valid = _all_valid(value, lambda flag: isinstance(flag, bool))
         return self._set_property(
             "conv_dithering", value, valid, "convolution dithering: a bool or a list of bools", ValueError
@@ -235,7 +239,7 @@ class MultiConv:
         return self._set_property("per_conv_reserved_tiles", value, valid, "reserved tiles! An integer")
 
     def cycleBackOff(self, value: float | None) -> MultiConv:
-        """Record by what share of cycles a convolution on an IPU may be slower than the fastest way."""
+        """Set by which share (0.1: 10 %) a convolution may need more cycles than with its fastest plan."""
         return self._set_property(
             "cycle_back_off", value, isinstance(value, float | None), "cycle back-off! A float"
         )
@@ -281,7 +285,7 @@ class MultiConv:
 
 
 def _all_valid(value: Any, is_valid: Callable[[Any], bool]) -> bool:
-    """Return whether a value is valid, or is None, or is a list or tuple, not empty, of valid items."""
+    """Return whether a value is None, is valid, or is a list or tuple, not empty, of valid items."""
     if isinstance(value, (list, tuple)):
         return len(value) > 0 and all(map(is_valid, value))
     return value is None or is_valid(value)

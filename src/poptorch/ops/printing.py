@@ -71,7 +71,7 @@ def _print_tensor(tensor: Tensor, title: str = "", print_gradient: bool = True, 
 
 
 def _print_gradient(gradient: Tensor, title: str = "", print_gradient: bool = True, *settings: Any) -> Tensor:
-    """Return the gradient, which an operation prints if `print_gradient`."""
+    """Return the gradient of a printed tensor unchanged; with `print_gradient` record a print of it."""
     if not print_gradient:
         return gradient
     return torch.ops.poptorch.ipu_print_tensor(gradient, f"{title}_gradient", False, *settings)
@@ -99,7 +99,10 @@ class _Layout:
     close_bracket: str = ")"
 
     def lines(self, part: Tensor, indent: str, write: Callable[[Any], str]) -> list[str]:
-        """Return the lines of a sub-tensor, or of the tensor itself; `write` returns an element as text."""
+        """Return a sub-tensor, or the whole tensor, as lines of text.
+
+        Args: indent: spaces before the first line; write: returns an element as text
+        """
         if part.dim() == 0:
             return [write(part.item())]
         shown: list[int | None] = list(range(len(part)))  # None: "..." in place of all but the edges
@@ -112,7 +115,10 @@ class _Layout:
         return [indent + self.open_bracket, *itertools.chain(*inner), indent + self.close_bracket]
 
     def _row_lines(self, values: list[str], indent: str) -> list[str]:
-        """Return the lines of an innermost row, broken after separators to fit `max_line_width`."""
+        """Return an innermost row as lines of text, broken after separators to fit into `max_line_width`.
+
+        Args: values: the elements as text; indent: spaces before the first line
+        """
         lines, line = [], indent + self.open_bracket
         for position, value in enumerate(values):
             item = value + (self.close_bracket if position == len(values) - 1 else self.separator)
@@ -124,7 +130,7 @@ class _Layout:
         return [*lines, line if values else line + self.close_bracket]
 
     def element_format(self) -> Callable[[Any], str]:
-        """Return a function that returns an element as text, as `digits` and `float_format` say."""
+        """Return a function that returns an element of the tensor as text, by `digits` and `float_format`."""
         tensor, digits, kind = self.tensor, self.digits, self.float_format
         if not tensor.is_floating_point():
             return lambda value: str(int(value)) if isinstance(value, bool) else str(value)

@@ -29,7 +29,7 @@ def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int 
 
 
 def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: int) -> Tensor:
-    """Return a copy of `input` with `src` in `[start : start + size]` along `dim`.
+    """Return a copy of `input` in which `[start : start + size]` along `dim` is replaced by `src`.
 
     Args:
         src:   has the dtype and shape of `input`, but `size` elements along `dim`
@@ -77,8 +77,8 @@ def serializedMatMul(
 
     Args:
         lhs, rhs: [..., rows, inner] and [..., inner, columns]
-        mode:     cut along the rows of lhs (InputChannels), along inner (ReducingDim), along the columns of
-            rhs (OutputChannels), or not at all (Disabled)
+        mode:     the dimension along which the product is cut: the rows of lhs (InputChannels), inner
+            (ReducingDim), the columns of rhs (OutputChannels), or none (Disabled)
         factor:   number of pieces, a divisor of that dimension (0: not cut)
         keep_precision: sum the products of ReducingDim in float32 if the operands are narrower
     """
@@ -111,7 +111,10 @@ def serializedMatMul(
 
 
 def fps(src: Tensor, ptr: list[int], ratio: float = 0.5, random_start: bool = False) -> Tensor:
-    """Return the indices of points sampled from each cloud, each point the farthest from those before it.
+    """Sample points of each cloud by farthest point sampling, and return their indices.
+
+    The first sample of a cloud is its first or a random point; each further sample is the point with the
+    largest distance from the nearest of the samples before.
 
     Args:
         src:   points of all clouds, [N, F]
@@ -139,7 +142,7 @@ def _sample_counts(ptr: list[int], ratio: float) -> list[int]:
 
 
 def _sample_clouds(src: Tensor, ptr: list[int], ratio: float, starts: Tensor) -> Tensor:
-    """Return the result of `fps`; `starts`: each cloud's first sample, as a share (0 to 1) of its points."""
+    """Return the result of `fps`; `starts`: index of each cloud's first sample, divided by its length."""
     chosen = []
     for index, count in enumerate(_sample_counts(ptr, ratio)):
         points = src[ptr[index] : ptr[index + 1]].flatten(1)
@@ -148,7 +151,7 @@ def _sample_clouds(src: Tensor, ptr: list[int], ratio: float, starts: Tensor) ->
 
 
 def _sample_cloud(points: Tensor, count: int, start: int) -> Tensor:
-    """Return the indices of `count` points: `start`, then each time the farthest from all sampled points."""
+    """Return the indices of `count` points of a cloud: `start`, then the farthest from all points before."""
     chosen = torch.empty(count, dtype=torch.int64)
     distance = torch.full((len(points),), math.inf, device=points.device)
     for position in range(count):
@@ -187,8 +190,8 @@ def nearest(x: Tensor, y: Tensor, batch_x: Any = None, batch_y: Any = None) -> T
 
 
 def _cloud_numbers(name: str, value: Any, points: Tensor) -> Tensor:
-    """Return `value`, the cloud number of each point, as a tensor [N]. Raises Error, which calls it `name`,
-    for another shape or an unsorted list."""
+    """Return the argument `name` of `nearest`, the cloud number of each point, as a tensor [N].
+    Raises Error for another shape, or an unsorted list."""
     is_sorted = not isinstance(value, (list, tuple)) or list(value) == sorted(value)
     numbers = torch.as_tensor(value, device=points.device)
     if not is_sorted or numbers.shape != points.shape[:1]:

@@ -1,4 +1,6 @@
-"""Register the shorthands: operations of `torch.ops.poptorch` that are replaced by those that they call.
+"""Register the shorthands: operations of `torch.ops.poptorch` that call functions of this package.
+
+The captured graph contains the operations that these functions call, and not the shorthand itself.
 
 Marks and computed operations are registered in the modules that define them.
 """
