@@ -29,7 +29,7 @@ class ResultBuffer:
     """A tensor on the device with a row for each value that an output mode returns, and the rows' copy times.
 
     Args:
-        period: the n of mode "every_n"
+        period: of mode "every_n": the values of each `period`-th iteration are returned
         like:   has the shape and dtype of one value
     """
 
@@ -47,7 +47,8 @@ class ResultBuffer:
         self.started, self.finished = [0.0] * rows, [0.0] * rows  # perf_counter
 
     def put(self, turn: int, replica: int, value: Tensor) -> None:
-        """Copy the value of a micro-batch to its row (mode "sum": add it), unless the mode leaves it out."""
+        """Copy the value of a micro-batch to its row (mode "sum": add the value to the replica's row). Do
+        nothing if the output mode does not return this micro-batch."""
         counts, row = self._counts, replica
         iteration, micro_batch = divmod(turn, counts.accumulation)
         if self._mode == "final":
@@ -65,8 +66,8 @@ class ResultBuffer:
         self.finished[row] = perf_counter()
 
     def on_host(self) -> Tensor:
-        """Return a copy of the rows on the CPU, `_narrowed`, concatenated in dimension 0; of 0-d values that
-        is [rows], or 0-d if there is a single row."""
+        """Return a copy of all rows on the CPU, `_narrowed` to 32-bit types and concatenated in dimension 0.
+        0-d rows become one tensor of shape [rows], or 0-d if there is only one row."""
         values = _narrowed(self.values.cpu())
         if values.dim() == 1:
             return values.reshape(()) if len(values) == 1 else values
@@ -74,7 +75,8 @@ class ResultBuffer:
 
 
 def _narrowed(values: Tensor) -> Tensor:
-    """Return int64 and float64 values as 32-bit values; unchanged, with a warning, if one is too large."""
+    """Return int64 and float64 values as 32-bit values (other types unchanged). If a value is too large for
+    the 32-bit type, log a warning and return all values unchanged."""
     narrow = _RETURNED.get(values.dtype)
     if narrow is None:
         return values
@@ -123,31 +125,31 @@ class Results:
         self.load_started[key][row], self.loaded[key][row] = started, perf_counter()
 
     def put(self, index: int, turn: int, replica: int, value: Tensor) -> None:
-        """Store the value of one micro-batch for the result `index`: an output, or an input's new value."""
+        """Store a micro-batch's value of result number `index`: an output, or the new value of an input."""
         if index in self._written:
             self._written[index].put(turn, self._counts.group_of(replica), value)
         else:
             self._outputs[index].put(turn, replica, value)
 
     def anchored(self, anchor: Anchor) -> Tensor:
-        """Return the values of an anchor: see `ResultBuffer.on_host`."""
+        """Return the values of an anchor, as `ResultBuffer.on_host` does."""
         return (self.weights[anchor] if anchor.is_weight else self._outputs[int(anchor.key)]).on_host()
 
     def outputs(self) -> list[Tensor]:
-        """Return the outputs in the order of forward's results, then the outputs that are anchors only."""
+        """Return the outputs of forward, then the tensors that are outputs only because of an anchor."""
         return [buffer.on_host() for buffer in self._outputs.values()]
 
     def copy_times(self) -> list[tuple[list[float], list[float]]]:
-        """Return, for each output, two lists: when the copy of each row into its device buffer began, and ended."""
+        """Return for each output two lists: when the copy of each row into the buffer began, and ended."""
         return [(buffer.started, buffer.finished) for buffer in self._outputs.values()]
 
     def inputs(self) -> dict[int, Tensor]:
-        """Return the new values of inputs that the forward writes into, by index of the result."""
+        """Return the new values of inputs that forward writes into, on the CPU, by index of the result."""
         return {index: buffer.values.flatten(0, 1).cpu() for index, buffer in self._written.items()}
 
 
 class Stopped(Exception):
-    """The error that ends a call in its threads after its caller was interrupted."""
+    """The error that ends a call in the engine's threads after an interrupt of the user's thread."""
 
 
 @dataclass
@@ -174,7 +176,7 @@ class EngineCall:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether no further task should run: `stop` was called, and no committed step is running."""
+        """True if no further task of the call should run: `stop` was called, and no step is committed."""
         return self._is_stopped and not self.is_committed
 
     def stop(self) -> None:
@@ -183,7 +185,7 @@ class EngineCall:
             self._is_stopped = True
 
     def commit(self) -> None:
-        """Mark the running step as committed: no interrupt stops it. Raises Stopped after `stop`."""
+        """Mark the running step as committed: no interrupt stops it. Raises Stopped if `stop` was called."""
         with self._lock:
             if self.is_stopped:
                 raise Stopped
@@ -198,6 +200,6 @@ class EngineCall:
                 raise Stopped
 
     def end(self, error: BaseException | None) -> None:
-        """Mark the call as over, and store its error; None and Stopped count as no error."""
+        """Mark the call as over, and store the error with which it ended (not Stopped) in `failure`."""
         self.failure = None if isinstance(error, Stopped) else error
         self.is_over = True

@@ -85,15 +85,15 @@ def as_current_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def pinned(value: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a CPU tensor in pinned memory, for `upload` to an accelerator. The tensor itself is
-    returned if `device` is the CPU, or if the tensor is empty, pinned, or not on the CPU."""
+    """Return a copy of a CPU tensor in pinned memory, from which `upload` to an accelerator is faster. Return
+    the tensor itself if `device` is the CPU, or if the tensor is empty, pinned, or not on the CPU."""
     if device.type == "cpu" or not value.is_cpu or value.is_pinned() or not value.numel():
         return value
     return value.pin_memory()
 
 
 def upload(value: Tensor, device: torch.device) -> Tensor:
-    """Return the value on a device. If the value is pinned, the copy may end after this function returns."""
+    """Return a value on a device. From pinned memory the copy may end after this function returns."""
     return value.to(device, non_blocking=True)
 
 
@@ -117,7 +117,7 @@ BYTES = 64  # alignment
 
 
 def aligned(batch: Tensor) -> Tensor:
-    """Return the batch if its micro-batches begin at multiples of 64 bytes, else a copy with padding.
+    """Return a batch whose micro-batches begin at multiples of 64 bytes: `batch`, or a copy with padding.
 
     Args: batch: on the CPU, [turns, groups, micro-batch, ...]
     """
@@ -134,5 +134,5 @@ def aligned(batch: Tensor) -> Tensor:
 
 
 def with_aligned_start(value: Tensor) -> Tensor:
-    """Return the tensor; of a CPU tensor that does not begin at a multiple of 64 bytes, an aligned copy."""
+    """Return an aligned copy of a CPU tensor that isn't at a multiple of 64 bytes; otherwise the tensor."""
     return value.clone() if value.is_cpu and value.data_ptr() % BYTES else value

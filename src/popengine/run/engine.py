@@ -100,7 +100,7 @@ class Engine:
         self._calls, self._unconfirmed = other._calls, other._unconfirmed
 
     def close(self) -> None:
-        """End the threads. Until the next barrier, peers can still read this process's optimizer shard."""
+        """End the threads. Peers can read a copy of this process's optimizer shard until the next barrier."""
         if self._group is not None and self._sharded:
             self._group.copy_until_barrier(self._sharded)
         self._close()
@@ -127,7 +127,7 @@ class Engine:
 
     @property
     def state(self) -> State:
-        """The weights, buffers and optimizer state; first end a call that an interrupt left running."""
+        """The weights, buffers and optimizer state. A call that an interrupt left running is ended first."""
         if self._latest is not None and self._call_lock.acquire(blocking=False):
             try:
                 if not self._is_running:  # True for a signal handler that reads while this thread's call runs
@@ -171,7 +171,7 @@ class Engine:
         return call.results
 
     def _split_into_micro_batches(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return batches as [turns, groups, micro-batch, ...]: `aligned`; for an accelerator `pinned`."""
+        """Return each batch as [turns, groups, micro-batch, ...], aligned, or pinned for an accelerator."""
         counts, device = self.settings.counts, self._state.device
         found = []
         for value in inputs:
@@ -197,8 +197,8 @@ class Engine:
         return facts
 
     def _await_idle(self) -> None:
-        """Wait until no call runs. If an interrupt has left a call running, stop it and wake the peers. If an
-        update failed halfway, mark the weights as lost."""
+        """Wait until no call runs. Stop a call that an interrupt has left running, and wake the peers. If an
+        update of the call failed halfway, mark the weights as lost."""
         call = self._latest
         if call is None:
             return
@@ -221,7 +221,7 @@ class Engine:
         self._latest = None
 
     def _mark_lost(self, call: EngineCall) -> None:
-        """Mark the weights as lost: an update of `call` failed halfway, and `call` and later calls fail."""
+        """Mark the weights as lost after a failed update: `call` and later calls raise UnrecoverableError."""
         self._state.lost = UnrecoverableError(
             f"the weights are lost: some are those after {call.name}, and some those before"
             f" ({type(call.failure).__name__}: {call.failure})\n"
@@ -236,8 +236,8 @@ class Engine:
     # ---- the host's side -----------------------------------------------------------------------------------
 
     def read_whole_optimizer(self) -> dict[str, dict[str, Tensor]]:
-        """Return copies of the optimizer state by parameter; if processes shard it, wait for all shards (see
-        `ProcessGroup.read_shards`)."""
+        """Return copies of the optimizer state by parameter. If processes shard the state, gather all shards:
+        wait until each peer reads, too, or is at its next call (see `ProcessGroup.read_shards`)."""
         if self._group is None or not self._sharded:
             return self._state.read_optimizer()
         shards = self._group.read_shards(self._sharded)
@@ -246,14 +246,14 @@ class Engine:
         return {key: whole[key] for key in dict.fromkeys(self._state.trained) if key in whole}
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy parameters and buffers, by canonical name, to all replicas, all or none. With several
-        processes the next call raises Error if the trained parameters differ from the peers'."""
+        """Copy parameters and buffers, by canonical name, to all replicas; an error changes none. The next
+        call raises Error if the trained parameters differ between processes."""
         self._state.write([weights] * self.settings.counts.replicas)
         self._unconfirmed.update(key for key in weights if key in self._state.trained)
 
     def average_buffers(self) -> None:
-        """Set floating point buffers that forward changes to their means over all replicas of all processes,
-        which have the same bits in every layout of replicas and processes."""
+        """Set each floating point buffer that forward changes to its mean over all replicas of all processes.
+        The mean has the same bits in every layout of replicas and processes."""
         with self._call_lock:
             self._await_idle()
             results = self.plan.partition.signature.results

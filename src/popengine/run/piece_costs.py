@@ -32,9 +32,9 @@ class SpeedupRange(NamedTuple):
 
 
 class Sample:
-    """Functions of pieces, with the values for one micro-batch.
+    """Pieces that can be run on one micro-batch, to measure their time.
 
-    Args: given: by name, the values that no piece makes; they are only read
+    Args: given: by name, the inputs, weights and other values that no piece makes; they are only read
     """
 
     def __init__(self, pieces: Sequence[Piece], given: Mapping[str, Tensor]) -> None:
@@ -69,7 +69,7 @@ class Sample:
 def measure(
     partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], rounds: int = 3
 ) -> list[float]:
-    """Return the seconds of each piece in one thread, the fastest of `rounds` runs. Args: see `sample_of`"""
+    """Return the seconds of each piece in one thread: the fastest of `rounds` runs. Args: see `sample_of`"""
     sample = sample_of(partition, weights, inputs)
     times = with_threads(1, lambda: [sample.seconds_of_pieces() for _ in range(rounds)])
     return [min(of_piece) for of_piece in zip(*times, strict=True)]
@@ -103,7 +103,7 @@ def measure_sharing(
     Args:
         several: computes the given number of micro-batches, and returns the seconds
         alone:   estimated seconds of one micro-batch
-    Returns: the speedup; the CPU time per micro-batch, relative to that of one thread alone
+    Returns: the speedup; and the CPU time per micro-batch with `threads` threads over that with one thread
     """
     barrier = Barrier(threads)
     spent: dict[bool, list[float]] = {True: [], False: []}  # CPU seconds per micro-batch: together, alone
@@ -139,7 +139,7 @@ def with_threads(count: int, work: Callable[[], T]) -> T:
 
 
 def sample_of(partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> Sample:
-    """Return a sample of all pieces of a partition, for one micro-batch.
+    """Return the pieces of a partition as a `Sample`, with their inputs for one micro-batch.
 
     Args:
         weights: parameters and buffers by canonical name; they are only read

@@ -54,7 +54,7 @@ def draw(func: Any, key: int, number: int, *args: Any, on: torch.device | None =
     Args:
         key:    hash of (seed, step, micro-batch, replica)
         number: index of the draw in the model
-        on:     device on which the operation makes a tensor; None: the device in its arguments
+        on:     device of the result of an operation that makes a tensor; None: the device in the arguments
     """
     if on is not None and any(argument.name == "device" for argument in func._schema.arguments):
         kwargs["device"] = on
@@ -77,7 +77,7 @@ def draw(func: Any, key: int, number: int, *args: Any, on: torch.device | None =
 
 
 def _run_with_default_generator(random: torch.Generator, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operation without generator argument, such as a fused kernel, and return its result.
+    """Run an operation that has no generator argument, such as a fused kernel, and return its result.
 
     While it runs, torch's default generator has the state of `random`; then its own state is restored.
     """

@@ -57,7 +57,7 @@ _SENDER = -1  # in place of a core's index: the thread of tasks that communicate
 
 
 class BoundTask(NamedTuple):
-    """A task: a row of the table for one index and one replica, and the row's function."""
+    """A task: a row of the table for one index and one replica, and the function that runs it."""
 
     row: int
     index: int  # pyright: ignore[reportIncompatibleMethodOverride]  hides the method of tuples
@@ -69,7 +69,7 @@ class BoundTask(NamedTuple):
 class StepTasks:
     """All tasks of a step in the order of the step, and the dependencies between them, by task number.
 
-    Args: cores: number of cores that share all ipus; 0: each ipu of each replica runs its program in order
+    Args: cores: number of cores, which run tasks of any ipu; 0: each ipu runs its program, one task at a time
     """
 
     def __init__(self, rows: RowFunctions, cores: int) -> None:
@@ -108,14 +108,16 @@ class StepTasks:
         self.first = [number for number, needs in enumerate(before) if not needs]
 
     def _sort_key(self, task: BoundTask) -> tuple[int, ...]:
-        """Return a sort key: sums first (they free memory), then by micro-batch and row, then other rows."""
+        """Return the sort key of a task: sums first (they free memory), then other tasks of micro-batches (by
+        micro-batch, then row), then tasks without a micro-batch (by row)."""
         row = self._plan.tasks[task.row]
         if row.index != "micro_batch":
             return (self._plan.micro_batches, task.row, task.index, task.replica)
         return (-1 if row.kind == "sum" else task.index, task.row, task.index, task.replica)
 
     def _edges(self, rows: RowFunctions, cores: int) -> list[list[After]]:
-        """Return the edges of each row: the table's, and the order's bound on micro-batches in flight."""
+        """Return for each row its edges to the rows that it waits for: those of the table, and one by which
+        the order bounds the number of micro-batches in flight."""
         plan = self._plan
         found = [list(task.after) for task in plan.tasks]
         # All processes must gather values of micro-batches in the same order.
@@ -132,7 +134,7 @@ class StepTasks:
         return found
 
     def _awaited(self, edge: After, task: BoundTask) -> list[tuple[int, int, int]]:
-        """Return (row, index, replica) of each task for which `task` waits by an edge."""
+        """Return (row, index, replica) of each task for which `task` waits because its row has this edge."""
         row = self._plan.tasks[edge.row]
         group = self._replicas if self._plan.tasks[task.row].once else min(edge.group, self._replicas)
         start = task.replica // group * group
@@ -189,7 +191,7 @@ class ReadyQueue:
         self._inbox.put(call)
 
     def wait_until_idle(self) -> None:
-        """Wait until all started calls have ended. (An interrupted `start` may not have started its call.)"""
+        """Wait until each started call has ended."""
         answers: SimpleQueue[None] = SimpleQueue()
         self._inbox.put(answers)
         while True:
@@ -211,7 +213,7 @@ class ReadyQueue:
                 thread.join(_PATIENCE)
 
     def _serve_engine_calls(self) -> None:
-        """Run the calls of the inbox one after another until `close`: the body of the thread of core 0."""
+        """Run the calls in the inbox one after another until `close`: the function of core 0's thread."""
         while (call := self._inbox.get()) is not None:
             if not isinstance(call, EngineCall):
                 call.put(None)
@@ -264,13 +266,13 @@ class ReadyQueue:
     # ---- threads ---------------------------------------------------------------------------------------------
 
     def _run_tasks_of_calls(self, core: int) -> None:
-        """Run tasks of all calls until the queue is closed: the body of each thread except core 0's."""
+        """Run tasks of all calls until the queue is closed: the function of each thread except core 0's."""
         torch.set_num_threads(1 if core == _SENDER else self._inside)
         with torch.inference_mode():
             self._run_tasks(lambda: self._is_closed, core)
 
     def _run_tasks(self, is_over: Callable[[], bool], core: int) -> None:
-        """Run ready tasks until no task is ready and `is_over` returns True. Errors are passed to `_fail`."""
+        """Run ready tasks until none is ready and `is_over` returns True. Errors are passed to `_fail`."""
         done: int | None = None
         while (number := self._next_task(is_over, core, done)) is not None:
             try:
@@ -287,7 +289,8 @@ class ReadyQueue:
                 self._fail(error)
 
     def _next_task(self, is_over: Callable[[], bool], core: int, done: int | None) -> int | None:
-        """Mark the task `done` as finished; wait for a ready task; return its number, or None if `is_over`.
+        """Mark the task `done` as finished, if not None; wait for a ready task and return its number. Return
+        None if no task is ready and `is_over` returns True.
 
         Both happen under one lock, so that this core, whose cache has the results of `done`, is first to run
         a task that became ready by `done`.
@@ -313,7 +316,7 @@ class ReadyQueue:
             return number
 
     def _mark_finished(self, number: int) -> None:
-        """Decrement the counters of tasks that wait for a finished task; queue tasks that become ready."""
+        """Decrement the counter of each task that waits for task `number`; queue those that become ready."""
         self._running -= 1
         self._left -= 1
         for follower in self._tasks.followers[number] if self._failure is None else ():
@@ -324,7 +327,7 @@ class ReadyQueue:
             self._changed.notify_all()
 
     def _add_ready(self, number: int) -> None:
-        """Add a ready task to its queue; wake the thread that communicates, but no core."""
+        """Add a ready task to the heap of its threads; wake the thread that communicates, but no core."""
         if self._tasks.all[number].communicates:
             heappush(self._to_send, number)
             self._to_send_changed.notify()
@@ -332,15 +335,15 @@ class ReadyQueue:
             heappush(self._ready, number)
 
     def _decide_sharing(self, seconds: float) -> None:
-        """Add the seconds of a task. All cores run tasks once those after a warm-up take long enough on the mean;
-        else, and before this is known, only core 0 does."""
+        """Record the seconds of a task, and set whether cores other than core 0 run tasks: they do once the
+        mean time of `JUDGED` tasks (after as many for warm-up) is above `WORTH_SHARING`."""
         self._measured_count += 1
         if self._measured_count > JUDGED:
             self._spent += seconds
         self._is_shared = self._spent > JUDGED * WORTH_SHARING
 
     def _fail(self, error: BaseException) -> None:
-        """Store the first error of a step, drop the ready tasks, and wake all threads and peers."""
+        """Store a task's error, if the step has none; drop the ready tasks; wake all threads and peers."""
         self._rows.wake_peers(error)  # other processes may wait for this one
         with self._changed:
             self._running -= 1

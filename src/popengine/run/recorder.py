@@ -29,7 +29,7 @@ _Memory = tuple[int, int] | int  # the id of a storage; for the user's inputs (m
 
 
 class Meter:
-    """The tensors that an ipu of replica 0 holds during a step, as if it had its own memory."""
+    """The list of tensors that an ipu of replica 0 holds during a step, as if it had a memory of its own."""
 
     def __init__(self, rows: RowFunctions, ipu: int) -> None:
         self._rows, self._ipu = rows, ipu
@@ -42,10 +42,9 @@ class Meter:
         self._state = self._state_storages()
 
     def record_before(self, task: Task, micro_batch: int, first: int) -> None:
-        """Add the tensors that a row loads (inputs) and receives (from other ipus), before the row runs.
+        """Add the inputs that a row loads, and the tensors that it receives from other ipus, before it runs.
 
-        Args:
-            first: index of the row's first instruction in the ipu's program
+        Args: first: index of the row's first instruction in the ipu's program
         """
         frame = self._rows.frames[0].get(micro_batch, {})
         for index, instruction in enumerate(task.instructions, first):
@@ -57,7 +56,7 @@ class Meter:
                 self._add_tensors(values, values, micro_batch, index)
 
     def record_after(self, task: Task, micro_batch: int, first: int) -> None:
-        """Add the tensors that a row has made, and mark the freed tensors, after the row has run."""
+        """After a row has run, add the tensors that it has made, and mark those that it has freed."""
         frame = self._rows.frames[0].get(micro_batch, {})
         for index, instruction in enumerate(task.instructions, first):
             if instruction.kind == "compute":
@@ -72,7 +71,8 @@ class Meter:
     def _add_tensors(
         self, names: Iterable[str], values: Mapping[str, Tensor], micro_batch: int, index: int
     ) -> None:
-        """Add named values, made by instruction `index`, unless their memory is known or holds the state."""
+        """Add the tensors `names`, which instruction number `index` has made. Views share the memory of their
+        base; weights and buffers are left out."""
         for name in names:
             if name not in values or (micro_batch, name) in self._memory:
                 continue
@@ -90,7 +90,7 @@ class Meter:
                 self.tensors.append(Row(self._ipu, name, kind, micro_batch, size, index, -1))
 
     def _mark_freed(self, names: Iterable[str], micro_batch: int, index: int) -> None:
-        """Drop names; memory to which no name refers any more was freed by instruction `index`."""
+        """Remove names of tensors; mark memory that has no name any more as freed by instruction `index`."""
         for name in names:
             key = self._memory.pop((micro_batch, name), None)
             if key is not None:
@@ -100,7 +100,7 @@ class Meter:
                     self.tensors[number] = self.tensors[number]._replace(died=index)
 
     def _state_storages(self) -> set[int]:
-        """Return the ids of the storages of replica 0's weights, buffers and constants."""
+        """Return the addresses of the storage objects of replica 0's weights, buffers and constants."""
         state = self._rows.state
         values = (*state.values[0].values(), *state.new_buffers[0].values())
         return {value.untyped_storage()._cdata for value in values}
@@ -112,8 +112,8 @@ _CALLS = 1000  # number of first calls, and of last calls, whose times are store
 
 
 class Times:
-    """The times of one ipu in one step: for each instruction of its program begin and end (perf_counter_ns),
-    core, and CPU time (ns; 0: not measured)."""
+    """The times of one ipu in one step: begin and end (perf_counter_ns), core, and CPU time (ns; 0: not
+    measured) of the first `length` instructions of its program."""
 
     def __init__(self, call: int, step: int, length: int) -> None:
         self.call, self.step, self.length = call, step, length
@@ -128,7 +128,7 @@ class Times:
 
 
 def _append_bounded(values: list[Any], value: Any, most: int) -> None:
-    """Append a value to a list; drop all but its first `most` and last `most` values."""
+    """Append a value to a list; delete values other than the first `most` and the last `most`."""
     values.append(value)
     if len(values) > 2 * most:
         del values[most]
@@ -147,12 +147,12 @@ class Detail:
     runs: Counter[int] = field(default_factory=Counter)  # number of runs of each piece
 
     def line_times(self, piece: int) -> list[int]:
-        """Return the ns of each line of a piece in all runs: CPU time, but at least fastest run × runs."""
+        """Return the ns of each line of a piece in all runs: CPU time, but at least runs × fastest run."""
         least = (ns * self.runs[piece] for ns in self.fastest[piece])
         return [max(pair) for pair in zip(self.lines[piece], least, strict=True)]
 
     def add_run(self, piece: int, ticks: list[tuple[int, int]]) -> None:
-        """Add the times of one run of a piece, from the clock readings `_Ticks.readings`."""
+        """Add the times of one run of a piece. Args: ticks: clock readings, as in `_Ticks.readings`"""
         took, computed = ([end[i] - start[i] for start, end in pairwise(ticks)] for i in (0, 1))
         before = self.lines.get(piece, [0] * len(computed))
         self.lines[piece] = [a + b for a, b in zip(before, computed, strict=True)]
@@ -161,7 +161,7 @@ class Detail:
 
 
 class Recorder:
-    """The measurements of all calls to which this recorder was passed.
+    """The recorded times and memory of all calls to which this recorder was passed.
 
     Args:
         budget: number of instructions to store, over all steps, ipus and replicas. At least two steps are
@@ -195,7 +195,7 @@ class Recorder:
         self._started = perf_counter_ns()
 
     def end_call(self, steps: int, failed: bool = False) -> None:
-        """Store the times of a call of `steps` steps; of a failed call nothing but the count."""
+        """Store begin and end of a call that has run `steps` steps. If the call failed, only count it."""
         end = perf_counter_ns()
         if failed:
             self.failed_calls += 1
@@ -205,13 +205,13 @@ class Recorder:
         _append_bounded(self.in_calls, (self._call, self._started, end, steps), _CALLS)
 
     def note(self, kind: str, start: int, size: int = 0) -> None:
-        """Store work or a wait of the host, from `start` (perf_counter_ns) until now; `size` in bytes."""
+        """Store work or a wait of the host, from `start` (perf_counter_ns) until now; `size`: bytes moved."""
         self.host.append((kind, start, perf_counter_ns(), size))
 
     # ---- the queue's side --------------------------------------------------------------------------------
 
     def begin_step(self, rows: RowFunctions) -> None:
-        """Prepare to record a step. In the first two steps, replica 0's eager pieces get clock readings."""
+        """Prepare to record a step. In the first two steps add clock readings to replica 0's eager pieces."""
         plan, replicas = rows.plan, range(rows.settings.counts.replicas)
         _, number = rows.state.random_state  # of the step, over all calls
         if self._rows is None or self._rows.plan is not plan:
@@ -243,7 +243,7 @@ class Recorder:
                     self._store_times(task, self._first_instruction[row, -1], replica, now, now, -1, 0)
 
     def end_step(self, is_finished: bool) -> None:
-        """Store the times of the step (if it failed, only in `broken`); restore pieces without clocks."""
+        """Store a step's times in `kept` (`broken` if it failed); remove the clocks from the pieces."""
         assert self._rows is not None
         self._rows.codes[0][:] = self._codes_without_clocks
         if not is_finished:
@@ -253,8 +253,8 @@ class Recorder:
         _append_bounded(self.kept, self._times, self._most_steps)
 
     def perform(self, row: int, index: int, replica: int, work: Callable[[int], None], core: int) -> None:
-        """Run a task by `work(index)`. If its row is in an ipu's program, then wait for the device's work, and store
-        the times."""
+        """Run a task by `work(index)`. If its row is in an ipu's program, then wait for the device's work,
+        and store the times."""
         assert self._rows is not None
         task = self._rows.plan.tasks[row]
         first = self._first_instruction.get((row, index if task.index == "micro_batch" else -1))
@@ -280,8 +280,8 @@ class Recorder:
     def _store_times(
         self, task: Task, first: int, replica: int, begin: int, end: int, core: int, computed: int
     ) -> None:
-        """Store the whole time of a row for its "compute" or "update" instruction, or else its first one; the
-        other instructions take no time. The times of an update's chunks are added up."""
+        """Store the time of a row as that of its "compute" or "update" instruction (without one, of the first
+        instruction); the others take no time. The times of an update's chunks are added up."""
         times, moment = self._times[replica, task.ipu], begin
         main = next((i for i, x in enumerate(task.instructions) if x.kind in _WORK), None)
         for number in range(len(task.instructions)):
@@ -296,7 +296,7 @@ class Recorder:
 
 
 class _Ticks(threading.local):
-    """The clock readings of this thread's piece: one before its first line, and one after each line."""
+    """The clock readings of the piece that this thread runs: before its first line, and after each line."""
 
     def __init__(self) -> None:
         self.readings: list[tuple[int, int]] = []  # (perf_counter_ns, thread_time_ns)

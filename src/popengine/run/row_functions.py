@@ -34,7 +34,7 @@ _FRAME, _STATE, _BUFFER, _PREPARED = range(4)  # where a piece reads a value; _B
 
 
 class RowFunctions:
-    """The functions of all rows of a plan, and the frames that they read and write.
+    """The functions that run the rows of a plan, and the frames that they read and write.
 
     Args:
         codes: the function of each piece
@@ -64,7 +64,7 @@ class RowFunctions:
         self._checks = FiniteCheck if settings.finite_checks else nullcontext
 
     def bind(self, row: int, replica: int) -> Work | None:
-        """Return a row's function for a replica, which takes the row's index; None: the row does nothing."""
+        """Return the function that runs a row for a replica, given the row's index; None: nothing to do."""
         match self.plan.tasks[row].kind:
             case "forward" | "backward":
                 return self._compute_function(row, replica)
@@ -77,7 +77,7 @@ class RowFunctions:
         return self.updates.bind(row)
 
     def communicates(self, row: int) -> bool:
-        """Return whether a row sends messages to other processes."""
+        """Return whether a row exchanges messages with other processes."""
         task = self.plan.tasks[row]
         if task.kind == "gather":
             return self.plan.partition.pieces[task.piece].gather_group_size > self.settings.counts.replicas
@@ -90,7 +90,7 @@ class RowFunctions:
         self.call = self.updates.call = call
 
     def begin_step(self) -> None:
-        """Begin a step: set its loss scale; copy weights to the results for anchors of source "weight"."""
+        """Begin a step: reset the state's buffers, copy the weights that are anchors, set the loss scale."""
         self.state.begin_step()
         self._copy_anchors("weight")
         if self.call.hyper is not None:
@@ -99,27 +99,27 @@ class RowFunctions:
             self.call.results.loss_scale = scale
 
     def end_step(self) -> None:
-        """End a step of inference. In training keep gradient sums and new buffers for the plan that ends the step, if
-        this plan does not: else do nothing, since row "end" has ended it."""
+        """End a step of inference. In training, where row "end" ends the step, only hold the gradient sums
+        and new buffers of a plan without this row."""
         if not self.settings.training:
             self.state.end_step()
         elif not self.settings.part.ends_step:
             self.state.hold_step()
 
     def wake_peers(self, error: BaseException) -> None:
-        """Close the connections after an error, which wakes peers; ignore Stopped, and errors from peers."""
+        """Close the connections after an error, which wakes peers. Ignore Stopped, and errors from peers."""
         if self._group is not None and not isinstance(error, (PeerFailed, PeerLost, Stopped)):
             self._group.abort(f"failed at {self.call.name}: {error}")
 
     def end_call(self) -> None:
-        """Drop all frames, prepared values and gradients, after a call or its failure."""
+        """Drop all frames, prepared values and gradients. To be called after each call, also a failed one."""
         for frames, prepared in zip(self.frames, self._prepared, strict=True):
             frames.clear()
             prepared.clear()
         self.updates.clear_step()
 
     def _copy_anchors(self, source: str) -> None:
-        """Copy the weights that have an anchor of this source ("weight" or "updated") to the results."""
+        """Copy the weights that have an anchor with this source ("weight" or "updated") to the results."""
         iterations = [self.call.done] if self.settings.training else range(self.settings.counts.iterations)
         for anchor in (anchor for anchor in self.settings.anchors if anchor.source == source):
             for replica, values in enumerate(self.state.values):
@@ -142,7 +142,7 @@ class RowFunctions:
     # ---- forward and backward --------------------------------------------------------------------------------
 
     def _compute_function(self, row: int, replica: int) -> Work:
-        """Return the function that loads inputs, runs a row's piece, stores outputs, and frees values."""
+        """Return a function that loads inputs, runs a row's piece, stores outputs, and frees values."""
         task, partition = self.plan.tasks[row], self.plan.partition
         piece, number = partition.pieces[task.piece], task.piece
         frames, codes, prepared = self.frames[replica], self.codes[replica], self._prepared[replica]
@@ -197,7 +197,7 @@ class RowFunctions:
         return compute
 
     def _source(self, name: str, piece: int) -> int:
-        """Return where piece number `piece` reads a value: _FRAME, _STATE, _BUFFER or _PREPARED."""
+        """Return where piece number `piece` reads value `name`: _FRAME, _STATE, _BUFFER or _PREPARED."""
         partition = self.plan.partition
         if name in partition.prepared:
             return _PREPARED
@@ -226,7 +226,8 @@ class RowFunctions:
     def _store_results(
         self, stores: Sequence[tuple[str, str]], frame: Mapping[str, Tensor], micro_batch: int, replica: int
     ) -> None:
-        """Copy values of a frame to the results. Args: stores: (name, index of the result) of each value"""
+        """Copy values of a frame, gradients without the loss scale, to the results. Args: stores: (name of
+        the value, index of the result)"""
         results, turn = self.call.results, self._turn_of(micro_batch)
         for name, key in stores:
             value, index = frame[name], int(key)
@@ -235,7 +236,7 @@ class RowFunctions:
             results.put(index, turn, replica, value)
 
     def _sum_function(self, row: int, replica: int) -> Work:
-        """Return the function that adds gradients to their sums or means, and outputs to the results."""
+        """Return a function that adds a micro-batch's gradients to the sums or means, and stores outputs."""
         task, frames, sums = self.plan.tasks[row], self.frames[replica], self.state.sums[replica]
         added, stores = _names_and_keys(task, "accumulate"), _names_and_keys(task, "store")
         part, frees = self.settings.part, task.frees
@@ -259,8 +260,13 @@ class RowFunctions:
     def _begin_sums(
         self, added: Sequence[tuple[str, str]], frame: dict[str, Tensor], replica: int, frees: Iterable[str]
     ) -> None:
-        """Start the sums of a step with its first gradients. A gradient with the sum's layout, which only the
-        frame holds, becomes the sum without a copy (up to a fifth of an update's time)."""
+        """Set the gradient sums of a step to the gradients of its first micro-batch. A gradient with the
+        sum's layout that only the frame refers to becomes the sum: a copy would take a fifth of the update.
+
+        Args:
+            added: (name in the frame, parameter) of each gradient
+            frees: names that the caller deletes from the frame afterwards
+        """
         sums, optimizer = self.state.sums[replica], self.settings.optimizer
         assert optimizer is not None or not added
         for name, key in added:
@@ -280,8 +286,8 @@ class RowFunctions:
     # ---- gathering -------------------------------------------------------------------------------------------
 
     def _gather_function(self, row: int, replica: int) -> Work:
-        """Return the function that stacks the values of a group's replicas, [replicas, ...], into the frame
-        of each. It does nothing unless `replica` is the group's first in this process."""
+        """Return a function that stacks a value of all replicas of a group, [replicas, ...], and stores it in
+        all their frames. It does nothing unless `replica` is the group's first in this process."""
         task, counts = self.plan.tasks[row], self.settings.counts
         line = self.plan.partition.pieces[task.piece].lines[0]
         value, size = line.arguments[0].name, line.arguments[1]
@@ -304,31 +310,31 @@ class RowFunctions:
 
 
 def _names_and_keys(task: ir.Task, kind: ir.InstructionKind) -> list[tuple[str, str]]:
-    """Return (name, key) of each value in a row's instructions of one kind."""
+    """Return (name, key) of each value in the instructions of a row that have this kind."""
     return [pair for x in task.instructions if x.kind == kind for pair in zip(x.names, x.keys, strict=True)]
 
 
 def update_means(means: list[Tensor], values: list[Tensor], count: float) -> None:
-    """Update means of `count` - 1 values with one more value each, in place (in float32 at least, rounded
-    once). A mean is never larger than its values, so half precision does not overflow."""
+    """Update each mean of `count` - 1 values by one more value, in place (computed in at least float32, then
+    rounded). A mean is never larger than its values, so half precision does not overflow."""
     for mean, value in zip(means, values, strict=True):
         wide = torch.promote_types(torch.promote_types(mean.dtype, value.dtype), torch.float32)
         mean.copy_(torch.lerp(mean.to(wide), value.to(wide), 1 / count))
 
 
 def _has_layout(gradient: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a gradient has this dtype, the weight's shape and strides, and all of its storage."""
+    """Return whether a gradient has this dtype and the weight's shape and strides, and fills its storage."""
     layout = gradient.dtype, gradient.shape, gradient.stride(), gradient.untyped_storage().nbytes()
     return layout == (dtype, weight.shape, weight.stride(), gradient.nbytes)
 
 
 def _reference_counts(value: Tensor) -> tuple[int, int]:
-    """Return the number of references to a tensor and to its storage, this function's included."""
+    """Return the numbers of references to a tensor and to its storage, including those by this call."""
     return sys.getrefcount(value), torch._C._storage_Use_Count(value.untyped_storage()._cdata)  # pyright: ignore
 
 
 def _reference_counts_in_frame() -> tuple[int, int]:
-    """Return the `_reference_counts` of a tensor that only a frame holds, counted as `_begin_sums` does."""
+    """Return the `_reference_counts` that `_begin_sums` finds for a tensor to which only a frame refers."""
     frame = {"": torch.empty(1)}
     gradient = frame[""]
     return _reference_counts(gradient)
@@ -338,7 +344,7 @@ _ALONE = _reference_counts_in_frame()
 
 
 class Prepared:
-    """The values of one replica that are computed from weights once per step, such as casts. Thread-safe."""
+    """The prepared values of one replica: computed from weights once per step, such as casts. Thread-safe."""
 
     def __init__(self, plan: ir.Plan, state: State, replica: int) -> None:
         makers, pieces = plan.partition.prepared, plan.partition.pieces
@@ -351,8 +357,8 @@ class Prepared:
         self._lock = threading.Lock()
 
     def values_for(self, piece: int) -> dict[str, Tensor]:
-        """Return the prepared values that piece number `piece` reads; compute missing values, and drop values
-        at their last use. Call it once per piece and micro-batch, because it counts the uses."""
+        """Return the prepared values that piece number `piece` reads, by name. Call it once per piece and
+        micro-batch: a value is computed at its first use in a step, and dropped at its last."""
         names = self._names[piece]
         if not names:
             return {}
@@ -360,7 +366,7 @@ class Prepared:
             return {name: self._value(name) for name in names}
 
     def _value(self, name: str) -> Tensor:
-        """Return a value for one use: compute the value at its first use, and drop it at its last."""
+        """Return the prepared value `name` for one use."""
         if name not in self._made:
             code, piece = self._makers[name]
             values = self._state.values[self._replica]
@@ -370,5 +376,5 @@ class Prepared:
         return self._made[name] if self._left[name] else self._made.pop(name)
 
     def clear(self) -> None:
-        """Drop all prepared values, after a call or its failure."""
+        """Drop all prepared values."""
         self._made.clear()

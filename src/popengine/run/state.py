@@ -33,7 +33,7 @@ WEIGHTS = ("parameter", "buffer")  # roles of the slots that the host reads and 
 
 
 class Unit(NamedTuple):
-    """A parameter of a group of local replicas, which share one tensor."""
+    """A parameter, for a group of local replicas that share the parameter's tensor."""
 
     key: str  # canonical name
     replica: int  # the first replica of the group
@@ -112,14 +112,14 @@ class State:
         devices.synchronize(device)
 
     def _initial_value(self, slot: Slot) -> Tensor:
-        """Return the value of a constant on the device, aligned; for another slot (the loss scale), 1."""
+        """Return the value of a constant on the device, aligned; of the slot of the loss scale, 1."""
         if slot.role == "constant":
             return with_aligned_start(self.plan.partition.signature.constants[slot.key].to(self.device))
         return torch.ones(slot.shape, dtype=slot.dtype, device=self.device)
 
     def _owners(self) -> dict[str, int]:
-        """Return the owner process of each sharded parameter, by canonical name: for each ipu, processes own
-        about as many elements. Small parameters, and parameters with replica groups, are not sharded."""
+        """Return the owner process of each sharded parameter, by canonical name. Processes own about the same
+        number of elements of each ipu. Small parameters, and those with replica groups, are not sharded."""
         counts, optimizer = self.settings.counts, self.settings.optimizer
         least = self.settings.shard_optimizer
         if least is None or optimizer is None or counts.instances == 1:
@@ -135,8 +135,9 @@ class State:
         return found
 
     def take_over(self, other: State) -> None:
-        """Share the weights, buffers, optimizer state and random state of another plan; nothing is copied. A
-        replica that the other plan lacks keeps its tensors, or shares the last replica's if it has none."""
+        """Share the weights, buffers, optimizer state and random state of another plan's state, without
+        copies. A replica that the other plan lacks keeps its tensors; if it has none, it shares those of the
+        other plan's last replica."""
         for replica, values in enumerate(self.values):
             theirs = other.values[min(replica, len(other.values) - 1)]
             for key, name in other.slot_of.items():
@@ -158,7 +159,8 @@ class State:
         return self.owner.get(key, self.settings.counts.instance) == self.settings.counts.instance
 
     def begin_step(self) -> None:
-        """Reset the new buffers; if another plan has begun the step, restore its buffers and sums."""
+        """Set the new buffers to the buffers; if another plan has begun the step, to its new buffers, and the
+        gradient sums to its sums."""
         for values, new in zip(self.values, self.new_buffers, strict=True):
             new.clear()
             new.update((name, values[name]) for name in self._changed)
@@ -174,7 +176,7 @@ class State:
         self._held = None
 
     def hold_step(self) -> None:
-        """Store the gradient sums and new buffers of replica 0 for the plan that ends the step."""
+        """Hold the gradient sums and new buffers of replica 0 for the plan that ends the step."""
         buffers = {self._slots[name].key: value for name, value in self.new_buffers[0].items()}
         self._held = dict(self.sums[0]), buffers
 
@@ -203,8 +205,8 @@ class State:
             raise self.lost
 
     def write(self, weights: Sequence[Mapping[str, Tensor]]) -> None:
-        """Copy `weights[replica]`, by canonical name, to each replica's parameters and buffers. Weights without an
-        entry keep their values; after an error all do."""
+        """Copy `weights[replica]`, parameters and buffers by canonical name, to each replica. Other weights
+        keep their values; after an error all weights do."""
         after: list[dict[str, Tensor]] = []
         with torch.no_grad(), devices.as_current_device(self.device):
             for replica, given in enumerate(weights):
@@ -223,8 +225,8 @@ class State:
         self.values = after  # one assignment: an interrupt changes all weights or none
 
     def read(self) -> dict[str, Tensor]:
-        """Return replica 0's parameters and buffers by canonical name. A parameter with replica groups has a
-        row for each of `ReplicaGroups.rows`. Raises Error if the weights are lost.
+        """Return replica 0's parameters and buffers by canonical name; of a parameter with replica groups the
+        values of the replicas `ReplicaGroups.rows`, stacked. Raises Error if the weights are lost.
 
         On the CPU these are the tensors that updates change, not copies: hold `weights_lock` while you copy
         them if another thread may run a call.
@@ -238,8 +240,8 @@ class State:
         return [{slot.key: values[slot.name].cpu().clone() for slot in buffers} for values in self.values]
 
     def read_optimizer(self) -> dict[str, OptimizerState]:
-        """Return copies of replica 0's optimizer state by parameter; if it is sharded, only the shard here.
-        With replica groups, a row for each of `ReplicaGroups.rows`. Raises Error if the weights are lost."""
+        """Return copies of replica 0's optimizer state by parameter; if processes shard it, of this process's
+        shard; with replica groups, stacked as by `read`. Raises Error if the weights are lost."""
         found: dict[str, OptimizerState] = {}
         with self.weights_lock:
             self.check_not_lost()
@@ -255,8 +257,8 @@ class State:
     def write_optimizer(
         self, states: Mapping[str, Mapping[str, Tensor]], loss_factor: float | None = None
     ) -> None:
-        """Copy optimizer state, by parameter, to all replicas, all or none; set the loss factor unless None.
-        States that are not in `states` stay, and parameters without state in this process are ignored."""
+        """Copy optimizer state, by parameter, to all replicas (an error changes none), and set the loss
+        factor unless None. Only states that are in `states`, and that this process has, are written."""
         written: dict[Unit, OptimizerState] = {}
         with devices.as_current_device(self.device):
             for unit, state in self.optimizer.items():
@@ -271,13 +273,13 @@ class State:
             self.loss_factor = loss_factor
 
     def _row_of(self, key: str, value: Tensor, replica: int) -> Tensor:
-        """Return a replica's row of a host value; the whole value if the parameter has no replica groups."""
+        """Return a replica's row of a value on the host; the whole value without replica groups."""
         groups = self.settings.replica_groups.get(key)
         return value if groups is None else value[groups.row_for(replica, len(value))]
 
     def _host_value(self, key: str, name: str, values: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """Return `values[0][name]` on the CPU; of a parameter with replica groups, the values of the replicas
-        `ReplicaGroups.rows`, stacked. Args: values: by replica"""
+        """Return `values[0][name]` on the CPU; of a parameter with replica groups the `values[replica][name]`
+        of the replicas `ReplicaGroups.rows`, stacked."""
         groups = self.settings.replica_groups.get(key)
         if groups is None:
             return values[0][name].cpu()
@@ -286,7 +288,7 @@ class State:
     # ---- what a profile shows --------------------------------------------------------------------------------
 
     def memory(self, replica: int, ipu: int) -> Memory:
-        """Return the bytes of weights, gradient sums and states of an ipu, as if it had its own memory."""
+        """Return the bytes that an ipu's weights, gradient sums and states take in a memory of its own."""
         sizes = {name: self.values[replica][name].nbytes for name in self.plan.slots_held_by(ipu)}
         weights = sum(size for name, size in sizes.items() if self._slots[name].role == "parameter")
         gradients = states = 0

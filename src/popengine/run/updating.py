@@ -54,7 +54,7 @@ _StepKey = tuple[int, int]  # (ipu, parameter group) of the parameters of an Upd
 
 
 class Updates:
-    """The functions of the rows that reduce gradients and update the weights of this process.
+    """The functions that run the rows from "exchange" to "share": reduce gradients, update weights.
 
     Args:
         group: the processes that train together; None: this process trains alone
@@ -92,7 +92,7 @@ class Updates:
         return self.settings.optimizer
 
     def bind(self, row: int) -> Work | None:
-        """Return the function of a row, which takes the row's index; None: the row does nothing."""
+        """Return the function that runs a row, given the row's index; None: nothing is to be run."""
         kind, ipu = self.plan.tasks[row].kind, self.plan.tasks[row].ipu
         functions: dict[ir.TaskKind, Work] = {
             "exchange": partial(self._exchange_buckets, row),
@@ -106,7 +106,7 @@ class Updates:
         return functions.get(kind)
 
     def index_count(self, row: int) -> int:
-        """Return the number of indices of a row: the number of parameters or of chunks, or 1."""
+        """Return how many indices a row has: one for each parameter or chunk of its ipu, or a single one."""
         task = self.plan.tasks[row]
         if task.index == "parameter":
             return len(self.state.units)
@@ -119,7 +119,7 @@ class Updates:
         return self.call.results.loss_scale
 
     def _divisor(self) -> float:
-        """Return the divisor of gradient sums: the loss scale, times all micro-batches for the mean."""
+        """Return the divisor of gradient sums: the loss scale, for means times the count of micro-batches."""
         if self.settings.reduction == "mean":
             part, counts = self.settings.part, self.settings.counts
             micro_batches = part.before + part.weight * counts.accumulation
@@ -127,7 +127,7 @@ class Updates:
         return self._loss_scale
 
     def _exchange_buckets(self, row: int, _: int) -> None:
-        """All-reduce (if sharded: reduce-scatter) a row's buckets over processes, into `flats[0]`."""
+        """All-reduce a row's buckets over all processes, into `flats[0]`; reduce-scatter sharded buckets."""
         for bucket in self.buckets[row]:
             self._divide_means(bucket.flats)
             if bucket.cuts is None:
@@ -136,13 +136,14 @@ class Updates:
                 self._all_reduce.reduce_scatter(bucket.flats, bucket.cuts)
 
     def _divide_means(self, sums: Sequence[Tensor]) -> None:
-        """Divide running means in place by the number of all replicas, so that their sum can't overflow; with
-        another reduction do nothing."""
+        """If gradients are running means, divide them by the number of all replicas, in place, so that their
+        sum can't overflow. With another reduction do nothing."""
         if self.settings.reduction == "running":
             divide_(sums, self.settings.counts.global_replicas)
 
     def _reduce(self, parts: Sequence[ParameterUpdate]) -> None:
-        """Add each part's `others` to its gradient, as a binary tree, in place; divide by `_divisor`."""
+        """Add `part.others` to `part.gradient` of each part, in place, as a binary tree over replicas; divide
+        the gradients by `_divisor`."""
         for others in {len(part.others) for part in parts} - {0}:
             rows = [(part.gradient, *part.others) for part in parts if len(part.others) == others]
             replicas = [list(sums) for sums in zip(*rows, strict=True)]
@@ -152,8 +153,8 @@ class Updates:
         divide_([part.gradient for part in parts], self._divisor())
 
     def _reduce_and_measure_gradient(self, index: int) -> None:
-        """Reduce a gradient, in place; store its norm (for clipping) and `element_counts` (for the automatic
-        loss scale), if needed. Do nothing if a peer updates the parameter."""
+        """Reduce the gradient of unit number `index`, in place; store its norm, if clipping needs it, and
+        `element_counts`, if the automatic loss scale does. Do nothing if a peer updates the parameter."""
         unit = self.state.units[index]
         if not self.state.is_updated_here(unit.key):
             return
@@ -165,23 +166,23 @@ class Updates:
             self._norms[unit] = norm(part.gradient)
 
     def _sums(self, unit: Unit) -> list[Tensor]:
-        """Return the gradient sums of the unit's replicas; with several processes only the first replica's,
-        to which the row "exchange" has added all others."""
+        """Return the gradient sum of each replica of a unit; with several processes only that of the first
+        replica, into which row "exchange" has added all others."""
         members = self.settings.members(unit.key, unit.replica) if self._group is None else (unit.replica,)
         return [self.state.sums[replica][unit.key] for replica in members]
 
     def _part(self, unit: Unit, sums: Sequence[Tensor], seed: int | None = None) -> ParameterUpdate:
-        """Return the part for a unit's update, whose gradient is `sums[0]`, and `others` the other sums."""
+        """Return what a unit's update reads and writes: `sums[0]` as gradient, the other sums as `others`."""
         state = self.state.optimizer.get(unit, {})
         return ParameterUpdate(self.state.weight(unit), sums[0], state, tuple(sums[1:]), seed)
 
     # ---- the updates -----------------------------------------------------------------------------------------
 
     def _begin_updates(self, _: int) -> None:
-        """Compute the clipping factor and loss scale, allocate all large tensors, then commit the step.
+        """Compute the clipping factor and next loss factor, allocate all large tensors, then commit the step.
 
-        Waits for all processes, acquires `weights_lock` until `end_step`, and adds 1 to the step counts. No
-        weight is updated if the loss scale is automatic and a gradient is not finite.
+        Waits for all processes, acquires `weights_lock` until `end_step`, and adds 1 to the optimizer's step
+        counts. No weight is updated if the loss scale is automatic and a gradient is not finite.
         """
         optimizer, hyper = self._optimizer, self.call.hyper
         assert hyper is not None
@@ -203,7 +204,8 @@ class Updates:
             step.increment_counts()
 
     def _prepare_gradients(self, parts: Sequence[ParameterUpdate]) -> Sequence[ParameterUpdate]:
-        """Reduce (unless "norm" did) and clip gradients, in place; record overflows; return the parts."""
+        """Reduce gradients (unless row "norm" did) and clip them, in place; return `parts`. Record in the
+        call whether the loss scale made gradients overflow, for a warning."""
         optimizer = self._optimizer
         if not self.settings.measures_gradients:
             self._reduce(parts)
@@ -231,12 +233,13 @@ class Updates:
         return torch.linalg.vector_norm(self._all_reduce_if_sharded(torch.stack(found)))
 
     def _is_counted_here(self, unit: Unit) -> bool:
-        """Return whether this process adds a gradient to norms and counts; False if a peer does so."""
+        """Return whether this process adds a unit's gradient to the norm and counts: with sharded optimizer
+        state, where these are summed over processes, only one process does."""
         owner = self.state.owner
         return not owner or owner.get(unit.key, 0) == self.settings.counts.instance
 
     def _all_reduce_if_sharded(self, values: Tensor) -> Tensor:
-        """All-reduce values in place over processes if the optimizer state is sharded; return them."""
+        """Sum values over all processes, in place, if the optimizer state is sharded; return `values`."""
         if self.state.owner:
             self._all_reduce.all_reduce([values])
         return values
@@ -270,7 +273,7 @@ class Updates:
             step.apply(views if step.layers is not None else self._prepare_gradients(views))
 
     def _broadcast_weights(self, _: int) -> None:
-        """Send the weights that this process has updated to all peers; overwrite the others by the peers'."""
+        """Send the weights that this process has updated to all peers; receive those that peers have updated."""
         units = [unit for unit in self.state.units if unit.key in self.state.owner]
         weights = [self.state.weight(unit) for unit in units]
         self._all_reduce.broadcast_by_owners(weights, [self.state.owner[unit.key] for unit in units])
@@ -283,7 +286,7 @@ class Updates:
         self.state.weights_lock.release()
 
     def clear_step(self) -> None:
-        """Drop the gradients, norms and counts of a step. Gradient sums in buckets keep their memory."""
+        """Drop the gradient sums (those in buckets keep their memory), norms and counts of a step."""
         for values in (self._norms, self._counts, self._steps):
             values.clear()
         self._clipping_factor = None
@@ -306,8 +309,9 @@ class Bucket:
     """Gradients of one piece and one dtype, of parameters that the same local replicas share.
 
     keys:  canonical names of the parameters, in the order of their memory
-    flats: the gradient sums of each of these replicas, 1-d; the all-reduce writes the total into the first
-    cuts:  element offsets at which the shard of each process begins, and the end; None: not sharded
+    flats: 1-d, for each of these replicas its gradient sums; the exchange sums them into `flats[0]`
+    cuts:  element offsets in `flats[0]` at which the shard of each process begins, and the end of the last;
+           None: the optimizer state of these parameters is not sharded
     """
 
     keys: tuple[str, ...]
@@ -316,7 +320,7 @@ class Bucket:
 
 
 def buckets_of(plan: ir.Plan, piece: int, state: State) -> list[Bucket]:
-    """Return the buckets of piece number `piece`, and make `state.sums` views of the buckets' `flats`."""
+    """Return the buckets for the gradients of piece number `piece`; set `state.sums` to views of them."""
     settings, writes = state.settings, plan.partition.pieces[piece].writes
     results = plan.partition.signature.results
     keys = {result.key for result in results if result.kind == "gradient" and result.name in writes}
@@ -332,7 +336,7 @@ def buckets_of(plan: ir.Plan, piece: int, state: State) -> list[Bucket]:
 def _bucket(
     units: Sequence[Unit], members: tuple[int, ...], dtype: torch.dtype, is_sharded: bool, state: State
 ) -> Bucket:
-    """Return a bucket for parameters that the local replicas `members` share, and set their `state.sums`."""
+    """Return a bucket for parameters that the local replicas `members` share; set `state.sums` to views."""
     step = max(1, _ALIGNED // dtype.itemsize)
     cuts, starts = [0], dict[Unit, int]()
     for owner in range(state.settings.counts.instances) if is_sharded else [None]:

@@ -70,7 +70,7 @@ def operation_of(name: str) -> OpOverload:
 
 
 def direct_function(operation: OpOverload) -> Callable[..., Any]:
-    """Return the operation's function in `DIRECT`, which has less call overhead, or else its own function."""
+    """Return an operation's function in `DIRECT`, which has less overhead, or else the operation's own."""
     function = DIRECT.get(str(operation))
     return operation._op if function is None else function
 
@@ -85,13 +85,13 @@ def build(
     after: str = "",
     **more: Any,
 ) -> Code:
-    """Return the function of a piece: it takes a list of inputs, which it empties, and returns the outputs.
+    """Return the function of a piece: it takes a list of inputs, empties this list, and returns the outputs.
 
     Args:
-        call:   maps an operation to the function that the source calls for it
+        call:   returns the function that the piece's source calls for an operation
         device: device of the values that the piece reads and makes
-        after:  a statement that is inserted before the first line of the source, and after each line
-        more:   other names that the source may use
+        after:  a statement to insert before the first line of the source and after each line, "; tick()"
+        more:   further global variables of the source, by name
     """
     names: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
     names |= {"draw": draw if device.type == "cpu" else functools.partial(draw, on=device), **more}
@@ -106,7 +106,7 @@ def build(
 
 
 def _accelerator_function(operation: OpOverload, device: torch.device) -> Callable[..., Any] | None:
-    """Return the function that replaces an operation on an accelerator; None: nothing replaces it."""
+    """Return the function that replaces an operation on an accelerator; None: the operation is called."""
     if device.type == "cpu":
         return None
     if operation in _VIEWS:
@@ -126,7 +126,7 @@ def user_line(piece: Piece, error: BaseException) -> str:
 
 @functools.cache
 def _body_function(body: str, device: torch.device) -> Code:
-    """Return the function of a packed `Body`. Raises Error if the body gathers values over replicas."""
+    """Return the function of a packed `Body` (a branch or loop body as text). Raises Error if it gathers."""
     piece = Body.unpacked(body).piece
     if piece.gather_group_size:
         raise Error(
@@ -136,20 +136,20 @@ def _body_function(body: str, device: torch.device) -> Code:
 
 
 def _run_body(body: str, values: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Run a packed `Body`; return its results, made contiguous, as the graph around the body expects."""
+    """Run a packed `Body` and return its results, made contiguous, as the graph around the body expects."""
     return [value.contiguous() for value in _body_function(body, device)(values)]
 
 
 def _run_cond(
     condition: Tensor, then_body: str, then_inputs: list[Tensor], else_body: str, else_inputs: list[Tensor]
 ) -> list[Tensor]:
-    """Run only the body that the condition chooses, and return its results."""
+    """Run `then_body` if the condition is true, otherwise `else_body`; return the body's results."""
     body, inputs = (then_body, then_inputs) if bool(condition) else (else_body, else_inputs)
     return _run_body(body, list(inputs), condition.device)
 
 
 def _run_loop(count: int, body: str, state: list[Tensor], others: list[Tensor]) -> list[Tensor]:
-    """Run the body `count` times, each time on the results of the run before; return the last results."""
+    """Run `state = body(state, others)` `count` times, and return the last state."""
     state = list(state)
     for _ in range(count):
         state = _run_body(body, [*state, *others], state[0].device)
@@ -174,8 +174,8 @@ class FloatingPointException(ArithmeticError):
 
 class FiniteCheck(TorchDispatchMode):
     """A dispatch mode that raises FloatingPointException if an operation makes an infinity from finite
-    inputs, makes a NaN from inputs without NaN, or compares a NaN. An operation with an infinite number
-    as an argument (a mask of -inf) may make infinities."""
+    inputs, makes a NaN from inputs without NaN, or compares a NaN. No error: an infinity from an operation
+    that has an infinite number as an argument (a mask of -inf)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

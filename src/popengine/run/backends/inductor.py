@@ -38,7 +38,8 @@ _compiling = threading.Lock()  # inductor has global state
 
 
 def load(partition: Partition, device: torch.device) -> tuple[Code, ...]:
-    """Return the functions of all pieces. Pieces that can't be compiled run eagerly, with a warning."""
+    """Return the compiled function of each piece; with a warning, the eager function of a piece that can't be
+    compiled (of all pieces without a C++ compiler or on an accelerator)."""
     missing = _missing_requirement(device)
     if missing:
         _warn(
@@ -57,7 +58,7 @@ def _warn(text: str) -> None:
 
 
 def _missing_requirement(device: torch.device) -> tuple[str, str] | None:
-    """Return the reason why no piece can be compiled for a device, and the fix; None if pieces can be."""
+    """Return (why no piece can be compiled for a device, how to fix this); None if pieces can be compiled."""
     if device.type != "cpu":
         return (
             f"pieces are compiled for CPUs only, and the device is {device.type!r}",
@@ -74,7 +75,8 @@ def _missing_requirement(device: torch.device) -> tuple[str, str] | None:
 
 
 def _compiled_or_eager(piece: Piece, reads: Sequence[TensorMetadata]) -> Code:
-    """Return the compiled function of a piece; the eager function if inductor can't compile the piece."""
+    """Return the compiled function of a piece; the eager function if the piece calls no operations or gathers
+    over replicas, or, with a warning, if inductor fails."""
     if not piece.calls or piece.gather_group_size or any(call in NEEDS_GRADIENTS_ON for call in piece.calls):
         return build(piece)
     try:
@@ -106,8 +108,8 @@ def compiled(piece: Piece, reads: tuple[TensorMetadata, ...]) -> Code:
 
 
 def _with_traced_inputs(code: Any, reads: tuple[TensorMetadata, ...], draws: bool) -> Code:
-    """Return a function that calls compiled code with inputs as they were traced: it copies inputs with other
-    strides, and makes the random key, the last input if the piece draws, an int64 tensor."""
+    """Return a function that calls compiled code with inputs as it was traced: it copies inputs with other
+    strides than in `reads`, and makes the key of random numbers, the last input if `draws`, a tensor."""
     strides = [like.stride for like in reads]
 
     def call(values: list[Any]) -> tuple[Tensor, ...]:
@@ -153,7 +155,8 @@ def input_metadata(partition: Partition) -> list[tuple[TensorMetadata, ...]]:
 def trace(
     piece: Piece, reads: Sequence[TensorMetadata], decompositions: dict[Any, Any]
 ) -> tuple[fx.GraphModule, list[Tensor]]:
-    """Return the fx graph of a piece, and its fake inputs; the last is the random key, if the piece draws."""
+    """Return the fx graph of a piece, and the fake inputs with which the piece was traced; the last input is
+    the key of random numbers, if the piece draws some."""
     fake = FakeTensorMode(shape_env=ShapeEnv())  # inductor's cache asks for one, though no shape is dynamic
     with fake:
         values = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in reads]
@@ -175,19 +178,22 @@ _calls: dict[str, Callable[[Tensor | None, Sequence[Tensor], bool], list[Tensor]
 
 
 def _traceable(operation: OpOverload) -> Callable[..., Any]:
-    """Return a torch operation itself; for others a function that calls them by `popengine::eager`."""
+    """Return the function that is traced for an operation: an operation of torch itself, or for a custom
+    operation a function that calls it through `popengine::eager`."""
     if operation.namespace in ("aten", "prims"):
         return operation
     return lambda *args, **kwargs: _call_eager(operation, None, None, args, kwargs)
 
 
 def _draw(operation: OpOverload, key: Tensor, number: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a random operation by `popengine::eager`, as `random_draws.draw` does; the key is a tensor here."""
+    """Run a random operation through `popengine::eager`: in a traced piece this takes the place of
+    `random_draws.draw`, and the key is a tensor."""
     return _call_eager(operation, key, number, args, kwargs)
 
 
 def _call_eager(operation: OpOverload, key: Tensor | None, number: int | None, args: Any, kwargs: Any) -> Any:
-    """Call an operation by `popengine::eager`, through `random_draws.draw` unless key and number are None."""
+    """Call an operation through `popengine::eager` and return its result. With a key and a number, which a
+    random operation has, `popengine::eager` calls `random_draws.draw`."""
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     others = [... if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -211,8 +217,8 @@ def _call_eager(operation: OpOverload, key: Tensor | None, number: int | None, a
 
 
 def _run_eager(text: str, key: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
-    """Return the results of `_calls[text]`. Those that share memory with an argument are copied, because
-    compiled code may reuse this memory."""
+    """Return the results of `_calls[text]`: the implementation of `popengine::eager`. A result that shares
+    memory with an argument is copied, because compiled code may reuse this memory."""
     owned = {tensor.untyped_storage()._cdata for tensor in tensors}
     made = _calls[text](key, tensors, False)
     return [value.clone() if value.untyped_storage()._cdata in owned else value for value in made]

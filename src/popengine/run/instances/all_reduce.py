@@ -46,13 +46,13 @@ class TreeNode(NamedTuple):
 
 
 def leaves(replicas: Iterable[list[Tensor]], first: int = 0) -> Iterator[TreeNode]:
-    """Yield a leaf for the tensors of each replica; `first` is the global number of the first replica."""
+    """Yield a tree node for each replica's tensors; `first` is the first replica's global number."""
     return (TreeNode(0, number, values) for number, values in enumerate(replicas, first))
 
 
 def sum_siblings(nodes: Iterable[TreeNode]) -> list[TreeNode]:
-    """Replace pairs of siblings by their parents as long as there are pairs; return the remaining nodes. A
-    parent's tensors are those of its left child, overwritten by the sums."""
+    """Sum pairs of sibling nodes into their parents until no pair is left; return the remaining nodes, from
+    left to right. A sum overwrites the left sibling's tensors."""
     found: list[TreeNode] = []
     for node in nodes:
         while found and node.index % 2 and found[-1][:2] == (node.level, node.index - 1):
@@ -65,8 +65,8 @@ def sum_siblings(nodes: Iterable[TreeNode]) -> list[TreeNode]:
 
 
 def tree_sum(nodes: Iterable[TreeNode]) -> list[Tensor]:
-    """Return the sum of all nodes, which are given from left to right, in the first node's tensors. Other
-    nodes' tensors may be overwritten, too."""
+    """Sum all nodes, which are ordered from left to right, into the first node's tensors, and return these.
+    Other nodes' tensors may be overwritten by partial sums."""
     found = sum_siblings(nodes)
     while len(found) > 1:
         last = found.pop()
@@ -79,7 +79,7 @@ _Positions = tuple[tuple[tuple[int, int], ...], ...]  # by instance, (level, ind
 
 @cache
 def _node_positions(instances: int, replicas: int) -> _Positions:
-    """Return, by instance, (level, index) of the tree nodes that hold the sums of its `replicas` replicas."""
+    """Return for each instance (level, index) of the nodes into which it sums its `replicas` replicas."""
     return tuple(
         tuple(node[:2] for node in sum_siblings(leaves([[]] * replicas, instance * replicas)))
         for instance in range(instances)
@@ -104,11 +104,11 @@ class AllReduce:
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def all_reduce(self, flats: Sequence[Tensor]) -> None:
-        """Sum over the replicas of all instances; every instance receives the sum in its `flats[0]`.
+        """Sum over the replicas of all instances, and write the sum into `flats[0]` of every instance.
 
         Args:
-            flats: the values of each replica of this instance that takes part, 1-d; the number of replicas is
-                equal in all instances; all are overwritten
+            flats: 1-d, the values of this instance's replicas (in all instances the same number); all tensors
+                are overwritten, and only `flats[0]` has a meaning afterwards
         """
         elements = flats[0].numel()
         share = -(-elements // (self._size * _ALIGNED)) * _ALIGNED
@@ -117,24 +117,25 @@ class AllReduce:
         self._group.wait(begun, _SUM)
 
     def reduce_scatter(self, flats: Sequence[Tensor], cuts: Sequence[int]) -> None:
-        """Sum as `all_reduce` does, but each instance receives only its shard, at its offsets in `flats[0]`.
+        """Sum over the replicas of all instances, and write this instance's shard of the sum into `flats[0]`.
         All other elements of `flats` are undefined afterwards.
 
         Args:
-            cuts: element offsets at which the shard of each instance begins, and the end of the last
+            flats: see `all_reduce`
+            cuts:  element offsets in `flats[0]` at which the shard of each instance begins, and the last end
         """
         self._group.wait(self._reduce(flats, cuts, gathers=False), _SUM)
 
     def all_gather(self, flat: Tensor, cuts: Sequence[int]) -> None:
-        """Receive the shards of all peers into `flat`, which holds this instance's shard already."""
+        """Send this instance's shard of `flat` to all peers, and receive the peers' shards into `flat`."""
         segments = self._segments(cuts, self._rank)
         begun = [message for segment in segments for message in self._send_to_all(flat, *segment)]
         self._group.wait(begun + self._receive_shards(flat, cuts), _GATHER)
 
     def broadcast_by_owners(self, values: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """Overwrite each value, in place, by that of the instance that owns it.
+        """Overwrite each tensor, in place, by the same tensor of the instance that owns it.
 
-        Args: owners: the rank of each value's owner, equal in all instances
+        Args: owners: the rank of each tensor's owner, equal in all instances
         """
         for dtype in dict.fromkeys(value.dtype for value in values):
             shards: list[list[Tensor]] = [[] for _ in range(self._size)]
@@ -153,8 +154,8 @@ class AllReduce:
                     value.copy_(part.view(value.shape))
 
     def _reduce(self, flats: Sequence[Tensor], cuts: Sequence[int], gathers: bool) -> list[Message]:
-        """Sum this instance's shard over all replicas, into `flats[0]`, and return the messages being sent.
-        With `gathers` these send the sum to all peers, too."""
+        """Sum this instance's shard over all replicas into `flats[0]`, and return the messages that are still
+        being sent: this instance's terms of the peers' shards, and with `gathers` the sum, to all peers."""
         first = self._rank * len(flats)
         nodes = [node.values[0] for node in sum_siblings(leaves(([flat] for flat in flats), first))]
         target = nodes[0]
@@ -176,7 +177,7 @@ class AllReduce:
         return begun
 
     def _receive_nodes(self, positions: _Positions, number: int, like: Tensor, length: int) -> _Incoming:
-        """Start to receive the peers' nodes for a segment of `length` elements, into buffer `number`."""
+        """Start to receive the peers' nodes of a segment of `length` elements into buffer number `number`."""
         senders = [peer for peer in self._group.peers for _ in positions[peer]]
         size, buffer = len(senders) * length, self._buffers.get((number, like.dtype))
         if buffer is None or buffer.numel() < size:
@@ -187,7 +188,7 @@ class AllReduce:
         ]
 
     def _add_nodes(self, positions: _Positions, own: Sequence[Tensor], coming: _Incoming) -> None:
-        """Wait for the peers' nodes for a segment, and sum them and this instance's `own` into `own[0]`."""
+        """Wait for the peers' nodes of a segment, and sum these and this instance's nodes into `own[0]`."""
         self._group.wait([message for _, message in coming], _SUM)
         mine, others = iter(own), iter([value for value, _ in coming])
         (result,) = tree_sum(
@@ -199,7 +200,7 @@ class AllReduce:
             own[0].copy_(result)
 
     def _send_to_all(self, flat: Tensor, start: int, stop: int) -> list[Message]:
-        """Start to send elements `start` to `stop` to all peers, and return the messages."""
+        """Start to send `flat[start:stop]` to all peers, and return the messages."""
         return [self._group.send(flat[start:stop], peer, self._tag + 1) for peer in self._group.peers]
 
     def _receive_shards(self, flat: Tensor, cuts: Sequence[int]) -> list[Message]:
@@ -219,14 +220,14 @@ class AllReduce:
         return [(peer, start, stop) for _, peer, start, stop in sorted(found)]
 
     def _segments(self, cuts: Sequence[int], rank: int) -> list[tuple[int, int]]:
-        """Return (start, stop) of the segments in which the shard of the instance `rank` is sent."""
+        """Return (start, stop) of each segment in which the shard of instance `rank` is sent."""
         step, stop = max(IN_FLIGHT // self._size, 1 << 12), cuts[rank + 1]
         return [(start, min(start + step, stop)) for start in range(cuts[rank], stop, step)]
 
 
 def all_gather_rows(group: Connections, ranks: Sequence[int], tag: int, mine: Tensor) -> Tensor:
-    """Return the tensors `mine` of all instances in `ranks`, concatenated in dimension 0. Each of these
-    instances must call this function, with the same shape and dtype."""
+    """Return the tensors `mine` of all instances in `ranks`, concatenated in dimension 0. All these instances
+    must call this function, with a tensor of the same shape and dtype."""
     parts = {rank: mine if rank == group.rank else torch.empty_like(mine) for rank in ranks}
     received = {rank: part for rank, part in parts.items() if rank != group.rank}
     group.exchange(mine, received, tag, "values that replicas gather")

@@ -36,7 +36,7 @@ _process_ends = threading.Event()
 
 
 class TorchThread(threading.Thread):
-    """A thread for calls of torch functions that may block; `join_torch_threads` waits for its end."""
+    """A daemon thread that calls a torch function that may block; `join_torch_threads` waits for its end."""
 
     def __init__(self, work: Callable[..., object], *arguments: Any) -> None:
         super().__init__(target=work, args=arguments, daemon=True)
@@ -103,11 +103,11 @@ class Connections:
     # ---- messages ----------------------------------------------------------------------------------------
 
     def send(self, value: Tensor, peer: int, tag: int) -> Message:
-        """Start to send a value. It must not change until `wait` for the returned message has returned."""
+        """Start to send a tensor. It must not change until `wait` for the returned message has returned."""
         return self._begin_message("send", value, peer, tag)
 
     def receive(self, value: Tensor, peer: int, tag: int) -> Message:
-        """Start to receive into `value`. It is complete when `wait` for the returned message has returned."""
+        """Start to receive into the tensor `value`, which is complete when `wait` for the message returns."""
         return self._begin_message("recv", value, peer, tag)
 
     def _begin_message(self, operation: str, value: Tensor, peer: int, tag: int) -> Message:
@@ -133,14 +133,14 @@ class Connections:
                 self._waits.pop(thread, None)
 
     def exchange(self, mine: Tensor, received: Mapping[int, Tensor], tag: int, what: str) -> None:
-        """Send `mine` to the peers in `received`, receive each peer's value into `received[peer]`; wait."""
+        """Send `mine` to the peers in `received`, receive their tensors into `received[peer]`, and wait."""
         begun = [self.receive(value, peer, tag) for peer, value in received.items()]
         self.wait(begun + [self.send(mine, peer, tag) for peer in received], what)
 
     def commit_together(self, commit: Callable[[], None]) -> None:
-        """Wait for all instances, call `commit`, and return when it has returned in all of them.
+        """Wait for all instances, call `commit`, and return when `commit` has returned in all instances.
 
-        Each instance waits for a message that every other instance sends after its `commit`. So if `commit`
+        After its `commit` each instance sends a message to all peers, and waits for theirs. So if `commit`
         raises an exception in an instance, `commit_together` raises one in all instances.
         """
         what, received = "the sum of gradients", {peer: torch.empty(1) for peer in self.peers}
@@ -151,7 +151,8 @@ class Connections:
     # ---- waits -------------------------------------------------------------------------------------------
 
     def _watch_waits(self) -> None:
-        """In a loop, write to the store for which peer this instance waits, and warn of long waits."""
+        """Until the process ends, write each second to the store for which peer this instance waits (poprun
+        reads it), and warn of each wait after each `WARN_AFTER` seconds."""
         count = 0
         publisher = threading.Thread()  # apart: access to the store blocks if its process is stopped
         while not _process_ends.wait(pause := min(1.0, WARN_AFTER / 2)):
@@ -197,8 +198,8 @@ class Connections:
                 self._group = group
 
     def await_peers(self, what: str, seconds: float = math.inf) -> list[int]:
-        """Wait for all peers to connect; return the global ranks of peers that have not after `seconds`.
-        Raises RuntimeError if a peer or this process ends."""
+        """Write to the store that this instance has come, wait at most `seconds` for all peers to do so, and
+        return the global ranks of missing peers. Raises RuntimeError if a peer or this process ends."""
         if not self._is_watched:
             self._is_watched = True
             TorchThread(self._watch_waits).start()
@@ -223,8 +224,8 @@ class Connections:
         return [self.ranks[peer] for peer in missing]
 
     def _check_peer_is_alive(self, peer: int) -> None:
-        """Raise RuntimeError if a peer has ended: a message to it in torch's default gloo group then fails.
-        Without such a group do nothing."""
+        """Raise RuntimeError if a peer has ended, because a message to it in torch's default gloo group then
+        fails. Do nothing if there is no such group."""
         group = dist.group.WORLD
         if group is not None and dist.get_backend(group) == "gloo":
             group.send([torch.zeros(1, dtype=torch.uint8)], self.ranks[peer], _PROBE)
@@ -232,8 +233,8 @@ class Connections:
     # ---- failures ----------------------------------------------------------------------------------------
 
     def abort(self, why: str) -> None:
-        """Close the gloo group after a failure here, which wakes threads that wait, here and in peers.
-        The error that they raise says: "instance N", then `why`."""
+        """Close the gloo group after a failure in this instance. All threads that wait for messages, also in
+        peers, then raise PeerFailed with the text "instance N", then `why`. Do nothing if not connected."""
         with self._lock:
             if self._group is not None:
                 failure = f"instance {self.ranks[self.rank]} {why}", False
@@ -243,16 +244,16 @@ class Connections:
                 self._close_group(*failure)
 
     def _publish_failure(self, why: str, ends: bool) -> tuple[str, bool]:
-        """Write (reason, whether the training ends) to the store, unless a peer has; return the stored pair,
-        or the arguments if the store can't be reached."""
+        """Write (why the gloo group is closed, whether the training ends) to the store, unless a peer has.
+        Return the pair in the store, or the arguments if the store can't be reached."""
         key = f"{self._name}/{self._number}/broken"
         with suppress(RuntimeError):
             why, ends = json.loads(self._store.compare_set(key, "", json.dumps([why, ends])))
         return why, ends
 
     def _close_after(self, error: Exception, peer: int, number: int) -> Error:
-        """Return the error to raise after a message to or from `peer` has failed in gloo group `number`.
-        Close this group, unless it is closed already."""
+        """Close gloo group `number`, unless it is closed, after a message to or from `peer` failed with
+        `error`. Return the error to raise: PeerFailed or PeerLost."""
         with self._lock:
             if self._group is not None and self._number == number:
                 gone = f"instance {self.ranks[peer]} has left the training ({str(error).splitlines()[0]})"
@@ -260,7 +261,7 @@ class Connections:
             return self._new_error()
 
     def _close_group(self, why: str, ends: bool) -> None:
-        """Close the gloo group by a receive that times out, which ends all waits; store the reason."""
+        """Close the gloo group by a receive that times out, which ends all waits; set the reason."""
         group, self._group = self._group, None
         self._failure, self._has_ended = why, ends
         self._number += 1
@@ -269,7 +270,7 @@ class Connections:
                 group.recv([torch.empty(1)], self.peers[0], _CUT).wait(timedelta(milliseconds=1))
 
     def _new_error(self) -> Error:
-        """Return a PeerLost if the training has ended, otherwise a PeerFailed, with the stored reason."""
+        """Return the error that says why the gloo group was closed: PeerLost, or PeerFailed."""
         if self._has_ended:
             return PeerLost(
                 f"another instance has left the training: {self._failure}\n"

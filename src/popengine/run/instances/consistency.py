@@ -24,14 +24,14 @@ _WIDTH = 120  # characters of a value that are shown
 
 
 def barrier_header(what: str, facts: Facts) -> Tensor:
-    """Return a barrier's first message, uint8 [HEADER]: a hash of the facts, and its name, cut to fit."""
+    """Return the header of barrier `what`, uint8 [HEADER]: a hash of the facts, and `what`, cut to fit."""
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     text = f"{digest} {what}".encode()[:HEADER]
     return torch.frombuffer(bytearray(text.ljust(HEADER, b"\0")), dtype=torch.uint8)
 
 
 def barrier_name(value: Tensor) -> str:
-    """Return the name of the barrier that a header contains."""
+    """Return the barrier's name in a header that `barrier_header` made."""
     return bytes(value.numpy()).rstrip(b"\0").decode(errors="replace").partition(" ")[2]
 
 
@@ -39,7 +39,7 @@ def describe_differences(whats: Sequence[str], facts: Sequence[Facts], ranks: Se
     """Return the error message for instances that are at different barriers or have different facts.
 
     Args:
-        whats: the name of each instance's barrier
+        whats: the name of the barrier at which each instance is
         facts: the facts of each instance
         ranks: the global rank of each instance
     """
@@ -63,7 +63,7 @@ def describe_differences(whats: Sequence[str], facts: Sequence[Facts], ranks: Se
 
 
 def _differing_lines(section: str, facts: Sequence[Facts], ranks: Sequence[int]) -> list[str]:
-    """Return a line for each fact of a section that differs; of "operation" only the first line."""
+    """Return a line for each fact of a section that differs; in section "operation" for the first only."""
     of_instances = [of_instance.get(section, {}) for of_instance in facts]
     found = []
     for name in dict.fromkeys(name for texts in of_instances for name in texts):
@@ -90,9 +90,10 @@ def _values_by_instance(values: Sequence[str], ranks: Sequence[int]) -> str:
 
 
 def facts_of_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor], seed: int) -> Facts:
-    """Return the facts of a plan that have to be equal in all instances when the plan is loaded.
+    """Return the facts of a plan, which have to be equal in all instances when the plan is loaded: versions,
+    options, shapes, constants, operations, seed, and hashes of the parameters.
 
-    Args: weights: parameters and buffers by canonical name; only hashes of the parameters are facts
+    Args: weights: parameters and buffers by canonical name
     """
     counts, signature = dataclasses.replace(settings.counts, instance=0), plan.partition.signature
     forms: dict[str, dict[str, str]] = {"shape": {}, "input": {}}
@@ -115,7 +116,7 @@ def facts_of_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor],
 
 
 def _operations(plan: Plan) -> dict[str, str]:
-    """Return the source of each operation, by a text of its location in the user's code and in the pieces."""
+    """Return the source of each operation, by its location (text) in the user's code and the pieces."""
     return {
         f"{piece.user_line(number)}, line {number} of piece {index}": line.partition("; ")[0].strip()
         for index, piece in enumerate(plan.partition.pieces)
@@ -125,8 +126,8 @@ def _operations(plan: Plan) -> dict[str, str]:
 
 
 def _constants(plan: Plan) -> dict[str, str]:
-    """Return shape, dtype and values (of more than `_LISTED` values a hash) of each constant, by a text with
-    its name and the operation that reads it."""
+    """Return a text with shape, dtype and values of each constant, by a text with the constant's name and the
+    operation that reads it. For a constant of more than `_LISTED` elements a hash replaces the values."""
     constants, found = plan.partition.signature.constants, {}
     for line in (line for piece in plan.partition.pieces for line in piece.lines):
         for name in (name for name in line.operands() if name in constants):
@@ -138,12 +139,12 @@ def _constants(plan: Plan) -> dict[str, str]:
 
 
 def hashes_of(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a hash of each weight."""
+    """Return a hash of each weight's values, by canonical name."""
     return {key: _hash_of_tensor(value) for key, value in sorted(weights.items())}
 
 
 def facts_of_rates(hyper: Hyper) -> dict[str, str]:
-    """Return the `repr` of each rate of a call by a text with the rate's name and parameter group."""
+    """Return the `repr` of each rate of a call, by "NAME of parameter group N", and of the loss scaling."""
     groups = {
         f"{name} of parameter group {index}": repr(value)
         for index, group in enumerate(hyper.groups)
@@ -163,7 +164,8 @@ _NAMES = {  # dotted names of settings, in the words of the options
 
 
 def _flat_fields(value: Any, name: str = "") -> dict[str, str]:
-    """Return the `repr` of each field of nested dataclasses, by dotted name or that name's text in `_NAMES`.
+    """Return the `repr` of each field of nested dataclasses, by dotted name ("counts.groups"), or by the
+    text in `_NAMES` for a dotted name.
 
     Args: name: the dotted name of `value` itself; "" for the outermost dataclass
     """

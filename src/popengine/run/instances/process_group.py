@@ -35,8 +35,8 @@ T = TypeVar("T")
 
 
 def start_in_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException | None]]:
-    """Start `work` in a thread, because an interrupt can't end a wait in torch. Return the queue that
-    receives (the result of `work`, None) or (None, its exception)."""
+    """Call `work` in a new thread, because an interrupt can't end a wait in torch. Return a queue, into which
+    the thread puts (the result of `work`, None) or (None, the exception of `work`)."""
     outcome: SimpleQueue = SimpleQueue()
 
     def call_work() -> None:
@@ -50,8 +50,8 @@ def start_in_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException
 
 
 def result_of(outcome: SimpleQueue[tuple[T, BaseException | None]]) -> T:
-    """Wait for the queue of `start_in_thread`, and return the result of `work` or raise its exception. An
-    interrupt ends the wait, and not `work`."""
+    """Wait for the outcome of `work` in the queue of `start_in_thread`; return the result of `work` or raise
+    its exception. An interrupt ends this wait, but not `work`."""
     while True:
         with suppress(Empty):
             value, error = outcome.get(timeout=_PATIENCE)
@@ -65,7 +65,7 @@ OptimizerStates = dict[str, OptimizerState]  # by canonical name of the paramete
 
 
 class ProcessGroup(Connections):
-    """The group of all instances of a training, or of a subset. Arguments: see `Connections`."""
+    """Barriers and gathers over all instances of a training, or a subset. Arguments: see `Connections`."""
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, name: str = "all", ranks: Sequence[int] = ()
@@ -94,8 +94,8 @@ class ProcessGroup(Connections):
         self.after_barrier(what, facts or {}, lambda: None)
 
     def after_barrier(self, what: str, facts: Facts, work: Callable[[], T]) -> T:
-        """Wait as `barrier` does, then call `work` in a thread and return its result. An interrupt closes the
-        connections, so that the peers raise PeerFailed."""
+        """Wait at a barrier as `barrier` does, then call `work` in a thread and return its result. An
+        interrupt closes the connections, so that the peers raise PeerFailed."""
         is_abandoned = threading.Event()
 
         def barrier_and_work() -> T:
@@ -114,7 +114,7 @@ class ProcessGroup(Connections):
                 raise
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroup:
-        """Return the group of the instances with these global ranks. Groups are cached."""
+        """Return the process group of the instances with these global ranks, this one included. Cached."""
         key = tuple(ranks)
         if key not in self._subgroups:
             name = "-".join(map(str, ranks))
@@ -124,9 +124,10 @@ class ProcessGroup(Connections):
     def _barrier(self, what: str, facts: Facts) -> None:
         """Wait until all instances are at the barrier `what`, and check that their facts are equal.
 
-        The instances exchange headers (the name, and a hash of the facts). While a peer reads all shards, this
-        instance takes part in that gather, and exchanges again. If `what` is such a read, return at its turn:
-        instances at another barrier join the gather from there. Raises: Error, if names or facts differ
+        The instances exchange headers (the barrier's name, and a hash of the facts). Some peers may be at a
+        read of all shards instead (`read_shards`): then this instance sends its shard, too, and exchanges
+        headers again. If `what` itself is the first such read, return: the caller gathers the shards.
+        Raises: Error, if names or facts differ
         """
         mine = barrier_header(what, facts)
         while True:
@@ -148,7 +149,7 @@ class ProcessGroup(Connections):
     # ---- sharded state -----------------------------------------------------------------------------------
 
     def publish(self, state: State) -> str:
-        """Let peers read this instance's optimizer state; return the name to pass to `read_shards`.
+        """Let peers read this instance's optimizer state, and return the state's name, for `read_shards`.
 
         All instances must publish their states in the same order. The reference to the state is weak.
         """
@@ -158,18 +159,19 @@ class ProcessGroup(Connections):
         return name
 
     def copy_until_barrier(self, name: str) -> None:
-        """Replace a published state by a copy until the next barrier, because slower peers may read it."""
+        """Replace the published state `name` by a copy, for slower peers, until the next barrier."""
         state = self._states.pop(name, None)
         if state is not None and not self._has_ended:
             self._copies[name] = state.read_optimizer()
 
     def read_shards(self, name: str) -> list[OptimizerStates]:
-        """Return the published states of all instances, by rank. Waits until each peer reads, too, or is at
-        its next barrier. Raises PeerFailed if a peer has dropped its state, PeerLost if a peer has ended."""
+        """Return the states `name` of all instances, by rank. Waits until each peer reads, too, or is at its
+        next barrier. Raises PeerFailed if a peer has dropped its state, PeerLost if a peer has ended."""
         return self.after_barrier(name, {}, lambda: self._gather_shards(name))
 
     def _gather_shards(self, name: str) -> list[OptimizerStates]:
-        """Send this instance's state to all peers, and return the states of all instances, by rank."""
+        """Send this instance's state `name` to all peers, and return the states of all instances, by rank.
+        Raises PeerFailed if an instance has dropped its state."""
         file = io.BytesIO()
         try:
             state = self._copies[name] if name in self._copies else self._states[name].read_optimizer()
@@ -190,7 +192,7 @@ class ProcessGroup(Connections):
         return [value.numpy().tobytes() for value in self._all_gather(padded[:-1], lengths, tag, what)]
 
     def _all_gather(self, mine: Tensor, sizes: Sequence[int], tag: int, what: str) -> list[Tensor]:
-        """Return the tensors `mine` (uint8) of all instances, by rank; `sizes` are their lengths."""
+        """Return the tensors `mine` (uint8, 1-d) of all instances, by rank; `sizes` are their lengths."""
         self.connect(what)
         values = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         values[self.rank] = mine
@@ -204,15 +206,15 @@ _current: ProcessGroup | None = None
 
 
 def set_current(group: ProcessGroup) -> ProcessGroup:
-    """Let `current` return this group from now on, and return the group."""
+    """Set the process group that `current` returns, and return this group."""
     global _current
     _current = group
     return group
 
 
 def current() -> ProcessGroup | None:
-    """Return the group of this process; None if it is alone. Without `set_current` the group is made from
-    torch.distributed's, if the user's program has initialized it for several processes."""
+    """Return the process group of this process; None if the process trains alone. Without `set_current` it is
+    made from torch.distributed's default group, if the program has initialized that for several processes."""
     if _current is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         store = dist.distributed_c10d._get_default_store()
         atexit.register(join_torch_threads, _PATIENCE_AT_EXIT)
@@ -223,7 +225,7 @@ def current() -> ProcessGroup | None:
 
 
 def group_of(instances: int) -> ProcessGroup:
-    """Return the group of this process. Raises Error if there is none, or its size is not `instances`."""
+    """Return `current()`. Raises Error if that is None, or if its size is not `instances`."""
     found = current()
     if found is None:
         raise Error(
@@ -239,8 +241,8 @@ def group_of(instances: int) -> ProcessGroup:
 
 
 def leave() -> None:
-    """Write to the store that this process ends. First, if this process has a shard of an optimizer state and
-    has not failed, wait until all peers end, too, or raise an error: they may read the shard until then."""
+    """Write to the store that this process ends, unless it trains alone. First, if it has a shard of an
+    optimizer state and has not failed, wait until all peers end or one fails: they may read the shard."""
     if _current is not None:
         has_shard = _current._states or _current._copies
         if has_shard and not hasattr(sys, "last_value"):  # the program has not failed
