@@ -19,10 +19,10 @@ from popengine.environment import pando_version
 
 from . import local, operator, remote, skipped_programs
 from .client import Refused, Unreachable
-from .files import Faults, load_job, read_documents, with_changes
+from .files import Faults, load_job, read_documents, with_overrides
 from .render import render as make_objects
 from .render import with_namespace
-from .rules import counted, crd
+from .rules import crd, pluralize
 
 _LOCAL = """Run the file's workers as processes here. The file isn't changed: HOME is a new folder, apt, sudo, pip and
 conda print that they were skipped, and `git clone URL` copies the folder given by --clone URL=FOLDER. These stand-ins
@@ -54,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _name_and_value(text: str) -> tuple[str, str]:
+def _parse_assignment(text: str) -> tuple[str, str]:
     """Return (NAME, VALUE) of an argument NAME=VALUE. Raises: ArgumentTypeError, if NAME or = is missing."""
     name, sign, value = text.partition("=")
     if not (name and sign):
@@ -80,6 +80,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _add_file_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    assignments: dict[str, Any] = {"type": _parse_assignment, "action": "append", "default": []}
     add = command(
         "check", check_files, "print everything that is wrong with files; needs no cluster"
     ).add_argument
@@ -89,9 +90,7 @@ def _add_file_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     add("file", metavar="FILE")
     add("--as", dest="way", choices=("job", "pod", "jobset"), default="job")
     add("--name", help="in place of the file's name or generateName")
-    add(
-        "--image", type=_name_and_value, action="append", default=[], metavar="OLD=NEW", help="OLD may hold *"
-    )
+    add("--image", **assignments, metavar="OLD=NEW", help="OLD may hold *")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of jobs without the annotation")
     add("--drop", default="", metavar="resources,security", help="leave these of the template away")
 
@@ -100,13 +99,13 @@ def _add_file_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     add("--local", action="store_true", help="as processes here; the one way so far")
     add("--name", help="in place of the file's name or generateName")
     add("--command", metavar="TEXT", help="run this text by bash instead of the file's command and args")
-    add("--clone", type=_name_and_value, action="append", default=[], metavar="URL=FOLDER")
-    add("--env", type=_name_and_value, action="append", default=[], metavar="NAME=VALUE")
+    add("--clone", **assignments, metavar="URL=FOLDER")
+    add("--env", **assignments, metavar="NAME=VALUE")
     add("--real", default="", metavar="NAME,...", help="take stand-ins away: apt, pip, git, ...")
     add("--keep", action="store_true", help="leave the folder with the workers' homes and logs")
 
     add = command(
-        "manifest", print_manifest, "print the CRD and the operator: ipujob manifest | kubectl apply -f -"
+        "manifest", print_operator, "print the CRD and the operator: ipujob manifest | kubectl apply -f -"
     ).add_argument
     add("--namespace", default="ipujob-system", help="of the operator")
     add("--image", default="pando:latest", help="with Pando in it")
@@ -170,8 +169,8 @@ def check_files(arguments: argparse.Namespace) -> int:
                 continue
             shape = job.shape
             print(
-                f"{file}: {job.name}: {counted(shape.instances, 'instance')} of {counted(shape.workers, 'worker')},"
-                f" in each worker {counted(shape.replicas, 'replica')} of {counted(shape.ipus_per_replica, 'ipu')},"
+                f"{file}: {job.name}: {pluralize(shape.instances, 'instance')} of {pluralize(shape.workers, 'worker')},"
+                f" in each worker {pluralize(shape.replicas, 'replica')} of {pluralize(shape.ipus_per_replica, 'ipu')},"
                 f" mode {job.mode}"
             )
     if faults:
@@ -190,7 +189,7 @@ def render_file(arguments: argparse.Namespace) -> int:
         if document.kind != "IPUJob":
             made.append(document.value)
             continue
-        document = with_changes(document, arguments.name)
+        document = with_overrides(document, arguments.name)
         job = load_job(document, arguments.device, arguments.image)
         job = dataclasses.replace(job, dropped=(*job.dropped, *drops))
         try:
@@ -221,7 +220,7 @@ def run_file(arguments: argparse.Namespace) -> int:
         raise Faults([f"ipujob: --real: {', '.join(sorted(unknown))} has no stand-in: {names}"])
     variables, loaded = dict(arguments.env), []
     for document in read_documents(arguments.file):
-        document = with_changes(document, arguments.name, arguments.command)
+        document = with_overrides(document, arguments.name, arguments.command)
         job = load_job(document, images=None)
         if faults := list(local.unsupported_fields(job, variables)):
             raise Faults([document.located_message(*fault) for fault in faults])
@@ -246,7 +245,7 @@ def run_file(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def print_manifest(arguments: argparse.Namespace) -> int:
+def print_operator(arguments: argparse.Namespace) -> int:
     """Print the objects that install the operator (with the CRD of IPUJobs) as YAML, and return 0."""
     text = resources.files("ipujob").joinpath("operator.yaml").read_text()
     words = {"NAMESPACE": arguments.namespace, "IMAGE": arguments.image, "DEVICE": arguments.device}

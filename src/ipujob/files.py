@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from .pods import Object
-from .rules import Fault, Images, Job, KeyPath, parse, warnings_of
+from .rules import Fault, Images, Job, KeyPath, job_warnings, parse
 
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # an API server draws from the same letters for `generateName`
 
@@ -64,7 +64,7 @@ def read_documents(file: str) -> list[Document]:
             node = loader.get_node()
             assert node is not None
             lines: dict[KeyPath, int] = {}
-            duplicates = tuple(_record_lines(node, (), lines))
+            duplicates = tuple(_collect_line_numbers(node, (), lines))
             value = loader.construct_document(node)
             if value is not None:
                 documents.append(Document(file, value, lines, duplicates))
@@ -77,7 +77,7 @@ def read_documents(file: str) -> list[Document]:
     return documents
 
 
-def _record_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> Iterator[Fault]:
+def _collect_line_numbers(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> Iterator[Fault]:
     """Add the line number of each YAML node to `lines`, in place; yield a fault for each duplicate key."""
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
@@ -87,14 +87,14 @@ def _record_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> 
                 message = f"{key.value} stands twice here, first on line {lines[inner]}"
                 yield Fault(inner, message, "keep one of them")
             lines[inner] = key.start_mark.line + 1
-            yield from _record_lines(value, inner, lines)
+            yield from _collect_line_numbers(value, inner, lines)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            yield from _record_lines(value, (*path, index), lines)
+            yield from _collect_line_numbers(value, (*path, index), lines)
 
 
 def load_job(document: Document, device: str = "cpu", images: Images | None = ()) -> Job:
-    """Return the job of a document; print its warnings (`rules.warnings_of`) on standard error.
+    """Return the job of a document; print its warnings (`rules.job_warnings`) on standard error.
 
     Args: device, images: as in `rules.parse`
     Raises: Faults, with all faults of the document
@@ -107,12 +107,12 @@ def load_job(document: Document, device: str = "cpu", images: Images | None = ()
     faults = [*document.faults, *faults]
     if faults or job is None:
         raise Faults([document.located_message(*fault) for fault in faults])
-    for path, text in warnings_of(job, document.value):
+    for path, text in job_warnings(job, document.value):
         print(document.located_message(path, f"warning: {text}"), file=sys.stderr)
     return job
 
 
-def with_name(value: Object, name: str | None = None) -> Object:
+def with_job_name(value: Object, name: str | None = None) -> Object:
     """Return an IPUJob with metadata.name set: to `name`, else its own, else its generateName with five
     letters added. Without any of these, return the IPUJob unchanged."""
     metadata = {**value["metadata"]}
@@ -124,13 +124,13 @@ def with_name(value: Object, name: str | None = None) -> Object:
     return {**value, "metadata": metadata}
 
 
-def with_changes(document: Document, name: str | None = None, command: str | None = None) -> Document:
+def with_overrides(document: Document, name: str | None = None, command: str | None = None) -> Document:
     """Return a document with changes from the command line; a malformed document is returned unchanged.
 
-    Args: name: as in `with_name`; command: a bash script, in place of the commands of worker and launcher
+    Args: name: as in `with_job_name`; command: a bash script, in place of the commands of worker and launcher
     """
     try:
-        value = with_name(copy.deepcopy(document.value), name)
+        value = with_job_name(copy.deepcopy(document.value), name)
         if command is not None:
             own = value["spec"]["workers"]["template"]["spec"]["containers"][0]
             own |= {"command": ["/bin/bash", "-c", command], "args": []}

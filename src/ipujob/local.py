@@ -92,7 +92,7 @@ class LocalJob:
         decision = observe(self.value, [*owned, pods.headless_service(self.job)], datetime.now(UTC))
         self.status |= decision.status
         if "completionTime" in self.status:
-            culprit = pods.first_failed(owned)
+            culprit = pods.first_failed_pod(owned)
             if self.status["launcherStatus"] == "Completed":
                 return 0
             print(f"ipujob: {self.job.name}: {self.status['lastMessage']}", file=sys.stderr)

@@ -20,7 +20,7 @@ from datetime import UTC, datetime, timedelta
 
 from . import pods
 from .pods import ATTEMPT, ENDED, INSTANCE, WORKER, Object, int_label, is_terminating, phase
-from .rules import Images, Job, parse, warnings_of
+from .rules import Images, Job, job_warnings, parse
 
 _WORDS = {"Restarting": "restarting", "Lost": "starting again after pods were lost", "Failed": "failed"}
 _REASONS = {
@@ -40,7 +40,7 @@ class Decision:
     create: tuple[Object, ...] = ()
 
 
-def stamp(time: datetime) -> str:
+def utc_stamp(time: datetime) -> str:
     """Return a time in UTC as Kubernetes writes it, such as 2024-05-01T12:00:00Z."""
     return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -68,18 +68,18 @@ def observe(
         return Decision({})
     job, faults = parse(value, device, images)
     if old.get("completionTime"):
-        return _decide_after_end(value, job, own_pods, services, now)
+        return _observe_ended_job(value, job, own_pods, services, now)
     invalid = "; ".join(fault.message for fault in faults) or _spec_change_error(value, own_pods)
     if job is None or invalid:  # the job's pods are neither created nor deleted
         conditions = _updated_conditions(old, {"Running": "", "Invalid": invalid}, now)
         status = {"launcherStatus": "Failed", "lastMessage": invalid, "conditions": conditions}
         return Decision(_status_patch(old, status, now))
-    instances, missing, gone = _next_states(job, old.get("instances") or {}, own_pods)
+    instances, missing, gone = _next_instance_records(job, old.get("instances") or {}, own_pods)
     remaining = [pod for pod in own_pods if not is_terminating(pod) and pod not in gone]
     states = Counter(record["state"] for record in instances.values())
     restarts = sum(record["restarts"] for record in instances.values())
     word, message = _status_and_message(job.shape.instances, states, restarts, remaining)
-    notes = "; ".join(text for _, text in warnings_of(job, value)) or "instances run"
+    notes = "; ".join(text for _, text in job_warnings(job, value)) or "instances run"
     conditions = {
         "Running": notes if word == "Running" else "",
         "Succeeded": message if word == "Completed" else "",
@@ -103,10 +103,10 @@ def observe(
         "conditions": _updated_conditions(old, conditions, now),
     }
     if "startTime" not in old and any(phase(pod) != "Pending" for pod in own_pods):
-        status["startTime"] = stamp(now)
+        status["startTime"] = utc_stamp(now)
     create = [pods.worker_pod(job, number, attempt) for number, attempt in missing]
     if instances and all(state in ENDED for state in states):
-        status["completionTime"] = stamp(now)
+        status["completionTime"] = utc_stamp(now)
         gone += [pod for pod in remaining if _should_delete(job, pod)] + services
     elif job.has_service and not services and job.shape.instances:
         create.insert(0, pods.headless_service(job))
@@ -114,7 +114,7 @@ def observe(
     return Decision(_status_patch(old, status, now), tuple(gone), owned)
 
 
-def _decide_after_end(
+def _observe_ended_job(
     value: Object, job: Job | None, own_pods: Sequence[Object], services: Sequence[Object], now: datetime
 ) -> Decision:
     """Return the actions for an ended job: delete its Service, pods that still run or that cleanPodPolicy
@@ -153,7 +153,7 @@ def _status_and_message(
     if states["Succeeded"] == total:
         return "Completed", "All instances done"
     if states["Succeeded"] + states["Failed"] == total:
-        culprit = pods.first_failed(remaining)
+        culprit = pods.first_failed_pod(remaining)
         first = f": {culprit['metadata']['name']} {pods.describe_end(culprit)}" if culprit else ""
         return "Failed", f"{states['Failed']} of {total} instances failed{first}"
     if states["Pending"] == total and not restarts:
@@ -178,7 +178,8 @@ def _updated_conditions(old: Object, messages: Mapping[str, str], now: datetime)
         if (before or message) and before != {**before, **new}:
             is_same = before.get("status") == new["status"]
             since = before.get("lastTransitionTime") if is_same else None
-            conditions[kind] = new | {"lastUpdateTime": stamp(now), "lastTransitionTime": since or stamp(now)}
+            time = utc_stamp(now)
+            conditions[kind] = new | {"lastUpdateTime": time, "lastTransitionTime": since or time}
     return list(conditions.values())
 
 
@@ -190,13 +191,13 @@ def _status_patch(old: Object, new: Object, now: datetime) -> Object:
     change = {key: item for key, item in new.items() if old.get(key) != item}
     if "instances" in change:
         change["instances"] = {**dict.fromkeys(old.get("instances", ())), **new["instances"]}  # None deletes
-    return {**change, "lastReconcileTime": stamp(now)} if change else {}
+    return {**change, "lastReconcileTime": utc_stamp(now)} if change else {}
 
 
 # ---- instances ----------------------------------------------------------------------------------------------------
 
 
-def _next_states(
+def _next_instance_records(
     job: Job, record: Mapping[str, Object], own_pods: Sequence[Object]
 ) -> tuple[dict[str, Object], list[tuple[int, int]], list[Object]]:
     """Return the next records of the instances, (number, attempt) of pods to create, and pods to delete.
@@ -210,13 +211,13 @@ def _next_states(
     for number in range(job.shape.instances):
         known = {"state": "Pending", "restarts": 0, **(record.get(str(number)) or {})}
         of_instance = [pod for pod in own_pods if int_label(pod, INSTANCE) == number]
-        instances[str(number)], missing, gone = _next_state(job, known, of_instance)
+        instances[str(number)], missing, gone = _next_instance_record(job, known, of_instance)
         create += [(number * job.shape.workers + worker, known["restarts"]) for worker in missing]
         delete += gone
     return instances, create, [pod for pod in delete if not is_terminating(pod)]
 
 
-def _next_state(
+def _next_instance_record(
     job: Job, record: Object, own_pods: Sequence[Object]
 ) -> tuple[Object, list[int], Sequence[Object]]:
     """Return an instance's next record {"state", "restarts"}, its workers to create, and its pods to delete.
@@ -236,7 +237,7 @@ def _next_state(
     failed = [pod for pod in own_pods if phase(pod) == "Failed" and pod not in done]
     own_faults = [pod for pod in failed if not (is_terminating(pod) or pods.was_disrupted(pod))]
     if own_faults or (not missing and len(done) == len(own_pods)):
-        culprit = pods.first_failed(own_faults)
+        culprit = pods.first_failed_pod(own_faults)
         if restarts < job.restart_limit and _should_restart(job, culprit):
             return {"state": "Restarting", "restarts": restarts + 1}, [], own_pods
         state = "Failed" if culprit else "Succeeded"

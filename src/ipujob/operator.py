@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .client import Cluster, Refused, Unreachable
-from .observe import observe, stamp
+from .observe import observe, utc_stamp
 from .pods import JOB, Object
 from .rules import Images
 
@@ -101,12 +101,12 @@ class Operator:
         uid, now = job["metadata"]["uid"], datetime.now(UTC)
         refusal = self.refusals.get(uid)
         said = refusal.message if refusal else None
-        decision = observe(job, owned, now, said, self.device, images_in(self.images))
+        decision = observe(job, owned, now, said, self.device, read_image_replacements(self.images))
         create = () if refusal and self.clock() < refusal.until else decision.create
         if decision.status or create:
             # Written before each creation, even if nothing has changed: the write fails if the job has changed.
-            self.cluster.patch_status(job, decision.status or {"lastReconcileTime": stamp(now)})
-            self._report_change(job, decision.status, stamp(now))
+            self.cluster.patch_status(job, decision.status or {"lastReconcileTime": utc_stamp(now)})
+            self._report_change(job, decision.status, utc_stamp(now))
         for each in decision.delete:
             self._log(job, f"delete {each['kind']} {each['metadata']['name']}")
             try:
@@ -134,7 +134,7 @@ class Operator:
     def _report_change(self, job: Object, patch: Object, when: str) -> None:
         """Log a job's restart or end, and create an Event about it; do nothing if `patch` has neither.
 
-        Args: patch: of the job's status; when: the time of the Event, as `stamp` writes it
+        Args: patch: of the job's status; when: the time of the Event, as `utc_stamp` writes it
         """
         reason, said = patch.get("launcherStatus"), patch.get("lastMessage")
         if patch.get("restartCount"):
@@ -167,7 +167,7 @@ class Operator:
         self.log(f"{job['metadata']['namespace']}/{job['metadata']['name']}: {text}")
 
 
-def images_in(file: str | None) -> Images:
+def read_image_replacements(file: str | None) -> Images:
     """Return (OLD, NEW) for each line OLD=NEW of a file; empty, if `file` is None or can't be read."""
     try:
         lines = Path(file).read_text().splitlines() if file else []
@@ -184,7 +184,7 @@ def run_operator(arguments: argparse.Namespace) -> int:
     namespace = None if arguments.all_namespaces else arguments.namespace or cluster.namespace
 
     def log(text: str) -> None:
-        print(f"{stamp(datetime.now(UTC))} {text}", flush=True)
+        print(f"{utc_stamp(datetime.now(UTC))} {text}", flush=True)
 
     def watch(kind: str, labels: str) -> None:
         while True:

@@ -208,7 +208,7 @@ def pending_reason(pods: Sequence[Object]) -> str:
     return reasons[0] if reasons else "its pods have not begun"
 
 
-def first_failed(pods: Sequence[Object]) -> Object | None:
+def first_failed_pod(pods: Sequence[Object]) -> Object | None:
     """Return the pod that failed first (at the same time: the lowest worker); None, if no pod has failed."""
     failed = (pod for pod in pods if phase(pod) == "Failed")
     return min(

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from .client import Cluster, Refused, Unreachable
-from .files import load_job, read_documents, with_changes
+from .files import load_job, read_documents, with_overrides
 from .pods import ATTEMPT, ENDED, JOB, Object, exit_code, phase
 
 _POLL = 0.5  # seconds between two requests for the state of a job
@@ -23,7 +23,7 @@ def submit_file(arguments: argparse.Namespace) -> int:
     Return 1 if a job has failed, else 0."""
     documents = read_documents(arguments.file)
     if arguments.name:
-        documents = [with_changes(document, arguments.name) for document in documents]
+        documents = [with_overrides(document, arguments.name) for document in documents]
     for document in documents:
         load_job(document)
     cluster, created = Cluster(), []
@@ -53,7 +53,7 @@ def _wait_for_end(cluster: Cluster, job: Object, follow: bool) -> int:
             now = _find_job(cluster, name, namespace)
             if now["metadata"]["uid"] != uid:
                 raise Refused(404, f"{name} was deleted, and another one was created")
-            for pod in _pods_of(cluster, now) if follow else ():
+            for pod in _list_pods(cluster, now) if follow else ():
                 one, before = pod["metadata"]["uid"], phase(pod)
                 if _pod_number(pod) == 0 and before != "Pending" and one not in finished:
                     # A stream may end before its pod does: the next stream skips the printed lines.
@@ -94,7 +94,7 @@ def _job_table(jobs: Sequence[Object]) -> str:
     for job in sorted(jobs, key=lambda job: job["metadata"]["name"]):
         keys = ("launcherStatus", "currentReplicas", "desiredReplicas", "lastMessage")
         fields = (job.get("status", {}).get(key, "") for key in keys)
-        rows.append((job["metadata"]["name"], *fields, _age(job["metadata"]["creationTimestamp"])))
+        rows.append((job["metadata"]["name"], *fields, _age_text(job["metadata"]["creationTimestamp"])))
     return _text_table(["NAME", "STATUS", "CURRENT", "DESIRED", "LASTMESSAGE", "AGE"], rows)
 
 
@@ -107,7 +107,7 @@ def _text_table(names: Sequence[str], values: Sequence[Sequence[Any]]) -> str:
     return "\n".join("   ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _age(created: str) -> str:
+def _age_text(created: str) -> str:
     """Return the time since an object was created, in one unit: 119s, 10m, 47h, 5d."""
     seconds = max(int((datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()), 0)
     for unit, size, most in (("s", 1, 120), ("m", 60, 120), ("h", 3600, 48)):
@@ -124,7 +124,7 @@ def _job_details(cluster: Cluster, job: Object) -> str:
         for number, each in sorted(said.get("instances", {}).items(), key=lambda item: int(item[0]))
     ]
     pods = []
-    for pod in _pods_of(cluster, job):
+    for pod in _list_pods(cluster, job):
         code, attempt = exit_code(pod), pod["metadata"]["labels"].get(ATTEMPT, "")
         ended, node = "" if code is None else code, pod["spec"].get("nodeName", "")
         pods.append((pod["metadata"]["name"], phase(pod), ended, attempt, node))
@@ -146,7 +146,7 @@ def print_logs(arguments: argparse.Namespace) -> int:
     """Print the log of one worker, or of all, and return 0. Raises: Refused, if the worker has no pod."""
     cluster = Cluster()
     job = _find_job(cluster, arguments.name, arguments.namespace or cluster.namespace)
-    pods = [pod for pod in _pods_of(cluster, job) if arguments.all or _pod_number(pod) == arguments.worker]
+    pods = [pod for pod in _list_pods(cluster, job) if arguments.all or _pod_number(pod) == arguments.worker]
     if not pods:
         said = job.get("status", {})
         which = arguments.name if arguments.all else f"{arguments.name}-worker-{arguments.worker}"
@@ -210,7 +210,7 @@ def _find_job(cluster: Cluster, name: str, namespace: str) -> Object:
     return jobs[0]
 
 
-def _pods_of(cluster: Cluster, job: Object) -> list[Object]:
+def _list_pods(cluster: Cluster, job: Object) -> list[Object]:
     """Return the pods that a job owns, sorted by their numbers."""
     metadata = job["metadata"]
     listed = cluster.list("Pod", metadata["namespace"], labels=f"{JOB}={metadata['name']}")

@@ -26,7 +26,7 @@ def render(job: Job, way: str = "job") -> tuple[list[Object], list[str]]:
         made = [make(job, instance) for instance in range(job.shape.instances)]
     if job.has_service and way != "jobset" and made:
         made.insert(0, pods.headless_service(job))
-    return made, list(_warnings_of(job, way))
+    return made, list(_render_warnings(job, way))
 
 
 def _check_renderable(job: Job, way: str) -> None:
@@ -43,7 +43,7 @@ def _check_renderable(job: Job, way: str) -> None:
         raise ValueError(f"{reason}\n  fix: --name, with a shorter one")
 
 
-def _warnings_of(job: Job, way: str) -> Iterator[str]:
+def _render_warnings(job: Job, way: str) -> Iterator[str]:
     """Yield a warning for each field of a job that has no effect in the objects of kind `way`."""
     if job.clean_policy != "None":
         yield f"cleanPodPolicy {job.clean_policy} needs the operator: these pods stay, or go by {TTL}"

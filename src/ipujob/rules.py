@@ -87,7 +87,7 @@ class Job:
         return f"{self.name}-worker-{instance * self.shape.workers}.{self.name}"
 
 
-def counted(number: int, word: str) -> str:
+def pluralize(number: int, word: str) -> str:
     """Return a number with a noun, such as "1 worker" or "2 workers"."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
@@ -117,17 +117,17 @@ def parse(
         return None, [Fault(("kind",), f"kind {value.get('kind')} isn't an IPUJob", fix)]
     faults: list[Fault] = []
     # The rules between fields are checked on the valid fields, so that all faults are found at once.
-    valid = _valid_value(value, _schema(), (), faults)
+    valid = _drop_invalid(value, _schema(), (), faults)
     given, metadata, spec = value.get("metadata"), valid.get("metadata", {}), valid.get("spec", {})
     if isinstance(given, dict) and not (given.get("name") or given.get("generateName")):
         fix = "give it metadata.name, or metadata.generateName"
         faults.append(Fault(("metadata",), "the job has no name", fix))
-    job = _job_of(metadata, spec, device, images)
+    job = _to_job(metadata, spec, device, images)
     faults += _check_job(job, metadata, spec)
     return (None, faults) if faults else (job, [])
 
 
-def _job_of(metadata: Mapping[str, Any], spec: Mapping[str, Any], device: str, images: Images | None) -> Job:
+def _to_job(metadata: Mapping[str, Any], spec: Mapping[str, Any], device: str, images: Images | None) -> Job:
     """Return the job of an IPUJob's `metadata` and `spec`. Invalid fields have been removed, and missing
     fields get defaults, so that the rules between the other fields can be checked."""
     of_workers, policy = spec.get("workers", {}), spec.get("restartPolicy", {})
@@ -182,7 +182,7 @@ def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -
         message = f"workers.replicas {shape.workers} and workersPerJobInstance {other} differ"
         yield Fault(("spec", "workers", "replicas"), message, "keep one of them")
     elif shape.ipus % (shape.workers * shape.replicas):
-        over = f"{counted(shape.workers, 'worker')} with {counted(shape.replicas, 'replica')} each"
+        over = f"{pluralize(shape.workers, 'worker')} with {pluralize(shape.replicas, 'replica')} each"
         message = f"ipusPerJobInstance {shape.ipus} can't be shared out over {over}"
         fix = f"a multiple of {shape.workers * shape.replicas}"
         yield Fault(("spec", "ipusPerJobInstance"), message, fix)
@@ -220,7 +220,7 @@ def _check_name(job: Job, named: str) -> Iterator[Fault]:
         yield Fault(path, f"{said} must begin with a letter: a Service bears it", "begin with a letter")
 
 
-def warnings_of(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+def job_warnings(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     """Yield (path, warning) for each field of an IPUJob that Pando ignores, or that is wrong on IPUs."""
     spec, ipus = value["spec"], job.shape.ipus
     if ipus & (ipus - 1) or ipus > 64:
@@ -271,19 +271,19 @@ def _schema() -> dict[str, Any]:
     return {"type": "object", "required": ["apiVersion", "metadata", "spec"], "properties": properties}
 
 
-def _valid_value(value: Any, schema: dict[str, Any], path: KeyPath, faults: list[Fault]) -> Any:
+def _drop_invalid(value: Any, schema: dict[str, Any], path: KeyPath, faults: list[Fault]) -> Any:
     """Return a copy of a value without its null and invalid fields; None, if the value itself is invalid.
 
     Args: faults: gets a fault, in place, for each field that an API server would refuse or drop
     """
     before, kind = len(faults), schema.get("type")
-    if wrong := _violation(value, schema):
+    if wrong := _schema_violation(value, schema):
         message, fix = wrong
         faults.append(Fault(path, f"{_path_text(path)} {message}", fix))
         return None
     if kind == "array":
         items = [
-            _valid_value(item, schema["items"], (*path, index), faults) for index, item in enumerate(value)
+            _drop_invalid(item, schema["items"], (*path, index), faults) for index, item in enumerate(value)
         ]
         return items if len(faults) == before else None
     if kind != "object":
@@ -300,12 +300,12 @@ def _valid_value(value: Any, schema: dict[str, Any], path: KeyPath, faults: list
             fix = "use modelReplicasPerWorker, ipusPerJobInstance" if key in _RENAMED else ""
             fix = fix or _typo_fix(str(key), known) or "take it out: a cluster would leave it away"
             faults.append(Fault(inner, f"{_path_text(inner)} is no field of an IPUJob", fix))
-        elif item is not None and (part := _valid_value(item, allowed, inner, faults)) is not None:
+        elif item is not None and (part := _drop_invalid(item, allowed, inner, faults)) is not None:
             valid[key] = part
     return None if missing and path else valid
 
 
-def _violation(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
+def _schema_violation(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
     """Return (message, fix) if a value breaks a schema, else None; fix "": none is known. Items of a list and
     fields of an object are not checked."""
     kind, pattern, shown = schema.get("type", ""), schema.get("pattern", ""), reprlib.repr(value)

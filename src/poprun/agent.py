@@ -104,11 +104,11 @@ class Agent:
             detector = HangDetector(self.nodes.store, current, self.folder, self.request, self.log)
             while (failed := instances.first_failure) is None:
                 if instances.running:
-                    with suppress(StoreError):  # `must_stop` handles a lost connection
+                    with suppress(StoreError):  # `must_stop_instances` handles a lost connection
                         detector.kill_hanging(instances.running)
                 elif self.nodes.record_success():
                     return 0
-                if self.nodes.must_stop():
+                if self.nodes.must_stop_instances():
                     return None
                 instances.wait(_POLL)
             first_node = self.nodes.record_failure()
@@ -170,7 +170,7 @@ class Agent:
             self.log.error(f"{ends}; then instance {failed} failed, with {how}")
         else:
             self.log.error(f"instance {failed} of {total} failed first, with {how}")
-        if lines := instances.last_hidden_lines(failed):
+        if lines := instances.last_silenced_lines(failed):
             self.log.error(f"the last lines of instance {failed}:")
             print(*lines, sep="\n", file=sys.stderr, flush=True)
         return CONSEQUENCE if is_consequence and WATCH in os.environ else shell_exit_code(code)
@@ -229,7 +229,7 @@ class Instances:
         """Return the index of the instance that failed first; None if no instance has failed."""
         return next((instance for instance, code in self.exit_codes.items() if code), None)
 
-    def last_hidden_lines(self, instance: int) -> list[str]:
+    def last_silenced_lines(self, instance: int) -> list[str]:
         """Return the last lines of an instance's silenced streams; [] if none of its streams is silenced."""
         local, lines = instance - self._first, []
         for std, paths in ((Std.OUT, self._context.stdouts), (Std.ERR, self._context.stderrs)):

@@ -13,7 +13,7 @@ from popengine.environment import NUM_NODES
 
 from . import Log, guard, hosts
 from .command_line import CommandLine, parse
-from .topology import local_instances, read_node, topology_table
+from .topology import local_instance_count, node_from_variables, topology_table
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(words: Sequence[str] | None = None) -> int:
     request = parse(words)
     log = Log(request.verbosity)
     if hosts.WATCH in os.environ:
-        threading.Thread(target=_end_with_stdin, daemon=True).start()
+        threading.Thread(target=_terminate_at_stdin_end, daemon=True).start()
     if not hasattr(os, "pidfd_open"):
         log.error(
             "error: this system lacks pidfd_open and prctl, by which poprun ends every process of a training\n"
@@ -34,9 +34,9 @@ def main(words: Sequence[str] | None = None) -> int:
         )
         return 2
     try:
-        node = read_node(os.environ)
+        node = node_from_variables(os.environ)
         starts_hosts = len(request.hosts) > 1 and NUM_NODES not in os.environ
-        local_instances(request, len(request.hosts) if starts_hosts else node.count)
+        local_instance_count(request, len(request.hosts) if starts_hosts else node.count)
     except ValueError as error:
         log.error(f"error: {error}")
         return 2
@@ -70,7 +70,7 @@ def _print_summary(request: CommandLine, names: Sequence[str], log: Log) -> None
     log.info(f"{request.instances} instances on {len(names)} hosts run {' '.join(request.program)}")
 
 
-def _end_with_stdin() -> None:
+def _terminate_at_stdin_end() -> None:
     """Wait until standard input ends, then send SIGTERM to this process. (The poprun that started this
     process holds the other end of the pipe.)"""
     while os.read(0, 4096):

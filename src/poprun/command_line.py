@@ -67,7 +67,7 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
         Path(options.export_config).write_text(json.dumps(values, indent=2) + "\n")
     if not program:
         parser.error("the program is missing: poprun [options] program [args...]")
-    fewest, most = parser.check_numbers(options)
+    fewest, most = parser.check_number_options(options)
     mpi, ignored_mpi = parser.parse_mpi_options([*options.mpi_global_args, *options.mpi_local_args])
     pairs = [word.partition("=") for word in (*mpi.x, *options.x)]
     known = [pair for pair in pairs if pair[1] or pair[0] in environment]
@@ -124,7 +124,7 @@ class _Parser(argparse.ArgumentParser):
         )
         number = {"type": int, "metavar": "N"}
         several = {"action": "append", "default": []}
-        switch = {"type": _parse_switch, "metavar": "yes|no"}
+        switch = {"type": _parse_yes_or_no, "metavar": "yes|no"}
         add = self.add_argument
         add("--num-replicas", **number, default=1, help="replicas in all instances")
         add("--num-instances", default="1", metavar="N", help="processes; with --checkpoint-dir also 2:8")
@@ -165,7 +165,7 @@ class _Parser(argparse.ArgumentParser):
             action = self._find_option(name) if not re.fullmatch(r"-v+", word) else None
             if action is None or action.nargs == 0:  # the option takes no value
                 own.append(word)
-            elif action.type is _parse_switch and not equals:
+            elif action.type is _parse_yes_or_no and not equals:
                 has_value = bool(rest) and rest[0].lower() in (*YES, *NO)
                 own.append(f"{action.option_strings[0]}={rest.pop(0) if has_value else 'yes'}")
             else:
@@ -199,7 +199,7 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"--import-config {path}: no file of --export-config; unknown: {sorted(unknown)}")
         self.set_defaults(**values)
 
-    def check_numbers(self, options: argparse.Namespace) -> tuple[int, int]:
+    def check_number_options(self, options: argparse.Namespace) -> tuple[int, int]:
         """Exit if the number of an option is out of range or contradicts another option. Return the smallest
         (0: not elastic) and the largest number of instances."""
         text, replicas = str(options.num_instances), options.num_replicas
@@ -240,7 +240,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"poprun: error: {message}\n  fix: poprun --help lists all options\n")
 
 
-def _parse_switch(text: str) -> bool:
+def _parse_yes_or_no(text: str) -> bool:
     """Return whether a text means yes. Raises: ArgumentTypeError, if it means neither yes nor no."""
     if text.lower() in (*YES, *NO):
         return text.lower() in YES

@@ -139,12 +139,12 @@ class Election:
                 return server, SignedStore(self.host, server.port, self.secret, _PATIENCE), address
             server.close()
 
-    def check_leads(self) -> None:
+    def check_is_leader(self) -> None:
         """Raise a StoreError if another node, which could not connect to this one, has become the leader."""
         if self._newest_leader()[0] != self._number:
             raise StoreError("another node leads")
 
-    def resign(self) -> None:
+    def remove_leader_files(self) -> None:
         """Remove the files `leader-N` of this leader and of all earlier leaders, after the training."""
         with suppress(OSError):
             for number in range(self._number + 1):

@@ -73,7 +73,7 @@ class HangDetector:
         if not limit or now < self._next:
             return
         self._next = now + min(1.0, limit / 4)
-        waits = self._recent_waits(now)
+        waits = self._read_peer_waits(now)
         for instance, pid in running.items():
             peers = [peer for peer, wait in waits.items() if wait["for"] == instance]
             if instance in waits or not (peers or self._request.ends_idle):
@@ -87,7 +87,7 @@ class HangDetector:
                 self._progress[instance] = (now, used)
             elif now - since >= limit:
                 how = next((f" (it is {_STATES[state]})" for state in states if state in _STATES), "")
-                how += _blocked_line(Path(stack_path(self._folder, self._round, instance)), family)
+                how += _blocked_line_text(Path(stack_path(self._folder, self._round, instance)), family)
                 if peers:
                     verb = "instances {} wait" if len(peers) > 1 else "instance {} waits"
                     names = ", ".join(map(str, peers))
@@ -100,7 +100,7 @@ class HangDetector:
                     with suppress(ProcessLookupError):
                         os.kill(each, signal.SIGKILL)
 
-    def _recent_waits(self, now: float) -> dict[int, dict[str, Any]]:
+    def _read_peer_waits(self, now: float) -> dict[int, dict[str, Any]]:
         """Return the waits for peers that were recorded in the last `_STALE` seconds, by the instance that
         waits: {"for": index of the peer, "what": the operation}."""
         prefix = f"attempt/{self._round.number}/pando/waits/"
@@ -115,7 +115,7 @@ class HangDetector:
         }
 
 
-def _blocked_line(path: Path, family: list[int]) -> str:
+def _blocked_line_text(path: Path, family: list[int]) -> str:
     """Return ", at FILE:LINE in FUNCTION": where in the user's code an instance is; "" if unknown.
 
     In the instance, `popdist` has written its process id into the stack file, and registered a signal handler

@@ -27,7 +27,7 @@ from popdist.signed_store import Server, SignedStore, StoreError
 from . import Log
 from .command_line import CommandLine
 from .election import Election, FirstNode, TrainingLost
-from .topology import Node, instance_counts, local_instances
+from .topology import Node, instances_by_node, local_instance_count
 
 _POLL = 0.05  # seconds between two reads of the other nodes' records, while a round forms
 _WARNING_INTERVAL = 60.0  # seconds between two warnings about missing nodes
@@ -77,7 +77,7 @@ class Round:
 class Nodes:
     """This node's connection to the other nodes; on the leader its reads call `Leader.advance_round`.
 
-    `next_round`, `must_stop` and `record_success` raise `TrainingLost` if the training can't go on.
+    `next_round`, `must_stop_instances` and `record_success` raise `TrainingLost` if the training can't go on.
     """
 
     def __init__(self, request: CommandLine, node: Node, log: Log) -> None:
@@ -106,7 +106,7 @@ class Nodes:
                 if self._store is None:
                     self._connect()
                 self._write_record("stopped")
-                while (newest := self._read_and_lead()).state != "finished":
+                while (newest := self._read_round()).state != "finished":
                     if newest.number > self.round.number and newest.ids.get(self.name) == self._id:
                         self.round = newest
                         self._write_record("running")
@@ -117,10 +117,10 @@ class Nodes:
                 self._disconnect()
                 self._report_lost_leader()
 
-    def must_stop(self) -> bool:
+    def must_stop_instances(self) -> bool:
         """Return whether this node's instances have to stop: the round has ended, or the store is lost."""
         with suppress(StoreError):
-            newest = self._read_and_lead()
+            newest = self._read_round()
             return newest.number > self.round.number or newest.state not in ("runs", "finished")
         return True
 
@@ -129,7 +129,7 @@ class Nodes:
         if the store is lost.)"""
         with suppress(StoreError):
             self._write_record("done")
-            return self._read_and_lead().state == "finished"
+            return self._read_round().state == "finished"
         return False
 
     def record_failure(self) -> str:
@@ -144,10 +144,10 @@ class Nodes:
         removes the leaders' files of an elastic training."""
         with suppress(StoreError):
             until = time.monotonic() + _LEAVE_PATIENCE
-            while self._leader is not None and time.monotonic() < until and len(_records_of(self.store)) > 1:
+            while self._leader is not None and time.monotonic() < until and len(self.store.find("node/")) > 1:
                 time.sleep(_POLL)
         if self._leader is not None and isinstance(self._election, Election):
-            self._election.resign()
+            self._election.remove_leader_files()
         self._disconnect()
 
     # ---- the store ---------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Nodes:
         record = {
             "id": self._id,
             "rank": self._node.rank,
-            "slots": local_instances(self._request, self._node.count),
+            "slots": local_instance_count(self._request, self._node.count),
             "address": address,
             "round": self.round.number,
             "state": state,
@@ -201,7 +201,7 @@ class Nodes:
                 )
             time.sleep(_POLL)
 
-    def _read_and_lead(self) -> Round:
+    def _read_round(self) -> Round:
         """Return the newest round; on the leader, let `Leader.advance_round` end or begin a round first.
 
         Raises: TrainingLost, if the leader has ended the training; StoreError, if the store is lost
@@ -215,7 +215,7 @@ class Nodes:
         newest = Round(**json.loads(text)) if text else Round()
         if self._leader is not None:
             if isinstance(self._election, Election):
-                self._election.check_leads()
+                self._election.check_is_leader()
             newest = self._leader.advance_round(newest)
         return newest
 
@@ -243,7 +243,7 @@ class Leader:
 
         Returns: `current`, or the changed or new round, which has been written into the store
         """
-        records = _records_of(self._store)
+        records = _read_records(self._store)
         if current.state == "runs":
             state = self._decide_state(current, records)
             if state != "runs":
@@ -268,7 +268,7 @@ class Leader:
         self._store.set("round", json.dumps(vars(current)))
         return current
 
-    def _give_up(self, node: str, why: str = "") -> None:
+    def _end_training(self, node: str, why: str = "") -> None:
         """End the training on all nodes, which name `node` as the cause; log `why`, unless it is empty."""
         if why:
             self._log.error(why)
@@ -277,7 +277,7 @@ class Leader:
     def _decide_state(self, current: Round, records: Mapping[str, Record]) -> str:
         """Return the next state of a running round ("runs": no change), and log lost nodes.
 
-        After a loss or a failure, `_give_up` if `max_restarts` allows no further round.
+        After a loss or a failure, `_end_training` if `max_restarts` allows no further round.
         """
         states = {
             name: record["state"] for name, record in records.items() if record["round"] == current.number
@@ -286,12 +286,12 @@ class Leader:
         missing = current.lost_nodes(records)
         is_last = not self._request.is_elastic and current.number >= self._request.max_restarts
         if missing and is_last:
-            self._give_up(self._name, _lost_message(missing))
+            self._end_training(self._name, _lost_message(missing))
         elif missing:
             self._log.warning(_lost_message(missing))
         elif failed and is_last:
             (first,) = self._store.read([f"failure/{current.number}"])
-            self._give_up(first or failed[0])
+            self._end_training(first or failed[0])
         elif list(states.values()) == ["done"] * len(current.counts):
             return "finished"
         elif not failed:
@@ -299,14 +299,13 @@ class Leader:
         return "lost" if missing else "failed"
 
     def _count_failure(self) -> None:
-        """Count a failure of an elastic training; `_give_up` after more than `max_restarts` since the newest
-        checkpoint."""
+        """Count a failure of an elastic training; end it after more than `max_restarts` without a checkpoint."""
         newest = self._newest_checkpoint()
         self._failures = self._failures + 1 if newest == self._newest_call else 1
         self._newest_call = newest
         if self._failures > self._request.max_restarts:
             times = f"{self._failures} times without a new checkpoint (--max-restarts)"
-            self._give_up(self._name, f"instances have failed {times}")
+            self._end_training(self._name, f"instances have failed {times}")
 
     def _newest_checkpoint(self) -> int:
         """Return the number of the call after which the newest checkpoint was written; -1: no checkpoint."""
@@ -317,7 +316,7 @@ class Leader:
         checkpoint has been written since the first of them came, which is logged."""
         if not self._request.is_elastic or not records.keys() - current.counts.keys():
             return False
-        counts = instance_counts(self._request, _slots_of(records))
+        counts = instances_by_node(self._request, _slots_of(records))
         if sorted(counts.values()) == sorted(current.counts.values()):
             return False
         newest = self._newest_checkpoint()
@@ -329,10 +328,11 @@ class Leader:
     def _decide_next_counts(self, records: Mapping[str, Record]) -> dict[str, int]:
         """Return the number of instances by node for the next round; {}, if the round can't begin yet.
 
-        While there is room for too few instances, warn each minute; `_give_up` after `Node.patience` seconds.
+        While there is room for too few instances, warn each minute, and after
+        `Node.patience` seconds end the training.
         """
         now, slots = time.monotonic(), _slots_of(records)
-        counts = instance_counts(self._request, slots)
+        counts = instances_by_node(self._request, slots)
         if counts:
             is_complete = len(records) >= self._expected or now > self._leads_since + _FIRST_ROUND_PATIENCE
             return counts if is_complete else {}
@@ -344,7 +344,7 @@ class Leader:
             missing = ", ".join(str(rank) for rank in range(self._node.count) if str(rank) not in records)
             why = f"of {self._node.count} nodes these have not come in {waited:.0f} s: {missing}"
         if waited == self._node.patience:
-            self._give_up(self._name, why)
+            self._end_training(self._name, why)
         elif now >= self._next_warning:
             self._next_warning = now + _WARNING_INTERVAL
             self._log.warning(f"{why}; {_wait_message(self._node.patience - waited)}")
@@ -367,7 +367,7 @@ def _slots_of(records: Mapping[str, Record]) -> dict[str, int]:
     return {name: record["slots"] for name, record in records.items()}
 
 
-def _records_of(store: SignedStore) -> dict[str, Record]:
+def _read_records(store: SignedStore) -> dict[str, Record]:
     """Return the records of all nodes, by name, sorted by rank: in this order nodes get instances."""
     records = {key[5:]: json.loads(text) for key, text in store.find("node/").items()}
     return dict(sorted(records.items(), key=lambda item: item[1]["rank"]))

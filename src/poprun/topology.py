@@ -26,7 +26,7 @@ class Node:
     patience: int = 600  # seconds that nodes wait for each other
 
 
-def read_node(variables: Mapping[str, str]) -> Node:
+def node_from_variables(variables: Mapping[str, str]) -> Node:
     """Return this node as environment variables describe it; without POPRUN_NUM_NODES it is the only node.
 
     Raises: ValueError, if a variable is missing, is no number or is out of range
@@ -52,7 +52,7 @@ def read_node(variables: Mapping[str, str]) -> Node:
     return Node(rank, count, address, number("MASTER_PORT", PORT if count > 1 else 0), patience)
 
 
-def local_instances(request: CommandLine, nodes: int) -> int:
+def local_instance_count(request: CommandLine, nodes: int) -> int:
     """Return the number of instances on each of `nodes` nodes; in an elastic training, the largest number.
 
     Raises: ValueError, if the number of instances is fixed, and not a multiple of `nodes`
@@ -64,7 +64,7 @@ def local_instances(request: CommandLine, nodes: int) -> int:
     return request.instances // nodes
 
 
-def instance_counts(request: CommandLine, slots: Mapping[str, int]) -> dict[str, int]:
+def instances_by_node(request: CommandLine, slots: Mapping[str, int]) -> dict[str, int]:
     """Return the number of instances by node, spread evenly; a node without instances is left out.
 
     Their sum is the largest requested number that divides the replicas and fits into the slots; without such

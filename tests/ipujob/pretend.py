@@ -5,7 +5,7 @@ import itertools
 from datetime import UTC, datetime
 
 from ipujob.client import Refused
-from ipujob.observe import stamp
+from ipujob.observe import utc_stamp
 
 RUNS = "runs"  # what a script answers for a container that goes on
 END = ("Succeeded", "Failed")
@@ -62,7 +62,7 @@ class Pretend:
         new = copy.deepcopy(made)
         new["metadata"] |= {"uid": f"u{next(self._numbers)}", "resourceVersion": str(next(self._numbers))}
         new["metadata"].setdefault("namespace", "default")
-        new["metadata"]["creationTimestamp"] = stamp(datetime.now(UTC))
+        new["metadata"]["creationTimestamp"] = utc_stamp(datetime.now(UTC))
         self.objects[key] = new
         self.after("create", made)
         return copy.deepcopy(new)

@@ -8,7 +8,7 @@ from jobs import job
 from pretend import RUNS, Pretend, attempt
 
 from ipujob.client import Refused, Unreachable
-from ipujob.operator import Operator, images_in
+from ipujob.operator import Operator, read_image_replacements
 
 SILENT = dict(log=lambda text: None)
 
@@ -196,7 +196,7 @@ def test_what_happened_is_told_as_events():
 
 def test_images_come_from_a_file_that_may_change(tmp_path):
     file = tmp_path / "images"
-    assert images_in(str(file)) == ()
+    assert read_image_replacements(str(file)) == ()
     file.write_text("# ours\ngraphcore/* = pando:1\n\nnonsense\nb=c=d\n")
-    assert images_in(str(file)) == [("graphcore/*", "pando:1"), ("b", "c=d")]
-    assert images_in(None) == []
+    assert read_image_replacements(str(file)) == [("graphcore/*", "pando:1"), ("b", "c=d")]
+    assert read_image_replacements(None) == []

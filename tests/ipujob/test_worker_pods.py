@@ -4,7 +4,7 @@ import pytest
 from jobs import job, seed
 
 from ipujob import pods
-from ipujob.files import with_name
+from ipujob.files import with_job_name
 from ipujob.rules import parse
 
 
@@ -21,7 +21,7 @@ def environment(pod):
 
 
 def test_a_tutorials_pod_keeps_its_template():
-    value = with_name(seed("bert"), "bert")
+    value = with_job_name(seed("bert"), "bert")
     pod = made(value)
     template = value["spec"]["workers"]["template"]["spec"]
     own = {"IPUOF_VIPU_API_PARTITION_ID": "p-bert-default-0", "PANDO_RESTARTS": "0"}
@@ -115,7 +115,7 @@ def test_more_ipus_than_sixteen_ask_for_sixteen_cores():
 
 
 def test_what_serves_rdma_to_ipus_can_be_dropped():
-    value = with_name(seed("bert"), "bert")
+    value = with_job_name(seed("bert"), "bert")
     value["metadata"]["annotations"] = {"pando/security": "drop"}
     pod = made(value)
     assert "hostIPC" not in pod["spec"]

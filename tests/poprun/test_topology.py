@@ -8,9 +8,9 @@ from poprun.command_line import CommandLine
 from poprun.topology import (
     Node,
     _parse_core_list,
-    instance_counts,
-    local_instances,
-    read_node,
+    instances_by_node,
+    local_instance_count,
+    node_from_variables,
     topology_table,
 )
 
@@ -56,19 +56,19 @@ def test_a_large_table_shows_ranges_of_replicas():
 def test_as_many_instances_as_divide_eight_replicas_are_dealt_out_evenly(fewest, most, slots, counts):
     request = CommandLine(("python3",), replicas=8, instances=most, fewest_instances=fewest)
     expected = {str(node): count for node, count in enumerate(counts) if count}
-    assert instance_counts(request, {str(node): slot for node, slot in enumerate(slots)}) == expected
+    assert instances_by_node(request, {str(node): slot for node, slot in enumerate(slots)}) == expected
 
 
 def test_instances_that_nodes_can_not_share_are_refused():
     with pytest.raises(ValueError, match="4 instances can't be shared out over 3 nodes"):
-        local_instances(FOUR, 3)
+        local_instance_count(FOUR, 3)
 
 
 def test_a_node_comes_from_the_environment():
-    assert read_node({}) == Node(0, 1, "127.0.0.1", 0)
+    assert node_from_variables({}) == Node(0, 1, "127.0.0.1", 0)
     variables = {"POPRUN_NUM_NODES": "4", "POPRUN_NODE_RANK": "3", "MASTER_ADDR": "a"}
-    assert read_node(variables) == Node(3, 4, "a", 29500)
-    assert read_node({**variables, "MASTER_PORT": "5"}).port == 5
+    assert node_from_variables(variables) == Node(3, 4, "a", 29500)
+    assert node_from_variables({**variables, "MASTER_PORT": "5"}).port == 5
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_node_comes_from_the_environment():
 )
 def test_a_faulty_environment_is_named(variables, complaint):
     with pytest.raises(ValueError, match=complaint):
-        read_node(variables)
+        node_from_variables(variables)
 
 
 def test_lists_of_cores_are_read_as_linux_writes_them():
