@@ -35,7 +35,7 @@ __all__ = [
 
 _environment.append_aliases_to_path()
 _environment.write_stack_at_signal()
-_read = _environment.read
+_read = _environment.read_launch
 
 
 def isPopdistEnvSet() -> bool:

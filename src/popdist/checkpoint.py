@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import poptorch
-from popengine.environment import CHECKPOINTS, read
+from popengine.environment import CHECKPOINTS, read_launch
 from poptorch.data.loader_state import random_state, set_random_state
 from poptorch.executor.executable_file import set_training_state, training_state
 from poptorch.logs import logger
@@ -45,7 +45,7 @@ class Checkpoint:
         if every < 0 or keep < 1:
             raise ValueError(f"every must not be negative, and keep at least 1: got {every} and {keep}")
         self._directory, self._calls_between, self._keep = Path(directory).absolute(), every, keep
-        self._launch = read()
+        self._launch = read_launch()
         self._model: Any = None
         self._parts: dict[str, Any] = {}
         self._run = ""  # random and equal in all instances: distinguishes the files of a killed run

@@ -79,7 +79,7 @@ def _write_file(folder: Path, instance: int, state: dict[str, Any]) -> None:
 def _complete_checkpoint(folder: Path, instances: int, replicas: int, keep: int) -> None:
     """Wait for the files of all instances, write the manifest, and rename the folder to its final name. Remove complete
     checkpoints but the newest `keep`, and unfinished ones of other runs."""
-    manifest = {"format": _FORMAT, "replicas": replicas, "files": _await_sums(folder, instances)}
+    manifest = {"format": _FORMAT, "replicas": replicas, "files": _await_checksums(folder, instances)}
     _write_text(folder / _MANIFEST, json.dumps(manifest, indent=1))
     for path in folder.glob("*.done"):
         path.unlink()
@@ -95,7 +95,7 @@ def _complete_checkpoint(folder: Path, instances: int, replicas: int, keep: int)
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _await_sums(folder: Path, instances: int) -> dict[str, Any]:
+def _await_checksums(folder: Path, instances: int) -> dict[str, Any]:
     """Wait until all instances have written their files, and return [size in bytes, checksum] by file name.
 
     Raises: RuntimeError, if an instance could not write its file, or has not done so in time

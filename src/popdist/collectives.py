@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from popengine.environment import read
+from popengine.environment import read_launch
 from popengine.run.instances.all_reduce import AllReduce
 from popengine.run.instances.process_group import ProcessGroup, group_of
 
@@ -133,7 +133,7 @@ def _current_group() -> ProcessGroup | None:
 
     Raises: Error, if there are several instances and `popdist.init` has not been called
     """
-    size = read().instances
+    size = read_launch().instances
     if size == 1:
         return None
     group = group_of(size)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import poptorch
-from popengine.environment import read
+from popengine.environment import read_launch
 from poptorch.options import Distributed
 
 __all__ = ["Options"]
@@ -42,7 +42,7 @@ class Options(poptorch.Options):
 
     def __init__(self, ipus_per_replica: int | None = None) -> None:
         super().__init__()
-        launch = read()
+        launch = read_launch()
         declared = launch.ipus_per_replica
         ipus = ipus_per_replica or declared
         if ipus > 1 and declared not in (1, ipus) and launch.total_replicas > 1:

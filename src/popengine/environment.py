@@ -96,7 +96,7 @@ def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
     return TOTAL in environment or _other_launcher_names(environment) is not None
 
 
-def read(environment: Mapping[str, str] = os.environ) -> Launch:
+def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     """Return this process's share of the training, from the variables of poprun, mpirun, torchrun or srun;
     `Launch()` if none of them has started several processes.
 
@@ -106,27 +106,27 @@ def read(environment: Mapping[str, str] = os.environ) -> Launch:
         names = _other_launcher_names(environment)
         if names is None:
             return Launch()
-        size, rank = integer_of(environment, names[0]), integer_of(environment, names[1])
-        local = integer_of(environment, names[2], 0)
+        size, rank = read_integer(environment, names[0]), read_integer(environment, names[1])
+        local = read_integer(environment, names[2], 0)
         return Launch(size, 1, 1, rank, local, size, rank)
-    total, local = integer_of(environment, TOTAL), integer_of(environment, LOCAL, 1)
+    total, local = read_integer(environment, TOTAL), read_integer(environment, LOCAL, 1)
     if local < 1 or total % local:
         raise ValueError(f"{TOTAL}={total} is not a multiple of {LOCAL}={local}")
-    offset = integer_of(environment, OFFSET, 0)
+    offset = read_integer(environment, OFFSET, 0)
     return Launch(
         total_replicas=total,
         local_replicas=local,
-        ipus_per_replica=integer_of(environment, IPUS, 1),
+        ipus_per_replica=read_integer(environment, IPUS, 1),
         replica_offset=offset,
-        local_instance=integer_of(environment, LOCAL_INSTANCE, 0),
-        instances=integer_of(environment, "OMPI_COMM_WORLD_SIZE", total // local),
-        instance=integer_of(environment, "OMPI_COMM_WORLD_RANK", offset // local),
+        local_instance=read_integer(environment, LOCAL_INSTANCE, 0),
+        instances=read_integer(environment, "OMPI_COMM_WORLD_SIZE", total // local),
+        instance=read_integer(environment, "OMPI_COMM_WORLD_RANK", offset // local),
     )
 
 
 def is_one_host(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether the launcher's variables say that all processes of the training are on this host."""
-    instances = str(read(environment).instances)
+    instances = str(read_launch(environment).instances)
     local = environment.get("LOCAL_WORLD_SIZE") or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     return instances == local or environment.get("SLURM_STEP_NUM_NODES") == "1"
 
@@ -137,7 +137,7 @@ def _other_launcher_names(environment: Mapping[str, str]) -> tuple[str, str, str
     return next((names for names in OTHER_LAUNCHERS if environment.get(names[0], "1") != "1"), None)
 
 
-def integer_of(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+def read_integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     """Return the integer in an environment variable; `default` if the variable is not set. Raises:
     ValueError, if the value is no integer, or if the variable is not set and `default` is None."""
     text = environment.get(name)

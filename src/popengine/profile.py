@@ -303,14 +303,14 @@ def parse(text: str) -> Profile:
             f"has version {version}, and this program reads up to {VERSION}\n  fix: update this installation of Pando"
         )
     try:
-        profile = Profile(**{entry.name: _field_value(entry.name, data) for entry in fields(Profile)})
+        profile = Profile(**{entry.name: _parse_field(entry.name, data) for entry in fields(Profile)})
         _check_tables(profile)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ProfileError(f"is damaged: {type(error).__name__}: {error}{again}") from error
     return profile
 
 
-def _field_value(name: str, data: dict[str, Any]) -> Any:
+def _parse_field(name: str, data: dict[str, Any]) -> Any:
     """Return the value of a field of `Profile` from a file's JSON object, without unknown columns."""
     value = data[name]
     if name in TABLES:

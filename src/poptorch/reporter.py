@@ -253,7 +253,7 @@ def _describe_optimizer(optimizer: Optimizer | None) -> str:
     groups, plain = len(set(optimizer.group_of.values())), Optimizer(optimizer.kind, optimizer.group_of)
     many = counted(len(optimizer.group_of), "parameter")
     words = [f"{optimizer.kind}, {many} in {counted(groups, 'group')}"]
-    words += [f"{flag} {optimizer.flags[flag]}" for flag in RULES[optimizer.kind].changed_flags(optimizer)]
+    words += [f"{flag} {optimizer.flags[flag]}" for flag in RULES[optimizer.kind].nondefault_flags(optimizer)]
     words += [
         f"{state} in {dtype}" for state, dtype in optimizer.state_types.items() if dtype != torch.float32
     ]

@@ -36,7 +36,7 @@ def test_without_a_launcher_there_is_one_instance_with_one_replica():
 
 def test_a_launched_process_knows_its_place(launched):
     assert popdist.isPopdistEnvSet()
-    assert environment.read() == LAUNCHED
+    assert environment.read_launch() == LAUNCHED
     assert popdist.getNumTotalReplicas() == 8
     assert popdist.getInstanceIndex() == 3
     assert popdist.getReplicaIndexOffset() == 6
@@ -69,7 +69,7 @@ def test_what_the_launcher_decides_can_not_be_set(name, call):
 
 def test_a_variable_that_is_no_number_is_named():
     with pytest.raises(ValueError, match="POPDIST_NUM_LOCAL_REPLICAS is 'two'"):
-        environment.read({environment.TOTAL: "4", environment.LOCAL: "two"})
+        environment.read_launch({environment.TOTAL: "4", environment.LOCAL: "two"})
 
 
 def test_asking_for_the_index_loads_no_torch():
@@ -89,7 +89,7 @@ def test_asking_for_the_index_loads_no_torch():
 def test_processes_of_other_launchers_are_instances_of_one_replica(variables):
     assert environment.is_launched(variables)
     expected = environment.Launch(4, 1, 1, replica_offset=3, local_instance=1, instances=4, instance=3)
-    assert environment.read(variables) == expected
+    assert environment.read_launch(variables) == expected
 
 
 def test_a_single_process_of_another_launcher_is_alone():

@@ -34,7 +34,7 @@ class Step(NamedTuple):
 Formula = Callable[[Step], None]
 
 
-def _states_named(states: list[State], name: str) -> list[Tensor]:
+def _state_tensors(states: list[State], name: str) -> list[Tensor]:
     return [state[name] for state in states]
 
 
@@ -50,9 +50,9 @@ def _decay_gradients(step: Step) -> None:
         torch._foreach_add_(step.gradients, step.parameters, alpha=step.group["weight_decay"])
 
 
-def _update_counts(states: list[State]) -> list[float]:
+def _counts_of_updates(states: list[State]) -> list[float]:
     """Return the number of updates of each parameter, this update included, from the state "step"."""
-    return [step.item() for step in _states_named(states, "step")]
+    return [step.item() for step in _state_tensors(states, "step")]
 
 
 def sgd(step: Step) -> None:
@@ -66,11 +66,11 @@ def sgd(step: Step) -> None:
     negate_to_maximize(step)
     _decay_gradients(step)
     if momentum != 0:
-        velocities = _states_named(states, "velocity")
+        velocities = _state_tensors(states, "velocity")
         torch._foreach_mul_(velocities, momentum)
         torch._foreach_add_(velocities, gradients, alpha=1 - dampening)
         if optimizer.flags.get("torch_dampening"):
-            for state, gradient, count in zip(states, gradients, _update_counts(states), strict=True):
+            for state, gradient, count in zip(states, gradients, _counts_of_updates(states), strict=True):
                 if count == 1:
                     state["velocity"].copy_(gradient)
         if group.get("nesterov"):
@@ -104,15 +104,15 @@ def _step_by_moments(step: Step) -> None:
     corrections1, corrections2 = _update_moments(step)
     roots = gradients  # no longer needed; an allocation would cost more than the computation
     if all(root.is_cpu for root in roots):
-        for root, square in zip(roots, _states_named(states, "exp_avg_sq"), strict=True):
+        for root, square in zip(roots, _state_tensors(states, "exp_avg_sq"), strict=True):
             torch.sqrt(square, out=root)
     else:
-        torch._foreach_copy_(roots, _states_named(states, "exp_avg_sq"))
+        torch._foreach_copy_(roots, _state_tensors(states, "exp_avg_sq"))
         torch._foreach_sqrt_(roots)
     torch._foreach_div_(roots, [correction**0.5 for correction in corrections2])
     torch._foreach_add_(roots, group["eps"])
     sizes = [-(group["lr"] / correction) for correction in corrections1]
-    torch._foreach_addcdiv_(parameters, _states_named(states, "exp_avg"), roots, sizes)
+    torch._foreach_addcdiv_(parameters, _state_tensors(states, "exp_avg"), roots, sizes)
 
 
 def _update_moments(step: Step) -> tuple[list[float], list[float]]:
@@ -120,13 +120,13 @@ def _update_moments(step: Step) -> tuple[list[float], list[float]]:
     of the second moments: one for each parameter, 1.0 without the flag `bias_correction`."""
     optimizer, group, _, gradients, states = step
     beta1, beta2 = group["beta1"], group["beta2"]
-    torch._foreach_lerp_(_states_named(states, "exp_avg"), gradients, 1 - beta1)
-    squares = _states_named(states, "exp_avg_sq")
+    torch._foreach_lerp_(_state_tensors(states, "exp_avg"), gradients, 1 - beta1)
+    squares = _state_tensors(states, "exp_avg_sq")
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
     if not optimizer.flags.get("bias_correction", True):
         return [1.0] * len(states), [1.0] * len(states)
-    counts = _update_counts(states)
+    counts = _counts_of_updates(states)
     return [1 - beta1**count for count in counts], [1 - beta2**count for count in counts]
 
 
@@ -141,11 +141,11 @@ def rmsprop(step: Step) -> None:
     tf_variant = optimizer.flags.get("use_tf_variant")
     negate_to_maximize(step)
     _decay_gradients(step)
-    squares = _states_named(states, "square_avg")
+    squares = _state_tensors(states, "square_avg")
     torch._foreach_mul_(squares, alpha)
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - alpha)
     if optimizer.flags.get("centered"):
-        means = _states_named(states, "grad_avg")
+        means = _state_tensors(states, "grad_avg")
         torch._foreach_lerp_(means, gradients, 1 - alpha)
         squares = torch._foreach_addcmul(squares, means, means, -1)
     if tf_variant:
@@ -154,7 +154,7 @@ def rmsprop(step: Step) -> None:
         roots = torch._foreach_sqrt(squares)
         torch._foreach_add_(roots, eps)
     if momentum > 0:
-        buffers = _states_named(states, "momentum_buffer")
+        buffers = _state_tensors(states, "momentum_buffer")
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_addcdiv_(buffers, gradients, roots, lr if tf_variant else 1)
         torch._foreach_add_(parameters, buffers, alpha=-1 if tf_variant else -lr)
@@ -162,45 +162,45 @@ def rmsprop(step: Step) -> None:
         torch._foreach_addcdiv_(parameters, gradients, roots, -lr)
 
 
-def lamb_steps(step: Step) -> None:
+def compute_lamb_steps(step: Step) -> None:
     """Update the moments, overwrite gradients with steps u = m̂ / (√v̂ + eps) + λ·w, without trust ratio."""
     _, group, _, gradients, states = step
     negate_to_maximize(step)
     corrections1, corrections2 = _update_moments(step)
-    roots = torch._foreach_sqrt(_states_named(states, "exp_avg_sq"))
+    roots = torch._foreach_sqrt(_state_tensors(states, "exp_avg_sq"))
     torch._foreach_div_(roots, [correction**0.5 for correction in corrections2])
     torch._foreach_add_(roots, group["eps"])
-    torch._foreach_copy_(gradients, _states_named(states, "exp_avg"))
+    torch._foreach_copy_(gradients, _state_tensors(states, "exp_avg"))
     torch._foreach_div_(gradients, corrections1)
     torch._foreach_div_(gradients, roots)
     _decay_gradients(step)
 
 
-def lamb_trust(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
+def lamb_trust_ratios(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
     """Return the LAMB trust ratio of each parameter: min(‖w‖, max_weight_norm) / ‖u‖; 1 if a norm is 0.
 
-    Args: sizes: the norms ‖w‖ of the weights; lengths: the norms ‖u‖ of the steps that `lamb_steps` computed
+    Args: sizes: the norms ‖w‖ of the weights; lengths: the norms ‖u‖ of the steps that `compute_lamb_steps` computed
     """
     sizes = sizes.clamp(max=group["max_weight_norm"])
-    return _one_where_norm_is_zero(sizes / lengths, sizes, lengths)
+    return _with_one_at_zero_norms(sizes / lengths, sizes, lengths)
 
 
 def lamb(step: Step) -> None:
-    """Update the weights by LAMB: w ← w − lr·trust·u. `step.gradients` are u, which `lamb_steps` computed."""
-    torch._foreach_mul_(step.gradients, _states_named(step.states, "trust"))
+    """Update the weights by LAMB: w ← w − lr·trust·u. `step.gradients` are u, which `compute_lamb_steps` computed."""
+    torch._foreach_mul_(step.gradients, _state_tensors(step.states, "trust"))
     torch._foreach_add_(step.parameters, step.gradients, alpha=-step.group["lr"])
 
 
-def lars_trust(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
+def lars_trust_ratios(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
     """Return the LARS trust ratio of each parameter: η·‖w‖ / (‖g‖ + β·‖w‖ + eps); 1 if a norm is 0.
 
     Args: group: has η ("eta") and β ("weight_decay"); sizes: norms of the weights; lengths: of the gradients
     """
     ratios = group["eta"] * sizes / (lengths + group["weight_decay"] * sizes + group["eps"])
-    return _one_where_norm_is_zero(ratios, sizes, lengths)
+    return _with_one_at_zero_norms(ratios, sizes, lengths)
 
 
-def _one_where_norm_is_zero(ratios: Tensor, sizes: Tensor, lengths: Tensor) -> Tensor:
+def _with_one_at_zero_norms(ratios: Tensor, sizes: Tensor, lengths: Tensor) -> Tensor:
     """Return `ratios` with 1 for each parameter whose weight or step has norm 0 (in `sizes` or `lengths`)."""
     return torch.where((sizes == 0) | (lengths == 0), torch.ones_like(ratios), ratios)
 
@@ -216,7 +216,7 @@ def lars(step: Step) -> None:
     if layers:
         _decay_gradients(step._replace(parameters=[parameters[i] for i in layers], gradients=steps))
         torch._foreach_mul_(steps, [states[i]["trust"] for i in layers])
-    velocities = _states_named(states, "velocity")
+    velocities = _state_tensors(states, "velocity")
     torch._foreach_mul_(velocities, group["momentum"])
     torch._foreach_add_(velocities, gradients, alpha=group["lr"])
     torch._foreach_sub_(parameters, velocities)
@@ -229,16 +229,16 @@ def lars(step: Step) -> None:
 Kernel = Callable[[Rates, list[Tensor], list[Tensor], list[State]], None]
 
 
-def _fused_by_moments(
+def _run_fused_adam(
     kernel: str, rates: Rates, parameters: list[Tensor], gradients: list[Tensor], states: list[State]
 ) -> None:
     getattr(torch, kernel)(
         parameters,
         gradients,
-        _states_named(states, "exp_avg"),
-        _states_named(states, "exp_avg_sq"),
+        _state_tensors(states, "exp_avg"),
+        _state_tensors(states, "exp_avg_sq"),
         [],
-        [step.to(parameters[0].device) for step in _states_named(states, "step")],
+        [step.to(parameters[0].device) for step in _state_tensors(states, "step")],
         lr=rates["lr"],
         beta1=rates["beta1"],
         beta2=rates["beta2"],
@@ -249,7 +249,7 @@ def _fused_by_moments(
     )
 
 
-fused_adam, fused_adamw = (partial(_fused_by_moments, name) for name in ("_fused_adam_", "_fused_adamw_"))
+fused_adam, fused_adamw = (partial(_run_fused_adam, name) for name in ("_fused_adam_", "_fused_adamw_"))
 
 
 def fused_sgd(rates: Rates, parameters: list[Tensor], gradients: list[Tensor], states: list[State]) -> None:
@@ -259,7 +259,7 @@ def fused_sgd(rates: Rates, parameters: list[Tensor], gradients: list[Tensor], s
     torch._fused_sgd_(
         parameters,
         gradients,
-        _states_named(states, "velocity") if momentum != 0 else [],
+        _state_tensors(states, "velocity") if momentum != 0 else [],
         weight_decay=rates["weight_decay"],
         momentum=momentum,
         lr=rate,

@@ -43,7 +43,7 @@ def has_fused_kernel(optimizer: Optimizer, parameter: Tensor) -> bool:
     """Return whether the rule has a fused kernel, all tensors are float32, and all flags at default."""
     rule = rule_of(optimizer)
     types = {parameter.dtype, optimizer.accumulator_type, *optimizer.state_types.values()}
-    return rule.fused is not None and types == {torch.float32} and not rule.changed_flags(optimizer)
+    return rule.fused is not None and types == {torch.float32} and not rule.nondefault_flags(optimizer)
 
 
 def update(

@@ -113,7 +113,7 @@ class Rule:
             elif not state.when or optimizer.flags.get(state.when):
                 yield state
 
-    def changed_flags(self, optimizer: Optimizer) -> list[str]:
+    def nondefault_flags(self, optimizer: Optimizer) -> list[str]:
         """Return the names of the rule's flags that don't have their default value in `optimizer`."""
         return [n for n, flag in self.flags.items() if optimizer.flags.get(n, flag.default) != flag.default]
 
@@ -169,14 +169,14 @@ RULES: dict[str, Rule] = {
         rates=(*_ADAM_RATES, "max_weight_norm"),
         states=_MOMENTS,
         flags=_BIAS,
-        layers=Layers(formulas.lamb_steps, formulas.lamb_trust),
+        layers=Layers(formulas.compute_lamb_steps, formulas.lamb_trust_ratios),
     ),
     "lars": Rule(
         formulas.lars,
         rates=("lr", "momentum", "weight_decay", "eta", "eps"),
         states=(RuleState("velocity", "Accl1", "velocity_accum_type"),),
         # No ratios for biases and norm layers.
-        layers=Layers(formulas.negate_to_maximize, formulas.lars_trust, least=2),
+        layers=Layers(formulas.negate_to_maximize, formulas.lars_trust_ratios, least=2),
     ),
 }
 

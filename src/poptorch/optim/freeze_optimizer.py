@@ -89,7 +89,7 @@ def label_of(optimizer: torch.optim.Optimizer, frozen: settings.Optimizer) -> st
     if frozen.kind == "sgd":
         return "SGD1" if getattr(optimizer, "use_combined_accum", False) else "SGD2"
     rule = RULES[frozen.kind]
-    return frozen.kind.upper() + "".join(rule.flags[name].label for name in rule.changed_flags(frozen))
+    return frozen.kind.upper() + "".join(rule.flags[name].label for name in rule.nondefault_flags(frozen))
 
 
 def _flag_values(optimizer: Any, rule: Rule) -> dict[str, bool]:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import torch
 from torch.utils._pytree import tree_leaves
 
-from popengine.environment import integer_of, read
+from popengine.environment import read_integer, read_launch
 from popengine.errors import Error
 from poptorch import autocasting
 from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
@@ -238,7 +238,7 @@ class Distributed(OptionsDict):
 
     def __init__(self) -> None:
         super().__init__()
-        launch = read()
+        launch = read_launch()
         self._set_process(launch.instance, launch.instances)
 
     @property
@@ -265,7 +265,7 @@ class Distributed(OptionsDict):
         if not any(map(os.environ.get, (var_num_processes, var_process_id))):
             return self.disable()
         names = var_process_id, var_num_processes
-        return self._set_process(*(integer_of(os.environ, name) for name in names))
+        return self._set_process(*(read_integer(os.environ, name) for name in names))
 
     def rowsByReplica(self, by_replica: bool) -> Self:
         """*Pando*: choose which rows a loader reads in each process. True: each global batch is divided among
