@@ -35,7 +35,7 @@ __all__ = [
 
 _environment.append_aliases_to_path()
 _environment.write_stack_at_signal()
-_read = _environment.read_launch
+_read_launch = _environment.read_launch
 
 
 def isPopdistEnvSet() -> bool:
@@ -45,17 +45,17 @@ def isPopdistEnvSet() -> bool:
 
 def getNumTotalReplicas() -> int:
     """Return the number of replicas in all instances."""
-    return _read().total_replicas
+    return _read_launch().total_replicas
 
 
 def getNumLocalReplicas() -> int:
     """Return the number of replicas in this instance."""
-    return _read().local_replicas
+    return _read_launch().local_replicas
 
 
 def getNumIpusPerReplica() -> int:
     """Return the number of ipus of a replica: that of `poprun --ipus-per-replica`, by default 1."""
-    return _read().ipus_per_replica
+    return _read_launch().ipus_per_replica
 
 
 def checkNumIpusPerReplica(num_ipus: int) -> bool:
@@ -65,22 +65,22 @@ def checkNumIpusPerReplica(num_ipus: int) -> bool:
 
 def getNumInstances() -> int:
     """Return the number of processes that train together."""
-    return _read().instances
+    return _read_launch().instances
 
 
 def getInstanceIndex() -> int:
     """Return the index of this process among those that train together."""
-    return _read().instance
+    return _read_launch().instance
 
 
 def getLocalInstanceIndex() -> int:
     """Return the index of this instance among those of its host."""
-    return _read().local_instance
+    return _read_launch().local_instance
 
 
 def getReplicaIndexOffset() -> int:
     """Return the index of this instance's first replica among the replicas of all instances."""
-    return _read().replica_offset
+    return _read_launch().replica_offset
 
 
 def getDeviceId(ipus_per_replica: int = 0) -> int:
@@ -88,7 +88,7 @@ def getDeviceId(ipus_per_replica: int = 0) -> int:
 
     Args: ipus_per_replica: ipus of a replica; 0: the number that was given to poprun
     """
-    launch = _read()
+    launch = _read_launch()
     return launch.local_instance * launch.local_replicas * (ipus_per_replica or launch.ipus_per_replica)
 
 
@@ -98,7 +98,7 @@ def init() -> None:
     Raises: poptorch.Error, if an instance is missing after POPDIST_INIT_TIMEOUT seconds (default: 600), the address
         (MASTER_ADDR and MASTER_PORT) is missing, wrong or in use, or the secrets (POPDIST_SECRET) differ
     """
-    launch = _read()
+    launch = _read_launch()
     if launch.instances > 1:
         from .rendezvous import connect  # loads torch, which programs that only read their index don't need
 

@@ -218,7 +218,7 @@ def timeline(
     return [task[:2] for task in tasks], simulate(needs, each, cores or [*owners, *updates])
 
 
-def length(
+def step_duration(
     actions: Sequence[Action], micro_batches: int, run: Callable[[int], float], most: int = 20_000
 ) -> float:
     """Return the duration of a step; `run(count)` simulates a step of `count` micro-batches for it.

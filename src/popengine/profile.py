@@ -57,8 +57,8 @@ class Operation(NamedTuple):
     module: str = "?"  # as `named_modules` names it; "": the model's own forward, "?": not known
 
 
-class Part(NamedTuple):
-    """An instruction of an ipu's program. It runs for each micro-batch; if `phase` is "", once per step."""
+class ProfiledInstruction(NamedTuple):
+    """An instruction of an ipu's program, which runs for each micro-batch; if `phase` is "", once per step."""
 
     ipu: int
     kind: str  # compute, receive, send, load, accumulate, keep, store, free, update
@@ -165,7 +165,7 @@ class Option(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One run of an instruction on an ipu: the fields of a `Part`, joined with the times of a `Track`."""
+    """One run of a `ProfiledInstruction` on an ipu: its fields, joined with the times of a `Track`."""
 
     ipu: int
     kind: str
@@ -211,7 +211,7 @@ class Profile:
     blocks: tuple[ProfiledBlock, ...] = ()
     pieces: tuple[ProfiledPiece, ...] = ()
     operations: tuple[Operation, ...] = ()
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ProfiledInstruction, ...] = ()
     tracks: tuple[Track, ...] = ()
     calls: tuple[Call, ...] = ()
     host: tuple[HostEvent, ...] = ()

@@ -90,16 +90,13 @@ class Optimizer:
     max_grad_value: float = float("inf")
     flags: dict[str, bool] = field(default_factory=dict)
 
-    def type_for(self, weight: torch.dtype, state: str | None = None) -> torch.dtype:
-        """Return the dtype of a state tensor of the optimizer, or of gradient sums.
+    def state_dtype(self, weight: torch.dtype, state: str) -> torch.dtype:
+        """Return the dtype of the state tensor named `state` for a weight of dtype `weight`."""
+        return weight if weight == torch.float64 else self.state_types.get(state, torch.float32)
 
-        Args:
-            weight: dtype of the weight; states and gradient sums of float64 weights are float64
-            state:  name of the state tensor, such as "exp_avg" (float32 by default); None: the gradient sums
-        """
-        if weight == torch.float64:
-            return weight
-        return self.accumulator_type if state is None else self.state_types.get(state, torch.float32)
+    def sum_dtype(self, weight: torch.dtype) -> torch.dtype:
+        """Return the dtype of the gradient sums for a weight of dtype `weight`."""
+        return weight if weight == torch.float64 else self.accumulator_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +142,7 @@ class ReplicaGroups:
             return tuple(range(len(self.of)))
         return tuple(self.of.index(group) for group in sorted(set(self.of)))
 
-    def row_for(self, replica: int, rows: int) -> int:
+    def host_row(self, replica: int, rows: int) -> int:
         """Return the index of a replica's row in a host tensor of `rows` rows: one per group or replica."""
         return replica if self.all_rows and rows == len(self.of) else self.of[replica]
 

@@ -326,7 +326,7 @@ def _measure_updates(found: Executable, hyper: Hyper | None) -> list[float]:
             elements[partition.ipus[partition.home[slot.name]]] += torch.Size(slot.shape).numel()
             dtype = slot.dtype
     some = max(1, min(_MOST_ELEMENTS, max(elements.values())))
-    weight, gradient = _random_values((some,), dtype), _random_values((some,), optimizer.type_for(dtype))
+    weight, gradient = _random_values((some,), dtype), _random_values((some,), optimizer.sum_dtype(dtype))
     state = init_state(optimizer, weight)
     seeds = [0] if found.settings.stochastic_rounding else None
     with torch.no_grad():

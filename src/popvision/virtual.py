@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from popengine.order import ORDERS, Action, After, Timeline, length, timeline
+from popengine.order import ORDERS, Action, After, Timeline, step_duration, timeline
 from popengine.profile import Profile
 
 from . import memory
@@ -153,7 +153,7 @@ def _simulated_ns(step: StepModel, cores: int = 0, speed: Sequence[float] = ()) 
         found = simulate(replace(step, micro_batches=micro_batches), cores)[1]
         return _stretched_length(found, speed) if speed else found.length
 
-    return length(step.actions, step.micro_batches, run, _MOST_TASKS // step.replicas)
+    return step_duration(step.actions, step.micro_batches, run, _MOST_TASKS // step.replicas)
 
 
 def simulate(step: StepModel, cores: int = 0) -> tuple[list[tuple[int, int]], Timeline]:

@@ -11,7 +11,7 @@ from popengine.order import (
     Action,
     After,
     draw,
-    length,
+    step_duration,
     timeline,
 )
 
@@ -160,4 +160,4 @@ def test_the_length_of_a_long_step_is_that_of_all_its_ticks(order):
     def ticks(micro_batches):
         return timeline(rows, micro_batches, order)[1].length
 
-    assert length(rows, 200, ticks, most=1) == ticks(200)
+    assert step_duration(rows, 200, ticks, most=1) == ticks(200)

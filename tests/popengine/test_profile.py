@@ -9,8 +9,8 @@ import pytest
 from popengine.profile import (
     Call,
     Operation,
-    Part,
     Profile,
+    ProfiledInstruction,
     ProfiledPiece,
     ProfileError,
     Tensor,
@@ -29,7 +29,11 @@ PROFILE = Profile(
     {0: [0, 0, 1, 0, 0, 1, 1, 1], 1: [2, 0, 2, 1]},
     pieces=(ProfiledPiece("F", 0, 0, "model.py:3"), ProfiledPiece("F", 1, 1, "model.py:4")),
     operations=(Operation(0, "mm_1", "mm", "A", "model.py:3", 2, 500, 64, 32, 16),),
-    parts=(Part(0, "compute", "F", 0), Part(0, "send", "F", 0, 1, 64, "F0"), Part(1, "compute", "F", 1)),
+    parts=(
+        ProfiledInstruction(0, "compute", "F", 0),
+        ProfiledInstruction(0, "send", "F", 0, 1, 64, "F0"),
+        ProfiledInstruction(1, "compute", "F", 1),
+    ),
     tracks=(Track(0, 0, 0, 0, 1000, [10, 1, 20, 2]), Track(0, 0, 0, 1, 1011, [5, 6])),
     calls=(Call(0, 900, 1100, 1),),
     tensors=(Tensor(0, "x", "input", 0, 64, 0, 2),),

@@ -9,10 +9,10 @@ from popengine.profile import (
     Memory,
     Operation,
     Option,
-    Part,
     Pass,
     Profile,
     ProfiledBlock,
+    ProfiledInstruction,
     ProfiledPiece,
     Tensor,
     Tick,
@@ -40,7 +40,7 @@ def simulated(
     tasks, ticks = timeline(actions, micro_batches, order)
     when = {tasks[number]: int(ticks.starts[number]) for number in ticks.order}
     blocks = blocks or tuple(f"block{stage}" for stage in range(stages))
-    parts: dict[Part, int] = {}
+    parts: dict[ProfiledInstruction, int] = {}
     programs, tracks, calls = {}, [], []
     timed = _timed(actions, list(when), order, cost)
     length = max(end for row in timed.values() for *_, end in row)
@@ -48,7 +48,7 @@ def simulated(
         program, durations, at = [], [], 0
         for action, micro_batch, start, end in row:
             for kind, lasted in (("receive", start - at), ("compute", end - start)):
-                part = Part(ipu, kind, action.phase, action.stage)
+                part = ProfiledInstruction(ipu, kind, action.phase, action.stage)
                 program += [parts.setdefault(part, len(parts)), micro_batch]
                 durations.append(lasted)
             at = end

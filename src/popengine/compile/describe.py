@@ -19,8 +19,8 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ..ir import Graph, Instruction, Line, Partition, Plan, Task
-from ..order import ORDERS, Action, length, timeline
-from ..profile import Operation, Part, Profile, ProfiledBlock, ProfiledPiece, Tick
+from ..order import ORDERS, Action, step_duration, timeline
+from ..profile import Operation, Profile, ProfiledBlock, ProfiledInstruction, ProfiledPiece, Tick
 from ..programs import actions, programs
 from ..settings import Settings
 
@@ -119,7 +119,7 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
     )
 
 
-def parts_of(plan: Plan, graph: Graph | None) -> list[Part]:
+def parts_of(plan: Plan, graph: Graph | None) -> list[ProfiledInstruction]:
     """Return the instructions of a plan's rows as a profile shows them, without repetition. Without a graph
     (None), computed values have 0 bytes."""
     return list(dict.fromkeys(chain(*_PlanTables(plan, graph).parts())))
@@ -197,19 +197,21 @@ class _PlanTables:
 
     # ---- instructions and blocks ---------------------------------------------------------------------------
 
-    def parts(self) -> list[list[Part]]:
+    def parts(self) -> list[list[ProfiledInstruction]]:
         """Return the instructions of each row of the plan, as a profile describes them."""
         return [
             [self._part_of(task, instruction) for instruction in task.instructions]
             for task in self.plan.tasks
         ]
 
-    def _part_of(self, task: Task, instruction: Instruction) -> Part:
+    def _part_of(self, task: Task, instruction: Instruction) -> ProfiledInstruction:
         kind, names = instruction.kind, instruction.names
         if kind == "update":
             names = tuple(slot.name for slot in self._slots.values() if slot.key in instruction.keys)
         size = 0 if kind == "compute" else self._bytes(names)
-        return Part(task.ipu, kind, task.phase, task.stage, instruction.peer, size, instruction.channel)
+        return ProfiledInstruction(
+            task.ipu, kind, task.phase, task.stage, instruction.peer, size, instruction.channel
+        )
 
     def blocks(self) -> list[ProfiledBlock]:
         """Return the blocks of each stage. The block "no block" has the operations before all blocks."""
@@ -243,7 +245,7 @@ def _schedule(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:
         for (i, m), start in zip(tasks, times.starts, strict=True)
     ]
     rows.sort(key=lambda row: (row.tick, row.ipu))
-    ticks = length(found, plan.micro_batches, lambda count: timeline(found, count, order)[1].length)
+    ticks = step_duration(found, plan.micro_batches, lambda count: timeline(found, count, order)[1].length)
     return rows[:MOST_TICKS], int(ticks)
 
 

@@ -42,7 +42,7 @@ def _gradient_sizes(signature: Signature, settings: Settings) -> dict[str, int]:
     if not settings.training or settings.counts.instances == 1 or settings.optimizer is None:
         return {}
     return {
-        result.name: torch.Size(result.shape).numel() * settings.optimizer.type_for(result.dtype).itemsize
+        result.name: torch.Size(result.shape).numel() * settings.optimizer.sum_dtype(result.dtype).itemsize
         for result in signature.results
         if result.kind == "gradient"
     }

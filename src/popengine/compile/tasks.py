@@ -253,7 +253,7 @@ class _TableWriter:
         }
         # A process that keeps no optimizer state of an ipu has no chunks there, so later rows wait for `begin`, too.
         first = begin
-        if rule_of(optimizer).layers is not None:
+        if rule_of(optimizer).trust_ratios is not None:
             measured = [self._add_step_row("measure", [begin], ipu=ipu, index="chunk") for ipu in updated]
             first = self._add_step_row("trust", [begin, *measured])
         done = [begin] + [

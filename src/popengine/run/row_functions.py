@@ -272,7 +272,7 @@ class RowFunctions:
         for name, key in added:
             like = self.state.values[replica][self.state.slot_of[key]]
             gradient = frame[name]
-            dtype = optimizer.type_for(like.dtype) if optimizer is not None else like.dtype
+            dtype = optimizer.sum_dtype(like.dtype) if optimizer is not None else like.dtype
             if key in sums:  # in a bucket
                 sums[key].copy_(gradient)
             elif (

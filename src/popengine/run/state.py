@@ -275,7 +275,7 @@ class State:
     def _row_of(self, key: str, value: Tensor, replica: int) -> Tensor:
         """Return a replica's row of a value on the host; the whole value without replica groups."""
         groups = self.settings.replica_groups.get(key)
-        return value if groups is None else value[groups.row_for(replica, len(value))]
+        return value if groups is None else value[groups.host_row(replica, len(value))]
 
     def _host_value(self, key: str, name: str, values: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """Return `values[0][name]` on the CPU; of a parameter with replica groups the `values[replica][name]`
@@ -296,6 +296,6 @@ class State:
             members = self.settings.members(unit.key, unit.replica)
             if self.settings.optimizer is not None and self.ipu_of[unit.key] == ipu and replica in members:
                 weight = self.weight(unit)
-                gradients += weight.numel() * self.settings.optimizer.type_for(weight.dtype).itemsize
+                gradients += weight.numel() * self.settings.optimizer.sum_dtype(weight.dtype).itemsize
                 states += sum(value.nbytes for value in self.optimizer.get(unit, {}).values())
         return Memory(replica, ipu, weights, sum(sizes.values()) - weights, gradients, states)

@@ -260,7 +260,7 @@ class Updates:
     def _measure_chunk(self, ipu: int, index: int) -> None:
         step_key, chunk = self._chunks[ipu][index]
         if step := self._steps.get(step_key):
-            step.measure(self._prepare_gradients(step.views(chunk)))
+            step.measure_norms(self._prepare_gradients(step.views(chunk)))
 
     def _compute_trust_ratios(self, _: int) -> None:
         for step in self._steps.values():
@@ -270,7 +270,7 @@ class Updates:
         step_key, chunk = self._chunks[ipu][index]
         if step := self._steps.get(step_key):
             views = step.views(chunk)
-            step.apply(views if step.layers is not None else self._prepare_gradients(views))
+            step.apply(views if step.trust_ratios is not None else self._prepare_gradients(views))
 
     def _broadcast_weights(self, _: int) -> None:
         """Send the weights that this process has updated to all peers; receive those that peers have updated."""
@@ -327,7 +327,7 @@ def buckets_of(plan: ir.Plan, piece: int, state: State) -> list[Bucket]:
     kinds: dict[tuple[tuple[int, ...], torch.dtype, bool], list[Unit]] = {}
     for unit in (unit for unit in state.units if unit.key in keys):
         assert settings.optimizer is not None
-        dtype = settings.optimizer.type_for(state.weight(unit).dtype)
+        dtype = settings.optimizer.sum_dtype(state.weight(unit).dtype)
         kind = settings.members(unit.key, unit.replica), dtype, unit.key in state.owner
         kinds.setdefault(kind, []).append(unit)
     return [_bucket(units, *kind, state) for kind, units in kinds.items()]

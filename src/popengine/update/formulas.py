@@ -211,11 +211,11 @@ def lars(step: Step) -> None:
     For parameters without the state "trust" (biases and norm layers): v ← μ·v + lr·g.
     """
     _, group, parameters, gradients, states = step
-    layers = [i for i, state in enumerate(states) if "trust" in state]
-    steps = [gradients[i] for i in layers]
-    if layers:
-        _decay_gradients(step._replace(parameters=[parameters[i] for i in layers], gradients=steps))
-        torch._foreach_mul_(steps, [states[i]["trust"] for i in layers])
+    chosen = [i for i, state in enumerate(states) if "trust" in state]
+    steps = [gradients[i] for i in chosen]
+    if chosen:
+        _decay_gradients(step._replace(parameters=[parameters[i] for i in chosen], gradients=steps))
+        torch._foreach_mul_(steps, [states[i]["trust"] for i in chosen])
     velocities = _state_tensors(states, "velocity")
     torch._foreach_mul_(velocities, group["momentum"])
     torch._foreach_add_(velocities, gradients, alpha=group["lr"])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..settings import Optimizer
 from .formulas import Formula, Rates, State, Step
-from .optimizer_rules import Layers, rule_of
+from .optimizer_rules import TrustRatios, rule_of
 
 SCALARS = ("step", "trust")  # names of the states that have one number per parameter
 # Elements of each tensor: 4 MB of float32. Smaller chunks fit a core's own cache, but an operation costs more
@@ -62,9 +62,9 @@ def update(
     columns = zip(parameters, gradients, states, seeds or [None] * len(parameters), strict=True)
     step = UpdateStep(optimizer, group, [ParameterUpdate(p, g, s, seed=seed) for p, g, s, seed in columns])
     step.increment_counts()
-    if step.layers is not None:
+    if step.trust_ratios is not None:
         for chunk in step.chunks:
-            step.measure(step.views(chunk))
+            step.measure_norms(step.views(chunk))
         step.compute_trust_ratios()
     for chunk in step.chunks:
         step.apply(step.views(chunk))
@@ -156,21 +156,23 @@ def chunks(parts: Sequence[ParameterUpdate]) -> list[Chunk]:
 class UpdateStep:
     """One update of parameters with the same rates, chunk by chunk.
 
-    Call `increment_counts`; then, if the rule has `layers` (trust ratios), `measure` for each chunk and
+    Call `increment_counts`; then, if the rule has `trust_ratios`, `measure_norms` for each chunk and
     `compute_trust_ratios`; then `apply` for each chunk. The caller reduces and clips the gradients in a
     chunk's `views` before their first use. The constructor adds missing states of momentum, as zeros.
     """
 
     def __init__(self, optimizer: Optimizer, rates: Rates, parts: Sequence[ParameterUpdate]) -> None:
         self.optimizer, self.rates, self.rule = optimizer, rates, rule_of(optimizer)
-        self.layers: Layers | None = self.rule.layers
+        self.trust_ratios: TrustRatios | None = self.rule.trust_ratios
         for part in parts:
             for state in self.rule.states:
                 if state.when == "momentum" and rates.get("momentum") and state.name not in part.state:
                     # The momentum was 0 until now, so this state starts as zeros.
                     part.state[state.name] = _zero_state(optimizer, state.name, part.parameter)
-        if self.layers is not None:
-            parts = [_with_step_buffer(part, part.parameter.dim() >= self.layers.least) for part in parts]
+        if self.trust_ratios is not None:
+            parts = [
+                _with_step_buffer(part, part.parameter.dim() >= self.trust_ratios.min_dims) for part in parts
+            ]
         elif rates.get("fused"):
             parts = [replace(part, is_fused=has_fused_kernel(optimizer, part.parameter)) for part in parts]
         self.parts = parts
@@ -193,16 +195,16 @@ class UpdateStep:
         if steps:
             torch._foreach_add_(steps, 1)
 
-    def measure(self, views: Sequence[ParameterUpdate]) -> None:
+    def measure_norms(self, views: Sequence[ParameterUpdate]) -> None:
         """For each parameter of a chunk: update the moments (LAMB), write the step without trust ratio into
         `step`, and store the norms of the weight and of this step in `norms`, unless `norms` is None."""
-        assert self.layers is not None
+        assert self.trust_ratios is not None
         steps = [view.step for view in views if view.step is not None]
         for view, step in zip(views, steps, strict=True):
             if step.dtype != view.gradient.dtype:
                 step.copy_(view.gradient)
         weights = [view.parameter.to(step.dtype) for view, step in zip(views, steps, strict=True)]
-        self._run_formula(self.layers.steps, views, weights, steps)
+        self._run_formula(self.trust_ratios.steps, views, weights, steps)
         chosen = [i for i, view in enumerate(views) if view.norms is not None]
         if chosen:
             sizes = torch._foreach_norm([weights[i] for i in chosen])
@@ -212,13 +214,13 @@ class UpdateStep:
 
     def compute_trust_ratios(self) -> None:
         """Set the state "trust" of each parameter that has `norms` to the trust ratio."""
-        assert self.layers is not None
+        assert self.trust_ratios is not None
         measured = [part for part in self.parts if part.norms]
         if measured:
             sizes, lengths = (
                 torch.stack([_total_norm(part, which) for part in measured]) for which in (0, 1)
             )
-            ratios = self.layers.trust(self.rates, sizes, lengths)
+            ratios = self.trust_ratios.trust(self.rates, sizes, lengths)
             for part, ratio in zip(measured, ratios.unbind(), strict=True):
                 part.state["trust"] = ratio
 
@@ -269,7 +271,7 @@ class UpdateStep:
 
 
 def _zero_state(optimizer: Optimizer, name: str, parameter: Tensor) -> Tensor:
-    dtype = optimizer.type_for(parameter.dtype, name)
+    dtype = optimizer.state_dtype(parameter.dtype, name)
     return torch.zeros_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
 
 

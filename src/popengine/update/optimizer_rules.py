@@ -61,18 +61,18 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Layers:
+class TrustRatios:
     """The functions by which a rule (LAMB, LARS) computes trust ratios, before its formula runs.
 
     Args:
         steps: overwrites the gradients with the steps whose norms are compared with the weights' norms
         trust: returns the trust ratio of each parameter, from the norms of the weights and of the steps
-        least: parameters with fewer dimensions have no trust ratio
+        min_dims: parameters with fewer dimensions have no trust ratio
     """
 
     steps: Formula
     trust: Callable[[Rates, Tensor, Tensor], Tensor]
-    least: int = 0
+    min_dims: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Rule:
         states: the state tensors of each parameter
         flags:  properties that are fixed at compilation, by name
         fused:  torch's single kernel for the whole update, if there is one
-        layers: functions for trust ratios; None: the rule has none
+        trust_ratios: functions that compute trust ratios; None: the rule has none
         torch_class: the torch optimizer that updates by this rule, if there is one
     """
 
@@ -93,7 +93,7 @@ class Rule:
     states: tuple[RuleState, ...]
     flags: Mapping[str, Flag] = field(default_factory=dict)
     fused: Kernel | None = None
-    layers: Layers | None = None
+    trust_ratios: TrustRatios | None = None
     torch_class: type[torch.optim.Optimizer] | None = None
 
     @property
@@ -169,14 +169,14 @@ RULES: dict[str, Rule] = {
         rates=(*_ADAM_RATES, "max_weight_norm"),
         states=_MOMENTS,
         flags=_BIAS,
-        layers=Layers(formulas.compute_lamb_steps, formulas.lamb_trust_ratios),
+        trust_ratios=TrustRatios(formulas.compute_lamb_steps, formulas.lamb_trust_ratios),
     ),
     "lars": Rule(
         formulas.lars,
         rates=("lr", "momentum", "weight_decay", "eta", "eps"),
         states=(RuleState("velocity", "Accl1", "velocity_accum_type"),),
         # No ratios for biases and norm layers.
-        layers=Layers(formulas.negate_to_maximize, formulas.lars_trust_ratios, least=2),
+        trust_ratios=TrustRatios(formulas.negate_to_maximize, formulas.lars_trust_ratios, min_dims=2),
     ),
 }
 
