@@ -52,7 +52,7 @@ class BoundCall:
         return tensors_of(list(self.bound.arguments.values()))
 
     @property
-    def named(self) -> dict[str, Tensor]:
+    def named_tensors(self) -> dict[str, Tensor]:
         """Return the tensors by path: `x`, `b[0]`, `x["k"]`. Paths in **kwargs begin with the keyword."""
         named: dict[str, Any] = {}
         for name, value in self.bound.arguments.items():
@@ -66,7 +66,7 @@ class BoundCall:
 
         Args: samples: the tensors of one micro-batch
         """
-        words = [f"{p}: {s.dtype} {tuple(s.shape)}" for p, s in zip(self.named, samples, strict=True)]
+        words = [f"{p}: {s.dtype} {tuple(s.shape)}" for p, s in zip(self.named_tensors, samples, strict=True)]
         for name, value in self.bound.arguments.items():
             default = self.bound.signature.parameters[name].default
             parts = constants_of(value, name)
@@ -118,7 +118,7 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
             kind, fix = f"sparse ({tensor.layout})", "pass {}.to_dense()"
         else:
             continue
-        path, why = list(call.named)[index], "the device's inputs are dense tensors"
+        path, why = list(call.named_tensors)[index], "the device's inputs are dense tensors"
         raise Error(f"input {path} is {kind}\n  why: {why}\n  fix: {fix.format(path)}")
     return call
 
@@ -130,7 +130,7 @@ def check_batch(call: BoundCall, counts: Counts) -> None:
         Error: a tensor is empty
         AssertionError: dimension 0 is not a multiple of iterations × accumulation × input groups
     """
-    for path, tensor in call.named.items():
+    for path, tensor in call.named_tensors.items():
         if tensor.numel() == 0:
             raise Error(f"Zero-sized tensors are unsupported (Got shape {tuple(tensor.shape)} for {path})")
         rows = tensor.shape[0] if tensor.dim() else 1
@@ -166,10 +166,10 @@ def warn_about_inputs(call: BoundCall, counts: Counts, has_float64: bool) -> Non
                 name,
             )
             break
-    paths = [path for path, tensor in call.named.items() if narrow_float64(tensor, has_float64) is not tensor]
-    if paths:
+    named = call.named_tensors
+    if paths := [path for path in named if narrow_float64(named[path], has_float64) is not named[path]]:
         logger.warning("inputs become float32, since the model has no float64 weights: %s", ", ".join(paths))
-    for path, tensor in call.named.items():
+    for path, tensor in named.items():
         if tensor.requires_grad:
             logger.warning(
                 "Input tensor has requires_grad=True set: %s is detached, since no gradient flows to a model's inputs",
@@ -250,7 +250,7 @@ class CompiledInputs:
     """The inputs that a plan was compiled for.
 
     Args:
-        paths:      the path of each tensor, as in `BoundCall.named`
+        paths:      the path of each tensor, as in `BoundCall.named_tensors`
         positional: the number of positional arguments
         has_float64: whether the model has float64 weights or buffers
     """
@@ -268,7 +268,7 @@ class CompiledInputs:
         cut = ((dtype, torch.Size([size[0] // n, *size[1:]]) if size else size) for dtype, size in tensors)
         return self.kind._replace(tensors=tuple(cut))
 
-    def check(self, call: BoundCall, any_shape: bool = False) -> None:
+    def check_call(self, call: BoundCall, any_shape: bool = False) -> None:
         """Raise BatchError unless `call` has the compiled structure, constants, dtypes and shapes.
 
         Args: any_shape: accept other shapes, and arguments, items and keys that are left out or added
@@ -283,7 +283,7 @@ class CompiledInputs:
                 _check_equal("Number of positional arguments mismatch", *counts)
             _check_spec(compiled, found, name, any_shape, kind is inspect.Parameter.VAR_KEYWORD)
         compiled_tensors = dict(zip(self.paths, self.kind.tensors, strict=True))
-        for path, tensor in call.named.items():
+        for path, tensor in call.named_tensors.items():
             dtype, shape = compiled_tensors.get(path, (tensor.dtype, tensor.shape))
             _check_equal(f"Data type mismatch for {path}", dtype, tensor.dtype)
             if any_shape:
@@ -299,7 +299,7 @@ class CompiledInputs:
 
 def _check_spec(expected: Spec, found: Spec, path: str, any_shape: bool, keywords: bool = False) -> None:
     """Raise BatchError unless the compiled spec of an argument and that of a call are equal, or differ only
-    as `any_shape` of `CompiledInputs.check` allows.
+    as `any_shape` of `CompiledInputs.check_call` allows.
 
     Args: keywords: whether the specs are those of **kwargs, in which a path is the bare keyword
     """

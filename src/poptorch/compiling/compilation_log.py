@@ -156,7 +156,7 @@ class Overview:
     __repr__ = __str__
 
 
-def overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overview:
+def make_overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overview:
     """Return the overview of a compiled model. Without a graph, the bytes of its transfers are None."""
     partition, counts = plan.partition, settings.counts
     sizes = dict.fromkeys(range(partition.stages), 0)

@@ -34,7 +34,7 @@ from .arguments import BoundCall, CompiledInputs, has_float64_weights, samples_o
 from .losses import choose_loss
 from .outputs import Anchors, Note, make_notes, requested_anchors, resolve_anchors, split_outputs
 from .runs import Run
-from .traced_functions import traced_functions
+from .traced_functions import replace_untraceable_functions
 from .tune import NO_HINTS, Hints, measure_hints, with_balanced_stages
 
 
@@ -89,11 +89,11 @@ def compile_model(
     if earlier:
         settings = replace(settings, strategy=earlier[0].settings.strategy)
     settings, call, has_float64 = run.settings(settings), run.call, has_float64_weights(model)
-    inputs = CompiledInputs(call.kind, list(call.named), call.positional, run.counts, has_float64)
+    inputs = CompiledInputs(call.kind, list(call.named_tensors), call.positional, run.counts, has_float64)
     samples = samples_of(call, run.counts, has_float64)
     same = [e for e in earlier if e.graph is not None and e.inputs.micro_batch == inputs.micro_batch]
     layout = earlier[0].memory_format if earlier else None
-    new = same[0] if same else _captured(model, call, options, settings, samples, layout, is_plan_only)
+    new = same[0] if same else _capture_model(model, call, options, settings, samples, layout, is_plan_only)
     graph = new.graph
     assert graph is not None
     anchors = [anchor for anchor in new.anchors.values() if anchor is not None]
@@ -114,7 +114,7 @@ def compile_model(
     return replace(new, plan=plan, settings=settings, inputs=inputs, key=run.key)
 
 
-def _captured(
+def _capture_model(
     model: nn.Module,
     call: BoundCall,
     options: Options,
@@ -192,7 +192,7 @@ class _TracedForward:
         precision = self.options.Precision
         policy = precision.autocast_policy if precision.autocast_enabled else None
         bound = self.call.with_tensors(tensors).bound
-        with using_policy(policy), traced_functions():
+        with using_policy(policy), replace_untraceable_functions():
             value = self.model(*bound.args, **bound.kwargs)
         code = getattr(inspect.unwrap(self.model.forward), "__code__", None)
         where = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "?"
@@ -202,7 +202,7 @@ class _TracedForward:
         assert state is not None
         if self.training:
             choose_loss(value, state, self.options, where)
-        named = dict(zip(self.call.named, tensors, strict=True))
+        named = dict(zip(self.call.named_tensors, tensors, strict=True))
         for index, (loss, *_) in enumerate(state.losses):
             named |= {f"loss:{index}": loss, "loss": loss}
         for name, tensor in named.items():
@@ -281,7 +281,7 @@ def _check_overlap(graph: Graph, options: Options) -> None:
 _hooks: dict[str, OrderedDict[int, Callable[[], Any]]] = {"Pre": OrderedDict(), "Post": OrderedDict()}
 
 
-def _register(time: str, hook: Callable[[], Any]) -> RemovableHandle:
+def _register_hook(time: str, hook: Callable[[], Any]) -> RemovableHandle:
     """Register a hook of compilations; `time` is "Pre" or "Post". Raises RuntimeError if not callable."""
     if not callable(hook):
         raise RuntimeError(f"{time}-compile hook must be callable; found {hook!r}")
@@ -292,12 +292,12 @@ def _register(time: str, hook: Callable[[], Any]) -> RemovableHandle:
 
 def registerPreCompileHook(hook: Callable[[], Any]) -> RemovableHandle:
     """Register a hook that is called before each capture of a model; return its handle, with `remove()`."""
-    return _register("Pre", hook)
+    return _register_hook("Pre", hook)
 
 
 def registerPostCompileHook(hook: Callable[[], Any]) -> RemovableHandle:
     """Register a hook that is called after each capture, also a failed one; return its handle."""
-    return _register("Post", hook)
+    return _register_hook("Post", hook)
 
 
 def _call_hooks(time: Literal["Pre", "Post"]) -> None:

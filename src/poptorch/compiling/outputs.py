@@ -78,7 +78,7 @@ def resolve_anchors(
     added: list[Result] = []
     anchors: Anchors = {}
     for short, (long_name, mode, period) in requests.items():
-        name = _find_name(long_name, sources, traced)
+        name = _find_tensor_name(long_name, sources, traced)
         if name is None:
             raise Error(
                 f"anchorTensor({short!r}, {long_name!r}): no tensor has that name{did_you_mean(long_name, sources)}\n"
@@ -94,7 +94,7 @@ def resolve_anchors(
     return graph, anchors, tuple(sources)
 
 
-def _find_name(name: str, names: Container[str], traced: Container[str]) -> str | None:
+def _find_tensor_name(name: str, names: Container[str], traced: Container[str]) -> str | None:
     """Return the element of `names` that the user's `name` means; None if there is none. Equal names match;
     of a weight, a gradient and an update the name may have "model." before the parameter."""
     if name in names:
@@ -171,18 +171,18 @@ def split_traced(value: Any, where: str) -> tuple[Any, list[Tensor]]:
     traced tensors.
 
     Args: where: the source line of the function that returned the value
-    Raises: CaptureError, if an object that is no container holds traced tensors (see `_clear_constant`)
+    Raises: CaptureError, if an object that is no container holds traced tensors (see `_clear_traced_tensors`)
     """
     capture = current()
     for part, path, is_named in constants_of(value, "output"):
-        _clear_constant(part, path, is_named, where)
+        _clear_traced_tensors(part, path, is_named, where)
     tensors = [capture.recorder.stand_in_of(t) if capture is not None else t for t in tensors_of(value)]
     with recording_paused():
         marks = [torch.empty(0, device="meta") if is_traced(t) else t.detach() for t in tensors]
     return with_tensors(value, iter(marks)), [tensor for tensor in tensors if is_traced(tensor)]
 
 
-def _clear_constant(part: Any, path: str, is_named: bool, where: str) -> None:
+def _clear_traced_tensors(part: Any, path: str, is_named: bool, where: str) -> None:
     """Replace traced tensors in `part`, an object that is no container, by "meta" tensors, in place. If any
     are found, warn: no call fills them, but programs often do not read them (a language model's cache).
 

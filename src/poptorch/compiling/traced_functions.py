@@ -24,7 +24,7 @@ from ..ops.ctc import ctc_loss
 
 
 @contextlib.contextmanager
-def traced_functions() -> Iterator[None]:
+def replace_untraceable_functions() -> Iterator[None]:
     """Replace torch functions that can't be traced (`_REPLACEMENTS`) in the body of a `with` statement.
 
     In the body torch.distributions checks no arguments, and nn.Transformer does not read masks.
@@ -48,7 +48,7 @@ class _ReplacementMode(TorchFunctionMode):
         return (_REPLACEMENTS[func] if is_known else func)(*args, **(kwargs or {}))
 
 
-def _mark_loss(loss: Tensor) -> Tensor:
+def _mark_as_loss(loss: Tensor) -> Tensor:
     """Mark a tensor, in the running capture, as the result of a loss function, and return it."""
     capture = current()
     assert capture is not None
@@ -58,7 +58,7 @@ def _mark_loss(loss: Tensor) -> Tensor:
 
 def _ctc_loss(*args: Any, **kwargs: Any) -> Tensor:
     """Return torch's ctc_loss, marked as a loss."""
-    return _mark_loss(ctc_loss(*args, **kwargs))
+    return _mark_as_loss(ctc_loss(*args, **kwargs))
 
 
 def _gaussian_nll_loss(
@@ -80,7 +80,7 @@ def _gaussian_nll_loss(
     loss = 0.5 * (torch.log(clamped) + (input - target) ** 2 / clamped)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
-    return _mark_loss({"mean": loss.mean, "sum": loss.sum, "none": loss.clone}[reduction]())
+    return _mark_as_loss({"mean": loss.mean, "sum": loss.sum, "none": loss.clone}[reduction]())
 
 
 def _format_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> str:

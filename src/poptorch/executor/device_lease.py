@@ -14,7 +14,7 @@ from popengine.run.engine import Engine
 from ..compiling.executable import Executable
 from ..logs import logger
 from ..options import Options
-from ..options.freeze_options import device_of
+from ..options.freeze_options import chosen_device
 from ..reporter import Reporter
 
 
@@ -164,7 +164,8 @@ class DeviceLease:
         """
         executable = plan.executable
         # An executable from a file runs on the device that this program's options name.
-        settings = replace(executable.settings, device=device_of(self._options, executable.settings.training))
+        device = chosen_device(self._options, executable.settings.training)
+        settings = replace(executable.settings, device=device)
         with torch._C.DisableTorchFunctionSubclass():
             engine = Engine(executable.plan, settings, weights, self._seed(), previous=previous)
         if plan.reporter is not None:

@@ -125,7 +125,7 @@ class PoplarExecutor(PublicNames):
         is_new = plan is None
         if plan is None:
             if lease.first is not None:
-                lease.first.inputs.check(run.call, any_shape=self._most_plans > 0)
+                lease.first.inputs.check_call(run.call, any_shape=self._most_plans > 0)
             plan = self._compile_plan(run)
         else:
             lease.switch_to(plan, {})

@@ -21,7 +21,7 @@ from popengine.errors import Error
 from ..enums import MeanReductionStrategy
 from ..logs import logger
 from ..optim import Optimizer as PoptorchOptimizer
-from ..optim.freeze_optimizer import OptimizerGuard, check_hooks
+from ..optim.freeze_optimizer import OptimizerGuard, refuse_step_hooks
 from ..optim.optimizer_state import (
     check_states,
     check_torch_state,
@@ -77,7 +77,7 @@ class OptimizerLink:
         inner = getattr(optimizer, "optimizer", None)  # in accelerate's AcceleratedOptimizer, for example
         optimizer = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
         compiled = self._lease.executable is not None
-        frozen, hyper = self._guard.accept(optimizer, self._model.parameter_names(), compiled)
+        frozen, hyper = self._guard.check_and_freeze(optimizer, self._model.parameter_names(), compiled)
         if not compiled:
             if self.optimizer is not None and frozen.kind != self.frozen.kind:
                 self._lease.kept = replace(self._lease.kept, optimizer=None)  # it is of another update rule
@@ -253,7 +253,7 @@ class OptimizerLink:
             optimizer._pending_state = None
         if is_ours and optimizer._has_loaded_rates:
             names = self._model.parameter_names()
-            _, self.hyper = self._guard.accept(self.optimizer, names, compiled=True)
+            _, self.hyper = self._guard.check_and_freeze(self.optimizer, names, compiled=True)
             optimizer._has_loaded_rates = False
 
     def _check_states(self, entries: Mapping[str, Tensor]) -> None:
@@ -274,7 +274,7 @@ class OptimizerLink:
         used = self.hyper
         if used is None:
             return
-        check_hooks(self.optimizer)
+        refuse_step_hooks(self.optimizer)
         if self._has_warned or getattr(self.optimizer, "_has_loaded_rates", False):  # `upload` reads these
             return
         now = rates_of(self.frozen.kind, self.optimizer)

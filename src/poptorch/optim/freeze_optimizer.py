@@ -42,7 +42,7 @@ def freeze_optimizer(
         ValueError: amsgrad is on
         UnknownParameterError: a parameter is not in the model
     """
-    kind = kind_of(optimizer)
+    kind = optimizer_kind(optimizer)
     rule, hyper = RULES[kind], rates_of(kind, optimizer)
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise ValueError("Only non-amsgrad Adam/AdamW optimizers are supported. Fix: leave out amsgrad=True")
@@ -70,7 +70,7 @@ def supported_optimizers() -> str:
     return ", ".join([*ours, *(f"torch.optim.{kind.__name__}" for kind in _TORCH_KINDS)])
 
 
-def kind_of(optimizer: Any) -> str:
+def optimizer_kind(optimizer: Any) -> str:
     """Return the key in `RULES` of an optimizer's rule. Raises AssertionError if its type is unsupported."""
     if isinstance(optimizer, Optimizer):
         kind = optimizer._kind
@@ -80,10 +80,10 @@ def kind_of(optimizer: Any) -> str:
         f"Unsupported optimizer type. Types supported: {supported_optimizers()}; "
         f"this one is {type(optimizer).__module__}.{type(optimizer).__qualname__}"
     )
-    return "adamw" if kind == "adam" and _is_set_in_groups(optimizer, "decoupled_weight_decay") else kind
+    return "adamw" if kind == "adam" and _is_true_in_all_groups(optimizer, "decoupled_weight_decay") else kind
 
 
-def label_of(optimizer: torch.optim.Optimizer, frozen: settings.Optimizer) -> str:
+def name_in_messages(optimizer: torch.optim.Optimizer, frozen: settings.Optimizer) -> str:
     """Return the optimizer's name in messages: "SGD1" (combined accumulators), "SGD2", or for other rules the
     kind with suffixes of changed flags."""
     if frozen.kind == "sgd":
@@ -99,13 +99,13 @@ def _flag_values(optimizer: Any, rule: Rule) -> dict[str, bool]:
         if flag.read is not None:
             values[name] = flag.read(optimizer)
         elif flag.of_group:
-            values[name] = _is_set_in_groups(optimizer, name)
+            values[name] = _is_true_in_all_groups(optimizer, name)
         else:
             values[name] = bool(getattr(optimizer, name, flag.default))
     return values
 
 
-def _is_set_in_groups(optimizer: Any, name: str) -> bool:
+def _is_true_in_all_groups(optimizer: Any, name: str) -> bool:
     """Return whether a key is true in all parameter groups. Raises AssertionError if the groups differ."""
     values = {bool(group.get(name)) for group in optimizer.param_groups}
     assert len(values) <= 1, (
@@ -175,7 +175,7 @@ class OptimizerGuard:
         self._attributes: dict[str, set[str]] = {}  # known names, by the keys of `_attribute_names`
         self._warned: set[type] = set()  # the user's subclasses that a warning was logged for
 
-    def accept(
+    def check_and_freeze(
         self, optimizer: torch.optim.Optimizer, names: dict[int, str], compiled: bool
     ) -> tuple[settings.Optimizer, settings.Hyper]:
         """Return a snapshot of an optimizer, as `freeze_optimizer` does, after checks of changes and hooks.
@@ -189,9 +189,9 @@ class OptimizerGuard:
             ValueError: `accum_type` became float16 after compilation
         """
         frozen, hyper = freeze_optimizer(optimizer, names)
-        check_hooks(optimizer)
+        refuse_step_hooks(optimizer)
         self._warn_of_subclass(optimizer)
-        label, rates = label_of(optimizer, frozen), _rates_by_name(optimizer, hyper)
+        label, rates = name_in_messages(optimizer, frozen), _rates_by_name(optimizer, hyper)
         is_loaded = getattr(optimizer, "_has_loaded_rates", False)  # rates of a checkpoint replace constants
         if compiled and self._label:
             self._check_changes(label, frozen, {} if is_loaded else rates)
@@ -267,7 +267,7 @@ class OptimizerGuard:
             )
 
 
-def check_hooks(optimizer: torch.optim.Optimizer) -> None:
+def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Raise Error if the optimizer has hooks of `step()`, which executors never call; allow torch's own."""
     hooks = {
         **optimizer._optimizer_step_pre_hooks,
@@ -314,7 +314,7 @@ def _is_constant_rate(optimizer: torch.optim.Optimizer, name: str, values: list[
     marks = getattr(optimizer, "variable_attrs", None)
     if marks is not None:
         return name not in marks or marks.isConstant(name)
-    torch_class = RULES[kind_of(optimizer)].torch_class
+    torch_class = RULES[optimizer_kind(optimizer)].torch_class
     if name not in _VARIABLE_IN_TORCH or torch_class is None:
         return name != "lr"
     return set(values) == {inspect.signature(torch_class).parameters[name].default}

@@ -93,7 +93,7 @@ class Optimizer:
         if "_kind" in vars(cls):
             Optimizer._classes.append(cls)
 
-    def _construct(self, arguments: dict[str, Any]) -> None:
+    def _init_from_arguments(self, arguments: dict[str, Any]) -> None:
         """Initialise torch's class with the arguments that it accepts, and set the other declared attributes.
 
         Args: arguments: `locals()` of the constructor. None means omitted; the other rates become variable.

@@ -86,7 +86,7 @@ def as_float(value: Any, name: str, where: str) -> float:
         raise AssertionError(f"Expected a number for {name} in {where}, but found {value!r}") from None
 
 
-def _entry_name(rate: str) -> str:
+def _ipu_param_name(rate: str) -> str:
     """Return the name of a rate in "ipu_param": "weightDecay" for "weight_decay", "learningRate" for "lr"."""
     first, *others = ["learning", "rate"] if rate == "lr" else rate.split("_")
     return first + "".join(map(str.capitalize, others))
@@ -101,7 +101,7 @@ def to_ipu_param(group_of: Mapping[str, int], hyper: Hyper) -> dict[str, Tensor]
     entries = {"lossScaling_FLOAT": torch.tensor(float(hyper.loss_scaling))}
     for parameter, index in group_of.items():
         rates = hyper.groups[index]
-        values = {_entry_name(name): rate for name, rate in rates.items() if name not in _SWITCHES}
+        values = {_ipu_param_name(name): rate for name, rate in rates.items() if name not in _SWITCHES}
         if "dampening" in rates and rates["momentum"] == 0:
             step = rates["lr"] * (1 - rates["dampening"])
             factor = 1 - step * rates["weight_decay"]
@@ -148,7 +148,7 @@ def _load_group_rates(
                 _loaded_or_old(entries.get(f"beta{n}"), old) for n, old in enumerate(group[rate], 1)
             )
         elif rate not in _SWITCHES:
-            group[rate] = _loaded_or_old(entries.get(_entry_name(rate)), group[rate])
+            group[rate] = _loaded_or_old(entries.get(_ipu_param_name(rate)), group[rate])
     undamped = 1 - group.get("dampening", 1)
     if "scaledLearningRate0" in entries and undamped:
         group["lr"] = _loaded_or_old(entries["scaledLearningRate0"] * scaling / undamped, group["lr"])

@@ -86,7 +86,7 @@ class SGD(Optimizer, torch.optim.SGD):
                 velocity_scaling,
             )
             velocity_scaling = None
-        self._construct(locals())
+        self._init_from_arguments(locals())
         if use_combined_accum:
             self.defaults["velocity_scaling"] = 1.0 if velocity_scaling is None else velocity_scaling
             for group in self.param_groups:
@@ -129,7 +129,7 @@ class Adam(_Moments, torch.optim.Adam):
         *,
         decoupled_weight_decay: bool | None = None,
     ) -> None:
-        self._construct(locals())
+        self._init_from_arguments(locals())
 
 
 class AdamW(_Moments, torch.optim.AdamW):
@@ -161,7 +161,7 @@ class AdamW(_Moments, torch.optim.AdamW):
         second_order_momentum_accum_type: torch.dtype | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        self._construct(locals())
+        self._init_from_arguments(locals())
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override]
         """Update the host's weights by torch's `step`, or (`bias_correction` off) by the executors' rule."""
@@ -200,14 +200,14 @@ class RMSprop(_Moments, torch.optim.RMSprop):
         *,
         capturable: bool | None = None,
     ) -> None:
-        self._construct(locals())
+        self._init_from_arguments(locals())
 
 
 class OwnRule(Optimizer, torch.optim.Optimizer):
     """Base class of optimizers that torch lacks. On the host, `step()` runs the rule of executors."""
 
     def __init__(self, params: ParamsT, **rates: Any) -> None:
-        self._construct({"params": params, **rates})
+        self._init_from_arguments({"params": params, **rates})
 
     step = step_by_engine_rule  # type: ignore[assignment]
 
@@ -240,7 +240,7 @@ class LAMB(OwnRule, _Moments):
         first_order_momentum_accum_type: torch.dtype | None = None,
         second_order_momentum_accum_type: torch.dtype | None = None,
     ) -> None:
-        self._construct(locals())
+        self._init_from_arguments(locals())
 
 
 class LARS(OwnRule):
@@ -271,4 +271,4 @@ class LARS(OwnRule):
         velocity_accum_type: torch.dtype | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        self._construct(locals())
+        self._init_from_arguments(locals())

@@ -57,7 +57,7 @@ def engine_settings(
     Args: groups: the groups of replicas of each per-replica parameter, by canonical name
     Raises:
         Error: the period of OutputMode.EveryN does not divide the device iterations, the backend is unknown,
-            or the device is invalid (see `device_of`)
+            or the device is invalid (see `chosen_device`)
     """
     popart, update, counts = options._Popart.options, options.Training, options._counts()
     mode, period = OutputMode(options.output_mode), options.output_return_period
@@ -89,13 +89,13 @@ def engine_settings(
         finite_checks=bool(popart.get("enableFloatingPointChecks", False)),
         shard_optimizer=state.get("min_elements_for_replicated_tensor_sharding", 0) if is_sharded else None,
         recompute=training and bool(popart.get("autoRecomputation", 0)),
-        device=device_of(options, training),
+        device=chosen_device(options, training),
         backend=_option_or_variable(options, "backend", "POPTORCH_BACKEND", BACKENDS),
         several_plans=options.exists("new_shapes"),
     )
 
 
-def device_of(options: Options, training: bool) -> DeviceKind:
+def chosen_device(options: Options, training: bool) -> DeviceKind:
     """Return the kind of device that the options choose, else POPTORCH_DEVICE, else "cpu". Raises Error for
     an unknown kind and, unless the connection type is Never, for a device that this machine lacks."""
     kind: Any = _option_or_variable(options, "device_kind", "POPTORCH_DEVICE", DEVICES)

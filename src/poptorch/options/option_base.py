@@ -24,7 +24,7 @@ _WORDS = {bool: "a bool", int: "an int", str: "a string", list: "a list of strin
 _POSITIVE = ("device_iterations", "gradient_accumulation", "replication_factor")
 
 
-def expect(setter: str, value: T, kind: type | tuple[str, ...], error: type[Exception] = AssertionError) -> T:
+def checked(setter: str, value: T, kind: type | tuple, error: type[Exception] = AssertionError) -> T:
     """Return `value`, the argument of the method named `setter`. Raises `error` unless the value has the type
     `kind` or, for a tuple `kind`, is in that tuple."""
     if isinstance(kind, tuple):

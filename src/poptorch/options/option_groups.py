@@ -12,7 +12,7 @@ import torch
 from poptorch.annotating.strategies import ExecutionStrategy, PipelinedExecution
 from poptorch.enums import CommGroupType, ConnectionType, OutputMode, SyncPattern
 from poptorch.logs import logger
-from poptorch.options.option_base import OptionsDict, expect
+from poptorch.options.option_base import OptionsDict, checked
 
 BACKENDS = ("eager", "inductor")
 DEVICES = ("cpu", "cuda", "xpu")
@@ -55,7 +55,7 @@ class ExecutionOptions(OptionsDict):
 
         Raises: ValueError if the group size does not divide the replication factor, or for the type All.
         """
-        expect("inputReplicaGrouping", input_group_type, CommGroupType, ValueError)
+        checked("inputReplicaGrouping", input_group_type, CommGroupType, ValueError)
         if input_group_type is CommGroupType.All:
             raise ValueError(
                 "input_group_type cannot be All: for the same input on all replicas use Consecutive with "
@@ -88,7 +88,7 @@ class ExecutionOptions(OptionsDict):
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
         """Choose the outputs that a call returns. Only EveryN uses the return period (device iterations)."""
-        period = _checked_period(expect("outputMode", output_mode, OutputMode), output_return_period)
+        period = _return_period(checked("outputMode", output_mode, OutputMode), output_return_period)
         return self.set(output_mode=output_mode, output_return_period=period)
 
     def defaultOutputMode(self) -> bool:
@@ -110,13 +110,13 @@ class ExecutionOptions(OptionsDict):
             long_name: a name of `getTensorNames()`
             output_return_period: device iterations, for EveryN
         """
-        mode = OutputMode.Default if output_mode is None else expect("anchorTensor", output_mode, OutputMode)
-        period = 1 if mode != OutputMode.EveryN else _checked_period(mode, output_return_period)
+        mode = OutputMode.Default if output_mode is None else checked("anchorTensor", output_mode, OutputMode)
+        period = 1 if mode != OutputMode.EveryN else _return_period(mode, output_return_period)
         self.anchored_tensors[short_name] = [long_name, output_mode is None, mode.value, period]
 
     def randomSeed(self, random_seed: int) -> Self:
         """Set the seed of the model's random numbers, and call `torch.manual_seed` with this seed at once."""
-        self.createOrSet(random_seed=expect("randomSeed", random_seed, int))
+        self.createOrSet(random_seed=checked("randomSeed", random_seed, int))
         torch.manual_seed(random_seed)
         return self
 
@@ -132,7 +132,7 @@ class ExecutionOptions(OptionsDict):
     def compiler(self, backend: str) -> Self:
         """*Pando*: choose how operations run: one by one ("eager", default) or in fused kernels ("inductor").
         Takes precedence over the environment variable POPTORCH_BACKEND."""
-        return self.createOrSet(backend=expect("compiler", backend, BACKENDS))
+        return self.createOrSet(backend=checked("compiler", backend, BACKENDS))
 
     def memoryFormat(self, memory_format: Literal["preserve", "channels_last", "auto"]) -> Self:
         """*Pando*: choose the layout of convolutions: the model's ("preserve"), "channels_last", or "auto".
@@ -142,7 +142,7 @@ class ExecutionOptions(OptionsDict):
         PyTorch; the results of "channels_last" differ by rounding. `executor.memory_format` is the layout of
         a compiled model.
         """
-        return self.createOrSet(memory_format=expect("memoryFormat", memory_format, MEMORY_FORMATS))
+        return self.createOrSet(memory_format=checked("memoryFormat", memory_format, MEMORY_FORMATS))
 
     def allowNewShapes(self, plans: int = 8) -> Self:
         """*Pando*: allow calls with other shapes, with fewer arguments, or with an incomplete combined batch.
@@ -171,20 +171,20 @@ class ExecutionOptions(OptionsDict):
 
     def enableStableNorm(self, enabled: bool) -> Self:
         """Recorded: PyTorch's norms are numerically stable."""
-        return self._set_popart("enableStableNorm", expect("enableStableNorm", enabled, bool))
+        return self._set_popart("enableStableNorm", checked("enableStableNorm", enabled, bool))
 
     def updatableNamedBuffers(self, buffers: list[str]) -> Self:
         """Choose the buffers that `copyNamedBuffersToDevice` uploads."""
-        names = expect("updatableNamedBuffers", buffers, list)
+        names = checked("updatableNamedBuffers", buffers, list)
         return self._set_popart("updatableNamedBuffers", list(names))
 
     def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Self:
         """Log unexpected attributes of optimizers at the level DEBUG instead of WARN."""
-        self._relax_optimizer_checks = expect("relaxOptimizerAttributesChecks", relax, bool)
+        self._relax_optimizer_checks = checked("relaxOptimizerAttributesChecks", relax, bool)
         return self
 
 
-def _checked_period(mode: OutputMode, period: int | None) -> int:
+def _return_period(mode: OutputMode, period: int | None) -> int:
     """Return the output return period: for EveryN `period`, else 1, after logging that a `period` is ignored.
     Raises AssertionError unless the period of EveryN is an int from 1."""
     if mode == OutputMode.EveryN:
@@ -213,7 +213,7 @@ class DeviceOptions(OptionsDict):
     def device(self, kind: str) -> Self:
         """*Pando*: compute on the "cpu" (default), or on one GPU: "cuda" (NVIDIA, AMD) or "xpu" (Intel).
         Takes precedence over the environment variable POPTORCH_DEVICE."""
-        return self.createOrSet(device_kind=expect("device", kind, DEVICES))
+        return self.createOrSet(device_kind=checked("device", kind, DEVICES))
 
     def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Self:
         """Recorded: any number of ipus is allowed. With POPTORCH_CHECK_HARDWARE_RULES=1 a number that is no
@@ -222,7 +222,7 @@ class DeviceOptions(OptionsDict):
 
     def useIpuModel(self, use_model: bool) -> Self:
         """Recorded: all ipus are models here."""
-        return self.createOrSet(use_model=expect("useIpuModel", use_model, bool))
+        return self.createOrSet(use_model=checked("useIpuModel", use_model, bool))
 
     def useIpuId(self, ipu_id: int) -> Self:
         """Recorded: ipus are logical devices, so there are none to choose from."""
@@ -233,20 +233,20 @@ class DeviceOptions(OptionsDict):
 
     def useOfflineIpuTarget(self, ipu_version: int = 2) -> Self:
         """Set the connection type Never: no device is attached, and calling a model raises AssertionError."""
-        self.createOrSet(ipu_version=expect("useOfflineIpuTarget", ipu_version, int))
+        self.createOrSet(ipu_version=checked("useOfflineIpuTarget", ipu_version, int))
         return self.connectionType(ConnectionType.Never)
 
     def connectionType(self, connection_type: ConnectionType) -> Self:
         """Choose when the device is attached: at compilation (`Always`, `OnDemand`) or never (`Never`)."""
-        return self.set(connection_type=expect("connectionType", connection_type, ConnectionType))
+        return self.set(connection_type=checked("connectionType", connection_type, ConnectionType))
 
     def syncPattern(self, sync_pattern: SyncPattern) -> Self:
         """Recorded: workers wait only for the values that they need: there are no synchronization patterns."""
-        return self.set(sync_pattern=expect("syncPattern", sync_pattern, SyncPattern))
+        return self.set(sync_pattern=checked("syncPattern", sync_pattern, SyncPattern))
 
     def setAvailableMemoryProportion(self, available_memory_proportion: dict[str, float]) -> Self:
         """Recorded: all ipus share the memory of the machine. `{"IPU0": 0.5}` means half of ipu 0's."""
-        given = expect("setAvailableMemoryProportion", available_memory_proportion, dict)
+        given = checked("setAvailableMemoryProportion", available_memory_proportion, dict)
         for key, value in given.items():
             is_ipu = isinstance(key, str) and key.startswith("IPU") and key[3:].isdecimal()
             assert is_ipu and isinstance(value, Real), (
@@ -278,7 +278,7 @@ class ReportingOptions(OptionsDict):
 
     def modelName(self, name: str) -> Self:
         """Set the model's name in profiles, which is also the name of their folder."""
-        return self.createOrSet(model_name=expect("modelName", name, str))
+        return self.createOrSet(model_name=checked("modelName", name, str))
 
     def maxRepeatLogs(self, max_lines: int | None = None) -> Self:
         """Set how many equal log lines in succession are written as they are. The next equal line has a note
@@ -287,7 +287,7 @@ class ReportingOptions(OptionsDict):
 
     def logCycleCount(self, log_cycle_count: bool) -> Self:
         """Recorded: only an IPU counts cycles; `getPerfCounters` returns seconds."""
-        expect("logCycleCount", log_cycle_count, bool)
+        checked("logCycleCount", log_cycle_count, bool)
         return self._set_popart("instrumentWithHardwareCycleCounter", log_cycle_count)
 
     def enableProfiling(self, profile_dir: str | os.PathLike[str] | None = None) -> Self:
@@ -320,7 +320,7 @@ class ReportingOptions(OptionsDict):
     def sourceLocationExcludes(self, excludes: list[str]) -> Self:
         """Recorded: messages show the innermost source line outside of torch and this package. `excludes` are
         fragments of paths."""
-        self._source_location_excludes = list(expect("sourceLocationExcludes", excludes, list))
+        self._source_location_excludes = list(checked("sourceLocationExcludes", excludes, list))
         return self
 
     def appendToLocationExcludes(self, *excludes: str) -> Self:
@@ -329,7 +329,7 @@ class ReportingOptions(OptionsDict):
 
     def showCompilationProgressBar(self, show: bool = True) -> Self:
         """Set whether compilation shows a progress bar. Without the bar `compilationTime()` raises Error."""
-        self._show_progress_bar = expect("showCompilationProgressBar", show, bool)
+        self._show_progress_bar = checked("showCompilationProgressBar", show, bool)
         return self
 
 

@@ -13,7 +13,7 @@ from popengine.errors import Error
 from poptorch import autocasting
 from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 from poptorch.logs import logger
-from poptorch.options.option_base import Freezable, OptionsDict, expect, merge_disjoint, plain_copy
+from poptorch.options.option_base import Freezable, OptionsDict, checked, merge_disjoint, plain_copy
 
 HALF_KERNELS = ("auto", "native", "float32")
 _PARTIALS = {torch.float: "float", torch.half: "half"}
@@ -47,7 +47,7 @@ class Training(OptionsDict):
     def setMeanAccumulationAndReplicationReductionStrategy(self, strategy: MeanReductionStrategy) -> Self:
         """Choose when gradients are divided for a mean: while they are summed (Running) or after (Post)."""
         setter = "setMeanAccumulationAndReplicationReductionStrategy"
-        expect(setter, strategy, MeanReductionStrategy, ValueError)
+        checked(setter, strategy, MeanReductionStrategy, ValueError)
         if strategy is MeanReductionStrategy.PostAndLoss:
             logger.warning("MeanReductionStrategy.PostAndLoss is deprecated: use Post, the result is equal")
         return self.set(mean_accumulation_and_replication_reduction_strategy=strategy)
@@ -55,12 +55,12 @@ class Training(OptionsDict):
     def setAutomaticLossScaling(self, enabled: bool) -> Self:
         """Set whether each update adapts the loss scale: it is halved if gradients are large, infinite or
         NaN, else doubled. An update with an infinite or NaN gradient is left out."""
-        expect("setAutomaticLossScaling", enabled, bool)
+        checked("setAutomaticLossScaling", enabled, bool)
         return self._set_popart("automaticLossScalingSettings.enabled", enabled)
 
     def setConvolutionDithering(self, enabled: bool) -> Self:
         """Recorded: there are no tiles to spread convolutions over."""
-        expect("setConvolutionDithering", enabled, bool)
+        checked("setConvolutionDithering", enabled, bool)
         self._popart.merge("convolutionOptions", {"enableConvDithering": enabled})
         return self
 
@@ -78,21 +78,21 @@ class Precision(OptionsDict):
 
     def autocastEnabled(self, autocast_enabled: bool) -> Self:
         """Set whether `poptorch.autocast` has an effect in this model (default: True)."""
-        return self.set(autocast_enabled=expect("autocastEnabled", autocast_enabled, bool, ValueError))
+        return self.set(autocast_enabled=checked("autocastEnabled", autocast_enabled, bool, ValueError))
 
     def autocastPolicy(self, autocast_policy: autocasting.Policy) -> Self:
         """Set the policy of `poptorch.autocast`: which operations it casts, and to which types."""
-        expect("autocastPolicy", autocast_policy, autocasting.Policy, ValueError)
+        checked("autocastPolicy", autocast_policy, autocasting.Policy, ValueError)
         return self.set(autocast_policy=autocast_policy)
 
     def enableStochasticRounding(self, enabled: bool) -> Self:
         """Set whether half-precision weights are updated with stochastic rounding (no error on average)."""
-        expect("enableStochasticRounding", enabled, int)
+        checked("enableStochasticRounding", enabled, int)
         return self._set_popart("enableStochasticRounding", bool(enabled))
 
     def enableFloatingPointExceptions(self, enabled: bool) -> Self:
         """Set whether a call raises Error if an operation yields an infinity or NaN."""
-        expect("enableFloatingPointExceptions", enabled, bool)
+        checked("enableFloatingPointExceptions", enabled, bool)
         return self._set_popart("enableFloatingPointChecks", enabled)
 
     def setPartialsType(self, dtype: torch.dtype) -> Self:
@@ -112,18 +112,18 @@ class Precision(OptionsDict):
         has units for (avx512_fp16, avx512_bf16), and "float32" for other types and for attention. Instances
         on different processors must use "native" or "float32".
         """
-        return self.set(half_kernels=expect("halfKernels", kernels, HALF_KERNELS, ValueError))
+        return self.set(half_kernels=checked("halfKernels", kernels, HALF_KERNELS, ValueError))
 
     def halfFloatCasting(self, half_float_casting: HalfFloatCastingBehavior) -> Self:
         """Recorded: deprecated: operands of two types follow PyTorch's promotion; a layer's weights are
         converted to the type of its input."""
-        expect("halfFloatCasting", half_float_casting, HalfFloatCastingBehavior)
+        checked("halfFloatCasting", half_float_casting, HalfFloatCastingBehavior)
         logger.warning("Precision.halfFloatCasting is deprecated and has no effect: leave it out")
         return self.createOrSet(half_float_casting=half_float_casting.value)
 
     def runningStatisticsAlwaysFloat(self, value: bool) -> Self:
         """Recorded: deprecated: running statistics have the type that the model gives them."""
-        expect("runningStatisticsAlwaysFloat", value, bool, ValueError)
+        checked("runningStatisticsAlwaysFloat", value, bool, ValueError)
         logger.warning("Precision.runningStatisticsAlwaysFloat is deprecated and has no effect: leave it out")
         return self.createOrSet(running_statistics_always_float=value)
 
@@ -160,12 +160,12 @@ class TensorLocationSettings(OptionsDict):
 
     def minElementsForOffChip(self, min_elements: int) -> Self:
         """Recorded: tensors stay in the memory in which they are computed."""
-        return self.createOrSet(min_elements_for_off_chip=expect("minElementsForOffChip", min_elements, int))
+        return self.createOrSet(min_elements_for_off_chip=checked("minElementsForOffChip", min_elements, int))
 
     def minElementsForReplicatedTensorSharding(self, min_elements: int) -> Self:
         """Set how many elements a parameter must have for its optimizer state to be sharded. Every instance
         keeps the whole state of a smaller parameter."""
-        expect("minElementsForReplicatedTensorSharding", min_elements, int)
+        checked("minElementsForReplicatedTensorSharding", min_elements, int)
         return self.createOrSet(min_elements_for_replicated_tensor_sharding=min_elements)
 
     def useOnChipStorage(self, use: bool | None) -> Self:
@@ -175,21 +175,21 @@ class TensorLocationSettings(OptionsDict):
         if use is None:
             self.checkIsFrozen()
             return self.deleteIfExists("on_chip_storage")
-        return self.createOrSet(on_chip_storage=expect("useOnChipStorage", use, bool))
+        return self.createOrSet(on_chip_storage=checked("useOnChipStorage", use, bool))
 
     def useReplicatedTensorSharding(self, use: bool = True) -> Self:
         """Set whether the optimizer state is sharded: each of N instances keeps about 1/N of it, in whole
         parameters. Other tensors are never sharded. See [scaling out](../guide/scaling.md).
         """
-        return self.createOrSet(replicated_tensor_sharding=expect("useReplicatedTensorSharding", use, bool))
+        return self.createOrSet(replicated_tensor_sharding=checked("useReplicatedTensorSharding", use, bool))
 
     def useIOTilesToLoad(self, use: bool = True) -> Self:
         """Recorded: there are no tiles."""
-        return self.createOrSet(io_tiles_to_load=expect("useIOTilesToLoad", use, bool))
+        return self.createOrSet(io_tiles_to_load=checked("useIOTilesToLoad", use, bool))
 
     def useIOTilesToStore(self, use: bool = True) -> Self:
         """Recorded: there are no tiles."""
-        return self.createOrSet(io_tiles_to_store=expect("useIOTilesToStore", use, bool))
+        return self.createOrSet(io_tiles_to_store=checked("useIOTilesToStore", use, bool))
 
 
 class TensorLocations(OptionsDict):
@@ -272,7 +272,7 @@ class Distributed(OptionsDict):
         the replicas of all processes, so that a replica's rows are the same for any number of processes.
         False: each process reads a contiguous share of the dataset's order. The default is True for
         `popdist.poptorch.Options`, else False, as in PopTorch."""
-        return self.set(rows_by_replica=expect("rowsByReplica", by_replica, bool))
+        return self.set(rows_by_replica=checked("rowsByReplica", by_replica, bool))
 
     def _set_process(self, process_id: int, num_processes: int) -> Self:
         whole = isinstance(process_id, int) and isinstance(num_processes, int)
@@ -309,7 +309,7 @@ class Popart(Freezable):
     def set(self, name: str, value: Any) -> Self:
         """Store a setting by name. A name may have dots: "automaticLossScalingSettings.enabled"."""
         self.checkIsFrozen()
-        name = expect("_Popart.set", name, str)
+        name = checked("_Popart.set", name, str)
         self.options[name] = int(value) if isinstance(value, enum.IntEnum) else value
         return self
 
@@ -319,14 +319,14 @@ class Popart(Freezable):
 
     def setEngineOptions(self, engine_options: dict[str, str]) -> Self:
         """Set all engine options. Only `autoReport.all` and `autoReport.directory` (profiles) are used."""
-        return self.set("engineOptions", dict(expect("setEngineOptions", engine_options, dict)))
+        return self.set("engineOptions", dict(checked("setEngineOptions", engine_options, dict)))
 
     def setPatterns(self, patterns: dict[str, bool], level: int = 2) -> Self:
         """Recorded: there are no graph patterns that could be switched on or off."""
         assert isinstance(patterns, dict) and all(
             isinstance(name, str) and isinstance(on, int) for name, on in patterns.items()
         ), f"setPatterns takes a dictionary of bools by their names; found {patterns!r}"
-        self.patterns, self.patterns_level = dict(patterns), int(expect("setPatterns", level, int))
+        self.patterns, self.patterns_level = dict(patterns), int(checked("setPatterns", level, int))
         return self
 
     def check_names(self) -> None:

@@ -82,7 +82,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         settings = [(number, line) for number, line in lines if line and not line.startswith("#")]
         for count, (line_number, setting) in enumerate(settings, start=1):
             try:
-                _run_setting(self, f"options.{setting}")
+                _run_options_line(self, f"options.{setting}")
             except SyntaxError as error:
                 raise ConfigFileError(  # as in PopTorch, `count` leaves out comments and blank lines
                     f"SyntaxError at line {count} of {path.name}: {error.msg}\n> options.{setting}\n"
@@ -106,7 +106,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         for name, value in settings.items():
             setter = self
             for part in name.split("."):
-                _check_public(part)
+                _refuse_private_name(part)
                 setter = getattr(setter, part)
             if not callable(setter):
                 raise AttributeError(f"{name!r} is no setter of options, so it can't be given in JSON")
@@ -182,7 +182,7 @@ def _as_enum_member(value: Any) -> Any:
     return kind[member]
 
 
-def _run_setting(options: Any, source: str) -> None:
+def _run_options_line(options: Any, source: str) -> None:
     """Run one line of an options file, such as "options.deviceIterations(4)", on the object `options`.
 
     Only names, calls and literals are allowed, since a file may be from an unknown source.
@@ -201,13 +201,13 @@ def _run_setting(options: Any, source: str) -> None:
                 f"{ast.unparse(node)!r} is more than an options file may hold: calls, names and literals"
             )
         if isinstance(node, ast.Attribute):
-            _check_public(node.attr)
+            _refuse_private_name(node.attr)
         if isinstance(node, ast.Name) and node.id not in names:
             raise NameError(f"name {node.id!r} is not defined: options files know {', '.join(names)}")
     exec(compile(tree, "<options>", "exec"), {"__builtins__": {}, **names})
 
 
-def _check_public(name: str) -> None:
+def _refuse_private_name(name: str) -> None:
     """Raise AttributeError for a private name other than `_Popart`: private names can reach all of Python."""
     if name.startswith("_") and name not in ("_Popart", "_popart"):
         raise AttributeError(f"Invalid attribute {name!r}: private names can't be used in option texts")

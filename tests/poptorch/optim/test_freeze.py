@@ -7,7 +7,7 @@ import torch
 
 import popengine.errors
 from poptorch.optim import LAMB, SGD, Adam, AdamW, RMSprop
-from poptorch.optim.freeze_optimizer import freeze_optimizer, kind_of, label_of
+from poptorch.optim.freeze_optimizer import freeze_optimizer, name_in_messages, optimizer_kind
 
 MODEL = torch.nn.Linear(3, 2)
 NAMES = {id(parameter): name for name, parameter in MODEL.named_parameters()}
@@ -53,7 +53,11 @@ def test_a_snapshot_does_not_follow_the_optimizer():
 def test_each_optimizer_stands_for_a_rule(build, kind, label):
     optimizer = build(MODEL.parameters())
     frozen, _ = freeze(optimizer)
-    assert (kind_of(optimizer), frozen.kind, label_of(optimizer, frozen)) == (kind, kind, label)
+    assert (optimizer_kind(optimizer), frozen.kind, name_in_messages(optimizer, frozen)) == (
+        kind,
+        kind,
+        label,
+    )
 
 
 def test_extra_arguments_reach_the_settings():

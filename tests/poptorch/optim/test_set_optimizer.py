@@ -20,8 +20,8 @@ NAMES = {id(parameter): name for name, parameter in MODEL.named_parameters()}
 def compiled_with(optimizer, **flags):
     """Returns setOptimizer of a model that is compiled with an optimizer."""
     guard = OptimizerGuard(**flags)
-    guard.accept(optimizer, NAMES, compiled=False)
-    return lambda later: guard.accept(later, NAMES, compiled=True)
+    guard.check_and_freeze(optimizer, NAMES, compiled=False)
+    return lambda later: guard.check_and_freeze(later, NAMES, compiled=True)
 
 
 def test_an_argument_that_was_given_may_change():
@@ -76,8 +76,8 @@ def test_the_loss_scaling_is_constant_unless_given_or_automatic():
 
 def test_before_compilation_anything_may_change():
     guard = OptimizerGuard()
-    guard.accept(SGD(MODEL.parameters(), lr=0.1), NAMES, compiled=False)
-    frozen, _ = guard.accept(AdamW(MODEL.parameters()), NAMES, compiled=False)
+    guard.check_and_freeze(SGD(MODEL.parameters(), lr=0.1), NAMES, compiled=False)
+    frozen, _ = guard.check_and_freeze(AdamW(MODEL.parameters()), NAMES, compiled=False)
     assert frozen.kind == "adamw"
 
 

@@ -7,7 +7,7 @@ import poptorch
 from poptorch.options.freeze_options import engine_settings, resolve_options
 
 
-def device_of(options, training=False):
+def chosen_device(options, training=False):
     return engine_settings(
         resolve_options(options, training=training), training=training, optimizer=None
     ).device
@@ -15,7 +15,7 @@ def device_of(options, training=False):
 
 def test_ipus_are_threads_of_the_cpu_by_default(monkeypatch):
     monkeypatch.delenv("POPTORCH_DEVICE", raising=False)
-    assert device_of(poptorch.Options()) == "cpu"
+    assert chosen_device(poptorch.Options()) == "cpu"
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def accelerator(request, monkeypatch):
 @pytest.mark.parametrize("accelerator", ["cuda"], indirect=True)
 def test_the_environment_chooses_a_device_and_the_option_wins_over_it(accelerator, monkeypatch):
     monkeypatch.setenv("POPTORCH_DEVICE", "cuda")
-    assert device_of(poptorch.Options()) == "cuda"
-    assert device_of(poptorch.Options().device("cpu")) == "cpu"
+    assert chosen_device(poptorch.Options()) == "cuda"
+    assert chosen_device(poptorch.Options().device("cpu")) == "cpu"
 
 
 def test_an_unknown_device_is_refused_with_those_that_there_are(monkeypatch):
@@ -38,16 +38,16 @@ def test_an_unknown_device_is_refused_with_those_that_there_are(monkeypatch):
         poptorch.Options().device("ipu")
     monkeypatch.setenv("POPTORCH_DEVICE", "tpu")
     with pytest.raises(poptorch.Error, match="POPTORCH_DEVICE is 'tpu'"):
-        device_of(poptorch.Options())
+        chosen_device(poptorch.Options())
 
 
 @pytest.mark.parametrize("accelerator", ["cuda"], indirect=True)
 def test_processes_that_train_together_are_refused_on_a_gpu(accelerator):
     options = poptorch.Options().device("cuda")
     options.Distributed.configureProcessId(0, 2)
-    assert device_of(options) == "cuda"
+    assert chosen_device(options) == "cuda"
     with pytest.raises(poptorch.Error, match=r'"cuda", and 2 processes train together'):
-        device_of(options, training=True)
+        chosen_device(options, training=True)
 
 
 @pytest.mark.parametrize("accelerator", [None], indirect=True)
