@@ -83,7 +83,7 @@ class Constant:
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and _is_equal(self.value, other.value)
+        return isinstance(other, Constant) and _are_equal(self.value, other.value)
 
     def __hash__(self) -> int:
         return hash(type(self.value))  # coarse: equal values of any type must share it
@@ -94,48 +94,48 @@ class Constant:
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors in `value`, depth first; those of a dictionary by sorted key."""
-    return [leaf for leaf, _, _ in _leaves(value, "") if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf, _, _ in _iterate_leaves(value, "") if isinstance(leaf, torch.Tensor)]
 
 
 def paths_of(value: Any, name: str) -> list[str]:
     """Return the path of each tensor in `value`, as code: `name[0]`, `name["key"]`, `name.field`."""
-    return [path for leaf, path, _ in _leaves(value, name) if isinstance(leaf, torch.Tensor)]
+    return [path for leaf, path, _ in _iterate_leaves(value, name) if isinstance(leaf, torch.Tensor)]
 
 
 def constants_of(value: Any, path: str) -> Iterator[tuple[Any, str, bool]]:
     """Yield (constant, path, is_named) of each constant in `value`: the path as in `paths_of`; is_named is
     True if the path ends in a string key or a field's name."""
-    return (leaf for leaf in _leaves(value, path) if not isinstance(leaf[0], torch.Tensor))
+    return (leaf for leaf in _iterate_leaves(value, path) if not isinstance(leaf[0], torch.Tensor))
 
 
 def with_tensors(value: Any, replacements: Iterator[Any]) -> Any:
     """Return a copy of `value` whose tensors are replaced one by one, in the order of `tensors_of`.
     Parts without tensors are not copied. Replacements may be of any type: tensors, names, counts."""
-    parts = _parts(value)
+    parts = _parts_of(value)
     if parts is None:
         return next(replacements) if isinstance(value, torch.Tensor) else value
     if not tensors_of(value):
         return value
-    return _with_parts(value, {key: with_tensors(part, replacements) for key, part in parts.items()})
+    return _copy_with_parts(value, {key: with_tensors(part, replacements) for key, part in parts.items()})
 
 
-def describe(value: Any) -> Spec:
+def spec_of(value: Any) -> Spec:
     """Return the `Spec` of a value: its classes, lengths, keys and constants, but no shapes of tensors."""
-    parts = _parts(value)
+    parts = _parts_of(value)
     if parts is None:
         is_tensor = isinstance(value, torch.Tensor)
         return Spec(torch.Tensor) if is_tensor else Spec(type(value), constant=Constant(value))
-    return Spec(type(value), tuple((key, describe(part)) for key, part in parts.items()))
+    return Spec(type(value), tuple((key, spec_of(part)) for key, part in parts.items()))
 
 
-def _leaves(value: Any, path: str, is_named: bool = False) -> Iterator[tuple[Any, str, bool]]:
+def _iterate_leaves(value: Any, path: str, is_named: bool = False) -> Iterator[tuple[Any, str, bool]]:
     """Yield (leaf, path, is_named) of each tensor and constant in `value`, as `constants_of`."""
-    parts = _parts(value)
+    parts = _parts_of(value)
     if parts is None:
         yield value, path, is_named
     else:
         for key, part in parts.items():
-            yield from _leaves(part, path + path_step(type(value), key), isinstance(key, str))
+            yield from _iterate_leaves(part, path + path_step(type(value), key), isinstance(key, str))
 
 
 def path_step(container: type, key: Any) -> str:
@@ -146,7 +146,7 @@ def path_step(container: type, key: Any) -> str:
     return f".{key}" if is_field else f"[{json.dumps(key, ensure_ascii=False)}]"
 
 
-def _parts(value: Any) -> dict[Any, Any] | None:
+def _parts_of(value: Any) -> dict[Any, Any] | None:
     """Return a container's parts by key (sorted), field name or index; None if `value` is no container."""
     parser = _parsers.get(type(value))
     if parser is not None:
@@ -165,8 +165,8 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     return None
 
 
-def _with_parts(value: Any, parts: dict[Any, Any]) -> Any:
-    """Return a copy of a container with other parts; `parts` has the keys of `_parts(value)`."""
+def _copy_with_parts(value: Any, parts: dict[Any, Any]) -> Any:
+    """Return a copy of a container with other parts; `parts` has the keys of `_parts_of(value)`."""
     kind = type(value)
     if kind in _parsers:
         return _parsers[kind].reconstruct(value, iter(parts.values()))
@@ -184,7 +184,7 @@ def _with_parts(value: Any, parts: dict[Any, Any]) -> Any:
     return twin
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool:
     """Return whether two constants have the same type and equal contents."""
     if one is other:
         return True
@@ -193,12 +193,12 @@ def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict | UserDict):
-        return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
     if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__"):
-        return _is_equal(vars(one), vars(other))
+        return _are_equal(vars(one), vars(other))
     try:
         return bool(one == other)
     except (ValueError, RuntimeError):  # arrays, or objects that hold arrays: the truth of `==` is ambiguous
         return (
-            _is_equal(vars(one), vars(other)) if hasattr(one, "__dict__") else numpy.array_equal(one, other)
+            _are_equal(vars(one), vars(other)) if hasattr(one, "__dict__") else numpy.array_equal(one, other)
         )

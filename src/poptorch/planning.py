@@ -72,20 +72,20 @@ def make_parameters_fake() -> None:
     mode = _WithoutValues(allow_non_fake_inputs=True)
     make, swap = nn.Parameter.__new__, torch.utils.swap_tensors
 
-    def without_values(cls: Any, data: Tensor | None = None, requires_grad: bool = True) -> Any:
+    def make_fake_parameter(cls: Any, data: Tensor | None = None, requires_grad: bool = True) -> Any:
         if type(data) in (Tensor, nn.Parameter) and not data.is_meta:  # type: ignore[union-attr]
             with mode, torch.no_grad():
                 data = torch.empty_strided(data.size(), data.stride(), dtype=data.dtype)  # type: ignore[union-attr]
         return make(cls, data, requires_grad)
 
-    def convert(one: Any, other: Any) -> None:  # called by module.half() and similar methods
+    def swap_or_assign(one: Any, other: Any) -> None:  # called by module.half() and similar methods
         if isinstance(one, FakeTensor):
             one.data = other
         else:
             swap(one, other)
 
-    nn.Parameter.__new__ = without_values  # type: ignore[method-assign]
-    torch.utils.swap_tensors = convert
+    nn.Parameter.__new__ = make_fake_parameter  # type: ignore[method-assign]
+    torch.utils.swap_tensors = swap_or_assign
 
 
 def available_memory() -> int:

@@ -77,14 +77,14 @@ class Reporter:
         if self._running is None or self._running[0].settings.counts.instance != 0:
             return
         try:
-            self._profile(*self._running).save(self.path)
+            self._make_profile(*self._running).save(self.path)
             from popvision import html  # loaded only for a profile
 
             html.write_report(self.path.parent.parent)
         except OSError as error:
             logger.warning("the profile could not be written to %s: %s", self.path.parent.parent, error)
 
-    def _profile(self, engine: Engine, executable: Executable) -> profile.Profile:
+    def _make_profile(self, engine: Engine, executable: Executable) -> profile.Profile:
         """Return the profile of the plan, with the times recorded so far."""
         recorder, options, settings = self.recorder, self.options, engine.settings
         detail, origin = recorder.detail, recorder.origin

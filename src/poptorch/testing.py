@@ -15,7 +15,7 @@ from popengine.settings import Counts
 from .compiling.losses import loss_field
 from .enums import OutputMode
 from .executor.wrapping import arguments_of, trainingModel
-from .nested_values import describe, tensors_of, with_tensors
+from .nested_values import spec_of, tensors_of, with_tensors
 from .options import Options
 
 __all__ = ["Comparison", "allclose", "compare"]
@@ -23,7 +23,7 @@ __all__ = ["Comparison", "allclose", "compare"]
 
 def allclose(ref_outputs: Any, test_outputs: Any, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
     """Return whether outputs have equal containers, constants, shapes, and close values. NaN equals NaN."""
-    if describe(ref_outputs) != describe(test_outputs):
+    if spec_of(ref_outputs) != spec_of(test_outputs):
         return False
     for ref, test in zip(tensors_of(ref_outputs), tensors_of(test_outputs), strict=True):
         kind = torch.promote_types(ref.dtype, test.dtype)

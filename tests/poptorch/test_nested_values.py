@@ -10,9 +10,9 @@ import torch
 from popengine.errors import Error
 from poptorch.nested_values import (
     ICustomArgParser,
-    describe,
     paths_of,
     registerCustomArgParser,
+    spec_of,
     tensors_of,
     with_tensors,
 )
@@ -90,12 +90,12 @@ def test_a_tensor_alone_has_the_path_of_its_name():
 def test_the_fields_of_a_dataclass_have_paths_and_differ_by_what_they_hold():
     pair = Pair(t(1), {"a": t(2)})
     assert paths_of(pair, "b") == ["b.first", 'b.second["a"]']
-    assert describe(Pair(t(1), 2)) == describe(Pair(t(2), 2)) != describe(Pair(t(1), 3))
+    assert spec_of(Pair(t(1), 2)) == spec_of(Pair(t(2), 2)) != spec_of(Pair(t(1), 3))
 
 
 def test_the_order_of_keys_is_irrelevant_and_kept():
     assert tensors_of({"a": t(1), "b": t(2)}) == tensors_of({"b": t(2), "a": t(1)})
-    assert describe({"a": t(1), "b": t(2)}) == describe({"b": t(2), "a": t(1)})
+    assert spec_of({"a": t(1), "b": t(2)}) == spec_of({"b": t(2), "a": t(1)})
     assert list(plus_one({"b": t(2), "a": t(1)}).items()) == [("b", 3), ("a", 2)]
 
 
@@ -122,7 +122,7 @@ def test_keys_that_can_not_be_sorted_keep_their_order():
 def test_containers_are_rebuilt_in_their_own_class(value):
     rebuilt = plus_one(value)
     assert type(rebuilt) is type(value)
-    assert describe(rebuilt) == describe(value)
+    assert spec_of(rebuilt) == spec_of(value)
     assert tensors_of(rebuilt) == [tensor + 1 for tensor in tensors_of(value)]
 
 
@@ -144,25 +144,25 @@ def test_what_holds_no_tensor_is_left_alone():
 
 
 def test_descriptions_differ_in_class_length_key_and_constant():
-    assert describe([t(1)]) != describe((t(1),))
-    assert describe([t(1)]) != describe([t(1), t(2)])
-    assert describe({"a": t(1)}) != describe({"b": t(1)})
-    assert describe([t(1), 5]) != describe([t(1), 3])
-    assert describe([True]) != describe([1])
-    assert hash(describe([t(1), 5, {1}])) == hash(describe([t(2), 5, {1}]))
+    assert spec_of([t(1)]) != spec_of((t(1),))
+    assert spec_of([t(1)]) != spec_of([t(1), t(2)])
+    assert spec_of({"a": t(1)}) != spec_of({"b": t(1)})
+    assert spec_of([t(1), 5]) != spec_of([t(1), 3])
+    assert spec_of([True]) != spec_of([1])
+    assert hash(spec_of([t(1), 5, {1}])) == hash(spec_of([t(2), 5, {1}]))
 
 
 def test_constants_are_compared_by_what_they_hold():
-    assert describe(Box(t(1), torch.ones(3))) == describe(Box(t(1), torch.ones(3)))
-    assert describe(Box(t(1), torch.ones(3))) != describe(Box(t(1), torch.zeros(3)))
-    assert describe(numpy.ones(3)) == describe(numpy.ones(3)) != describe(numpy.zeros(3))
+    assert spec_of(Box(t(1), torch.ones(3))) == spec_of(Box(t(1), torch.ones(3)))
+    assert spec_of(Box(t(1), torch.ones(3))) != spec_of(Box(t(1), torch.zeros(3)))
+    assert spec_of(numpy.ones(3)) == spec_of(numpy.ones(3)) != spec_of(numpy.zeros(3))
 
 
 def test_a_registered_type_holds_tensors(box_is_registered):
     value = {"b": [Box(t(1), t(2))]}
     assert paths_of(value, "x") == ['x["b"][0][0]', 'x["b"][0][1]']
     assert plus_one(value)["b"][0] == Box(t(2), t(3))
-    assert describe(value) == describe({"b": [Box(t(5), t(6))]})
+    assert spec_of(value) == spec_of({"b": [Box(t(5), t(6))]})
 
 
 def test_registration_wants_a_parser_and_none_takes_it_back(box_is_registered):

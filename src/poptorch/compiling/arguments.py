@@ -17,7 +17,7 @@ from popengine.ir import Signature
 from popengine.settings import Counts
 from poptorch.data.loader import loader_factors_of
 from poptorch.logs import logger
-from poptorch.nested_values import Spec, constants_of, describe, path_step, paths_of, tensors_of, with_tensors
+from poptorch.nested_values import Spec, constants_of, path_step, paths_of, spec_of, tensors_of, with_tensors
 
 _HINT = (
     "\n  why: a compiled model has fixed inputs\n"
@@ -43,7 +43,7 @@ class BoundCall:
     @cached_property
     def kind(self) -> InputKind:
         """Return the structure and constants of the arguments, and dtype and shape of each tensor."""
-        specs = tuple((name, describe(value)) for name, value in self.bound.arguments.items())
+        specs = tuple((name, spec_of(value)) for name, value in self.bound.arguments.items())
         return InputKind(specs, tuple((tensor.dtype, tensor.shape) for tensor in self.tensors))
 
     @cached_property

@@ -89,7 +89,7 @@ class AsynchronousDataAccessor:
         if hasattr(dataset, "_progress"):
             self._start_state = pickle_state(dataset._progress.next_state(dataset))  # type: ignore[union-attr]
         self._state = self._start_state
-        self._memory = self._receive("AsynchronousDataAccessor worker thread failed to start")
+        self._memory = self._receive_message("AsynchronousDataAccessor worker thread failed to start")
 
     def __len__(self) -> int:
         if self._length is None:
@@ -97,25 +97,25 @@ class AsynchronousDataAccessor:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        self._check_alive()
+        self._raise_if_terminated()
         if self._needs_restart:
             after_break = not self._is_epoch_ended and self._state is not None
-            self._restart(state_after_break(self._loader_state()) if after_break else None)
+            self._send_restart(state_after_break(self._loader_state()) if after_break else None)
         self._is_epoch_ended = False
         return self
 
     def __next__(self) -> Any:
-        self._check_alive()
+        self._raise_if_terminated()
         if self._is_epoch_ended:
             raise StopIteration
         while True:
-            message = self._receive("An error occurred in the data fetcher")
+            message = self._receive_message("An error occurred in the data fetcher")
             if message.restart_count != self._restart_count:
                 if isinstance(message, Loaded):
-                    self._send(message.slot)
+                    self._send_message(message.slot)
             elif isinstance(message, Loaded):
                 for slot in self._slots_to_release:
-                    self._send(slot)
+                    self._send_message(slot)
                 self._slots_to_release, self._needs_restart = [message.slot], True
                 self._state = message.state
                 return SlotUnpickler(message.content, self._memory[message.slot]).load()
@@ -133,20 +133,20 @@ class AsynchronousDataAccessor:
             return start
         return {**pickle.loads(self._state), "begun": start["begun"] or start["now"]}
 
-    def _restart(self, state: LoaderState | None) -> None:
+    def _send_restart(self, state: LoaderState | None) -> None:
         """Make the worker drop the current epoch and continue from `state`; None: begin the next epoch."""
-        self._check_alive()
+        self._raise_if_terminated()
         self._restart_count += 1
         self._needs_restart = self._is_epoch_ended = False
         if state is not None:
             self._start_state = self._state = pickle_state(state)
-        self._send(Restart(self._restart_count, None if state is None else self._state))
+        self._send_message(Restart(self._restart_count, None if state is None else self._state))
 
     def terminate(self) -> None:
         """End the worker process. Iterating afterwards raises FetcherError; the latest batch stays valid."""
         self._stop()
 
-    def _receive(self, failure: str) -> Any:
+    def _receive_message(self, failure: str) -> Any:
         """Return the worker's next message, after a wait. If the worker has failed, end its process and raise
         a FetcherError with the text `failure` and the reason."""
         wait([self._connection, self._process.sentinel])
@@ -156,15 +156,15 @@ class AsynchronousDataAccessor:
             message = self._connection.recv() if self._connection.poll() else None
         if message is not None and not isinstance(message, str):
             return message
-        reason = _describe_exit(self._process) if message is None else message
+        reason = _describe_worker_exit(self._process) if message is None else message
         self.terminate()
         raise FetcherError(f"{failure}: {reason}")
 
-    def _send(self, message: int | Restart) -> None:
-        with suppress(OSError):  # _receive reports a dead worker, with the cause
+    def _send_message(self, message: int | Restart) -> None:
+        with suppress(OSError):  # _receive_message reports a dead worker, with the cause
             self._connection.send(message)
 
-    def _check_alive(self) -> None:
+    def _raise_if_terminated(self) -> None:
         if not self._stop.still_active():
             raise FetcherError(
                 "the data accessor's worker was terminated: there is nothing left to iterate over\n"
@@ -196,15 +196,17 @@ def _batch_count(dataset: Any, rebatched_size: int | None) -> int | None:
     With `rebatched_size` a dataset that is no loader is assumed to yield one row per batch.
     """
     if not isinstance(dataset, TorchLoader) or dataset.batch_size is None or rebatched_size is None:
-        rows = length_of(dataset)  # assuming one row per batch
+        rows = length_or_none(dataset)  # assuming one row per batch
     else:
-        rows = length_of(dataset.dataset if isinstance(dataset.dataset, IterableDataset) else dataset.sampler)
+        rows = length_or_none(
+            dataset.dataset if isinstance(dataset.dataset, IterableDataset) else dataset.sampler
+        )
         if rows is not None and dataset.drop_last:
             rows -= rows % dataset.batch_size
     return None if rows is None else rows // (rebatched_size or 1)
 
 
-def length_of(value: Any) -> int | None:
+def length_or_none(value: Any) -> int | None:
     """Return `len(value)` for a dataset, loader or sampler; None if it has no length."""
     try:
         return len(value)
@@ -275,7 +277,7 @@ def _stop_worker(process: BaseProcess, connection: Connection) -> None:
     process.join()
 
 
-def _describe_exit(process: BaseProcess) -> str:
+def _describe_worker_exit(process: BaseProcess) -> str:
     """Wait up to 3 s for a worker process to end; return the cause of its end and a fix, as text."""
     process.join(_END_TIMEOUT)
     code = process.exitcode

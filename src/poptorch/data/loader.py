@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from popengine.errors import DataError
 from popengine.settings import Counts
-from poptorch.data.accessor import AsynchronousDataAccessor, length_of
+from poptorch.data.accessor import AsynchronousDataAccessor, length_or_none
 from poptorch.data.dataset_shares import sampler_of_process
 from poptorch.data.loader_state import Progress, ResumableSampler, adapt_state
 from poptorch.data.rows import group_batches, rebatch_rows
@@ -173,7 +173,7 @@ class DataLoader(torch.utils.data.DataLoader):
         if self._accessor is None:
             self._progress.loaded_state = state
         else:
-            self._accessor._restart(state)
+            self._accessor._send_restart(state)
 
     def __len__(self) -> int:
         parts, size = self._row_count(), self._combined_batch_size or 1
@@ -230,7 +230,7 @@ class DataLoader(torch.utils.data.DataLoader):
 
     def _row_count(self) -> int | None:
         """Return the number of rows that this process reads in an epoch; None for a stream without length."""
-        return length_of(self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler)
+        return length_or_none(self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler)
 
     def _worker_batch_size(self, worker_size: int | None, batch_sampler: Any) -> int | None:
         """Return the rows of a batch of torch's loader if the mode regroups rows (`worker_size`, by default
@@ -249,7 +249,7 @@ class DataLoader(torch.utils.data.DataLoader):
         """Log a warning if the last combined batch is incomplete, or if the sampler has no length to tell."""
         parts, whole, unit = self._row_count() or 0, self._combined_batch_size or 1, "rows"
         if batch_sampler is not None:
-            parts, whole, unit = length_of(batch_sampler), self._elements_per_batch, "micro-batches"
+            parts, whole, unit = length_or_none(batch_sampler), self._elements_per_batch, "micro-batches"
         if parts is None or parts % whole:
             size = "may be incomplete" if parts is None else f"has {parts % whole} of {whole} {unit}"
             fix = "without options.allowNewShapes(); drop_last=True leaves it out"

@@ -84,7 +84,7 @@ class _SlotPickler(pickle.Pickler):
         if not isinstance(obj, Tensor) or self._end + obj.nbytes > len(self._slot):
             return None
         where = self._end, obj.nbytes, obj.dtype, obj.shape
-        self._end += _padded_size(obj)
+        self._end += _size_in_slot(obj)
         with torch.no_grad():
             _view_of_slot(self._slot, *where).copy_(obj)
         return where
@@ -110,7 +110,7 @@ def _view_of_slot(slot: Tensor, start: int, size: int, dtype: torch.dtype, shape
     return slot[start : start + size].view(dtype).view(shape)
 
 
-def _padded_size(tensor: Tensor) -> int:
+def _size_in_slot(tensor: Tensor) -> int:
     """Return a tensor's size in bytes, rounded up to a multiple of 64, a cache line."""
     return -(-tensor.nbytes // 64) * 64
 
@@ -144,7 +144,7 @@ def run_worker(connection: Connection, feeder: Feeder | bytes) -> None:
     """
     os.setpgrp()  # the consumer can end this process and all that it starts with one signal
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the consumer to handle
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    signal.signal(signal.SIGTERM, _exit_on_sigterm)
     torch.set_num_threads(1)  # a forked OpenMP pool hangs, and loading should not compete with computing
     try:
         (pickle.loads(feeder) if isinstance(feeder, bytes) else feeder).run(connection)
@@ -158,7 +158,7 @@ def run_worker(connection: Connection, feeder: Feeder | bytes) -> None:
             connection.send(reason)
 
 
-def _exit_on_signal(*_: Any) -> None:
+def _exit_on_sigterm(*_: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(0)  # not os._exit: the exit handlers end the processes of torch's loader
 
@@ -233,7 +233,7 @@ class Feeder:
         """Copy a batch into a free slot and send a `Loaded`; allocate and send the slots before the first."""
         is_first = self.memory is None
         if self.memory is None:
-            size = max(sum(map(_padded_size, tensors_of(batch))), 1)
+            size = max(sum(map(_size_in_slot, tensors_of(batch))), 1)
             self.memory = torch.empty(self.slots, size, dtype=torch.uint8).share_memory_()
         slot = self.free_slots.popleft()
         file = io.BytesIO()

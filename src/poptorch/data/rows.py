@@ -7,17 +7,17 @@ from typing import Any
 import torch
 
 from popengine.errors import DataError
-from poptorch.nested_values import describe, tensors_of, with_tensors
+from poptorch.nested_values import spec_of, tensors_of, with_tensors
 
 
 def concatenate_batches(batches: Sequence[Any]) -> Any:
     """Return a batch with the rows of all batches. Raises DataError if these differ in more than tensors."""
     if len(batches) == 1:
         return batches[0]
-    if any(describe(batch) != describe(batches[0]) for batch in batches[1:]):
+    if any(spec_of(batch) != spec_of(batches[0]) for batch in batches[1:]):
         raise DataError(
             f"batches that differ in more than their tensors can't be concatenated: "
-            f"{describe(batches[0])} and others\n"
+            f"{spec_of(batches[0])} and others\n"
             f"  fix: return tensors only, in the same containers, from the dataset or from collate_fn"
         )
     columns = zip(*map(tensors_of, batches), strict=True)

@@ -36,13 +36,13 @@ def cond(
         ValueError: `then_inps` or `else_inps` is not a list
         Error: the model is compiled for training; or the bodies' outputs differ in number, shape or dtype
     """
-    _check_list("then_inps", then_inps)
-    _check_list("else_inps", else_inps)
+    _raise_unless_list("then_inps", then_inps)
+    _raise_unless_list("else_inps", else_inps)
     capture = current()
     if capture is None:
         body, given = (then_body, then_inps) if bool(condition) else (else_body, else_inps)
         return _call_body("cond", body, tree_map_only(Tensor, torch.clone, given))
-    _check_inference(capture, "cond")
+    _raise_in_training(capture, "cond")
     words = "poptorch.cond() takes a bool tensor with one element as condition"
     check_tensors(words, condition)
     if condition.numel() != 1:
@@ -73,7 +73,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
         ValueError: `inputs` is not a list of tensors
         Error: the model is compiled for training; or outputs and inputs differ in number, shape or dtype
     """
-    _check_list("inputs", inputs)
+    _raise_unless_list("inputs", inputs)
     if not isinstance(count, int) or count < 0:
         raise Error(
             f"poptorch.for_loop() takes a count of turns that is known at compile time; found {count!r}"
@@ -90,7 +90,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
         for _ in range(count):
             values = _call_body("for_loop", body, tree_map_only(Tensor, torch.clone, values))
         return values
-    _check_inference(capture, "for_loop")
+    _raise_in_training(capture, "for_loop")
     if not inputs:
         raise Error(
             "poptorch.for_loop() takes at least one input: it returns what the last turn has made of it"
@@ -106,14 +106,14 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
     return list(run(count, traced.packed(), list(inputs), outer))
 
 
-def _check_list(name: str, value: Any) -> None:
+def _raise_unless_list(name: str, value: Any) -> None:
     if not isinstance(value, list):
         raise ValueError(
             f"(Object is not list) {name} must be a list of tensors; found {type(value).__name__}"
         )
 
 
-def _check_inference(capture: Capture, name: str) -> None:
+def _raise_in_training(capture: Capture, name: str) -> None:
     if capture.training:
         raise Error(
             f"poptorch.{name}() is only supported in inference.\n"

@@ -60,7 +60,7 @@ def ctc_loss(
     return losses.squeeze(0) if single else losses
 
 
-def _compute_losses(
+def _compute_ctc_losses(
     log_probs: Tensor, targets: Tensor, inputs: Tensor, labels: Tensor, blank: int, zero_infinity: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the losses, [B], and torch's table `alpha`, which the backward reads.
@@ -69,17 +69,17 @@ def _compute_losses(
     """
     losses, alpha = aten._ctc_loss(log_probs.float(), targets, inputs, labels, blank, zero_infinity)
     # torch's table is as wide as this batch's longest target; shapes in a graph are fixed.
-    missing = _width_of_alpha(targets) - alpha.shape[-1]
+    missing = _alpha_width(targets) - alpha.shape[-1]
     return losses.to(log_probs.dtype), torch.nn.functional.pad(alpha, (0, missing)).contiguous()
 
 
-def _fake_losses(log_probs: Tensor, targets: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _fake_ctc_losses(log_probs: Tensor, targets: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     steps, batch, _ = log_probs.shape
-    alpha = log_probs.new_empty((batch, steps, _width_of_alpha(targets)), dtype=torch.float32)
+    alpha = log_probs.new_empty((batch, steps, _alpha_width(targets)), dtype=torch.float32)
     return log_probs.new_empty(batch), alpha
 
 
-def _width_of_alpha(targets: Tensor) -> int:
+def _alpha_width(targets: Tensor) -> int:
     """Return the width of torch's table `alpha` for targets as long as `targets.shape[-1]`, the maximum."""
     return 2 * targets.shape[-1] + 1
 
@@ -111,7 +111,7 @@ def _loss_backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
     return (found, *[None] * 5)
 
 
-register_computed("ctc_loss", _compute_losses, _fake_losses)
+register_computed("ctc_loss", _compute_ctc_losses, _fake_ctc_losses)
 register_computed(
     "ctc_loss_backward", _compute_gradient, lambda gradient, log_probs, *rest: torch.empty_like(log_probs)
 )

@@ -109,11 +109,11 @@ def _mark_tensors(name: str, tensors: Any, mode: OverlapMode) -> Any:
     if not isinstance(mode, OverlapMode):
         raise Error(f"the mode must be one of poptorch.OverlapMode's; found {mode!r}")
 
-    def marked(value: Any) -> Tensor:
+    def mark_tensor(value: Any) -> Tensor:
         check_tensors(f"{name}: you may only set overlap on tensors, in containers", value)
         return getattr(torch.ops.poptorch, name)(value, mode.value)
 
-    return tree_map(marked, tensors)
+    return tree_map(mark_tensor, tensors)
 
 
 class NameScope:

@@ -65,7 +65,7 @@ def ipu_print_tensor(
 def _print_tensor(tensor: Tensor, title: str = "", print_gradient: bool = True, *settings: Any) -> None:
     head = f"{title}: " if title else ""
     layout = _Layout(tensor.detach().cpu(), *settings)
-    lines = layout.lines(layout.tensor, "", layout.element_format())
+    lines = layout.lines(layout.tensor, "", layout.element_formatter())
     sys.stderr.write(head + "\n".join(lines) + "\n")  # one write, as other threads print, too
     sys.stderr.flush()
 
@@ -129,7 +129,7 @@ class _Layout:
             line += item
         return [*lines, line if values else line + self.close_bracket]
 
-    def element_format(self) -> Callable[[Any], str]:
+    def element_formatter(self) -> Callable[[Any], str]:
         """Return a function that returns an element of the tensor as text, by `digits` and `float_format`."""
         tensor, digits, kind = self.tensor, self.digits, self.float_format
         if not tensor.is_floating_point():

@@ -24,7 +24,7 @@ def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int 
         size:  number of elements that the slice spans, known at compile time
         step:  distance between the elements that are returned
     """
-    _check_slice("dynamic_slice", tensor, dim, start, size, step)
+    _check_slice_arguments("dynamic_slice", tensor, dim, start, size, step)
     return tensor.index_select(dim, _slice_indices(start, size, step, tensor))
 
 
@@ -35,7 +35,7 @@ def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: in
         src:   has the dtype and shape of `input`, but `size` elements along `dim`
         start: integer tensor with one element, as in `dynamic_slice`
     """
-    _check_slice("dynamic_update", input, dim, start, size)
+    _check_slice_arguments("dynamic_update", input, dim, start, size)
     check_tensors("dynamic_update: src must be a tensor", src)
     expected = list(input.shape)
     expected[dim] = size
@@ -47,7 +47,7 @@ def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: in
     return input.index_copy(dim, _slice_indices(start, size, 1, input), src)
 
 
-def _check_slice(name: str, tensor: Any, dim: Any, start: Any, size: Any, step: Any = 1) -> None:
+def _check_slice_arguments(name: str, tensor: Any, dim: Any, start: Any, size: Any, step: Any = 1) -> None:
     check_tensors(f"{name} takes a tensor, and its start is an integer tensor", tensor, start)
     has_dim = isinstance(dim, int) and -tensor.dim() <= dim < tensor.dim()
     length = tensor.shape[dim] if has_dim else None
@@ -184,12 +184,12 @@ def nearest(x: Tensor, y: Tensor, batch_x: Any = None, batch_y: Any = None) -> T
         raise Error(f"nearest: points of x have {x.shape[1]} coordinates, those of y {y.shape[1]}")
     distance = (x[:, None] - y[None]).square().sum(2)
     if batch_x is not None:
-        of_x, of_y = _cloud_numbers("batch_x", batch_x, x), _cloud_numbers("batch_y", batch_y, y)
+        of_x, of_y = _as_cloud_numbers("batch_x", batch_x, x), _as_cloud_numbers("batch_y", batch_y, y)
         distance = distance.masked_fill(of_x[:, None] != of_y[None], math.inf)
     return distance.argmin(1)
 
 
-def _cloud_numbers(name: str, value: Any, points: Tensor) -> Tensor:
+def _as_cloud_numbers(name: str, value: Any, points: Tensor) -> Tensor:
     """Return the argument `name` of `nearest`, the cloud number of each point, as a tensor [N].
     Raises Error for another shape, or an unsorted list."""
     is_sorted = not isinstance(value, (list, tuple)) or list(value) == sorted(value)

@@ -39,7 +39,7 @@ def _begin_block(stage: int, phase: int, ipu: int) -> None:
     Block.start(str(stage), ipu)
 
 
-def _custom_operation(
+def _call_custom_op(
     inputs: list[Tensor], name: str, domain: str, version: int, outputs: list[Tensor], attributes: str
 ) -> list[Tensor]:
     return custom_op(inputs, name, domain, version, outputs, json.loads(attributes) if attributes else None)
@@ -57,7 +57,7 @@ _SHORTHANDS: dict[str, Callable[..., Any]] = {
     "dynamic_slice(Tensor input, int dim, Tensor start, int size, int step) -> Tensor": dynamic_slice,
     "dynamic_update(Tensor input, Tensor src, int dim, Tensor start, int size) -> Tensor": dynamic_update,
     "custom_operation(Tensor[] inputs, str name, str domain, int version, Tensor[] outputs, str attributes)"
-    " -> Tensor[]": _custom_operation,
+    " -> Tensor[]": _call_custom_op,
     # No effect: the group of a parameter comes from the optimizer.
     "optimizer_group(int group, Tensor[] tensors) -> ()": lambda group, tensors: None,
 }
