@@ -19,8 +19,8 @@ from typing import Any
 from cases import Case, Runner, random_case  # pyright: ignore[reportMissingImports]
 
 from popengine.profile import Profile, load
-from popvision.analysis import Figures, figures
-from popvision.virtual import Change, promised
+from popvision.analysis import Figures, compute_figures
+from popvision.virtual import Change, promised_speedup
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import environment, markdown  # pyright: ignore[reportMissingImports]
@@ -60,7 +60,7 @@ def gain_here(case: Case, setting: Mapping[str, Any], rounds: int) -> float:
 def promises(change: Change, found: Figures) -> list[tuple[str, float]]:
     """Where, and how much."""
     machines = (("here", change.here),)
-    sure = [(name, promised(gain, found.spread)) for name, gain in machines]
+    sure = [(name, promised_speedup(gain, found.spread)) for name, gain in machines]
     return [(name, gain) for name, gain in sure if gain is not None]
 
 
@@ -76,7 +76,7 @@ def main() -> None:
     for number in range(args.first, args.first + args.cases):
         case = random_case(random.Random(args.seed * 1000 + number))
         profile = profile_of(case)
-        found = figures(profile)
+        found = compute_figures(profile)
         said = [(change, promises(change, found)) for change in found.changes]
         for change, machines in said:
             for machine, least in machines:

@@ -15,7 +15,7 @@ from ways import executor, stages  # pyright: ignore[reportMissingImports]
 import popart
 import poptorch
 from popengine import profile
-from popvision.memory import Need, needs
+from popvision.memory import Need, memory_needs
 
 PLACEMENT = ((0, "words layer0"), (1, "layer1 layer2"), (2, "layer3"), (3, "head"))
 MIB = 2**20
@@ -57,7 +57,7 @@ def measured(lay_out: Callable[[poptorch.Options], None], micro_batches: int) ->
         model = executor(task, options)
         model(*task.inputs())
         model.destroy()
-        return needs(profile.load(Path(folder, "training", "profile.pop")))
+        return memory_needs(profile.load(Path(folder, "training", "profile.pop")))
 
 
 def row(name: str, found: list[Need]) -> list[str]:

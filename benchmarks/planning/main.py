@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from popvision.machine import machine
-from popvision.plan import estimate, profiles_of
+from popvision.machine import load_machine
+from popvision.plan import compile_profiles, estimate_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BERT = (str(EXAMPLES / "bert_pretraining/run_pretraining.py"), "--dataset", "generated", "--config")
@@ -26,7 +26,7 @@ class Row:
     """A published throughput, and the program that is planned for it."""
 
     what: str
-    machine: str
+    load_machine: str
     program: tuple[str, ...]
     published: float
     source: str
@@ -142,17 +142,17 @@ def main() -> None:
     )
     parser.add_argument("--fit", action="store_true")
     does_fit = parser.parse_args().fit
-    planned = {row.program: profiles_of(row.program, ["apart"])["apart"] for row in ROWS}
+    planned = {row.program: compile_profiles(row.program, ["apart"])["apart"] for row in ROWS}
 
     def predict(row: Row, own: dict[str, float]) -> float:
-        profile, found = planned[row.program], machine(row.machine)
+        profile, found = planned[row.program], load_machine(row.machine)
         if own:
             kinds = {name: value for name, value in own.items() if name != "streaming"}
             found = replace(
                 found, streaming=own["streaming"], efficiency={**(found.efficiency or {}), **kinds}
             )
         micro_batches = profile.facts["schedule_micro_batches"]
-        return estimate(profile, found, profile.counts["replicas"], micro_batches).items_per_second
+        return estimate_plan(profile, found, profile.counts["replicas"], micro_batches).items_per_second
 
     own = fitted(predict) if does_fit else {}
     for name, value in own.items():

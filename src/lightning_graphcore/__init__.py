@@ -11,6 +11,6 @@ _NAMES = ("IPUAccelerator", "IPUPrecision", "IPUStrategy")
 def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lightning_ipu.family import classes, imported_package
+    from lightning_ipu.family import build_classes, imported_package
 
-    return classes(imported_package())[name]
+    return build_classes(imported_package())[name]

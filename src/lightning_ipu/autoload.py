@@ -101,7 +101,7 @@ def _add_lazy_classes(package: str, module: types.ModuleType, names: tuple[str, 
 
 
 def _import_classes(package: str) -> dict[str, type]:
-    return importlib.import_module("lightning_ipu.family").classes(package)
+    return importlib.import_module("lightning_ipu.family").build_classes(package)
 
 
 def _wrap_connector(package: str, module: types.ModuleType) -> None:
@@ -123,13 +123,13 @@ def _wrap_connector(package: str, module: types.ModuleType) -> None:
     @functools.wraps(original)
     def with_ipus(self: Any, *args: Any, **kwargs: Any) -> Any:
         for flag in kwargs.values():
-            if _is_pandos(flag) and type(flag).lightning.name != package:
+            if _is_of_pando(flag) and type(flag).lightning.name != package:
                 raise TypeError(
                     f"{type(flag).__name__} of `{type(flag).lightning.name}` was given to the Trainer of `{package}`:"
                     f" import it from there, `from {package}.strategies import IPUStrategy`"
                 )
         result = original(self, *args, **kwargs)
-        if _is_pandos(self._accelerator_flag, "ipu") or _is_pandos(self._strategy_flag, "ipu_strategy"):
+        if _is_of_pando(self._accelerator_flag, "ipu") or _is_of_pando(self._strategy_flag, "ipu_strategy"):
             if self._accelerator_flag == "auto":
                 self._accelerator_flag = "ipu"
             if self._strategy_flag == "auto":
@@ -141,6 +141,6 @@ def _wrap_connector(package: str, module: types.ModuleType) -> None:
     connector._check_config_and_set_final_flags = with_ipus
 
 
-def _is_pandos(flag: Any, name: str = "") -> bool:
+def _is_of_pando(flag: Any, name: str = "") -> bool:
     """Return whether an argument of a Trainer is an instance of a class of Pando, or the text `name`."""
-    return flag == name if isinstance(flag, str) else getattr(type(flag), "_is_pandos", False)
+    return flag == name if isinstance(flag, str) else getattr(type(flag), "_is_of_pando", False)

@@ -110,12 +110,12 @@ class PrecisionPart:
 
 
 @functools.cache
-def classes(package: str) -> dict[str, type]:
+def build_classes(package: str) -> dict[str, type]:
     """Return Pando's strategy, accelerator and precision for a Lightning package, by class name. Cached."""
     lightning = Lightning(package)
-    attributes = {"__module__": "lightning_graphcore", "lightning": lightning, "_is_pandos": True}
+    attributes = {"__module__": "lightning_graphcore", "lightning": lightning, "_is_of_pando": True}
     built = {
-        name: type(name, (part, lightning.get(base)), {**attributes, "__doc__": part.__doc__})
+        name: type(name, (part, lightning.import_object(base)), {**attributes, "__doc__": part.__doc__})
         for name, part, base in (
             ("IPUStrategy", StrategyPart, "strategies.ParallelStrategy"),
             ("IPUAccelerator", AcceleratorPart, "accelerators.Accelerator"),

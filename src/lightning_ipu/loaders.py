@@ -62,7 +62,7 @@ def _prediction_loader(loader: DataLoader[Any], n: int, lightning: Any) -> DataL
     batches: Any = JoinedBatches(loader.batch_sampler, n, lambda lists: list(chain(*lists)), keep_tail=True)
     if size is not None:
         batches = BatchSampler(loader.sampler, size, drop_last=False)
-    index_recorder = lightning.get("overrides.distributed._IndexBatchSamplerWrapper")
+    index_recorder = lightning.import_object("overrides.distributed._IndexBatchSamplerWrapper")
     return DataLoader(loader.dataset, batch_sampler=index_recorder(batches), **copied)
 
 

@@ -16,7 +16,7 @@ import popdist
 import poptorch
 from poptorch.optim.freeze_optimizer import supported_optimizers
 
-from .recording import replace_until
+from .recording import set_until_closed
 
 
 class Lightning:
@@ -25,7 +25,7 @@ class Lightning:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def get(self, path: str) -> Any:
+    def import_object(self, path: str) -> Any:
         """Return an object of the package by its path, such as `loops.fit_loop._FitLoop`."""
         module, _, name = path.rpartition(".")
         return getattr(importlib.import_module(f"{self.name}.{module}"), name)
@@ -33,10 +33,10 @@ class Lightning:
     @property
     def Misconfiguration(self) -> type[Exception]:
         """Return Lightning's exception for configurations that can't run."""
-        return self.get("utilities.exceptions.MisconfigurationException")
+        return self.import_object("utilities.exceptions.MisconfigurationException")
 
     def is_overridden(self, method: str, module: Any) -> bool:
-        return self.get("utilities.model_helpers.is_overridden")(method, module)
+        return self.import_object("utilities.model_helpers.is_overridden")(method, module)
 
 
 def make_options(strategy: Any, training: bool) -> poptorch.Options:
@@ -72,7 +72,7 @@ def write_reports(directory: str | None, undo: ExitStack) -> None:
     if directory is not None:
         os.makedirs(directory, exist_ok=True)
         options["autoReport.directory"] = directory
-    replace_until(undo, os.environ, variable, json.dumps(options))
+    set_until_closed(undo, os.environ, variable, json.dumps(options))
 
 
 def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:
@@ -82,7 +82,7 @@ def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:
     If `is_fit`, warn of each overridden hook that is not called, or that finds no gradients.
     """
     lightning, module = strategy.lightning, strategy._lightning_module
-    if not getattr(type(strategy.precision_plugin), "_is_pandos", False):
+    if not getattr(type(strategy.precision_plugin), "_is_of_pando", False):
         raise lightning.Misconfiguration(
             f"{type(strategy.precision_plugin).__name__} can't be the precision of an IPUStrategy: it computes"
             ' gradients on the host. Leave it out, or write plugins=IPUPrecision("16-mixed").'
@@ -95,7 +95,7 @@ def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:
             )
     if not is_fit:
         return
-    scheduler = lightning.get("callbacks.GradientAccumulationScheduler")
+    scheduler = lightning.import_object("callbacks.GradientAccumulationScheduler")
     changing = [
         c for c in trainer.callbacks if isinstance(c, scheduler) and set(c.scheduling.values()) != {1}
     ]

@@ -74,7 +74,7 @@ def _current_step(module: Any) -> str | None:
     return next((step for flag, step in _STEPS.items() if getattr(module._trainer, flag, False)), None)
 
 
-def replace_until(undo: ExitStack, mapping: Any, key: str, value: Any) -> None:
+def set_until_closed(undo: ExitStack, mapping: Any, key: str, value: Any) -> None:
     """Set `mapping[key]`. Closing `undo` restores the value before, or deletes the key if it was missing."""
     had, before = key in mapping, mapping.get(key)
     mapping[key] = value
@@ -103,28 +103,28 @@ class Recording:
         Raises: CaptureError, if the step has an action that can't be repeated after each call, or no loss
         """
         module = self._module
-        replaced: dict[str, Any] = {"log": self._note_log, "log_dict": self._note_log_dict}
+        replaced: dict[str, Any] = {"log": self._record_log, "log_dict": self._record_log_dict}
         if self._is_manual:
             replaced |= self._manual_replacements()
         with ExitStack() as undo:
             undo.callback(_restore_attributes, module, self._attributes_before)
             for name, value in replaced.items():
-                replace_until(undo, vars(module), name, value)
+                set_until_closed(undo, vars(module), name, value)
             for path, metric in self._metrics.items():
                 for name in ("forward", "update"):
-                    replace_until(undo, vars(metric), name, self._noting_method(path, name))
-                replace_until(undo, vars(metric), "compute", MetricValue(path)._refuse_use)
+                    set_until_closed(undo, vars(metric), name, self._recording_method(path, name))
+                set_until_closed(undo, vars(metric), "compute", MetricValue(path)._refuse_use)
             _watch_counters(module._trainer, undo)
             output = getattr(module, self._step)(*args, **kwargs)
-            self._note_attributes()
+            self._record_attributes()
         if self._is_manual:
             self._check_manual_calls()
         elif self._step == "training_step":
             where = f"the return of {type(module).__name__}.training_step"
-            self._capture.choose_loss(_loss_in(output, where), where)
+            self._capture.choose_loss(_find_loss(output, where), where)
         return output
 
-    def _note_attributes(self) -> None:
+    def _record_attributes(self) -> None:
         """Record the tensors that the step has left in attributes of the module, and restore the attributes.
 
         Raises: CaptureError, if such an attribute is neither a tensor, a list nor a dictionary
@@ -141,7 +141,7 @@ class Recording:
 
     # ---- logging -----------------------------------------------------------------------------------------
 
-    def _note_log(self, *args: Any, **kwargs: Any) -> None:
+    def _record_log(self, *args: Any, **kwargs: Any) -> None:
         if self._step == "predict_step":
             raise CaptureError(
                 "self.log in predict_step: Lightning has no place for it; return the value instead"
@@ -165,13 +165,13 @@ class Recording:
             )
         note(("log", name, options), value.detach() if isinstance(value, Tensor) else value)
 
-    def _note_log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+    def _record_log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
         metric = self._metric_key(dictionary)
         if metric is not None:
             note(("log_metrics", metric, args, kwargs), None)
             return
         for name, value in dictionary.items():
-            self._note_log(name, value, *args, **kwargs)
+            self._record_log(name, value, *args, **kwargs)
 
     def _metric_key(self, value: Any) -> str | int | None:
         """Return the path of a metric of the module; for a MetricValue the number of the call that returned
@@ -180,7 +180,7 @@ class Recording:
             return value._call
         return next((path for path, metric in self._metrics.items() if metric is value), None)
 
-    def _noting_method(self, path: str, method: str) -> Callable[..., Any]:
+    def _recording_method(self, path: str, method: str) -> Callable[..., Any]:
         """Return a replacement for a method ("forward" or "update") of a metric, which only records its
         calls. The replacement of "forward" returns a MetricValue, that of "update" None."""
 
@@ -287,7 +287,7 @@ def _raising_function(what: str, fix: str) -> Callable[..., Any]:
     return refuse
 
 
-def _loss_in(output: Any, where: str) -> Tensor:
+def _find_loss(output: Any, where: str) -> Tensor:
     """Return the loss in the output of training_step: the output, or its item "loss". Raises CaptureError,
     with the place `where`, if that is not a floating point tensor of the captured step."""
     loss: Any = output.get("loss") if isinstance(output, dict) else output

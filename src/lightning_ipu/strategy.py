@@ -21,7 +21,7 @@ from popdist import collectives
 
 from .loaders import convert_loader, micro_batch_count, resize_batch, row_count
 from .prepare import Lightning, check_before_setup, check_optimizers, make_options, write_reports
-from .recording import StepModule, replace_until
+from .recording import StepModule, set_until_closed
 from .replaying import replay
 
 logger = logging.getLogger("poptorch::python")
@@ -94,32 +94,32 @@ class StrategyPart:
             self.global_rank, self.local_rank = popdist.getInstanceIndex(), popdist.getLocalInstanceIndex()
         if is_fit:
             self._accumulation = trainer.accumulate_grad_batches
-            replace_until(self._undo, vars(trainer), "accumulate_grad_batches", 1)
-        replace_until(
+            set_until_closed(self._undo, vars(trainer), "accumulate_grad_batches", 1)
+        set_until_closed(
             self._undo, vars(trainer._data_connector), "_prepare_dataloader", self._prepare_dataloader
         )
         super().setup(trainer)  # type: ignore[misc]
         if is_fit:
             check_optimizers(self, trainer)
-            replace_until(self._undo, vars(self._lightning_module), "optimizer_zero_grad", None)
+            set_until_closed(self._undo, vars(self._lightning_module), "optimizer_zero_grad", None)
             if trainer.gradient_clip_val and self._lightning_module.automatic_optimization:
                 name = "max_grad_value" if trainer.gradient_clip_algorithm == "value" else "max_grad_norm"
-                replace_until(self._undo, vars(self.optimizers[0]), name, float(trainer.gradient_clip_val))
+                set_until_closed(self._undo, vars(self.optimizers[0]), name, float(trainer.gradient_clip_val))
         self.model = StepModule(self._lightning_module)
         if self.autoreport:
             write_reports(self.autoreport_dir, self._undo)
         self._make_executors(trainer, is_fit)
 
     def _make_executors(self, trainer: Any, is_fit: bool) -> None:
-        stages = self.lightning.get("trainer.states.RunningStage")
+        stages = self.lightning.import_object("trainer.states.RunningStage")
         if not is_fit:
-            self.poptorch_models = {trainer.state.stage: self._inference_model()}
+            self.poptorch_models = {trainer.state.stage: self._make_inference_executor()}
         else:
             optimizer = self.optimizers[0] if self.optimizers else None
             training = poptorch.trainingModel(self.model, self.training_opts, optimizer)
             self.poptorch_models = {stages.TRAINING: training}
             if trainer.enable_validation:
-                self.poptorch_models[stages.VALIDATING] = validation = self._inference_model()
+                self.poptorch_models[stages.VALIDATING] = validation = self._make_inference_executor()
                 if trainer.num_sanity_val_steps > 0:
                     self.poptorch_models[stages.SANITY_CHECKING] = validation
         for stage in self.poptorch_models:
@@ -134,7 +134,7 @@ class StrategyPart:
                     options.replication_factor,
                 )
 
-    def _inference_model(self) -> poptorch.PoplarExecutor:
+    def _make_inference_executor(self) -> poptorch.PoplarExecutor:
         """Return an executor for validation, test or prediction; batches may have different shapes."""
         return poptorch.inferenceModel(self.model, self.inference_opts.clone().allowNewShapes())
 
@@ -162,14 +162,14 @@ class StrategyPart:
     # ---- steps -------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        executor = self._executor_for(self._stage)
+        executor = self._executor_for(self._current_stage)
         if self.optimizers:
             executor.setOptimizer(self.optimizers[0])
         if executor.isAttachedToDevice() and executor.hostWeightsChanged():
             executor.copyWeightsToDevice()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step(self._stage, *args, **kwargs)
+        return self._step(self._current_stage, *args, **kwargs)
 
     validation_step = test_step = training_step
 
@@ -178,12 +178,12 @@ class StrategyPart:
         predictions are left out."""
         rows = row_count(batch)
         if rows is None:
-            return self._step(self._stage, batch, *args, **kwargs)
+            return self._step(self._current_stage, batch, *args, **kwargs)
         loader_index = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
         n = micro_batch_count(self.inference_opts, training=False)
         whole = -(-max(rows, self._first_batch_rows.setdefault(loader_index, rows)) // n) * n
         padded = resize_batch(batch, rows, whole)
-        return resize_batch(self._step(self._stage, padded, *args, **kwargs), whole, rows)
+        return resize_batch(self._step(self._current_stage, padded, *args, **kwargs), whole, rows)
 
     def _step(self, stage: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the executor of a stage, repeat the step's actions on the host, and return the call's output.
@@ -200,7 +200,7 @@ class StrategyPart:
 
     def _prepare_input(self, args: Any) -> Any:
         """Return a step's arguments, with a tensor of one element per micro-batch in place of each number."""
-        n = micro_batch_count(self.options_for(self._stage), self._stage == "train")
+        n = micro_batch_count(self.options_for(self._current_stage), self._current_stage == "train")
         return tree_map_only((int, float), lambda number: torch.tensor(number).repeat(n), args)
 
     def _executor_for(self, stage: Any) -> poptorch.PoplarExecutor:
@@ -230,13 +230,13 @@ class StrategyPart:
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return a loader of combined batches, for the stage that `_prepare_dataloader` has stored."""
-        stage = self._stage if self._loader_stage is None else self._loader_stage
+        stage = self._current_stage if self._loader_stage is None else self._loader_stage
         return convert_loader(dataloader, stage, self.options_for(stage), self.lightning)
 
     # ---- options -----------------------------------------------------------------------------------------
 
     @property
-    def _stage(self) -> Any:
+    def _current_stage(self) -> Any:
         return self._lightning_module.trainer.state.stage
 
     @cached_property
@@ -257,7 +257,7 @@ class StrategyPart:
         if not self.poptorch_models:
             options = vars(self).get("training_opts") or vars(self).get("inference_opts")
             return options.replication_factor if options is not None else len(self.parallel_devices or [0])
-        return self.options_for(self._stage).replication_factor
+        return self.options_for(self._current_stage).replication_factor
 
     # ---- weights and checkpoints -------------------------------------------------------------------------
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from popengine.profile import Profile
 
 from .analysis import Figures
-from .times import is_cut_off, whole_steps
-from .units import cores_and_verb, size
-from .virtual import promised
+from .times import has_only_partial_steps, whole_steps
+from .units import sharing_cores_text, size_text
+from .virtual import promised_speedup
 
 _WORTH = 1.05  # an option is advised above this speedup, which was measured at compilation
 _UNEVEN = 1.2  # other stages are advised if the slowest one costs at least this multiple of the average
@@ -21,7 +21,7 @@ _CAUSES = {
 }
 
 
-def sentences(profile: Profile, figures: Figures) -> list[str]:
+def advice_sentences(profile: Profile, figures: Figures) -> list[str]:
     """Return all sentences of advice about a profile, the most serious first."""
     topics = (_fault_sentences, _speed_sentences, _note_sentences)
     return [text for topic in topics for text in topic(profile, figures)]
@@ -52,8 +52,8 @@ def _fault_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
     stage of several blocks that is much slower than the average stage."""
     if figures.fits is False and figures.capacity:
         yield (
-            f"Does not fit: {size(figures.wanted)} are needed, and {figures.capacity_of} is"
-            f' {size(figures.capacity)}. Recomputation (options._Popart.set("autoRecomputation", 3)), a smaller'
+            f"Does not fit: {size_text(figures.wanted)} are needed, and {figures.capacity_of} is"
+            f' {size_text(figures.capacity)}. Recomputation (options._Popart.set("autoRecomputation", 3)), a smaller'
             " micro-batch or more stages need less."
         )
     if failed := profile.facts.get("failed_calls", 0):
@@ -75,7 +75,9 @@ def _speed_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
         machines = {"on separate devices": change.apart, figures.here_is: change.here}
         # `gain` is None without a host, or if the speed of its cores together was not measured.
         gains = {
-            where: promised(gain, figures.spread) for where, gain in machines.items() if gain is not None
+            where: promised_speedup(gain, figures.spread)
+            for where, gain in machines.items()
+            if gain is not None
         }
         sure = [f"at least {gain:.2f} times as fast {where}" for where, gain in gains.items() if gain]
         unsure = [f"; nothing is promised {where}" for where, gain in gains.items() if not gain]
@@ -96,7 +98,7 @@ def _note_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
     if figures.step_here is not None and figures.calls and ipus > 1:
         yield (
             f"While this was recorded each of the {ipus} ipus did one thing at a time, as separate devices do."
-            f" Without a recorder {cores_and_verb(profile)} all of them, and the layout hardly matters."
+            f" Without a recorder {sharing_cores_text(profile)} all of them, and the layout hardly matters."
         )
     inside, between = figures.host.get("in calls", 0.0), figures.host.get("between calls", 0.0)
     if between >= max(0.05, 0.2 * (inside + between)):
@@ -105,7 +107,7 @@ def _note_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
             cause = "the data loader: use more workers, or DataLoaderMode.Async"
         yield f"The ipus stand still for {between / (inside + between):.0%} of the time, waiting for {cause}."
     kept, steps = len(whole_steps(profile)), profile.facts.get("steps", 0)
-    if is_cut_off(profile) and steps:
+    if has_only_partial_steps(profile) and steps:
         yield "Steps are too long to be kept whole: the trace shows their beginning, and shares of time are unknown."
     elif kept < steps:
         yield f"The trace holds {kept} of {steps} steps, the first and the last ones; totals count all of them."

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from popengine.profile import Event, Profile
 
 from . import memory, times, virtual
-from .units import cores_and_verb, rate, seconds, share, size, table
+from .units import rate_text, seconds_text, share_text, sharing_cores_text, size_text, table_text
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Figures:
     calls: int
     steps: int
     step_seconds: float | None  # without the first call if there are more
-    step_spread: float  # of a step's seconds in different calls, see `times.spread_of`
+    step_spread: float  # of a step's seconds in different calls, see `times.relative_spread`
     step_apart: float | None
     step_here: float | None  # None: the run was not on a host, or nothing was computed
     here_is: str  # the host in words
@@ -43,7 +43,7 @@ class Figures:
     stages: list[times.StageTime]
     slowest: int | None
     unevenness: float  # cost of the slowest stage, divided by the average stage's
-    spread: float  # of the costs of equal computations, see `times.spread`
+    spread: float  # of the costs of equal computations, see `times.cost_spread`
     changes: list[virtual.Change]
     needs: list[memory.Need]
     wanted: int  # bytes that must fit into the capacity
@@ -55,12 +55,12 @@ class Figures:
     groups: dict[str, list[dict[str, Any]]]  # see `_operation_sums`; by "block", "module", "where" and "kind"
 
 
-def figures(profile: Profile) -> Figures:
+def compute_figures(profile: Profile) -> Figures:
     """Return all figures of a profile. A figure whose events were not recorded is None, empty or 0
     (`unevenness`: 1)."""
     facts, events = profile.facts, times.steady_events(profile)
-    usages = [] if times.is_cut_off(profile) else times.usages(events)
-    stages, spread = times.stage_times(profile, events), times.spread(events)
+    usages = [] if times.has_only_partial_steps(profile) else times.usages(events)
+    stages, spread = times.stage_times(profile, events), times.cost_spread(events)
     step, timed = times.step_model(profile, events, stages), times.with_stage_costs(profile, stages)
     totals = [stage.total for stage in stages]
     seen = {(event.phase, event.stage) for event in events if event.kind == "compute"}
@@ -68,11 +68,11 @@ def figures(profile: Profile) -> Figures:
     cores = facts.get("threads", 0) if facts.get("device", "cpu") == "cpu" else 0
     here = virtual.ns_on_host(step, cores) if computed and cores else None
     apart = virtual.ns_on_devices(step) if computed else None
-    calls, steps, ns, ns_with_gaps = _warm_calls(profile)
+    calls, steps, ns, ns_with_gaps = _sum_warm_calls(profile)
     factors = ("micro_batch_size", "accumulation", "groups", "iterations", "instances")
     rows_per_call = math.prod(profile.counts.get(name, 1) for name in factors)
-    needs, held_by = memory.needs(profile), facts.get("capacity") or {}
-    limit, wanted = memory.capacity(profile, needs)
+    needs, held_by = memory.memory_needs(profile), facts.get("capacity") or {}
+    limit, wanted = memory.capacity_and_need(profile, needs)
     of_step = [(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps]
     return Figures(
         samples_per_call=rows_per_call,
@@ -81,10 +81,10 @@ def figures(profile: Profile) -> Figures:
         calls=facts.get("calls", 0),
         steps=facts.get("steps", 0),
         step_seconds=ns / steps / 1e9 if steps else None,
-        step_spread=times.spread_of(of_step),
+        step_spread=times.relative_spread(of_step),
         step_apart=None if apart is None else apart / 1e9,
         step_here=None if here is None else here / 1e9,
-        here_is=f"here, where {cores_and_verb(profile)} all ipus",
+        here_is=f"here, where {sharing_cores_text(profile)} all ipus",
         compile_seconds=sum(entry.seconds for entry in profile.passes),
         bubble_ideal=times.ideal_bubble(profile),
         bubble_measured=times.measured_bubble(usages),
@@ -95,7 +95,7 @@ def figures(profile: Profile) -> Figures:
         slowest=totals.index(max(totals)) if computed else None,
         unevenness=max(totals) * len(totals) / sum(totals) if computed else 1.0,
         spread=spread,
-        changes=virtual.changes(profile, step, spread) if computed else [],
+        changes=virtual.advised_changes(profile, step, spread) if computed else [],
         needs=needs,
         wanted=wanted,
         capacity=limit,
@@ -107,7 +107,7 @@ def figures(profile: Profile) -> Figures:
     )
 
 
-def _warm_calls(profile: Profile) -> tuple[int, int, int, int]:
+def _sum_warm_calls(profile: Profile) -> tuple[int, int, int, int]:
     """Return the number of calls, the number of their steps, the ns spent in these calls, and the ns from the
     begin of the first of them to the end of the last. The first of several calls is left out: it is slower,
     since memory is cold."""
@@ -183,7 +183,7 @@ class Row:
         return self.second / self.first if self.first and self.second is not None else None
 
     @property
-    def better(self) -> Literal["first", "second", ""]:
+    def better_run(self) -> Literal["first", "second", ""]:
         """Return which run has the better figure; "" if a run lacks the figure, or if the two figures differ
         by at most `spread` or 1 %, whichever is more."""
         if self.first is None or self.second is None:
@@ -191,22 +191,28 @@ class Row:
         top = max(abs(self.first), abs(self.second))
         if abs(self.first - self.second) <= max(0.01, self.spread) * top:
             return ""
-        more_is_better = self.in_words is rate
+        more_is_better = self.in_words is rate_text
         return "second" if (self.second > self.first) == more_is_better else "first"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row for JSON; `first` and `second` are texts with units."""
         words = {"first": self.in_words(self.first), "second": self.in_words(self.second)}
-        return {"name": self.name, **words, "ratio": self.ratio, "spread": self.spread, "better": self.better}
+        return {
+            "name": self.name,
+            **words,
+            "ratio": self.ratio,
+            "spread": self.spread,
+            "better": self.better_run,
+        }
 
 
-def compare(a: Figures, b: Figures) -> list[Row]:
+def compare_figures(a: Figures, b: Figures) -> list[Row]:
     """Return a row for each figure of two runs: totals, then the times of each stage and block. The value of
     a run that lacks the stage or block is None."""
     first, second, rows = _compared_values(a), _compared_values(b), []
     for name in {**first, **second}:
         (one, in_words, spread), (other, _, other_spread) = (
-            values.get(name, (None, seconds, 0.0)) for values in (first, second)
+            values.get(name, (None, seconds_text, 0.0)) for values in (first, second)
         )
         rows.append(Row(name, one, other, in_words, spread + other_spread))
     return rows
@@ -219,26 +225,26 @@ def _compared_values(
     of_steps, of_costs = found.step_spread, found.spread
     totals = [need.total for need in found.needs]
     values = {
-        "throughput": (found.samples_per_second, rate, of_steps),
-        "throughput with the time between calls": (found.samples_per_second_overall, rate, of_steps),
-        "time of a step": (found.step_seconds, seconds, of_steps),
-        "a step on separate devices": (found.step_apart, seconds, of_costs),
-        "a step here": (found.step_here, seconds, of_costs),
-        "compilation": (found.compile_seconds, seconds, 0.0),
-        "bubble, measured": (found.bubble_measured, share, 0.0),
-        "bubble, ideal": (found.bubble_ideal, share, 0.0),
-        "largest ipu": (max(totals, default=None), size, 0.0),
-        "all ipus": (sum(totals) if totals else None, size, 0.0),
-        "activations": (sum(need.activations for need in found.needs), size, 0.0),
+        "throughput": (found.samples_per_second, rate_text, of_steps),
+        "throughput with the time between calls": (found.samples_per_second_overall, rate_text, of_steps),
+        "time of a step": (found.step_seconds, seconds_text, of_steps),
+        "a step on separate devices": (found.step_apart, seconds_text, of_costs),
+        "a step here": (found.step_here, seconds_text, of_costs),
+        "compilation": (found.compile_seconds, seconds_text, 0.0),
+        "bubble, measured": (found.bubble_measured, share_text, 0.0),
+        "bubble, ideal": (found.bubble_ideal, share_text, 0.0),
+        "largest ipu": (max(totals, default=None), size_text, 0.0),
+        "all ipus": (sum(totals) if totals else None, size_text, 0.0),
+        "activations": (sum(need.activations for need in found.needs), size_text, 0.0),
     }
     for stage in found.stages:
         for phase in ("forward", "backward", "update"):
             if ns := getattr(stage, phase):
-                values[f"stage {stage.stage}, {phase}"] = ns / 1e9, seconds, of_costs
+                values[f"stage {stage.stage}, {phase}"] = ns / 1e9, seconds_text, of_costs
     for row in found.groups["block"]:
         name = f"block {row['block']}, {'forward' if row['phase'] == 'F' else 'backward'}"
         before = values[name][0] if name in values else 0.0  # of another stage
-        values[name] = (before or 0.0) + row["ns"] / max(row["calls"], 1) / 1e9, seconds, of_costs
+        values[name] = (before or 0.0) + row["ns"] / max(row["calls"], 1) / 1e9, seconds_text, of_costs
     return values
 
 
@@ -247,9 +253,9 @@ def comparison_text(rows: Sequence[Row], names: tuple[str, str]) -> str:
     lines = [["", names[0][-24:], names[1][-24:], "ratio", "spread"]]
     for row in rows:
         cells = [
-            row.in_words(value) + (" <" if row.better == side else "")
+            row.in_words(value) + (" <" if row.better_run == side else "")
             for side, value in (("first", row.first), ("second", row.second))
         ]
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         lines.append([row.name[:40], *cells, ratio, f"± {row.spread:.0%}" if row.spread >= 0.005 else ""])
-    return table(lines) + "\n"
+    return table_text(lines) + "\n"

@@ -57,7 +57,7 @@ def _instruction_slice(event: Event, process: int) -> dict[str, Any]:
 
 def _flow_events(events: list[Event], process: int) -> Iterator[dict[str, Any]]:
     """Yield the two ends of an arrow from the start of each send to the end of its receive."""
-    for send, receive in memory.transfers(events):
+    for send, receive in memory.completed_transfers(events):
         place = send.channel, send.step, send.micro_batch, receive.ipu
         more = {"cat": "transfer", "bp": "e", "id": " ".join(map(str, (process, *place)))}
         yield _event("s", send.channel, process, send.ipu, send.start, **more)
@@ -66,10 +66,10 @@ def _flow_events(events: list[Event], process: int) -> Iterator[dict[str, Any]]:
 
 def _operation_slices(profile: Profile, events: list[Event], process: int) -> Iterator[dict[str, Any]]:
     """Yield a slice for each operation in the computations of the detailed step. Its start and end are the
-    operation's share of the computation's time (see `memory.operation_ends`)."""
-    inside = memory.operation_ends(profile)
+    operation's share of the computation's time (see `memory.operation_end_shares`)."""
+    inside = memory.operation_end_shares(profile)
     for event in events:
-        if event.kind != "compute" or not memory.is_detailed(profile, event):
+        if event.kind != "compute" or not memory.is_in_detailed_step(profile, event):
             continue
         start, whole = event.start, event.end - event.start
         for share, operation in inside.get((event.phase, event.stage), ()):

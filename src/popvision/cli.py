@@ -15,9 +15,9 @@ from popengine.environment import pando_version
 from popengine.profile import ProfileError, load
 
 from . import chrome, html
-from .html import profiles_at
-from .machine import MachineError, machines
-from .plan import Estimates, profiles_of
+from .html import find_profiles
+from .machine import MachineError, load_machines
+from .plan import Estimates, compile_profiles
 from .report import summary
 
 _USAGE = """\
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given and given[0] not in names and not given[0].startswith("-"):
         given = ["open", *given]
     if given[:1] == ["plan"]:
-        given = _plan_flags_first(given)
+        given = _move_plan_options_first(given)
     args = _make_parser().parse_args(given)
     try:
         args.run(args)
@@ -80,18 +80,20 @@ def _make_parser() -> argparse.ArgumentParser:
         "--on", default="bow-pod16", help="machines, or paths of TOML files, with commas between"
     )
     command.add_argument("--json", action="store_true", help="print the plan as JSON, and write no page")
-    command.add_argument("--replicas", type=_integers, default=[], help="choices to compare: 4,16,64")
-    command.add_argument("--accumulation", type=_integers, default=[], help="choices to compare: 256,512")
+    command.add_argument("--replicas", type=_parse_integers, default=[], help="choices to compare: 4,16,64")
+    command.add_argument(
+        "--accumulation", type=_parse_integers, default=[], help="choices to compare: 256,512"
+    )
     command.add_argument("--output", type=Path, default=Path("plan.html"), help="the page to write")
     command.add_argument("program", nargs=argparse.REMAINDER, help="a Python program, and its arguments")
     return parser
 
 
-def _integers(text: str) -> list[int]:
+def _parse_integers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def _plan_flags_first(given: list[str]) -> list[str]:
+def _move_plan_options_first(given: list[str]) -> list[str]:
     """Return the words of a command line of `popvision plan`, in an order that argparse can read: `plan`'s
     options, the program, the program's arguments.
 
@@ -113,7 +115,7 @@ def _plan_flags_first(given: list[str]) -> list[str]:
 
 
 def _open_report(args: argparse.Namespace) -> None:
-    found = profiles_at(args.report)
+    found = find_profiles(args.report)
     for path in found:
         load(path)  # a profile that can't be read is an error here, not a page about one
     _print_and_open(html.write_report(found[0].parent.parent), not args.no_browser)
@@ -127,7 +129,7 @@ def _print_and_open(page: Path, in_browser: bool) -> None:
 
 
 def _print_summary(args: argparse.Namespace) -> None:
-    print("\n".join(summary(load(path)) for path in profiles_at(args.report)), end="")
+    print("\n".join(summary(load(path)) for path in find_profiles(args.report)), end="")
 
 
 def _compare_reports(args: argparse.Namespace) -> None:
@@ -136,7 +138,7 @@ def _compare_reports(args: argparse.Namespace) -> None:
 
 
 def _export_trace(args: argparse.Namespace) -> None:
-    text = chrome.chrome_trace([load(path) for path in profiles_at(args.report)]).encode()
+    text = chrome.chrome_trace([load(path) for path in find_profiles(args.report)]).encode()
     args.trace.write_bytes(gzip.compress(text) if args.trace.suffix == ".gz" else text)
     print(args.trace)
 
@@ -144,8 +146,8 @@ def _export_trace(args: argparse.Namespace) -> None:
 def _plan_program(args: argparse.Namespace) -> None:
     if not args.program:
         raise ProfileError("popvision plan needs a program\n  fix: popvision plan train.py")
-    chosen = machines(args.on)
-    profiles = profiles_of(args.program, list(dict.fromkeys(machine.kind for machine in chosen)))
+    chosen = load_machines(args.on)
+    profiles = compile_profiles(args.program, list(dict.fromkeys(machine.kind for machine in chosen)))
     found = Estimates.of(profiles, chosen, args.replicas, args.accumulation)
     if args.json:
         print(found.to_json())

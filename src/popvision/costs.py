@@ -36,7 +36,7 @@ def _add_seconds(total: Spent, more: Mapping[str, float], factor: float = 1.0) -
         total[category] += factor * value
 
 
-def kind_of(operation: Operation) -> str | None:
+def operation_kind(operation: Operation) -> str | None:
     """Return the kind of an operation, such as "matmul", by which `Machine.efficiency` gives its efficiency;
     None for an operation that costs nothing, such as a view."""
     name = re.sub(r"^(poptorch|popengine|prims)\.", "", operation.kind).split(".")[0]
@@ -47,18 +47,18 @@ def kind_of(operation: Operation) -> str | None:
 
 def operation_seconds(operation: Operation, machine: Machine) -> Spent:
     """Return the estimated seconds of one call of an operation on a machine, by category. The result is empty
-    for an operation that costs nothing (see `kind_of`)."""
-    kind, found = kind_of(operation), Spent(float)
+    for an operation that costs nothing (see `operation_kind`)."""
+    kind, found = operation_kind(operation), Spent(float)
     if kind is None:
         return found
     found["exchange"] = machine.launch
     if operation.flops:
         rate = machine.half if operation.width <= 2 else machine.single
-        found["compute"] = operation.flops / (rate * machine.share(kind))
+        found["compute"] = operation.flops / (rate * machine.efficiency_of(kind))
         block = operation.flops / 2 / machine.tiles  # multiplications of a tile
         found["exchange"] += 3 * block ** (2 / 3) * operation.width * machine.tiles / machine.exchange
     else:
-        share = machine.share("elementwise" if kind in ("matmul", "convolution") else kind)
+        share = machine.efficiency_of("elementwise" if kind in ("matmul", "convolution") else kind)
         found["memory bandwidth"] = operation.bytes / (machine.local * share)
     return found
 
@@ -70,7 +70,10 @@ def all_reduce_seconds(size: float, replicas: int, ipus: int, machine: Machine) 
     Args: ipus: the number of ipus of a replica, which decides how many replicas are in a rack
     """
     inside = min(replicas, max(1, machine.rack // ipus))
-    rings = (inside, machine.links * machine.share("links")), (-(-replicas // inside), machine.gateway)
+    rings = (
+        (inside, machine.links * machine.efficiency_of("links")),
+        (-(-replicas // inside), machine.gateway),
+    )
     total = 0.0
     for members, rate in rings:
         if members > 1:
@@ -100,14 +103,14 @@ class Costs:
                 )
         self.updates = dict(_update_seconds(profile, machine, replicas)) if profile.training else {}
 
-    def step(self, micro_batches: int) -> StepModel:
+    def step_model(self, micro_batches: int) -> StepModel:
         """Return the model of a replica's step of so many micro-batches, for the simulation in `virtual`."""
         costs = {key: 1e9 * sum(spent.values()) for key, spent in self.phases.items()}
         updates = {ipu: 1e9 * sum(spent.values()) for ipu, spent in self.updates.items()}
         more = {"updates": updates, "micro_batches": micro_batches, "keeps_order": False}
         return StepModel.of(self.profile, costs, **more)
 
-    def by_ipu(self, micro_batches: int) -> dict[int, Spent]:
+    def seconds_by_ipu(self, micro_batches: int) -> dict[int, Spent]:
         """Return, by ipu, its seconds in a step by category: all micro-batches, and the weight update."""
         found = {ipu: Spent(float, self.updates.get(ipu, {})) for ipu in self.profile.devices}
         for (_, stage), spent in self.phases.items():
@@ -119,11 +122,11 @@ def _instruction_seconds(kind: str, size: int, machine: Machine) -> dict[str, fl
     """Return the seconds of a send, receive, load or accumulate of `size` bytes, by category; {} for other
     kinds of instructions."""
     if kind in ("send", "receive"):  # neither end computes meanwhile
-        return {"links": machine.message + size / (machine.links * machine.share("links"))}
+        return {"links": machine.message + size / (machine.links * machine.efficiency_of("links"))}
     if kind == "load":
         return {"host input": size / machine.streaming}  # the host has copied the rows there before
     if kind == "accumulate":
-        return {"memory bandwidth": 3 * size / (machine.local * machine.share("elementwise"))}
+        return {"memory bandwidth": 3 * size / (machine.local * machine.efficiency_of("elementwise"))}
     return {}
 
 
@@ -133,7 +136,9 @@ def _update_seconds(profile: Profile, machine: Machine, replicas: int) -> Iterat
     facts = profile.facts
     for row in profile.memory:
         state = 2 * row.optimizer / (replicas if facts.get("shards_optimizer") else 1)
-        touched = (3 * row.weights + row.gradients + state) / (machine.local * machine.share("update"))
+        touched = (3 * row.weights + row.gradients + state) / (
+            machine.local * machine.efficiency_of("update")
+        )
         off_chip = state / machine.streaming if facts.get("optimizer_off_chip") else 0.0
         links = all_reduce_seconds(row.gradients, replicas, len(profile.devices), machine)
         yield row.ipu, Spent(float, {"links": links, "memory bandwidth": touched + off_chip})

@@ -15,9 +15,9 @@ from typing import Any
 
 from popengine.profile import Profile, ProfileError, load
 
-from .advice import machine_sentence, sentences, stages_sentence
-from .analysis import Figures, compare, comparison_text, figures
-from .memory import bytes_curve, detailed_tracks
+from .advice import advice_sentences, machine_sentence, stages_sentence
+from .analysis import Figures, compare_figures, comparison_text, compute_figures
+from .memory import bytes_curve, tracks_of_detailed_step
 from .times import with_stage_costs
 
 PROFILE, REPORT = "profile.pop", "report.html"
@@ -27,7 +27,7 @@ _SCRIPTS = [  # in this order
 ]
 
 
-def profiles_at(path: Path) -> list[Path]:
+def find_profiles(path: Path) -> list[Path]:
     """Return the paths of all profile files at `path`, the one in a folder "training" first.
 
     Args: path: a profile's file, its folder, or a folder of such folders
@@ -56,10 +56,14 @@ def write_report(directory: Path) -> Path:
 
 def report_page(folder: Path) -> str:
     """Return the page of all profiles in a folder as HTML. Raises: ProfileError, if there is none."""
-    return page([profile_entry(path) for path in profiles_at(folder)], f"Profile of {folder.resolve().name}")
+    return profiles_page(
+        [profile_entry(path) for path in find_profiles(folder)], f"Profile of {folder.resolve().name}"
+    )
 
 
-def page(entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, Any]] | None = None) -> str:
+def profiles_page(
+    entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, Any]] | None = None
+) -> str:
     """Return the HTML of a page of profiles.
 
     Args:
@@ -89,7 +93,7 @@ def profile_entry(path: Path) -> dict[str, Any]:
     label = path.parent.name
     try:
         profile = load(path)
-        return {"label": label, **page_data(profile, figures(profile))}
+        return {"label": label, **page_data(profile, compute_figures(profile))}
     except ProfileError as error:
         return {"label": label, "error": str(error)}
     except (KeyError, TypeError, ValueError, IndexError, ArithmeticError, AttributeError) as error:
@@ -101,7 +105,7 @@ def page_data(profile: Profile, found: Figures) -> dict[str, Any]:
     dictionary of plain values for the page's scripts."""
     plain = asdict(found)
     said = {
-        "warnings": sentences(profile, found),
+        "warnings": advice_sentences(profile, found),
         "machine_says": machine_sentence(found),
         "stages_say": stages_sentence(found),
     }
@@ -111,7 +115,7 @@ def page_data(profile: Profile, found: Figures) -> dict[str, Any]:
         "figures": {**plain, **said},
         "curves": {
             str(ipu): [number for point in bytes_curve(profile, track) for number in point]
-            for ipu, track in detailed_tracks(profile).items()
+            for ipu, track in tracks_of_detailed_step(profile).items()
         },
     }
 
@@ -125,15 +129,15 @@ def write_comparison(first: Path, second: Path, target: Path) -> str:
     found: list[dict[bool, tuple[str, Profile]]] = []  # of each folder: labels and profiles by kind
     for root in (first, second):
         found.append({})
-        for path in reversed(profiles_at(root)):
+        for path in reversed(find_profiles(root)):
             profile = load(path)
             is_inside = path.parent != root and path != root
             label = f"{root.name}: {path.parent.name}" if is_inside else root.name
             found[-1][profile.training] = label, profile
     entries, comparisons, texts = [], [], []
     for kind in sorted(found[0].keys() & found[1].keys(), reverse=True):  # training first
-        runs = [figures(profiles[kind][1]) for profiles in found]
-        rows = compare(*runs)
+        runs = [compute_figures(profiles[kind][1]) for profiles in found]
+        rows = compare_figures(*runs)
         at = {"first": len(entries), "second": len(entries) + 1}
         comparisons.append({**at, "rows": [row.to_dict() for row in rows]})
         texts.append(comparison_text(rows, (str(first), str(second))))
@@ -144,5 +148,5 @@ def write_comparison(first: Path, second: Path, target: Path) -> str:
         raise ProfileError(
             f"{first} and {second} have no profile of the same kind: one trains, the other does not"
         )
-    target.write_text(page(entries, f"{first.name} and {second.name}", comparisons))
+    target.write_text(profiles_page(entries, f"{first.name} and {second.name}", comparisons))
     return "\n".join(texts)

@@ -41,29 +41,29 @@ class Machine:
     host: float = 0.0  # bytes per second from the host
     launch: float = 0.0  # seconds that an operation takes to begin
     message: float = 0.0  # seconds of latency between chips
-    efficiency: Mapping[str, float] | None = None  # by kind of operation: see `share`
+    efficiency: Mapping[str, float] | None = None  # by kind of operation: see `efficiency_of`
 
-    def share(self, kind: str) -> float:
+    def efficiency_of(self, kind: str) -> float:
         """Return the fraction of the chip's rate that operations of a kind reach; 1 for an unknown kind."""
         return (self.efficiency or {}).get(kind, 1.0)
 
 
-def machines(names: str | Sequence[str]) -> list[Machine]:
+def load_machines(names: str | Sequence[str]) -> list[Machine]:
     """Return the machines with these names, given as a list or as a text with commas. A name that ends with
     ".toml" is the path of a machine's file.
 
     Raises: MachineError, if a machine is not known, or its file is incomplete
     """
     parts = names.split(",") if isinstance(names, str) else names
-    return [machine(str(name).strip()) for name in parts]
+    return [load_machine(str(name).strip()) for name in parts]
 
 
-def machine(name: str) -> Machine:
+def load_machine(name: str) -> Machine:
     """Return the machine with this name; for a name that ends with ".toml", the machine in that file.
 
     Raises: MachineError, if the machine is not known, or its file is incomplete
     """
-    data = _read_file(name)
+    data = _read_machine_file(name)
     made = Machine(Path(name).stem, str(data.get("description", "")), data.get("kind", "apart"))
     if made.kind == "here":
         return made
@@ -91,7 +91,7 @@ def machine(name: str) -> Machine:
         ) from error
 
 
-def _read_file(name: str) -> dict[str, Any]:
+def _read_machine_file(name: str) -> dict[str, Any]:
     """Return a machine's TOML file as a dictionary. If the file has a key "extends", its values replace those
     of the machine with that name. Raises: MachineError, if a file is missing or not TOML."""
     found = Path(name) if name.endswith(".toml") else _MACHINES / f"{name}.toml"
@@ -105,7 +105,7 @@ def _read_file(name: str) -> dict[str, Any]:
         data = tomllib.loads(found.read_text())
     except tomllib.TOMLDecodeError as error:
         raise MachineError(f"{name} is not TOML: {error}") from error
-    base = _read_file(data["extends"]) if "extends" in data else {}
+    base = _read_machine_file(data["extends"]) if "extends" in data else {}
     return {
         key: {**base.get(key, {}), **value} if isinstance(value, dict) else value
         for key, value in (base | data).items()

@@ -27,11 +27,11 @@ class Need:
     total: int
 
 
-def needs(profile: Profile) -> list[Need]:
+def memory_needs(profile: Profile) -> list[Need]:
     """Return the bytes that each ipu of replica 0 needs. The bytes of activations and of values between ipus
     are the peaks in the detailed step; without a detailed step they are 0."""
     fixed = {row.ipu: row for row in profile.memory if row.replica == 0}
-    tracks, waiting = detailed_tracks(profile), bytes_between(profile)
+    tracks, waiting = tracks_of_detailed_step(profile), peak_bytes_in_transit(profile)
     found = []
     for ipu in profile.devices:
         row = fixed.get(ipu, Memory(0, ipu))
@@ -42,7 +42,7 @@ def needs(profile: Profile) -> list[Need]:
     return found
 
 
-def capacity(profile: Profile, needs: Sequence[Need]) -> tuple[int | None, int]:
+def capacity_and_need(profile: Profile, needs: Sequence[Need]) -> tuple[int | None, int]:
     """Return two numbers of bytes: the capacity (None: unknown), and the need. If all ipus share the memory,
     the need is the sum over all ipus and replicas; else it is that of the ipu that needs most."""
     of_profile = profile.facts.get("capacity") or {}
@@ -51,12 +51,12 @@ def capacity(profile: Profile, needs: Sequence[Need]) -> tuple[int | None, int]:
     return of_profile.get("bytes"), shared if of_profile.get("shared") else max(totals, default=0)
 
 
-def detailed_tracks(profile: Profile) -> dict[int, Track]:
-    """Return, by ipu, the track of replica 0 in the detailed step (see `is_detailed`)."""
-    return {track.ipu: track for track in profile.tracks if is_detailed(profile, track)}
+def tracks_of_detailed_step(profile: Profile) -> dict[int, Track]:
+    """Return, by ipu, the track of replica 0 in the detailed step (see `is_in_detailed_step`)."""
+    return {track.ipu: track for track in profile.tracks if is_in_detailed_step(profile, track)}
 
 
-def is_detailed(profile: Profile, row: Track | Event) -> bool:
+def is_in_detailed_step(profile: Profile, row: Track | Event) -> bool:
     """Return whether a track or event is of replica 0 in the detailed step, which has times of operations."""
     return [row.call, row.step] == list(profile.facts.get("detailed_step") or ()) and row.replica == 0
 
@@ -76,14 +76,14 @@ def bytes_curve(profile: Profile, track: Track) -> list[tuple[int, int]]:
     profile's origin, bytes).
 
     There is a point at the end of each instruction. In the detailed step, unless it is very long, there is
-    also one at the end of each operation, at the time that `operation_ends` gives. If the curve has more than
-    `MOST_POINTS` points, only the highest of each few neighbours is returned, so peaks stay.
+    also one at the end of each operation, at the time that `operation_end_shares` gives. If the curve has
+    more than `MOST_POINTS` points, only the highest of each few neighbours is returned, so peaks stay.
     """
     program = profile.programs[track.ipu]
     # All steps hold the same tensors at the same instruction.
     after = held_bytes([row for row in profile.tensors if row.ipu == track.ipu], len(track.durations))
-    has_operations = is_detailed(profile, track) and len(after) < MOST_POINTS // 4
-    inside = operation_ends(profile) if has_operations else {}
+    has_operations = is_in_detailed_step(profile, track) and len(after) < MOST_POINTS // 4
+    inside = operation_end_shares(profile) if has_operations else {}
     before = 0
     points = [(track.start, 0)]
     for index, (at, end) in enumerate(track.spans()):
@@ -98,7 +98,7 @@ def bytes_curve(profile: Profile, track: Track) -> list[tuple[int, int]]:
     return [max(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size)]
 
 
-def operation_ends(profile: Profile) -> dict[tuple[str, int], list[tuple[float, Operation]]]:
+def operation_end_shares(profile: Profile) -> dict[tuple[str, int], list[tuple[float, Operation]]]:
     """Return, by (phase, stage) of a piece, a list of (share, operation) in the order of the operations.
 
     `share` is the fraction of the piece's time that has passed when the operation ends, a mean over all runs
@@ -115,7 +115,7 @@ def operation_ends(profile: Profile) -> dict[tuple[str, int], list[tuple[float, 
     return found
 
 
-def transfers(events: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
+def completed_transfers(events: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
     """Yield the events (send, receive) of each completed transfer. `events`: those of one replica."""
     sent = {(row.channel, row.step, row.micro_batch, row.peer): row for row in events if row.kind == "send"}
     for row in events:
@@ -124,12 +124,12 @@ def transfers(events: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
             yield sent[key], row
 
 
-def bytes_between(profile: Profile) -> dict[int, int]:
+def peak_bytes_in_transit(profile: Profile) -> dict[int, int]:
     """Return, by ipu, the largest number of bytes in the detailed step that were sent to the ipu and that it
     had not received yet. An ipu for which no value waited is missing."""
     changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    in_detail = replace(profile, tracks=tuple(detailed_tracks(profile).values()))
-    for send, receive in transfers([*in_detail.events(frozenset({"send", "receive"}))]):
+    in_detail = replace(profile, tracks=tuple(tracks_of_detailed_step(profile).values()))
+    for send, receive in completed_transfers([*in_detail.events(frozenset({"send", "receive"}))]):
         if receive.end > send.end:
             changes[receive.ipu] += [(send.end, send.bytes), (receive.end, -send.bytes)]
     return {ipu: max(accumulate(size for _, size in sorted(rows))) for ipu, rows in changes.items()}

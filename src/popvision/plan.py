@@ -21,8 +21,8 @@ from popengine.profile import Profile, ProfileError, load
 from . import virtual
 from .costs import CATEGORIES, Costs, Spent
 from .machine import Machine
-from .machine import machine as bow
-from .units import kind_of_run, seconds, share, size, table
+from .machine import load_machine as bow
+from .units import layout_text, seconds_text, share_text, size_text, table_text
 
 _CORE_FLOPS, _CORE_BYTES = 50e9, 10e9  # FLOPs and bytes per second of a core, roughly
 _KINDS = ("weights", "gradients", "optimizer", "activations", "between", "code")
@@ -46,7 +46,7 @@ class Estimate:
     items_per_second: float
     bubble: float  # share of the time in which the ipus (on this host: the cores) wait
     spent: Spent  # seconds of the busiest ipu (on this host: of a core) by category
-    memory: dict[int, dict[str, int]]  # bytes by ipu and kind; None: unknown, see `memory_of`
+    memory: dict[int, dict[str, int]]  # bytes by ipu and kind; None: unknown, see `memory_by_ipu`
     problems: tuple[str, ...]  # reasons why the program would fail on the machine; empty: it fits
 
     @property
@@ -66,17 +66,17 @@ class Estimate:
         own = ("items_per_second", "seconds_per_update", "memory_per_ipu", "fits", "bound_by")
         return {"machine": self.machine.name, **{name: getattr(self, name) for name in own}}
 
-    def cells(self) -> dict[str, str]:
+    def table_row(self) -> dict[str, str]:
         """Return the estimate's row of `Estimates.table`: texts with units, by column name."""
         return {
             "machine": self.machine.name,
             "replicas": str(self.replicas),
             "micro-batches": str(self.accumulation),
             "items/s": f"{self.items_per_second:,.1f}",
-            "an update": seconds(self.seconds_per_update),
-            "bubble": share(self.bubble),
+            "an update": seconds_text(self.seconds_per_update),
+            "bubble": share_text(self.bubble),
             "bound by": self.bound_by,
-            "largest ipu": size(max(self.memory_per_ipu, default=0)),
+            "largest ipu": size_text(max(self.memory_per_ipu, default=0)),
             "": "fits" if self.fits else "DOES NOT FIT: " + "; ".join(self.problems),
         }
 
@@ -98,14 +98,14 @@ class Estimates:
         """Return an estimate for each machine and combination of `replicas` and `accumulation`.
 
         Args:
-            profiles: by kind of machine, as `profiles_of` returns them
+            profiles: by kind of machine, as `compile_profiles` returns them
             replicas, accumulation: numbers to compare; empty: the program's own number
         """
         found = []
         for machine in machines:
             profile = profiles[machine.kind]
             choices = [
-                estimate(profile, machine, count, micro_batches)
+                estimate_plan(profile, machine, count, micro_batches)
                 for count in replicas or [profile.counts.get("replicas", 1)]
                 for micro_batches in accumulation or [profile.facts["schedule_micro_batches"]]
             ]
@@ -120,7 +120,7 @@ class Estimates:
         Path(path).write_text(_plan_page(self))
 
     @cached_property
-    def drawn(self) -> tuple[Estimate, Profile, Costs]:
+    def drawn_estimate(self) -> tuple[Estimate, Profile, Costs]:
         """Return the estimate that page and advice are about, its profile, and its costs.
 
         It is the first on a machine with one chip per ipu; without one, that of the program on a Bow Pod16.
@@ -131,35 +131,35 @@ class Estimates:
         return found, profile, Costs(profile, found.machine, found.replicas)
 
     def advice(self) -> list[str]:
-        """Return a sentence about the busiest ipu of the estimate `drawn`, and one about each change that
+        """Return a sentence about the busiest ipu of the `drawn_estimate`, and one about each change that
         makes a step at least 3 % faster. The list is empty if all estimates are of this host."""
         if "apart" not in self.profiles:
             return []
-        found, profile, costs = self.drawn
-        loads = {ipu: sum(spent.values()) for ipu, spent in costs.by_ipu(found.accumulation).items()}
+        found, profile, costs = self.drawn_estimate
+        loads = {ipu: sum(spent.values()) for ipu, spent in costs.seconds_by_ipu(found.accumulation).items()}
         slowest, mean = max(loads, key=lambda ipu: loads[ipu]), sum(loads.values()) / len(loads)
-        step = costs.step(found.accumulation)
+        step = costs.step_model(found.accumulation)
         return [
             f"ipu {slowest} has the most to do: {loads[slowest] / (mean or 1):.2f} times the average ipu."
             f" On {found.machine.name} ipus wait {found.bubble:.0%} of the time."
         ] + [
             f"{change.what} would make it {change.apart:.2f} times as fast there. Then {change.also}."
-            for change in virtual.changes(profile, step, 0.0)
+            for change in virtual.advised_changes(profile, step, 0.0)
             if change.apart > 1.03
         ]
 
     def table(self) -> list[list[str]]:
         """Return a table of all estimates: a row of column names, then a row for each estimate."""
-        rows = [one.cells() for one in self.estimates]
+        rows = [one.table_row() for one in self.estimates]
         return [list(cells) for cells in (*rows[:1], *(row.values() for row in rows))]
 
     def __str__(self) -> str:
-        return table(self.table())
+        return table_text(self.table())
 
     __repr__ = __str__
 
 
-def profiles_of(program: Sequence[str], kinds: Sequence[str]) -> dict[str, Profile]:
+def compile_profiles(program: Sequence[str], kinds: Sequence[str]) -> dict[str, Profile]:
     """Run a program until its first model is compiled, and return a profile of the model by kind of machine.
 
     The model is not trained. Its weights have no values, and take no memory; a program that fails for this
@@ -190,25 +190,25 @@ def profiles_of(program: Sequence[str], kinds: Sequence[str]) -> dict[str, Profi
     )
 
 
-def estimate(profile: Profile, machine: Machine, replicas: int, micro_batches: int) -> Estimate:
+def estimate_plan(profile: Profile, machine: Machine, replicas: int, micro_batches: int) -> Estimate:
     """Return the estimate of a plan on a machine.
 
     Args: micro_batches: of each replica in a step
     """
-    counts, memory, problems = profile.counts, memory_of(profile, machine, replicas), []
+    counts, memory, problems = profile.counts, memory_by_ipu(profile, machine, replicas), []
     if any(None in kinds.values() for kinds in memory.values()):
         problems.append("a kernel needs memory of a size that only it knows")
     loaded = micro_batches * sum(part.bytes for part in profile.parts if part.kind == "load")
     if machine.kind == "here":
-        taken, bubble, spent = _seconds_here(profile, replicas, micro_batches)
-        problems += _problems_here(profile, memory, replicas, loaded)
+        taken, bubble, spent = _step_seconds_on_host(profile, replicas, micro_batches)
+        problems += _problems_on_host(profile, memory, replicas, loaded)
     else:
         costs = Costs(profile, machine, replicas)
-        step = costs.step(micro_batches)
+        step = costs.step_model(micro_batches)
         ns = virtual.ns_on_devices(step)
         taken, bubble = ns / 1e9, step.bubble(ns)
-        spent = max(costs.by_ipu(micro_batches).values(), key=lambda spent: sum(spent.values()))
-        problems += _problems_apart(len(profile.devices) * replicas, memory, machine)
+        spent = max(costs.seconds_by_ipu(micro_batches).values(), key=lambda spent: sum(spent.values()))
+        problems += _problems_on_chips(len(profile.devices) * replicas, memory, machine)
         if loaded / machine.host > taken:  # a replica's rows reach its first ipu
             taken = spent["host input"] = loaded / machine.host
     groups = replicas if counts.get("groups", 1) == counts.get("replicas", 1) else counts.get("groups", 1)
@@ -216,7 +216,7 @@ def estimate(profile: Profile, machine: Machine, replicas: int, micro_batches: i
     return Estimate(machine, replicas, micro_batches, taken, items, bubble, spent, memory, tuple(problems))
 
 
-def memory_of(
+def memory_by_ipu(
     profile: Profile, machine: Machine | None = None, replicas: int = 1
 ) -> dict[int, dict[str, Any]]:
     """Return the bytes of each ipu by kind; None for a number that is not known before a kernel has run.
@@ -237,19 +237,21 @@ def memory_of(
     return found
 
 
-def _problems_apart(chips: int, memory: Mapping[int, Mapping[str, Any]], machine: Machine) -> Iterator[str]:
+def _problems_on_chips(
+    chips: int, memory: Mapping[int, Mapping[str, Any]], machine: Machine
+) -> Iterator[str]:
     """Yield each reason why a plan that needs `chips` chips fails on a machine with a chip per ipu."""
     if chips > machine.chips:
         yield f"needs {chips} chips, and has {machine.chips}"
     for ipu, kinds in memory.items():
         if (needed := total_bytes(kinds)) > machine.memory:
-            yield f"ipu {ipu} needs up to {size(needed)}, and has {size(machine.memory)}"
+            yield f"ipu {ipu} needs up to {size_text(needed)}, and has {size_text(machine.memory)}"
 
 
 # ---- this machine ----------------------------------------------------------------------------------------
 
 
-def _seconds_here(profile: Profile, replicas: int, micro_batches: int) -> tuple[float, float, Spent]:
+def _step_seconds_on_host(profile: Profile, replicas: int, micro_batches: int) -> tuple[float, float, Spent]:
     """Return a step's seconds on this host, the idle share of its cores, and a core's rough seconds by
     category. If whole steps were measured, the seconds are extrapolated from these, and the idle share is 0;
     else a step with the measured costs of pieces is simulated."""
@@ -258,7 +260,7 @@ def _seconds_here(profile: Profile, replicas: int, micro_batches: int) -> tuple[
         spent["compute"] += operation.flops / _CORE_FLOPS
         spent["memory bandwidth"] += operation.bytes / _CORE_BYTES
     if "steps" in measured:
-        return _seconds_on_line(measured["steps"], micro_batches * replicas), 0.0, spent
+        return _extrapolated_seconds(measured["steps"], micro_batches * replicas), 0.0, spent
     costs = dict.fromkeys(((phase, stage) for phase in "FB" for stage in range(len(profile.ipus))), 0.0)
     for piece, took in zip(profile.pieces, measured["pieces"], strict=True):
         costs[piece.phase, piece.stage] += took * 1e9
@@ -275,7 +277,7 @@ def _seconds_here(profile: Profile, replicas: int, micro_batches: int) -> tuple[
     return taken / 1e9, max(0.0, 1 - work / (taken * cores)), spent
 
 
-def _problems_here(
+def _problems_on_host(
     profile: Profile, memory: Mapping[int, Mapping[str, Any]], replicas: int, loaded: int
 ) -> Iterator[str]:
     """Yield a text if a plan needs more memory than this host has. `loaded`: bytes of a replica's inputs."""
@@ -287,10 +289,10 @@ def _problems_here(
     each += 2 * loaded * profile.counts.get("iterations", 1)  # the loader holds those of the next call, too
     wanted = kept * facts.get("processes", 1) + replicas * each
     if wanted > facts["available"]:
-        yield f"needs {size(wanted)}, and {size(facts['available'])} are free"
+        yield f"needs {size_text(wanted)}, and {size_text(facts['available'])} are free"
 
 
-def _seconds_on_line(rows: Sequence[Sequence[float]], micro_batches: int) -> float:
+def _extrapolated_seconds(rows: Sequence[Sequence[float]], micro_batches: int) -> float:
     """Return the seconds of a step of so many micro-batches, extrapolated from one or two measured steps.
 
     One measured step is scaled in proportion; through two goes a line. With fewer micro-batches than the
@@ -312,7 +314,7 @@ def _seconds_on_line(rows: Sequence[Sequence[float]], micro_batches: int) -> flo
 
 def _plan_page(plan: Estimates) -> str:
     """Return the page of a plan as HTML that needs no other file."""
-    drawn, profile, costs = plan.drawn
+    drawn, profile, costs = plan.drawn_estimate
     flops: Counter[tuple[str, int]] = Counter()
     for operation in profile.operations:
         piece = profile.pieces[operation.piece]
@@ -321,19 +323,19 @@ def _plan_page(plan: Estimates) -> str:
     for stage, ipu in enumerate(profile.ipus):
         parameters = sum(block.parameters for block in profile.blocks if block.stage == stage)
         operations = (f"{flops[phase, stage]:,}" for phase in "FB")
-        times = (seconds(sum(costs.phases[phase, stage].values())) for phase in "FB")
+        times = (seconds_text(sum(costs.phases[phase, stage].values())) for phase in "FB")
         stages.append((stage, ipu, profile.stages[stage], f"{parameters:,}", *operations, *times))
     memory = [
-        (one.machine.name, ipu, *map(size, kinds.values()), size(whole))
+        (one.machine.name, ipu, *map(size_text, kinds.values()), size_text(whole))
         for one in plan.estimates
         for (ipu, kinds), whole in zip(one.memory.items(), one.memory_per_ipu, strict=True)
     ]
     sends = [
-        (part.ipu, part.peer, size(part.bytes), *part.frequency_and_time)
+        (part.ipu, part.peer, size_text(part.bytes), *part.frequency_and_time)
         for part in profile.parts
         if part.kind == "send"
     ]
-    title = f"Plan: {kind_of_run(profile)}"
+    title = f"Plan: {layout_text(profile)}"
     head = ("stage", "ipu", "blocks", "parameters", "FLOPs forward", "FLOPs backward", "forward", "backward")
     parts = [
         f"<h1>{html.escape(title)}</h1>",
@@ -358,10 +360,10 @@ def _plan_page(plan: Estimates) -> str:
 def _timeline(drawn: Estimate, costs: Costs) -> str:
     """Return a picture of a simulated step as HTML, with a row for each ipu, and a caption. A step of very
     many micro-batches is drawn with the first ones only."""
-    actions = costs.step(1).actions
+    actions = costs.step_model(1).actions
     micro_batches = min(drawn.accumulation, max(1, _DRAWN // len(actions)))
-    step = costs.step(micro_batches)
-    tasks, found = virtual.simulate(step)
+    step = costs.step_model(micro_batches)
+    tasks, found = virtual.simulate_step(step)
     rows, width, tall = sorted(set(step.ipus)), 1000, 30
     unit = width / (found.length or 1)
     boxes = [f'<text x="0" y="{i * tall + 17}">ipu {ipu}</text>' for i, ipu in enumerate(rows)]
@@ -375,7 +377,7 @@ def _timeline(drawn: Estimate, costs: Costs) -> str:
             f'<g><title>{label}</title><rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{tall - 6}"'
             f' fill="{_COLOURS[stage % len(_COLOURS)]}" fill-opacity="{0.55 if phase == "F" else 1}"/>{text}</g>'
         )
-    spans = f"{seconds(found.length / 1e9)} of the step's {seconds(drawn.seconds_per_update)}"
+    spans = f"{seconds_text(found.length / 1e9)} of the step's {seconds_text(drawn.seconds_per_update)}"
     return (
         f'<svg role="img" aria-label="Timeline of a step" viewBox="0 0 {width + 64} {len(rows) * tall}">'
         f"{''.join(boxes)}</svg>"

@@ -9,10 +9,10 @@ from typing import Any
 
 from popengine.profile import Profile, load
 
-from .advice import machine_sentence, sentences
-from .analysis import Figures, figures
-from .html import profiles_at, report_page
-from .units import kind_of_run, rate, seconds, share, size, table
+from .advice import advice_sentences, machine_sentence
+from .analysis import Figures, compute_figures
+from .html import find_profiles, report_page
+from .units import layout_text, rate_text, seconds_text, share_text, size_text, table_text
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -35,16 +35,16 @@ class Report:
 
     def _profiles(self) -> dict[str, Profile]:
         """Return the profiles, read anew, by the names of their folders."""
-        return {path.parent.name: load(path) for path in profiles_at(self.folder)}
+        return {path.parent.name: load(path) for path in find_profiles(self.folder)}
 
     def figures(self) -> list[dict[str, Any]]:
         """Return a dictionary for each profile: "profile", its folder's name; the figures that are numbers or
         texts; and "advice", a list of sentences."""
         rows = []
         for label, profile in self._profiles().items():
-            found = figures(profile)
+            found = compute_figures(profile)
             plain = {name: value for name, value in vars(found).items() if isinstance(value, _PLAIN)}
-            rows.append({"profile": label, **plain, "advice": sentences(profile, found)})
+            rows.append({"profile": label, **plain, "advice": advice_sentences(profile, found)})
         return rows
 
     def trace(self) -> list[dict[str, Any]]:
@@ -68,32 +68,34 @@ class Report:
 
 def summary(profile: Profile) -> str:
     """Return a profile's figures, tables and advice as a text for the terminal, about a screen long."""
-    found = figures(profile)
-    lines = [f"{profile.name}: {kind_of_run(profile)}"]
+    found = compute_figures(profile)
+    lines = [f"{profile.name}: {layout_text(profile)}"]
     lines += [f"  {said}"] if (said := machine_sentence(found)) else []
     if found.calls:
-        passes = ", ".join(f"{entry.name} {seconds(entry.seconds)}" for entry in profile.passes)
+        passes = ", ".join(f"{entry.name} {seconds_text(entry.seconds)}" for entry in profile.passes)
         lines += [
-            f"  throughput    {rate(found.samples_per_second)} in calls,"
-            f" {rate(found.samples_per_second_overall)} with the time between them",
-            f"  ran           {found.calls} call(s), {found.steps} step(s), {seconds(found.step_seconds)} a step",
-            f"  virtual time  a step takes {seconds(found.step_apart)} on separate devices,"
-            f" {seconds(found.step_here)} {found.here_is}",
-            f"  bubble        {share(found.bubble_measured)} measured, {share(found.bubble_ideal)} ideal,"
-            f" {share(found.bubble_apart)} on separate devices",
-            f"  compilation   {seconds(found.compile_seconds)}: {passes}",
+            f"  throughput    {rate_text(found.samples_per_second)} in calls,"
+            f" {rate_text(found.samples_per_second_overall)} with the time between them",
+            f"  ran           {found.calls} call(s), {found.steps} step(s), {seconds_text(found.step_seconds)} a step",
+            f"  virtual time  a step takes {seconds_text(found.step_apart)} on separate devices,"
+            f" {seconds_text(found.step_here)} {found.here_is}",
+            f"  bubble        {share_text(found.bubble_measured)} measured, {share_text(found.bubble_ideal)} ideal,"
+            f" {share_text(found.bubble_apart)} on separate devices",
+            f"  compilation   {seconds_text(found.compile_seconds)}: {passes}",
         ]
     elif profile.facts.get("failed_calls", 0):
         lines.append("  no call came to its end")
     else:
         lines.append("  nothing was run: the model was compiled and let go")
     lines += [
-        indent(table(rows), "  ") for rows in (_stage_table(found), _memory_table(found)) if len(rows) > 1
+        indent(table_text(rows), "  ")
+        for rows in (_stage_table(found), _memory_table(found))
+        if len(rows) > 1
     ]
     if found.capacity and found.needs:
         verdict = {True: "fits into", False: "DOES NOT FIT into", None: "held against"}[found.fits]
-        lines.append(f"  {verdict} {size(found.capacity)}: {found.capacity_of}")
-    lines += [f"  ! {warning}" for warning in sentences(profile, found)]
+        lines.append(f"  {verdict} {size_text(found.capacity)}: {found.capacity_of}")
+    lines += [f"  ! {warning}" for warning in advice_sentences(profile, found)]
     return "\n".join(lines) + "\n"
 
 
@@ -102,7 +104,9 @@ def _stage_table(found: Figures) -> list[list[str]]:
     rows = [["stage", "ipu", "forward", "backward", "update", "blocks"]]
     for stage in found.stages:
         mark = "  <- slowest" if stage.stage == found.slowest and len(found.stages) > 1 else ""
-        times = [seconds(ns / 1e9 if ns else None) for ns in (stage.forward, stage.backward, stage.update)]
+        times = [
+            seconds_text(ns / 1e9 if ns else None) for ns in (stage.forward, stage.backward, stage.update)
+        ]
         rows.append([str(stage.stage), str(stage.ipu), *times, stage.blocks + mark])
     return rows
 
@@ -112,5 +116,5 @@ def _memory_table(found: Figures) -> list[list[str]]:
     rows = [["ipu", "weights", "gradients", "optimizer", "activations", "between", "total"]]
     for need in found.needs:
         kept = need.weights + need.buffers, need.gradients, need.optimizer
-        rows.append([str(need.ipu), *map(size, (*kept, need.activations, need.between, need.total))])
+        rows.append([str(need.ipu), *map(size_text, (*kept, need.activations, need.between, need.total))])
     return rows

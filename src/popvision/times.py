@@ -44,7 +44,7 @@ def whole_steps(profile: Profile) -> list[tuple[int, int]]:
     return sorted(key for key, value in places.items() if value == everywhere)
 
 
-def is_cut_off(profile: Profile) -> bool:
+def has_only_partial_steps(profile: Profile) -> bool:
     """Return whether each recorded step lacks instructions, so that shares of a step's time are unknown.
     Return False if no step was recorded."""
     return bool(profile.tracks) and not whole_steps(profile)
@@ -72,7 +72,7 @@ def usages(events: list[Event]) -> list[Usage]:
     window: Counter[int] = Counter()  # by replica
     spent: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
     busy = [event for event in events if event.kind != "receive"]
-    for (_, _, replica), working in _grouped(busy, lambda one: (one.call, one.step, one.replica)).items():
+    for (_, _, replica), working in _group_by(busy, lambda one: (one.call, one.step, one.replica)).items():
         computing = [event.start for event in working if event.kind == "compute"]
         start = min(computing, default=min(event.start for event in working))
         window[replica] += max(event.end for event in working) - start
@@ -129,7 +129,7 @@ class StageTime:
 def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
     """Return the cost of each stage. The weight update of an ipu is divided equally among its stages."""
     alone = _without_contention(profile, events)
-    runs = _grouped(alone, lambda event: (event.kind, event.ipu, event.stage, event.phase, event.peer))
+    runs = _group_by(alone, lambda event: (event.kind, event.ipu, event.stage, event.phase, event.peer))
     found = []
     for stage, (ipu, blocks) in enumerate(zip(profile.ipus, profile.stages, strict=True)):
         forward, backward = (runs.get(("compute", ipu, stage, phase, -1), []) for phase in "FB")
@@ -160,15 +160,15 @@ def with_stage_costs(profile: Profile, stages: Sequence[StageTime]) -> Profile:
     return replace(profile, operations=tuple(operations))
 
 
-def spread(events: list[Event]) -> float:
-    """Return the spread (see `spread_of`) of the costs of one piece's runs: the median over all pieces that
-    ran at least four times; 0 without such pieces."""
+def cost_spread(events: list[Event]) -> float:
+    """Return the spread (see `relative_spread`) of the costs of one piece's runs: the median over all pieces
+    that ran at least four times; 0 without such pieces."""
     computing = (event for event in events if event.kind == "compute")
-    runs = _grouped(computing, lambda event: (event.phase, event.stage)).values()
-    return _median([spread_of([event.cost for event in same]) for same in runs if len(same) >= 4])
+    runs = _group_by(computing, lambda event: (event.phase, event.stage)).values()
+    return _median([relative_spread([event.cost for event in same]) for same in runs if len(same) >= 4])
 
 
-def spread_of(values: Sequence[float]) -> float:
+def relative_spread(values: Sequence[float]) -> float:
     """Return half of the interquartile range, divided by the median; 0 for fewer than four values."""
     if len(values) < 4 or not (middle := median(values)):
         return 0.0
@@ -191,11 +191,11 @@ def _instruction_cost(events: Sequence[Event]) -> float:
 def _median_of_steps(values: Iterable[tuple[Event, float]]) -> float:
     """Return the median over steps of each step's mean; 0 without values. `values`: pairs (event, value); a
     value belongs to the step of its event."""
-    steps = _grouped(values, lambda pair: (pair[0].call, pair[0].step)).values()
+    steps = _group_by(values, lambda pair: (pair[0].call, pair[0].step)).values()
     return _median([fmean(value for _, value in own) for own in steps])
 
 
-def _grouped(values: Iterable[_V], key: Callable[[_V], _K]) -> dict[_K, list[_V]]:
+def _group_by(values: Iterable[_V], key: Callable[[_V], _K]) -> dict[_K, list[_V]]:
     """Return lists of the values with the same key, by key, in the order of `values`."""
     found = defaultdict(list)
     for value in values:
@@ -210,7 +210,7 @@ def _median(values: Sequence[float]) -> float:
 
 def _without_contention(profile: Profile, events: Sequence[Event]) -> Iterator[Event]:
     """Yield each event with the computing time that it would have had if no other core had computed. (Cores
-    share memory and Python's lock. The measured slowdown is the fact `sharing`; without it nothing changes.)"""
+    share memory and Python's lock. The measured slowdown is the fact `sharing`; 1 without it.)"""
     factors = {count: factor for count, *_, factor in profile.facts.get("sharing", [])}
     cores, slower = max(factors.items(), default=(1, 1.0))
     work = [event for event in events if event.computed]
@@ -258,7 +258,7 @@ def _ns_between_tasks(events: list[Event]) -> float:
 
     With one core it is the median gap; with several the lower quartile, since longer gaps include waits.
     """
-    cores = _grouped(sorted(events, key=lambda event: event.start), lambda event: event.core)
+    cores = _group_by(sorted(events, key=lambda event: event.start), lambda event: event.core)
     gaps = [
         (later, later.start - earlier.end)
         for core, own in cores.items()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from popengine.profile import Profile
 
 
-def size(count: float | None) -> str:
+def size_text(count: float | None) -> str:
     """Return a number of bytes with a unit, such as "1.5 MiB"; "–" for None."""
     if count is None:
         return "–"
@@ -17,7 +17,7 @@ def size(count: float | None) -> str:
     return f"{count / 1024**unit:.1f} {('KiB', 'MiB', 'GiB')[unit - 1]}"
 
 
-def seconds(value: float | None) -> str:
+def seconds_text(value: float | None) -> str:
     """Return seconds with a unit, such as "2.5 ms"; "–" for None."""
     if value is None:
         return "–"
@@ -25,23 +25,23 @@ def seconds(value: float | None) -> str:
     return f"{value * factor:.3g} {unit}"
 
 
-def rate(value: float | None) -> str:
+def rate_text(value: float | None) -> str:
     """Return samples per second as a text; "–" for None."""
     return "–" if value is None else f"{value:,.0f} samples/s"
 
 
-def share(value: float | None) -> str:
+def share_text(value: float | None) -> str:
     """Return a fraction in percent, such as "12.5%"; "–" for None."""
     return "–" if value is None else f"{value:.1%}"
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
+def table_text(rows: Sequence[Sequence[str]]) -> str:
     """Return a text with a line for each row of cells; each column is as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def kind_of_run(profile: Profile) -> str:
+def layout_text(profile: Profile) -> str:
     """Return a text with the mode of a run (or plan) and its numbers of stages, ipus and replicas."""
     kind = "training" if profile.training else "inference"
     stages, ipus = len(profile.stages), len(profile.devices)
@@ -51,7 +51,7 @@ def kind_of_run(profile: Profile) -> str:
     )
 
 
-def cores_and_verb(profile: Profile) -> str:
+def sharing_cores_text(profile: Profile) -> str:
     """Return how many cores run all ipus without a recorder: "1 of 2 cores runs", "2 cores share"."""
     count, machine = profile.facts.get("threads", 0), profile.facts.get("cores", 0)
     of_all = f" of {machine}" if count < machine else ""

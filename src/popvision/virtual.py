@@ -99,7 +99,7 @@ def ns_on_host(step: StepModel, cores: int) -> float | None:
     return None if slow is None or fast is None else (slow + fast) / 2
 
 
-def speedup_here(step: StepModel, other: StepModel, cores: int) -> float | None:
+def speedup_on_host(step: StepModel, other: StepModel, cores: int) -> float | None:
     """Return how many times as fast per row of data `other` is as `step` on a host; None if the speed of so
     many cores together was not measured.
 
@@ -146,17 +146,17 @@ def _stretched_length(found: Timeline, speed: Sequence[float]) -> float:
 def _simulated_ns(step: StepModel, cores: int = 0, speed: Sequence[float] = ()) -> float:
     """Return the ns of a step: simulated, or if the step is long, extrapolated from two shorter simulations.
 
-    Args: cores: as in `simulate`; speed: as in `_stretched_length`; if empty, n cores are n times as fast
+    Args: cores: as in `simulate_step`; speed: as in `_stretched_length`; empty: n cores are n times as fast
     """
 
     def run(micro_batches: int) -> float:
-        found = simulate(replace(step, micro_batches=micro_batches), cores)[1]
+        found = simulate_step(replace(step, micro_batches=micro_batches), cores)[1]
         return _stretched_length(found, speed) if speed else found.length
 
     return step_duration(step.actions, step.micro_batches, run, _MOST_TASKS // step.replicas)
 
 
-def simulate(step: StepModel, cores: int = 0) -> tuple[list[tuple[int, int]], Timeline]:
+def simulate_step(step: StepModel, cores: int = 0) -> tuple[list[tuple[int, int]], Timeline]:
     """Return the tasks of a step, each as (index in `step.actions`, micro-batch), and their timeline. The
     last entries of the timeline are the weight updates, which are not in the list of tasks.
 
@@ -187,22 +187,22 @@ class Change:
     ]  # the change as data: {"accumulation": 8}, {"pipelined": True}, {"replicas": 2} ...
 
     @property
-    def best(self) -> float:
+    def best_speedup(self) -> float:
         return max(self.apart, self.here or 0.0)
 
 
-def promised(speedup: float | None, spread: float) -> float | None:
+def promised_speedup(speedup: float | None, spread: float) -> float | None:
     """Return the speedup that advice may state for a simulated `speedup`: 1 + 75 % of the gain. Return None
     if these 75 % are not above 5 % and above `spread`, or if `speedup` is None."""
     sure = 1 + _SAFETY * ((speedup or 1.0) - 1)
     return sure if sure > 1 + max(_LEAST, spread) else None
 
 
-def changes(profile: Profile, step: StepModel, spread: float) -> list[Change]:
+def advised_changes(profile: Profile, step: StepModel, spread: float) -> list[Change]:
     """Return at most one change of each kind, sorted by speedup, the fastest first.
 
     Of the changes of a kind the first one is taken that has 70 % of the kind's largest gain; it is left out
-    if `promised` returns None for its speedup on both kinds of machine.
+    if `promised_speedup` returns None for its speedup on both kinds of machine.
     """
     if not sum(step.costs):
         return []
@@ -215,13 +215,16 @@ def changes(profile: Profile, step: StepModel, spread: float) -> list[Change]:
         faster = before / ns_on_devices(changed) * changed.micro_batches / step.micro_batches
         # More replicas take more separate devices, and then each row takes as long as before.
         on_devices = faster if changed.replicas == step.replicas else 1.0
-        on_cores = speedup_here(step, changed, cores) if cores else None
+        on_cores = speedup_on_host(step, changed, cores) if cores else None
         by_kind[kind].append(Change(kind, what, on_devices, on_cores, also, setting))
     found = []
     for same in by_kind.values():
-        least = 1 + 0.7 * max(0.0, max(one.best for one in same) - 1)
-        found += [one for one in same if one.best >= least][:1]
-    return sorted((one for one in found if promised(one.best, spread)), key=lambda one: -one.best)
+        least = 1 + 0.7 * max(0.0, max(one.best_speedup for one in same) - 1)
+        found += [one for one in same if one.best_speedup >= least][:1]
+    return sorted(
+        (one for one in found if promised_speedup(one.best_speedup, spread)),
+        key=lambda one: -one.best_speedup,
+    )
 
 
 def _candidate_changes(
@@ -250,7 +253,7 @@ def _candidate_changes(
         yield "pipeline", pipelined, "poptorch.PipelinedExecution", also, {"pipelined": True}
 
     factor, held_by = cores // step.replicas, profile.facts.get("capacity") or {}
-    limit, wanted = memory.capacity(profile, memory.needs(profile))
+    limit, wanted = memory.capacity_and_need(profile, memory.memory_needs(profile))
     fits = not (limit and held_by.get("shared") and factor * wanted > limit)
     if factor > 1 and profile.counts.get("instances", 1) == 1 and fits:
         count, also = factor * step.replicas, f"a call takes {factor} times the rows"

@@ -13,7 +13,7 @@ from torch import nn
 import poptorch
 from popengine.compile.describe import held_bytes
 from popengine.profile import load
-from popvision.memory import needs
+from popvision.memory import memory_needs
 
 STAGES, WIDTH, ROWS = 4, 8, 64
 HANDED = WIDTH * ROWS * 4  # bytes that one stage hands to the next, a micro-batch
@@ -49,7 +49,7 @@ def measured(folder, accumulation, recompute=False, strategy=None):
     executor(*(torch.randn(2 * accumulation * ROWS, WIDTH) for _ in range(2)))
     executor.destroy()
     (file,) = folder.rglob("profile.pop")
-    return needs(load(file))
+    return memory_needs(load(file))
 
 
 def test_accumulation_does_not_raise_what_a_stage_of_a_pipeline_holds(tmp_path):

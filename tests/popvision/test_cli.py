@@ -9,7 +9,7 @@ from simulated import MS, simulated
 from test_runs import train
 
 from popengine.profile import load
-from popvision.analysis import compare, comparison_text, figures
+from popvision.analysis import compare_figures, comparison_text, compute_figures
 from popvision.cli import main
 
 
@@ -124,14 +124,14 @@ def test_what_differs_by_less_than_runs_do_is_no_difference(tmp_path):
         return dataclasses.replace(profile, calls=tuple(calls), facts={**profile.facts, "ns_in_calls": ns})
 
     def rows(first, second):
-        return compare(figures(first), figures(second))
+        return compare_figures(compute_figures(first), compute_figures(second))
 
     def row(first, second):
         return next(row for row in rows(first, second) if row.name == "time of a step")
 
-    assert row(profile, slower).better == "first"
+    assert row(profile, slower).better_run == "first"
     unsure = row(jittering(profile), jittering(slower))
-    assert unsure.better == "" and unsure.spread > 0.1
+    assert unsure.better_run == "" and unsure.spread > 0.1
     assert f"± {unsure.spread:.0%}" in comparison_text(
         rows(jittering(profile), jittering(slower)), ("a", "b")
     )

@@ -15,9 +15,9 @@ from test_runs import ROWS, WIDTH, Model
 
 import poptorch
 from popvision.cli import main
-from popvision.costs import all_reduce_seconds, kind_of, operation_seconds
-from popvision.machine import MachineError, machine, machines
-from popvision.plan import Estimates, estimate
+from popvision.costs import all_reduce_seconds, operation_kind, operation_seconds
+from popvision.machine import MachineError, load_machine, load_machines
+from popvision.plan import Estimates, estimate_plan
 
 PROGRAM = """
 import poptorch, sys, torch
@@ -61,7 +61,7 @@ def heavy(*args, **more):
 
 
 def apart(profile, name="bow-pod4", **choices):
-    return Estimates.of({"apart": profile}, machines(name), **choices)
+    return Estimates.of({"apart": profile}, load_machines(name), **choices)
 
 
 def test_the_page_shows_machines_stages_the_timeline_and_what_bounds_it(tmp_path):
@@ -192,7 +192,7 @@ def test_a_large_model_is_planned_on_all_cores_of_this_machine():
     profile = heavy(2, 4)
     measured = {"pieces": [0.01] * 4, "updates": [0.0] * 2, "sharing": [[2, 2.0, 2.0]]}
     facts = profile.facts | {"measured": measured, "threads": 2, "base": 0, "available": 10**12}
-    found = estimate(dataclasses.replace(profile, facts=facts), machine("this-machine"), 1, 4)
+    found = estimate_plan(dataclasses.replace(profile, facts=facts), load_machine("this-machine"), 1, 4)
     assert found.seconds_per_update == pytest.approx(4 * 4 * 0.01 / 2)
     assert (found.bubble, found.problems) == (pytest.approx(0.0), ())
 
@@ -232,24 +232,24 @@ def test_a_model_larger_than_this_machine_is_planned_and_does_not_fit():
 
 
 def test_a_machine_has_the_rates_of_its_data_sheet():
-    bow, mk2 = machine("bow-pod16"), machine("mk2-pod16")
+    bow, mk2 = load_machine("bow-pod16"), load_machine("mk2-pod16")
     assert bow.half == pytest.approx(350e12, rel=0.005)
     assert bow.single == pytest.approx(87e12, rel=0.005)
     assert bow.local == pytest.approx(65.4e12, rel=0.005)
     assert bow.exchange == pytest.approx(10.9e12, rel=0.005)
     assert mk2.half == pytest.approx(250e12, rel=0.005)
-    assert (bow.chips, machine("bow-pod64").chips, bow.memory) == (16, 64, 941e6)
+    assert (bow.chips, load_machine("bow-pod64").chips, bow.memory) == (16, 64, 941e6)
 
 
 def test_users_add_machines_as_files(tmp_path):
     own = tmp_path / "double.toml"
     own.write_text('extends = "bow"\nchip.clock = { value = 3.7e9, source = "a guess" }')
-    assert machine(str(own)).half == 2 * machine("bow-pod4").half
+    assert load_machine(str(own)).half == 2 * load_machine("bow-pod4").half
     with pytest.raises(MachineError, match=r"there is no machine 'bow-pod8'[^$]*known are bow, bow-pod16"):
-        machines("bow-pod4,bow-pod8")
+        load_machines("bow-pod4,bow-pod8")
     own.write_text('kind = "apart"\nchip.tiles = { value = 4, source = "" }')
     with pytest.raises(MachineError, match=r"lacks the constant 'pod'\n  fix: .*extends"):
-        machine(str(own))
+        load_machine(str(own))
 
 
 # ---- costs ---------------------------------------------------------------------------------------------------
@@ -270,22 +270,22 @@ def test_each_operation_has_a_kind():
         "transpose.int": None,
         "view": None,
     }
-    assert {name: kind_of(operation._replace(kind=name)) for name in kinds} == kinds
+    assert {name: operation_kind(operation._replace(kind=name)) for name in kinds} == kinds
 
 
 def test_a_large_product_is_bound_by_computation_and_a_sum_by_memory():
     (operation, *_) = simulated(1, 1).operations
-    bow = machine("bow-pod4")
+    bow = load_machine("bow-pod4")
     product = operation_seconds(operation._replace(kind="mm", flops=10**12, bytes=10**6, width=2), bow)
-    assert product["compute"] == pytest.approx(1e12 / (bow.half * bow.share("matmul")))
+    assert product["compute"] == pytest.approx(1e12 / (bow.half * bow.efficiency_of("matmul")))
     assert max(product, key=product.__getitem__) == "compute"
     total = operation_seconds(operation._replace(kind="add.Tensor", flops=0, bytes=10**9, width=2), bow)
-    assert total["memory bandwidth"] == pytest.approx(1e9 / (bow.local * bow.share("elementwise")))
+    assert total["memory bandwidth"] == pytest.approx(1e9 / (bow.local * bow.efficiency_of("elementwise")))
 
 
 def test_an_all_reduce_is_a_ring_within_racks_and_one_over_them():
-    bow = machine("bow-pod64")
-    rate = bow.links * bow.share("links")
+    bow = load_machine("bow-pod64")
+    rate = bow.links * bow.efficiency_of("links")
     assert all_reduce_seconds(1e9, 1, 1, bow) == 0
     assert all_reduce_seconds(1e9, 16, 4, bow) == pytest.approx(30 * bow.message + 2 * 15 / 16 * 1e9 / rate)
     over_racks = 2 * bow.message + 2 / 2 * (1e9 / 16) / bow.gateway
@@ -294,9 +294,9 @@ def test_an_all_reduce_is_a_ring_within_racks_and_one_over_them():
 
 
 def test_a_pipeline_of_equal_stages_has_the_known_bubble_and_scales_with_the_clock():
-    found = estimate(heavy(4, 8), machine("bow-pod4"), 1, 8)
+    found = estimate_plan(heavy(4, 8), load_machine("bow-pod4"), 1, 8)
     assert found.bubble == pytest.approx(3 / 11, rel=0.02)  # of stages that take as long forward as backward
-    slower = estimate(heavy(4, 8), machine("mk2-pod16"), 1, 8)
+    slower = estimate_plan(heavy(4, 8), load_machine("mk2-pod16"), 1, 8)
     assert slower.seconds_per_update / found.seconds_per_update == pytest.approx(1.85 / 1.33, rel=0.02)
 
 

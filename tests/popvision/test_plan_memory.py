@@ -7,8 +7,8 @@ from torch import nn
 import poptorch
 from popengine.profile import load
 from poptorch.planning import planned_profile
-from popvision.memory import needs
-from popvision.plan import memory_of, total_bytes
+from popvision.memory import memory_needs
+from popvision.plan import memory_by_ipu, total_bytes
 
 WIDTH = 32
 
@@ -86,13 +86,13 @@ def planned_and_used(folder, kind, layout):
     executor(batch)
     executor.detachFromDevice()
     (file,) = folder.rglob("profile.pop")
-    return plan, needs(load(file))
+    return plan, memory_needs(load(file))
 
 
 @pytest.mark.parametrize("kind, layout", CASES)
 def test_an_ipu_needs_no_more_memory_than_its_plan_says_and_not_much_less(tmp_path, kind, layout):
     planned, used = planned_and_used(tmp_path, kind, layout)
-    rows = memory_of(planned)
+    rows = memory_by_ipu(planned)
     assert list(rows) == [need.ipu for need in used]
     for kinds, need in zip(rows.values(), used, strict=True):
         assert kinds["weights"] == need.weights + need.buffers
@@ -106,4 +106,4 @@ def test_an_ipu_needs_no_more_memory_than_its_plan_says_and_not_much_less(tmp_pa
 
 def test_where_only_the_kernel_knows_its_workspace_no_bound_is_said(tmp_path):
     planned, _ = planned_and_used(tmp_path, "lstm", "pipelined")
-    assert [kinds["activations"] for kinds in memory_of(planned).values()] == [None] * 4
+    assert [kinds["activations"] for kinds in memory_by_ipu(planned).values()] == [None] * 4

@@ -145,10 +145,10 @@ def plan(
         Error: the model can't be compiled for such a batch
         ValueError: a machine is not known
     """
-    from popvision.machine import machines
+    from popvision.machine import load_machines
     from popvision.plan import Estimates
 
-    chosen = machines(on)
+    chosen = load_machines(on)
     kinds = list(dict.fromkeys(machine.kind for machine in chosen))
     with _compile_arguments(model, options, batch, training) as (executor, program):
         found = profiles(*program, executor._optimizer_link.hyper, kinds)
