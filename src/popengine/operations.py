@@ -27,14 +27,14 @@ class Body:
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     draws: bool  # whether it draws random numbers
 
-    def packed(self) -> str:
-        """Return the body as Python text, from which `unpacked` makes it again."""
+    def as_text(self) -> str:
+        """Return the body as Python text, from which `from_text` makes it again."""
         return repr(self)
 
     @staticmethod
     @functools.cache
-    def unpacked(text: str) -> Body:
-        """Return the body of a text that `packed` has returned; the same object for the same text."""
+    def from_text(text: str) -> Body:
+        """Return the body of a text that `as_text` has returned; the same object for the same text."""
         return eval(text, dict(_NAMES))
 
 
@@ -44,14 +44,14 @@ _NAMES = {
 }
 
 
-def calls_within(piece: Piece) -> Iterator[str]:
+def called_operations(piece: Piece) -> Iterator[str]:
     """Yield the names of the operations that a piece, and the bodies of its branches and loops, call."""
     yield from piece.calls
     for line in piece.lines:
         if line.call.startswith("popengine."):
             for argument in line.arguments:
                 if isinstance(argument, str):
-                    yield from calls_within(Body.unpacked(argument).piece)
+                    yield from called_operations(Body.from_text(argument).piece)
 
 
 LIBRARY = torch.library.Library("popengine", "DEF")
@@ -62,7 +62,7 @@ _LOOP = "(int count, str body, Tensor[] state, Tensor[] others) -> Tensor[]"
 
 
 def _empty_outputs(body: str, device: torch.device) -> list[Tensor]:
-    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in Body.unpacked(body).outputs]
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in Body.from_text(body).outputs]
 
 
 # Bodies that draw random numbers have a variant with the tag of random operations, so it is given a key.

@@ -82,7 +82,7 @@ class Piece:
         return max((line.arguments[1] for line in self.lines if line.call == GATHER), default=0)
 
     @cached_property
-    def last_used(self) -> tuple[tuple[str, ...], ...]:
+    def values_to_free(self) -> tuple[tuple[str, ...], ...]:
         """Return the names of values to free after each line: neither read later, nor written by the piece."""
         used = [dict.fromkeys((line.name, *line.operands())) for line in self.lines]
         last = {name: index for index, names in enumerate(used) for name in names}
@@ -114,7 +114,7 @@ class Piece:
     def source_with(self, after: str = "") -> str:
         """Return the source with a text, such as "; tick()", before the first operation and after each one."""
         *head, cleared = self._head_lines()
-        lines = zip(self.lines, self.last_used, strict=True)
+        lines = zip(self.lines, self.values_to_free, strict=True)
         body = [cleared, *(self._statement(line) + release_text(dying) for line, dying in lines)]
         writes = "".join(name + ", " for name in self.writes)
         return "\n".join([*head, *(line + after for line in body), f"    return ({writes})"]) + "\n"

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from popengine.compile import compile_graph
-from popengine.compile.describe import describe, peak_bytes
+from popengine.compile.describe import describe, peak_bytes_by_ipu
 from popengine.environment import PLAN_WISH
 from popengine.ir import Graph, Line, Piece, Plan, Value
 from popengine.piece import GETITEM
@@ -179,7 +179,7 @@ def planned_profile(plan: Plan, settings: Settings, graph: Graph) -> Profile:
         **found.facts,
         "calls": 0,
         "steps": 0,
-        "activations": peak_bytes(graph, plan, alive),
+        "activations": peak_bytes_by_ipu(graph, plan, alive),
         "between": [_most_bytes_in_transit(found, ipu) for ipu in ipus],
     }
     weights = {

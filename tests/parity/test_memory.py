@@ -11,7 +11,7 @@ from parity_runs import options
 from torch import nn
 
 import poptorch
-from popengine.compile.describe import held_bytes
+from popengine.compile.describe import bytes_held_for_backward
 from popengine.profile import load
 from popvision.memory import memory_needs
 
@@ -77,7 +77,7 @@ def planned(recompute=False):
         opts._Popart.set("autoRecomputation", 3)
     executor = poptorch.trainingModel(model, opts, torch.optim.SGD(model.parameters(), lr=0.1))
     executor.compile(*(torch.randn(8 * ROWS, WIDTH) for _ in range(2)))
-    return held_bytes(executor._executable.graph, executor._executable.plan.partition)
+    return bytes_held_for_backward(executor._executable.graph, executor._executable.plan.partition)
 
 
 def test_with_recomputation_only_one_micro_batch_at_a_time_has_its_activations(tmp_path):

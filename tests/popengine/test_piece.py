@@ -86,8 +86,8 @@ def test_pieces_pickle_and_bodies_of_branches_travel_as_text():
     for found in (HALF, piece(odd)):
         assert pickle.loads(pickle.dumps(found)).source == found.source
         body = Body(found, (((2, 4), torch.float32),), False)
-        assert Body.unpacked(body.packed()).piece == found
-        assert Body.unpacked(body.packed()).outputs == body.outputs
+        assert Body.from_text(body.as_text()).piece == found
+        assert Body.from_text(body.as_text()).outputs == body.outputs
 
 
 def test_a_statement_can_be_put_after_each_line():

@@ -23,7 +23,7 @@ def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] 
         Error: the replicas can't form the groups that a layer needs
     """
     parts = partition(graph, settings.strategy, settings.recompute)
-    _check_groups(parts, settings)
+    _check_replica_groups(parts, settings)
     parts = cut_pieces(parts, settings)
     done("partition")
     plan = make_plan(parts, settings)
@@ -31,7 +31,7 @@ def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] 
     return plan
 
 
-def _check_groups(partition: Partition, settings: Settings) -> None:
+def _check_replica_groups(partition: Partition, settings: Settings) -> None:
     """Raise Error if the replicas can't form groups of a size over which a layer gathers values."""
     counts = settings.counts
     sizes = {

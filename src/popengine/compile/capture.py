@@ -30,9 +30,9 @@ from .recording.current_capture import (
     modes_restored,
     tracing_settings,
 )
-from .recording.functional import as_graph
+from .recording.functional import make_functional_graph
 from .recording.graph_recorder import check_dense, empty_like, map_leaves, sources_of, user_line
-from .recording.leftovers import Attributes
+from .recording.leftovers import AttributeSnapshot
 from .recording.standins import StandIns
 from .recording.torch_errors import explaining_torch_errors
 from .rewriting.mixed_types import call_with_matching_types
@@ -81,7 +81,7 @@ def capture(
     for role, values in roles.items():
         for key, value in values.items():
             recorder.add_placeholder(f"{role}_{key}".replace(".", "_"), value, role=role, key=key)
-    attributes = Attributes(module)
+    attributes = AttributeSnapshot(module)
     token = active.set(state)
     random = torch.get_rng_state()
     try:
@@ -92,7 +92,7 @@ def capture(
             recorder,
             explaining_torch_errors(given),
         ):
-            with recorder.saved_tensors_noted(), _tracked_calls(module, state):
+            with recorder.saved_tensors_listed(), _tracked_calls(module, state):
                 outputs = list(forward(list(inputs)))
             gradients = _record_backward(state, scale) if training else {}
     finally:
@@ -104,7 +104,7 @@ def capture(
         *(("output", str(i), recorder.node_of(value)) for i, value in enumerate(outputs)),
         *(("gradient", name, recorder.node_of(value)) for name, value in gradients.items()),
     ]
-    graph = as_graph(recorder, results, tuple(state.visits), set(stand_ins.trained_parameters()))
+    graph = make_functional_graph(recorder, results, tuple(state.visits), set(stand_ins.trained_parameters()))
     stand_ins.check_shared({result.key for result in graph.results if result.kind in ("gradient", "buffer")})
     return replace(graph, held=tuple(state.held))
 
@@ -130,13 +130,13 @@ def _tracked_calls(module: nn.Module, capture: Capture) -> Iterator[None]:
         finally:
             capture.module = around
 
-    def apply_to_stand_ins(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply_with_stand_ins(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if active.get() is capture:
             args = tuple(map(capture.stand_ins.stand_in_of, args))
         return apply.__get__(None, cls)(*args, **kwargs)
 
     nn.Module.__call__ = call
-    Function.apply = classmethod(apply_to_stand_ins)  # pyright: ignore[reportAttributeAccessIssue]
+    Function.apply = classmethod(apply_with_stand_ins)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with _TorchFunctions(capture):
             yield
@@ -157,14 +157,14 @@ class _TorchFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = map_leaves(self._capture.stand_ins.stand_in_of, (args, kwargs or {}))
         if func == Tensor.data.__set__:  # pyright: ignore[reportAttributeAccessIssue]
-            return _write_data(*args)
+            return _copy_into_data(*args)
         result = call_with_matching_types(func, args, kwargs)
         if func in LOSSES:
             self._capture.mark_loss(result)
         return result
 
 
-def _write_data(target: Tensor, value: Tensor) -> None:
+def _copy_into_data(target: Tensor, value: Tensor) -> None:
     """Carry out `target.data = value` by copying. Raise CaptureError if shapes or dtypes differ."""
     if target.shape != value.shape or target.dtype != value.dtype:
         raise CaptureError(

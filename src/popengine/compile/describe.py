@@ -73,7 +73,7 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
     """Return a profile without measurements: what follows from a plan, its settings and its graph (None: unknown)."""
     tables, partition, counts = _PlanTables(plan, graph), plan.partition, settings.counts
     operations, pieces = tables.operations(_memory_of_values(graph) if graph else {})
-    parts = tables.parts()
+    parts = tables.instructions()
     index_of = {part: index for index, part in enumerate(dict.fromkeys(chain(*parts)))}
     indices = [[index_of[part] for part in own] for own in parts]
     found, _ = actions(plan)
@@ -119,10 +119,10 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
     )
 
 
-def parts_of(plan: Plan, graph: Graph | None) -> list[ProfiledInstruction]:
+def profiled_instructions(plan: Plan, graph: Graph | None) -> list[ProfiledInstruction]:
     """Return the instructions of a plan's rows as a profile shows them, without repetition. Without a graph
     (None), computed values have 0 bytes."""
-    return list(dict.fromkeys(chain(*_PlanTables(plan, graph).parts())))
+    return list(dict.fromkeys(chain(*_PlanTables(plan, graph).instructions())))
 
 
 class _PlanTables:
@@ -160,7 +160,7 @@ class _PlanTables:
             )
             read = {name for line in piece.lines for name in line.operands()}
             held.add(set(freed) - read - set(piece.writes), by=-1)
-            for line, dying in zip(piece.lines, piece.last_used, strict=True):
+            for line, dying in zip(piece.lines, piece.values_to_free, strict=True):
                 held.add([line.name])
                 found.append(self._operation_of(index, line, held.bytes))
                 held.add(own.intersection(dying), by=-1)
@@ -197,7 +197,7 @@ class _PlanTables:
 
     # ---- instructions and blocks ---------------------------------------------------------------------------
 
-    def parts(self) -> list[list[ProfiledInstruction]]:
+    def instructions(self) -> list[list[ProfiledInstruction]]:
         """Return the instructions of each row of the plan, as a profile describes them."""
         return [
             [self._part_of(task, instruction) for instruction in task.instructions]
@@ -273,7 +273,7 @@ def _fake_tensors(nodes: Iterable[fx.Node]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values if isinstance(value, torch.Tensor)}
 
 
-def held_bytes(graph: Graph, partition: Partition) -> tuple[int, ...]:
+def bytes_held_for_backward(graph: Graph, partition: Partition) -> tuple[int, ...]:
     """Return the bytes of activations and inputs that each stage's backward reads, for one micro-batch.
 
     Values that share memory count once. Weights, buffers, gradients and optimizer state don't count.
@@ -288,7 +288,7 @@ def held_bytes(graph: Graph, partition: Partition) -> tuple[int, ...]:
     return tuple(found)
 
 
-def peak_bytes(graph: Graph, plan: Plan, inside: Mapping[int, int]) -> list[int | None]:
+def peak_bytes_by_ipu(graph: Graph, plan: Plan, inside: Mapping[int, int]) -> list[int | None]:
     """Return for each ipu the peak of the bytes that it holds for micro-batches while it runs its program.
 
     Args:

@@ -20,7 +20,7 @@ from ..ir import Graph, Line, Partition, Phase, Piece, Value
 from ..piece import GETITEM
 from ..settings import Strategy
 from .placement import Placement, place
-from .recording.graph_recorder import memory_of, sources_of
+from .recording.graph_recorder import sources_of, storage_of
 
 PhaseAndStage = tuple[Phase, int]
 _CAST = torch.ops.aten._to_copy.default
@@ -28,7 +28,7 @@ _NO_STAGE = -1
 CHECKPOINT = "poptorch.recomputation_checkpoint.default"  # recomputation keeps the result of this operation
 
 
-def used_visits(graph: Graph) -> set[int]:
+def visits_with_operations(graph: Graph) -> set[int]:
     """Return the indices of the visits with forward operations; {0} for a graph without forward operations."""
     used = {node.meta["block"] for node in _operation_nodes(graph) if node.meta["phase"] == "F"}
     return used or {0}
@@ -42,12 +42,12 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
             checkpoints, instead of keeping them
     Raises:
         BlockError: see `place`
-        CaptureError: see `emit`
+        CaptureError: see `make_piece`
         PartitionError: data would have to flow back to an earlier stage of the pipeline
     """
     views, casts = _views_and_casts(graph)
     of_state = views | casts
-    placement = place(graph.visits, used_visits(graph), strategy)
+    placement = place(graph.visits, visits_with_operations(graph), strategy)
     stages = range(len(placement.ipus))
     # Pieces are given by phase and stage. `made`: the piece that computes each value, by name.
     order: list[PhaseAndStage] = [*(("F", s) for s in stages), *(("B", s) for s in reversed(stages))]
@@ -62,12 +62,12 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
         if recompute and phase == "B":
             again.update(node for node in own["F", stage] if str(node.target) != CHECKPOINT)
         members[phase, stage] = sorted(sources_of(own[phase, stage], among=again))  # in graph order
-    needs = {of: _operands_outside(nodes) for of, nodes in members.items()}
+    needs = {of: _outer_operands(nodes) for of, nodes in members.items()}
     prepared, needed = {}, set().union(*needs.values())
     for node in _operation_nodes(graph):
         if node in casts and node.name in needed:
             nodes = sorted(sources_of([node], among=of_state))
-            prepared[node.name] = emit("F", _NO_STAGE, list(_operands_outside(nodes)), [node.name], nodes)
+            prepared[node.name] = make_piece("F", _NO_STAGE, list(_outer_operands(nodes)), [node.name], nodes)
     read = {of: set(names) for of, names in needs.items()}  # with the weights of casts
     for names in read.values():
         names.update(*(prepared[name].reads for name in names & prepared.keys()))
@@ -87,11 +87,11 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
     for of in order:
         writes = [name for name, maker in made.items() if maker == of and name in wanted]
         if members[of] or writes:
-            pieces.append(emit(*of, list(needs[of]), writes, members[of]))
+            pieces.append(make_piece(*of, list(needs[of]), writes, members[of]))
     return Partition(graph.signature, tuple(pieces), placement.ipus, home, placement.names, prepared)
 
 
-def _operands_outside(nodes: list[fx.Node]) -> dict[str, None]:
+def _outer_operands(nodes: list[fx.Node]) -> dict[str, None]:
     """Return the names of operands of `nodes` that are computed elsewhere, in order (the keys of a dict)."""
     inside = set(nodes)
     return {operand.name: None for node in nodes for operand in node.all_input_nodes if operand not in inside}
@@ -128,20 +128,20 @@ def _views_and_casts(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
     fixed = graph.constant_slots
     held = {n for n in graph.code.nodes if n.name in fixed and n.meta["role"] != "loss_scale"}
     results = {result.name for result in graph.results}
-    memory = {memory_of(node) for node in held}
+    memory = {storage_of(node) for node in held}
     views: set[fx.Node] = set()
     casts: set[fx.Node] = set()
     for node in _operation_nodes(graph):
         operands = node.all_input_nodes
         if not operands or node.name in results or not held.issuperset(operands):
             continue
-        if memory_of(node) in memory:
+        if storage_of(node) in memory:
             views.add(node)
             held.add(node)
         elif node.target is _CAST:
             casts.add(node)
             held.add(node)
-            memory.add(memory_of(node))
+            memory.add(storage_of(node))
     return views, casts
 
 
@@ -204,7 +204,7 @@ def _flow_back_error(
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def emit(
+def make_piece(
     phase: Phase, stage: int, reads: Sequence[str], writes: Sequence[str], nodes: Sequence[fx.Node]
 ) -> Piece:
     """Return the piece that reads the values `reads`, runs `nodes` in order, and returns the values `writes`.

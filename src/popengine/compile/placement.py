@@ -1,7 +1,7 @@
 """Placement: the stage of each block and the ipu of each stage, from the user's strategy and the captured blocks.
 
-`balance` chooses the stages of `AutoBalance`. A pipeline runs at the pace of its slowest stage, and blocks
-stay in order: so `balance` cuts the list of blocks into consecutive parts, by dynamic programming.
+`balance_blocks` chooses the stages of `AutoBalance`. A pipeline runs at the pace of its slowest stage, and blocks
+stay in order: so `balance_blocks` cuts the list of blocks into consecutive parts, by dynamic programming.
 """
 
 from __future__ import annotations
@@ -155,7 +155,9 @@ class Cost:
     bytes: int = 0
 
 
-def balance(costs: Sequence[Cost], ipus: int, capacity: float = float("inf")) -> tuple[tuple[str, ...], ...]:
+def balance_blocks(
+    costs: Sequence[Cost], ipus: int, capacity: float = float("inf")
+) -> tuple[tuple[str, ...], ...]:
     """Return the names of the blocks of each ipu, such that the largest sum of seconds on an ipu is minimal.
 
     Of several such placements, return the one with the least sum of squared loads, which balances the other ipus.
@@ -196,7 +198,7 @@ def balance(costs: Sequence[Cost], ipus: int, capacity: float = float("inf")) ->
     return tuple(tuple(cost.name for cost in costs[start:end]) for start, end in bounds)
 
 
-def balance_in_words(costs: Sequence[Cost], cut: Sequence[Sequence[str]]) -> str:
+def describe_balance(costs: Sequence[Cost], cut: Sequence[Sequence[str]]) -> str:
     """Return a text: the load of each ipu (`cut`: the names of its blocks), and what moving a block from the slowest
     ipu to a neighbour would change."""
     of = {cost.name: cost.seconds for cost in costs}

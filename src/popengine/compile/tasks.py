@@ -152,7 +152,7 @@ class _TableWriter:
         stores = _instruction_if_any("store", self._graph_results_of(piece, "output", "input"))
         sums = _instruction_if_any("accumulate", self._graph_results_of(piece, "gradient"))
         sums += stores if self.adds_outputs else []
-        own, freed = self._instructions(number, [] if self.adds_outputs else stores)
+        own, freed = self._instructions_of_piece(number, [] if self.adds_outputs else stores)
         task = Task(kind, flow.ipu_of(number), piece.stage, piece.phase, piece=number)
         instructions = (*own, *(() if sums else freed))
         self._append(replace(task, after=tuple(after), instructions=instructions), [*flowing, *piece.writes])
@@ -165,7 +165,7 @@ class _TableWriter:
             added = [name for instruction in sums for name in instruction.names]
             self.sums[number] = self._append(replace(task, instructions=(*sums, *freed)), added)
 
-    def _instructions(
+    def _instructions_of_piece(
         self, number: int, stores: list[Instruction]
     ) -> tuple[list[Instruction], list[Instruction]]:
         """Return two lists: the instructions of a piece, which end with `stores`; and the `free` of the values that

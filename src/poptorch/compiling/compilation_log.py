@@ -15,7 +15,7 @@ from textwrap import indent
 import torch
 from tqdm.auto import tqdm
 
-from popengine.compile.describe import parts_of
+from popengine.compile.describe import profiled_instructions
 from popengine.errors import CaptureError, Error, PartitionError
 from popengine.ir import Graph, Plan
 from popengine.programs import drawn_schedule
@@ -171,7 +171,7 @@ def make_overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overvi
     )
     transfers = tuple(
         (part.ipu, part.peer, part.bytes if graph else None, *part.frequency_and_time)
-        for part in parts_of(plan, graph)
+        for part in profiled_instructions(plan, graph)
         if part.kind == "send"
     )
     return Overview(

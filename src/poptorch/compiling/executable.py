@@ -13,10 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 from popengine.compile import compile_graph
 from popengine.compile.capture import capture
-from popengine.compile.partition import used_visits
+from popengine.compile.partition import visits_with_operations
 from popengine.compile.placement import sharded_if_too_few_micro_batches
 from popengine.compile.recording.current_capture import current
-from popengine.compile.rewriting.channels_last import with_layout
+from popengine.compile.rewriting.channels_last import in_wanted_layout
 from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
 from popengine.errors import Error
 from popengine.ir import Graph, Plan
@@ -108,7 +108,7 @@ def compile_model(
     if settings.strategy.auto == "balance":
         weights = weights_of(model)
         settings = with_balanced_stages(graph, settings, weights, samples, together=not is_plan_only)
-    settings = sharded_if_too_few_micro_batches(graph.visits, used_visits(graph), settings)
+    settings = sharded_if_too_few_micro_batches(graph.visits, visits_with_operations(graph), settings)
     plan = compile_graph(graph, settings, done)
     compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
     return replace(new, plan=plan, settings=settings, inputs=inputs, key=run.key)
@@ -159,7 +159,7 @@ def _capture_model(
         if widened:
             logger.info("halfKernels %s: computed in float32 are %s", kernels, ", ".join(widened))
     chosen = options.memory_format if options.exists("memory_format") else "preserve"
-    graph, memory_format = with_layout(graph, layout or chosen)
+    graph, memory_format = in_wanted_layout(graph, layout or chosen)
     if chosen == "auto":
         logger.info("memoryFormat auto: %s is used", memory_format)
     unknown: Any = None  # `compile_model` sets plan and inputs

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from popengine.compile.describe import held_bytes
-from popengine.compile.partition import partition, used_visits
-from popengine.compile.placement import Cost, balance, balance_in_words, place
+from popengine.compile.describe import bytes_held_for_backward
+from popengine.compile.partition import partition, visits_with_operations
+from popengine.compile.placement import Cost, balance_blocks, describe_balance, place
 from popengine.compile.rewriting.channels_last import has_convolutions, in_channels_last
 from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
 from popengine.errors import PartitionError
@@ -120,8 +120,8 @@ def with_balanced_stages(
         gather = partial(all_gather_rows, group, range(group.size), FIRST_TAG, mine)
         seconds = group.after_barrier("AutoBalance", facts, gather)[0].tolist()
         costs = [replace(cost, seconds=spent) for cost, spent in zip(costs, seconds, strict=True)]
-    cut = balance(costs, settings.strategy.ipus, settings.strategy.capacity)
-    logger.info("AutoBalance placed %d blocks:\n%s", len(costs), balance_in_words(costs, cut))
+    cut = balance_blocks(costs, settings.strategy.ipus, settings.strategy.capacity)
+    logger.info("AutoBalance placed %d blocks:\n%s", len(costs), describe_balance(costs, cut))
     stages = tuple(StagePlan(blocks, ipu) for ipu, blocks in enumerate(cut))
     return replace(settings, strategy=replace(settings.strategy, auto=None, stages=stages))
 
@@ -133,7 +133,7 @@ def _block_costs(
 
     Operations before the first block count as a part of that block. Raises: PartitionError without any block
     """
-    used = used_visits(graph)
+    used = visits_with_operations(graph)
     placement = place(graph.visits, used, _STAGE_OF_EACH_BLOCK)
     names = {
         placement.stage_of[i]: visit.name for i, visit in enumerate(graph.visits) if i in used and visit.name
@@ -148,7 +148,7 @@ def _block_costs(
     for piece, spent in zip(parts.pieces, measure(parts, weights, inputs), strict=True):
         seconds[piece.stage] += spent
     # A pipeline holds the activations of one micro-batch for each ipu; an update holds copies of the weights.
-    size = [held * settings.strategy.ipus for held in held_bytes(graph, parts)]
+    size = [held * settings.strategy.ipus for held in bytes_held_for_backward(graph, parts)]
     optimizer = settings.optimizer
     states = (
         [state for state in rule_of(optimizer).initial_states(optimizer) if state.dtype] if optimizer else []

@@ -60,7 +60,7 @@ def cond(
         )
     library = torch.ops.popengine
     run = library.cond_that_draws if any(body.draws for body in bodies) else library.cond
-    return list(run(condition, bodies[0].packed(), inputs[0], bodies[1].packed(), inputs[1]))
+    return list(run(condition, bodies[0].as_text(), inputs[0], bodies[1].as_text(), inputs[1]))
 
 
 def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
@@ -103,7 +103,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
             f"  it returns {shapes_text(traced.outputs)}"
         )
     run = torch.ops.popengine.loop_that_draws if traced.draws else torch.ops.popengine.loop
-    return list(run(count, traced.packed(), list(inputs), outer))
+    return list(run(count, traced.as_text(), list(inputs), outer))
 
 
 def _raise_unless_list(name: str, value: Any) -> None:

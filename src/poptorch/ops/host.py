@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from popengine.compile.recording.current_capture import current, hidden_from_capture
 from popengine.errors import Error
 from popengine.ir import Plan
-from popengine.operations import calls_within
+from popengine.operations import called_operations
 
 from .known_operations import KNOWN, compute_known_operation
 from .library import check_tensors, register_computed, shapes_of, shapes_text
@@ -150,7 +150,7 @@ register_computed("host_call", _call_on_host, _fake_outputs)
 
 def has_host_calls(plan: Plan) -> bool:
     """Return whether a compiled model, or a body of its `cond` or `for_loop`, calls functions on the host."""
-    calls = (call for piece in plan.partition.pieces for call in calls_within(piece))
+    calls = (call for piece in plan.partition.pieces for call in called_operations(piece))
     return any(call.startswith("poptorch.host_call.") for call in calls)
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from popengine.compile.placement import Cost, balance, balance_in_words
+from popengine.compile.placement import Cost, balance_blocks, describe_balance
 from popengine.errors import PartitionError
 
 
@@ -18,11 +18,11 @@ def slowest(costs, cut):
 
 
 def test_a_heavy_block_gets_an_ipu_of_its_own():
-    assert balance(costs_of(1, 1, 5, 1, 1), 3) == (("b0", "b1"), ("b2",), ("b3", "b4"))
+    assert balance_blocks(costs_of(1, 1, 5, 1, 1), 3) == (("b0", "b1"), ("b2",), ("b3", "b4"))
 
 
 def test_of_equally_fast_cuts_the_others_are_balanced_too():
-    assert balance(costs_of(4, 1, 1, 1, 1), 3) == (("b0",), ("b1", "b2"), ("b3", "b4"))
+    assert balance_blocks(costs_of(4, 1, 1, 1, 1), 3) == (("b0",), ("b1", "b2"), ("b3", "b4"))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -35,25 +35,25 @@ def test_no_other_cut_is_faster(seed):
         for inner in itertools.combinations(range(1, count), ipus - 1)
     ]
     best = min(slowest(costs, cut) for cut in every)
-    assert slowest(costs, balance(costs, ipus)) == pytest.approx(best, rel=1e-12)
+    assert slowest(costs, balance_blocks(costs, ipus)) == pytest.approx(best, rel=1e-12)
 
 
 def test_no_ipu_holds_more_than_its_capacity():
     costs = [Cost("a", 1, 60), Cost("b", 1, 60), Cost("c", 9, 10)]
-    assert balance(costs, 2) == (("a", "b"), ("c",))
-    assert balance(costs, 2, capacity=100) == (("a",), ("b", "c"))
+    assert balance_blocks(costs, 2) == (("a", "b"), ("c",))
+    assert balance_blocks(costs, 2, capacity=100) == (("a",), ("b", "c"))
     with pytest.raises(PartitionError, match="no placement of 3 blocks on 2 ipus fits 50 bytes"):
-        balance(costs, 2, capacity=50)
+        balance_blocks(costs, 2, capacity=50)
 
 
 def test_fewer_blocks_than_ipus_is_an_error():
     with pytest.raises(PartitionError, match="2 blocks can't be placed on 3 ipus"):
-        balance(costs_of(1, 2), 3)
+        balance_blocks(costs_of(1, 2), 3)
 
 
 def test_the_explanation_says_what_moving_a_block_would_give():
     costs = costs_of(3, 3, 2)
-    assert balance_in_words(costs, (("b0", "b1"), ("b2",))) == (
+    assert describe_balance(costs, (("b0", "b1"), ("b2",))) == (
         "  ipu 0: 6.000 ms: b0, b1\n"
         "  ipu 1: 2.000 ms: b2\n"
         "  moving 'b1' to ipu 1 would make the slowest 5.000 ms instead of 6.000 ms"

@@ -7,7 +7,7 @@ import torch
 from engine_models import Net, enter, graph_of, stages
 from torch import nn
 
-from popengine.compile.partition import partition, used_visits
+from popengine.compile.partition import partition, visits_with_operations
 from popengine.compile.placement import BlockError, place, sharded_if_too_few_micro_batches
 from popengine.errors import PartitionError
 from popengine.ir import Visit
@@ -89,7 +89,7 @@ def test_nothing_but_blocks_is_known_of_an_empty_model():
     from popengine.compile.capture import capture
 
     graph = capture(Empty(), lambda inputs: inputs, [torch.zeros(2)], training=False)
-    assert used_visits(graph) == {0}
+    assert visits_with_operations(graph) == {0}
     assert len(partition(graph, Strategy()).pieces) == 1
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ...operations import Body
-from ..partition import emit
+from ..partition import make_piece
 from .current_capture import Capture, recording_paused
-from .functional import drop_aliases_and_dead_code, functionalized
+from .functional import drop_aliases_and_dead_code, functionalize_graph
 from .graph_recorder import GraphRecorder, empty_like, is_write
 
 _BODY = -1  # in place of a stage: a failing line is looked up in the piece that runs the body
@@ -44,13 +44,13 @@ def trace_body(
         graph, outer = recorder.graph, recorder.constants
         if any(map(is_write, graph.nodes)):
             with torch._C.DisableTorchFunction():
-                graph = functionalized(graph, {}).graph
+                graph = functionalize_graph(graph, {}).graph
     drop_aliases_and_dead_code(graph)
     name_of = {node.meta["key"]: node.name for node in graph.find_nodes(op="placeholder")}
     reads = [name_of[key] for key in (*map(str, range(len(inputs))), *outer)]
     calls = [node for node in graph.nodes if node.op == "call_function"]
     draws = [node.meta.pop("draw") for node in calls if "draw" in node.meta]  # the whole body has one key
     results: Any = graph.output_node().args[0]
-    piece = emit("F", _BODY, reads, [node.name for node in results], calls)
+    piece = make_piece("F", _BODY, reads, [node.name for node in results], calls)
     shapes = tuple((tuple(node.meta["val"].shape), node.meta["val"].dtype) for node in results)
     return Body(piece, shapes, bool(draws)), list(outer.values())

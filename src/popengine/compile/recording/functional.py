@@ -13,7 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import CaptureError
 from ...ir import Graph, Key, Result, Slot, Visit
-from .graph_recorder import PLACE, GraphRecorder, empty_like, is_write, materialized_copy, memory_of, run_node
+from .graph_recorder import (
+    PLACE,
+    GraphRecorder,
+    empty_like,
+    is_write,
+    materialized_copy,
+    run_node,
+    storage_of,
+)
 
 aten = torch.ops.aten
 _REPLAYED_META = (*PLACE, "scope", "attributes", "group", "numbers")  # what a replay copies of a node's meta
@@ -24,14 +32,14 @@ _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def replace_unaliased_writes(graph: fx.Graph) -> None:
     """Replace each in-place operation of a graph whose memory only in-place operations share, as in dropout.
 
-    The out-of-place overload takes its place. All others need `functionalized`, a trace as long as the capture.
+    The out-of-place overload takes its place. All others need `functionalize_graph`, a trace as long as the capture.
     """
     sharing: dict[int | None, list[fx.Node]] = {}
     for node in graph.nodes:
-        sharing.setdefault(memory_of(node), []).append(node)
+        sharing.setdefault(storage_of(node), []).append(node)
     for node in filter(is_write, list(graph.nodes)):
         operation = _out_of_place(node)
-        first, *others = sharing[memory_of(node)]
+        first, *others = sharing[storage_of(node)]
         if operation is None or first.op == "placeholder" or not all(map(is_write, others)):
             continue
         with graph.inserting_before(node):
@@ -58,7 +66,7 @@ def _out_of_place(node: fx.Node) -> Any:
     return other if has_one_result and other is not None and not other._schema.is_mutable else None
 
 
-def replayed(
+def replay_graph(
     graph: fx.Graph,
     constants: dict[str, Tensor],
     run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any] = run_node,
@@ -95,14 +103,14 @@ def replayed(
     return recorder
 
 
-def functionalized(graph: fx.Graph, constants: dict[str, Tensor]) -> GraphRecorder:
+def functionalize_graph(graph: fx.Graph, constants: dict[str, Tensor]) -> GraphRecorder:
     """Return a recorder of the graph without in-place operations, made by torch's functionalization."""
-    return replayed(graph, constants, around=partial(torch.func.functionalize, remove="mutations"))
+    return replay_graph(graph, constants, around=partial(torch.func.functionalize, remove="mutations"))
 
 
 def with_nodes_replaced(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any]) -> Graph:
-    """Return the graph with each node replaced by the operations that `run` runs (see `replayed`)."""
-    code = replayed(graph.code, graph.constants, run).graph
+    """Return the graph with each node replaced by the operations that `run` runs (see `replay_graph`)."""
+    code = replay_graph(graph.code, graph.constants, run).graph
     drop_aliases_and_dead_code(code)
     nodes: Any = code.output_node().args[0]
     results = [replace(result, name=node.name) for result, node in zip(graph.results, nodes, strict=True)]
@@ -141,7 +149,7 @@ def _is_random(node: fx.Node) -> bool:
     return True
 
 
-def as_graph(
+def make_functional_graph(
     recorder: GraphRecorder,
     results: Sequence[tuple[Key, str, fx.Node]],
     visits: tuple[Visit, ...],
@@ -161,7 +169,7 @@ def as_graph(
     written: dict[fx.Node, fx.Node] = {}
     replace_unaliased_writes(graph)
     if any(map(is_write, graph.nodes)):
-        functional = functionalized(graph, constants)
+        functional = functionalize_graph(graph, constants)
         graph, constants, written = functional.graph, functional.constants, functional.written
     output: Any = graph.output_node()
     for node, value in written.items():

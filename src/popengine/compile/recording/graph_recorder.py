@@ -97,7 +97,7 @@ def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     return target(*args, **kwargs)
 
 
-def memory_of(node: fx.Node) -> int | None:
+def storage_of(node: fx.Node) -> int | None:
     """Return the address of the storage of a node's tensor, equal for nodes that share memory.
 
     Of several results, the first that is used counts. None without a result that is a dense tensor.
@@ -260,8 +260,8 @@ class CaptureRecorder(GraphRecorder):
         self._values: dict[fx.Node, Any] = {}
         self._calls_run = 0
 
-    def saved_tensors_noted(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return a context in which the tensors that autograd saves for backward are listed, for `_copy_saved`."""
+    def saved_tensors_listed(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return a context in which a list of the tensors that autograd saves for backward is kept in `_saved`."""
 
         def pack(value: Tensor) -> list[Tensor]:
             saved = [value]
@@ -271,7 +271,7 @@ class CaptureRecorder(GraphRecorder):
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved[0])
 
-    def _copy_saved(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _copy_saved_tensors(self, func: Any, args: Any, kwargs: Any) -> None:
         """Before an operation runs, replace the tensors that autograd has saved in the memory it writes by copies."""
         for value in _written_arguments(func, args, kwargs):
             if isinstance(value, FakeTensor):
@@ -298,16 +298,16 @@ class CaptureRecorder(GraphRecorder):
                 return self._run_on_real_values(func, args, kwargs)
         if func is not aten.lift_fresh.default and (has_real or func._schema.is_mutable):
             with self:  # a view that is made now is recorded
-                args, kwargs = map_leaves(self._as_fake, (args, kwargs))
+                args, kwargs = map_leaves(self._fake_tensor_of, (args, kwargs))
                 if func._schema.is_mutable:
-                    self._copy_saved(func, args, kwargs)
+                    self._copy_saved_tensors(func, args, kwargs)
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except VALUE_READS as error:
             with self:
                 return self._run_on_constants(func, args, kwargs, error)
 
-    def _as_fake(self, value: Any) -> Any:
+    def _fake_tensor_of(self, value: Any) -> Any:
         """Return the stand-in of a weight; for another real tensor, the fake tensor of a constant. A fake tensor, a
         real 0-d tensor and a value that is no tensor are returned unchanged."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
@@ -326,8 +326,8 @@ class CaptureRecorder(GraphRecorder):
             if func is aten.masked_select.default:
                 shape = torch.broadcast_shapes(value.shape, indices.shape)
                 value, indices = value.expand(shape), [indices.expand(shape)]
-            return aten.index.Tensor(value, self._without_masks(indices, error))
-        args, kwargs = tree_map(lambda leaf: self._known_value(leaf, error), (args, kwargs))
+            return aten.index.Tensor(value, self._replace_masks(indices, error))
+        args, kwargs = tree_map(lambda leaf: self._value_or_raise(leaf, error), (args, kwargs))
         return self._run_on_real_values(func, args, kwargs)
 
     def _run_on_real_values(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -341,21 +341,21 @@ class CaptureRecorder(GraphRecorder):
 
         return tree_map(as_constant, result)
 
-    def _known_value(self, value: Any, error: Exception) -> Any:
+    def _value_or_raise(self, value: Any, error: Exception) -> Any:
         """Return a tensor's value, or an argument that is no tensor. Raise `error` if the value is unknown."""
         known = self.value_of(value) if isinstance(value, Tensor) else value
         if known is None and value is not None:
             raise error
         return known
 
-    def _without_masks(self, indices: Any, error: Exception) -> list[Any]:
+    def _replace_masks(self, indices: Any, error: Exception) -> list[Any]:
         """Return the indices of an index operation, with tensors of positions in place of masks. Raise `error` if a
         mask's value is unknown."""
         found: list[Any] = []
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
                 with _disable_current_modes():
-                    positions = self._known_value(index, error).nonzero().unbind(1)
+                    positions = self._value_or_raise(index, error).nonzero().unbind(1)
                 found += map(self.add_constant, positions)
             else:
                 found.append(index)
@@ -381,8 +381,8 @@ class CaptureRecorder(GraphRecorder):
         self._values[node] = None
         if is_write(node):
             written = _written_arguments(node.target, node.args, node.kwargs)
-            memory = {memory_of(operand) for operand in written if isinstance(operand, fx.Node)} - {None}
-            self._values.update(dict.fromkeys([n for n in self._values if memory_of(n) in memory]))
+            memory = {storage_of(operand) for operand in written if isinstance(operand, fx.Node)} - {None}
+            self._values.update(dict.fromkeys([n for n in self._values if storage_of(n) in memory]))
 
     def _value_if_known(self, node: fx.Node) -> Any:
         if node not in self._values:  # a placeholder; a copy, since operations in place are run, too

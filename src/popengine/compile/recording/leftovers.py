@@ -50,11 +50,11 @@ def fake_tensors_in(value: Any, path: str = "model") -> list[StoredValue]:
             found.append(item)
         elif id(item.value) not in seen and not isinstance(item.value, _CLOSED):
             seen.add(id(item.value))
-            stack += _items_of(*item)
+            stack += _values_held_by(*item)
     return found
 
 
-def _items_of(path: str, value: Any, put: Callable[[Any], None]) -> Iterator[StoredValue]:
+def _values_held_by(path: str, value: Any, put: Callable[[Any], None]) -> Iterator[StoredValue]:
     """Yield the items, attributes or outer variables of a value with this `path`. The `put` of those that can't be
     replaced alone, such as a tuple's, is the argument `put`, which replaces the value."""
     if isinstance(value, (dict, list, deque)):
@@ -97,7 +97,7 @@ def _global_names(code: CodeType) -> Iterator[str]:
             yield from _global_names(constant)
 
 
-class Attributes:
+class AttributeSnapshot:
     """A snapshot of the attributes of a module and its submodules, made before a forward runs."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -106,7 +106,7 @@ class StandIns:
         if not touched:
             return value
         _, real, fake = touched[0]
-        (begin, end), (first, last) = _extent(real), _extent(value)
+        (begin, end), (first, last) = _byte_range(real), _byte_range(value)
         replays = value._base is real
         is_inside = begin <= first and last <= end
         if len(touched) > 1 or not is_inside or not (replays or value.dtype == real.dtype):
@@ -250,7 +250,7 @@ def _storage_id(value: Tensor) -> int:
     return -id(value)
 
 
-def _extent(value: Tensor) -> tuple[int, int]:
+def _byte_range(value: Tensor) -> tuple[int, int]:
     """Return the range of bytes [begin, end) of its storage that a tensor spans."""
     with torch._C.DisableTorchFunction():
         last = sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True))
@@ -259,5 +259,5 @@ def _extent(value: Tensor) -> tuple[int, int]:
 
 
 def _has_overlap(one: Tensor, other: Tensor) -> bool:
-    (begin, end), (first, last) = _extent(one), _extent(other)
+    (begin, end), (first, last) = _byte_range(one), _byte_range(other)
     return first < end and begin < last

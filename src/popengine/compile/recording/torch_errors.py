@@ -90,7 +90,7 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
             raise
         words = f"{type(error).__name__}: {error}".partition(" You may have run into this message")[0]
         hint = next((hint for hint in _HINTS if re.search(hint.words, words)), _ANY)
-        raise _explained_kind(next(kind for kind in _KINDS if isinstance(error, kind)))(
+        raise _error_class(next(kind for kind in _KINDS if isinstance(error, kind)))(
             f"torch fails in the forward: {words}\n"
             f"  at {user_line(error)}\n"
             f"  forward was given {given or 'no arguments'}\n"
@@ -108,6 +108,6 @@ def _is_raised_by_torch(error: BaseException) -> bool:
 
 
 @functools.cache
-def _explained_kind(kind: type[Exception]) -> type[CaptureError]:
+def _error_class(kind: type[Exception]) -> type[CaptureError]:
     """Return a class derived from CaptureError and `kind`, so that `except kind` also catches its errors."""
     return type("CaptureError", (CaptureError, kind), {"__module__": CaptureError.__module__})

@@ -31,7 +31,7 @@ _FEW = 8  # channels: the float32 elements of the shortest vector register
 _ANY_LAYOUT: dict[Any, Any] = {aten.view.default: Tensor.reshape, aten._unsafe_view.default: Tensor.reshape}
 
 
-def with_layout(graph: Graph, wanted: str) -> tuple[Graph, str]:
+def in_wanted_layout(graph: Graph, wanted: str) -> tuple[Graph, str]:
     """Return the graph with convolutions in the wanted layout, and the layout: "preserve" or "channels_last".
 
     A graph without convolutions is returned unchanged, as "preserve".

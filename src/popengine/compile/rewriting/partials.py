@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from ...ir import Graph
 from ..recording.functional import with_nodes_replaced
-from ..recording.graph_recorder import PLACE, memory_of, run_node
+from ..recording.graph_recorder import PLACE, run_node, storage_of
 
 aten = torch.ops.aten
 _UNITS = {torch.float16: "avx512_fp16", torch.bfloat16: "avx512_bf16"}  # the processor's feature
@@ -59,7 +59,7 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
     copies: dict[Any, Tensor] = {}
     inputs = graph.code.find_nodes(op="placeholder")
     # Parameters, constants and views of them are the same for all micro-batches.
-    weights = {memory_of(node) for node in inputs if node.meta["role"] in ("parameter", "constant")}
+    weights = {storage_of(node) for node in inputs if node.meta["role"] in ("parameter", "constant")}
 
     def copy_of(node: fx.Node, user: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor:
         """Return a float32 copy of a node's half value for the product `user`; a value of another type unchanged.
@@ -69,7 +69,7 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
         """
         if node.meta["val"].dtype not in HALF:
             return values[node]
-        key = node if memory_of(node) in weights else (node, *(user.meta[name] for name in PLACE[:2]))
+        key = node if storage_of(node) in weights else (node, *(user.meta[name] for name in PLACE[:2]))
         if key not in copies:
             base = _base_of_view(node)
             copy = copy_of(base, user, values) if base is not None else None
@@ -104,7 +104,7 @@ def _half_type(node: fx.Node) -> torch.dtype | None:
 def _base_of_view(node: fx.Node) -> fx.Node | None:
     """Return the node of which `node` is a view with the same dtype and number of elements, or None."""
     base = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
-    if base is None or "val" not in base.meta or memory_of(node) != memory_of(base):
+    if base is None or "val" not in base.meta or storage_of(node) != storage_of(base):
         return None
     own, other = node.meta["val"], base.meta["val"]
     return base if (own.dtype, own.numel()) == (other.dtype, other.numel()) else None

@@ -126,8 +126,8 @@ def user_line(piece: Piece, error: BaseException) -> str:
 
 @functools.cache
 def _body_function(body: str, device: torch.device) -> Code:
-    """Return the function of a packed `Body` (a branch or loop body as text). Raises Error if it gathers."""
-    piece = Body.unpacked(body).piece
+    """Return the function of a `Body` as text. Raises Error if the body gathers values over replicas."""
+    piece = Body.from_text(body).piece
     if piece.gather_group_size:
         raise Error(
             "replicas can't gather values in a branch or a loop\n  fix: a layer that doesn't, or no poptorch.cond"
@@ -136,7 +136,7 @@ def _body_function(body: str, device: torch.device) -> Code:
 
 
 def _run_body(body: str, values: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Run a packed `Body` and return its results, made contiguous, as the graph around the body expects."""
+    """Run a `Body` given as text; return its results, made contiguous, as the graph around the body expects."""
     return [value.contiguous() for value in _body_function(body, device)(values)]
 
 
