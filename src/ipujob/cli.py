@@ -167,10 +167,9 @@ def check_files(arguments: argparse.Namespace) -> int:
             except Faults as error:
                 faults.append(str(error))
                 continue
-            shape = job.shape
             print(
-                f"{file}: {job.name}: {pluralize(shape.instances, 'instance')} of {pluralize(shape.workers, 'worker')},"
-                f" in each worker {pluralize(shape.replicas, 'replica')} of {pluralize(shape.ipus_per_replica, 'ipu')},"
+                f"{file}: {job.name}: {pluralize(job.instances, 'instance')} of {pluralize(job.workers, 'worker')},"
+                f" in each worker {pluralize(job.replicas, 'replica')} of {pluralize(job.ipus_per_replica, 'ipu')},"
                 f" mode {job.mode}"
             )
     if faults:
@@ -226,7 +225,7 @@ def run_file(arguments: argparse.Namespace) -> int:
             raise Faults([document.located_message(*fault) for fault in faults])
         loaded.append((document, job))
     for document, job in loaded:  # all of the file is checked before the first job runs
-        if not job.shape.instances:
+        if not job.instances:
             print(f"ipujob: {job.name}: no instances wanted", file=sys.stderr)
             continue
         ignored = ", ".join(local.ignored_fields(job))

@@ -51,7 +51,7 @@ class LocalJob:
             "PYTHONPATH": path_with_aliases(os.environ.get("PYTHONPATH", "")),
             SECRET: secrets.token_hex(32),
         }
-        probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(job.shape.instances)]
+        probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(job.instances)]
         self.ports = [str(probe.getsockname()[1]) for probe in probes]  # a MASTER_PORT for each instance
         for probe in probes:
             probe.close()
@@ -128,7 +128,7 @@ class Worker:
 
     def __init__(self, run: LocalJob, pod: Object) -> None:
         self.pod, container = pod, pod["spec"]["containers"][0]
-        name, labels, shape = pod["metadata"]["name"], pod["metadata"]["labels"], run.job.shape
+        name, labels = pod["metadata"]["name"], pod["metadata"]["labels"]
         home = run.folder / (name if labels[ATTEMPT] == "0" else f"{name}.{labels[ATTEMPT]}")
         home.mkdir()
         instance = int(labels[INSTANCE])
@@ -151,7 +151,7 @@ class Worker:
             start_new_session=True,
         )
         self._set_status("Running", {"running": {}})
-        prefix = f"[{name}] ".encode() if shape.instances * shape.workers > 1 else b""
+        prefix = f"[{name}] ".encode() if run.job.instances * run.job.workers > 1 else b""
         copying = (run.folder / f"{name}.log", prefix)
         self._reader = threading.Thread(target=self._copy_output, args=copying, daemon=True)
         self._reader.start()
@@ -234,7 +234,7 @@ def _expand_variables(text: str, known: Mapping[str, str]) -> str:
 def unsupported_fields(job: Job, overrides: Mapping[str, str]) -> Iterator[Fault]:
     """Yield a fault for each field of a job that can't be kept here: variables from secrets (unless they are
     in `overrides`), mounts of missing folders, an image's own command."""
-    path, container = (*_TEMPLATE, "containers", 0), job.worker
+    path, container = (*_TEMPLATE, "containers", 0), job.container
     if container.get("envFrom") and not overrides:
         message = "variables of a ConfigMap or Secret can't be had here"
         yield Fault((*path, "envFrom"), message, "--env NAME=VALUE")
@@ -255,7 +255,7 @@ def unsupported_fields(job: Job, overrides: Mapping[str, str]) -> Iterator[Fault
 
 def ignored_fields(job: Job) -> list[str]:
     """Return the names of the template's fields that have no effect on this machine."""
-    container, spec = job.worker, job.template["spec"]
+    container, spec = job.container, job.template["spec"]
     fields = ["image", *(name for name in ("resources", "securityContext") if name in container)]
     fields += [name for name in _IGNORED_FIELDS if name in spec and name not in fields]
     return fields + (["other containers"] if len(spec["containers"]) > 1 else [])

@@ -78,7 +78,7 @@ def observe(
     remaining = [pod for pod in own_pods if not is_terminating(pod) and pod not in gone]
     states = Counter(record["state"] for record in instances.values())
     restarts = sum(record["restarts"] for record in instances.values())
-    word, message = _status_and_message(job.shape.instances, states, restarts, remaining)
+    word, message = _status_and_message(job.instances, states, restarts, remaining)
     notes = "; ".join(text for _, text in job_warnings(job, value)) or "instances run"
     conditions = {
         "Running": notes if word == "Running" else "",
@@ -90,7 +90,7 @@ def observe(
     status = {
         "launcherStatus": word,
         "currentReplicas": states["Running"] + states["Restarting"] + states["Lost"],
-        "desiredReplicas": job.shape.instances,
+        "desiredReplicas": job.instances,
         "lastMessage": refusal if refusal and missing else message,
         "restartCount": restarts,
         "workersStatus": {
@@ -108,7 +108,7 @@ def observe(
     if instances and all(state in ENDED for state in states):
         status["completionTime"] = utc_stamp(now)
         gone += [pod for pod in remaining if _should_delete(job, pod)] + services
-    elif job.has_service and not services and job.shape.instances:
+    elif job.has_service and not services and job.instances:
         create.insert(0, pods.headless_service(job))
     owned = tuple(pods.with_owner(each, value) for each in create)
     return Decision(_status_patch(old, status, now), tuple(gone), owned)
@@ -207,12 +207,12 @@ def _next_instance_records(
         own_pods: all pods of the job; pods that are being deleted are not returned again
     """
     instances, create = {}, []
-    delete = [pod for pod in own_pods if int_label(pod, INSTANCE) >= job.shape.instances]
-    for number in range(job.shape.instances):
+    delete = [pod for pod in own_pods if int_label(pod, INSTANCE) >= job.instances]
+    for number in range(job.instances):
         known = {"state": "Pending", "restarts": 0, **(record.get(str(number)) or {})}
         of_instance = [pod for pod in own_pods if int_label(pod, INSTANCE) == number]
         instances[str(number)], missing, gone = _next_instance_record(job, known, of_instance)
-        create += [(number * job.shape.workers + worker, known["restarts"]) for worker in missing]
+        create += [(number * job.workers + worker, known["restarts"]) for worker in missing]
         delete += gone
     return instances, create, [pod for pod in delete if not is_terminating(pod)]
 
@@ -232,7 +232,7 @@ def _next_instance_record(
     if others:
         return record, [], others
     there = {int_label(pod, WORKER) for pod in own_pods}
-    missing = [worker for worker in range(job.shape.workers) if worker not in there]
+    missing = [worker for worker in range(job.workers) if worker not in there]
     done = [pod for pod in own_pods if phase(pod) == "Succeeded" or _was_ended_by_ttl(job, pod)]
     failed = [pod for pod in own_pods if phase(pod) == "Failed" and pod not in done]
     own_faults = [pod for pod in failed if not (is_terminating(pod) or pods.was_disrupted(pod))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from popengine.environment import NODE_RANK, NUM_NODES
@@ -27,23 +27,19 @@ Object = dict[str, Any]
 
 def worker_pod(job: Job, number: int, attempt: int = 0) -> Object:
     """Return the pod of worker number % workers of instance number // workers, after `attempt` restarts."""
-    instance, worker = divmod(number, job.shape.workers)
+    instance, worker = divmod(number, job.workers)
     name = f"{job.name}-worker-{number}"
-    made = pod_template(job, instance, str(worker), job.host(instance), str(attempt))
+    own = {NODE_RANK: str(worker), "MASTER_ADDR": job.host(instance), "PANDO_RESTARTS": str(attempt)}
+    made = pod_template(job, instance, own)
     made["metadata"]["name"] = made["spec"]["hostname"] = name
     made["metadata"]["labels"] |= {WORKER: str(worker), ATTEMPT: str(attempt)}
     return {"apiVersion": "v1", "kind": "Pod", **made}
 
 
-def pod_template(
-    job: Job, instance: int, rank: str | Object, address: str, restarts: str | Object | None
-) -> Object:
+def pod_template(job: Job, instance: int, variables: Mapping[str, str | Object]) -> Object:
     """Return metadata and spec of the pods of an instance, without the pods' names and worker labels.
 
-    Args:
-        rank:     the value of POPRUN_NODE_RANK, the worker's number: a text or a `valueFrom` object
-        address:  the host name of the instance's first worker
-        restarts: the value of PANDO_RESTARTS: a text or a `valueFrom` object; None: it is not set
+    Args: variables: values of POPRUN_NODE_RANK, MASTER_ADDR and PANDO_RESTARTS: texts or `valueFrom` objects
     """
     made = copy.deepcopy(job.template)
     metadata, spec = made.get("metadata", {}), made["spec"]
@@ -53,7 +49,7 @@ def pod_template(
     container |= {"image": job.image, **_command_fields(job)}
     if not container.get("args", True):
         del container["args"]
-    container["env"] = _environment(job, instance, rank, address, restarts)
+    container["env"] = _environment(job, instance, variables)
     if "security" in job.dropped:  # hostIPC and IPC_LOCK serve RDMA to IPUs, and clusters often refuse them
         spec.pop("hostIPC", None)
     for each in containers:
@@ -80,42 +76,38 @@ def _command_fields(job: Job) -> dict[str, list[str]]:
     """Return the fields `command` and `args` that replace the template's; {} if the template's stay."""
     if job.mode == "launched":
         return {"command": list(job.launcher_command), "args": []}
-    if job.ttl is not None and not job.worker.get("command"):
+    if job.ttl is not None and not job.container.get("command"):
         return {"command": ["sleep", str(job.ttl)], "args": []}
     if job.mode == "joined":
-        shape = job.shape
-        poprun = f"poprun --num-instances {shape.workers} --num-replicas {shape.workers * shape.replicas}"
-        poprun += f" --ipus-per-replica {shape.ipus_per_replica}"
-        return {"command": [*poprun.split(), *job.worker["command"]]}
+        poprun = f"poprun --num-instances {job.workers} --num-replicas {job.workers * job.replicas}"
+        poprun += f" --ipus-per-replica {job.ipus_per_replica}"
+        return {"command": [*poprun.split(), *job.container["command"]]}
     return {}
 
 
-def _environment(
-    job: Job, instance: int, rank: str | Object, address: str, restarts: str | Object | None
-) -> list[Object]:
-    """Return a worker's environment (arguments: as in `pod_template`): Pando's variables, then those of the
-    file, which can refer to Pando's as $(NAME), or replace them."""
+def _environment(job: Job, instance: int, variables: Mapping[str, str | Object]) -> list[Object]:
+    """Return the environment of an instance's workers: Pando's variables, then those of the file, which can
+    refer to Pando's as $(NAME), or replace them. Args: variables: as in `pod_template`"""
     partition = f"p-{job.name}-{job.namespace}-{instance}"
-    added: dict[str, Any] = {"IPUOF_VIPU_API_PARTITION_ID": partition}
-    if job.mode != "single":  # the workers connect to each other
-        added |= {NUM_NODES: str(job.shape.workers), NODE_RANK: rank}
-        added |= {"MASTER_ADDR": address, "MASTER_PORT": str(PORT)}
-    if restarts is not None:
-        added["PANDO_RESTARTS"] = restarts
+    added = {"IPUOF_VIPU_API_PARTITION_ID": partition, **variables}
+    if job.mode == "single":  # the worker connects to no other
+        del added[NODE_RANK], added["MASTER_ADDR"]
+    else:
+        added |= {NUM_NODES: str(job.workers), "MASTER_PORT": str(PORT)}
     if job.device == "cuda":
         added["POPTORCH_DEVICE"] = "cuda"
     listed: list[Object] = [
         {"name": name, "value" if isinstance(value, str) else "valueFrom": value}
         for name, value in added.items()
     ]
-    listed += [*job.worker.get("env", []), *job.launcher_env]
+    listed += [*job.container.get("env", []), *job.launcher_env]
     last = {variable["name"]: index for index, variable in enumerate(listed)}
     return [listed[index] for index in sorted(last.values())]
 
 
 def _resources(job: Job, given: Object) -> Object:
     """Return a worker's resources: `given`, with cores or GPUs for its ipus unless `given` names some."""
-    ipus = job.shape.ipus_per_worker
+    ipus = job.ipus // job.workers
     kind, name, amount = "requests", "cpu", min(ipus, _MAX_CORES)
     requested = {*given.get("limits", {}), *given.get("requests", {})}
     is_requested = name in requested

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+from popengine.environment import NODE_RANK
 
 from . import pods
 from .pods import INSTANCE, JOB, Object
@@ -19,11 +21,11 @@ def render(job: Job, way: str = "job") -> tuple[list[Object], list[str]]:
     Raises: ValueError, if objects of this kind can't run the job
     """
     if way == "pod":
-        made = [pods.worker_pod(job, number) for number in range(job.shape.instances * job.shape.workers)]
+        made = [pods.worker_pod(job, number) for number in range(job.instances * job.workers)]
     else:
         _check_renderable(job, way)
         make = _job_set if way == "jobset" else _indexed_job
-        made = [make(job, instance) for instance in range(job.shape.instances)]
+        made = [make(job, instance) for instance in range(job.instances)]
     if job.has_service and way != "jobset" and made:
         made.insert(0, pods.headless_service(job))
     return made, list(_render_warnings(job, way))
@@ -32,12 +34,12 @@ def render(job: Job, way: str = "job") -> tuple[list[Object], list[str]]:
 def _check_renderable(job: Job, way: str) -> None:
     """Raise a ValueError if a host name would be too long, or if an Indexed Job (`way` "job") would have to
     restart several workers together."""
-    if way == "job" and job.shape.workers > 1 and job.restart_policy != "Never":
+    if way == "job" and job.workers > 1 and job.restart_policy != "Never":
         raise ValueError(
-            f"a Job can't restart {job.shape.workers} workers as one, and restartPolicy is {job.restart_policy}\n"
+            f"a Job can't restart {job.workers} workers as one, and restartPolicy is {job.restart_policy}\n"
             "  fix: --as jobset, where its controller is installed; or ipujob submit, where our operator is; or Never"
         )
-    last = f"{_instance_name(job, job.shape.instances - 1)}-worker-{job.shape.workers - 1}"
+    last = f"{_instance_name(job, job.instances - 1)}-worker-{job.workers - 1}"
     if len(last) > MAX_HOST:
         reason = f"the host name {last} has more than {MAX_HOST} characters"
         raise ValueError(f"{reason}\n  fix: --name, with a shorter one")
@@ -59,7 +61,7 @@ def _render_warnings(job: Job, way: str) -> Iterator[str]:
 
 def _instance_name(job: Job, instance: int) -> str:
     """Return the name of an instance: the job's name, with the instance's number if there are several."""
-    return job.name if job.shape.instances == 1 else f"{job.name}-{instance}"
+    return job.name if job.instances == 1 else f"{job.name}-{instance}"
 
 
 def _kubernetes_object(job: Job, instance: int, api: str, kind: str, name: str, spec: Object) -> Object:
@@ -73,29 +75,29 @@ def _kubernetes_object(job: Job, instance: int, api: str, kind: str, name: str, 
 def _indexed_job(job: Job, instance: int) -> Object:
     """Return the Indexed Job of an instance. Its pods have random names, but host names NAME-worker-0, ..."""
     name = f"{_instance_name(job, instance)}-worker"
-    restarts = "0" if job.restart_policy == "Never" else None
-    spec = _job_spec(job, instance, f"{name}-0.{job.name}", restarts)
-    if job.shape.workers == 1 and job.restart_policy != "Never":
+    restarts = {"PANDO_RESTARTS": "0"} if job.restart_policy == "Never" else {}
+    spec = _job_spec(job, instance, {"MASTER_ADDR": f"{name}-0.{job.name}", **restarts})
+    if job.workers == 1 and job.restart_policy != "Never":
         spec["backoffLimit"] = job.restart_limit
     return _kubernetes_object(job, instance, "batch/v1", "Job", name, spec)
 
 
-def _job_spec(job: Job, instance: int, address: str, restarts: str | Object | None) -> Object:
-    """Return the spec of an instance's Indexed Job. Args: address, restarts: as in `pods.pod_template`"""
-    workers, rank = job.shape.workers, {"fieldRef": {"fieldPath": _INDEX}}
+def _job_spec(job: Job, instance: int, variables: Mapping[str, str | Object]) -> Object:
+    """Return the spec of an instance's Indexed Job (`variables`: as in `pods.pod_template`, but the rank)."""
+    workers, rank = job.workers, {NODE_RANK: {"fieldRef": {"fieldPath": _INDEX}}}
     spec: Object = {
         "completionMode": "Indexed",
         "completions": workers,
         "parallelism": workers,
         "backoffLimit": 0,
-        "template": pods.pod_template(job, instance, rank, address, restarts),
+        "template": pods.pod_template(job, instance, {**rank, **variables}),
     }
     if job.restart_policy == "ExitCode":
         codes = {"operator": "NotIn", "values": sorted(job.exit_codes)[-255:]}
         spec["podFailurePolicy"] = {
             "rules": [
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                {"action": "FailJob", "onExitCodes": {"containerName": job.worker["name"], **codes}},
+                {"action": "FailJob", "onExitCodes": {"containerName": job.container["name"], **codes}},
             ]
         }
     return spec
@@ -104,7 +106,8 @@ def _job_spec(job: Job, instance: int, address: str, restarts: str | Object | No
 def _job_set(job: Job, instance: int) -> Object:
     """Return an instance's JobSet: one Indexed Job with a Service, of which all workers restart together."""
     name = _instance_name(job, instance)
-    inner = _job_spec(job, instance, f"{name}-worker-0-0.{name}", {"fieldRef": {"fieldPath": _RESTARTS}})
+    restarts = {"fieldRef": {"fieldPath": _RESTARTS}}
+    inner = _job_spec(job, instance, {"MASTER_ADDR": f"{name}-worker-0-0.{name}", "PANDO_RESTARTS": restarts})
     inner["template"]["spec"].pop("subdomain", None)
     spec: Object = {
         "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},

@@ -34,30 +34,15 @@ Images = Sequence[tuple[str, str]]  # (pattern, image): the first match replaces
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The size of a job. Pod number k is worker k % workers of instance k // workers."""
+class Job:
+    """A valid IPUJob. Its pod number k is worker k % workers of instance k // workers."""
 
+    name: str
+    namespace: str
     instances: int
     workers: int  # per instance
     replicas: int  # per worker
     ipus: int  # per instance
-
-    @property
-    def ipus_per_worker(self) -> int:
-        return self.ipus // self.workers
-
-    @property
-    def ipus_per_replica(self) -> int:
-        return self.ipus // (self.workers * self.replicas)
-
-
-@dataclass(frozen=True)
-class Job:
-    """A valid IPUJob."""
-
-    name: str
-    namespace: str
-    shape: Shape
     template: dict[str, Any] = field(repr=False)
     image: str = ""  # of the worker; empty, if it is not used
     device: str = "cpu"  # or cuda
@@ -74,7 +59,11 @@ class Job:
     seconds_kept: int | None = None  # from its end until the IPUJob is deleted; None: it stays
 
     @property
-    def worker(self) -> dict[str, Any]:
+    def ipus_per_replica(self) -> int:
+        return self.ipus // (self.workers * self.replicas)
+
+    @property
+    def container(self) -> dict[str, Any]:
         """Return the template's first container, in which the program runs."""
         return self.template["spec"]["containers"][0]
 
@@ -84,7 +73,7 @@ class Job:
 
     def host(self, instance: int) -> str:
         """Return the host name of an instance's first worker, to which its workers connect."""
-        return f"{self.name}-worker-{instance * self.shape.workers}.{self.name}"
+        return f"{self.name}-worker-{instance * self.workers}.{self.name}"
 
 
 def pluralize(number: int, word: str) -> str:
@@ -143,7 +132,10 @@ def _to_job(metadata: Mapping[str, Any], spec: Mapping[str, Any], device: str, i
     return Job(
         name=metadata.get("name") or metadata.get("generateName") or "job",
         namespace=metadata.get("namespace") or "default",
-        shape=Shape(spec.get("jobInstances", 1), workers, replicas, ipus),
+        instances=spec.get("jobInstances", 1),
+        workers=workers,
+        replicas=replicas,
+        ipus=ipus,
         template=template,
         image="" if images is None else annotations.get(_IMAGE) or next(matching, written),
         device=annotations.get("pando/device", device),
@@ -177,14 +169,14 @@ def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -
             path = ("metadata", "annotations", key)
             yield Fault(path, f"annotation {key} is unknown", f"one of {', '.join(_ANNOTATIONS)}")
     yield from _check_name(job, "name" if metadata.get("name") else "generateName")
-    shape, other = job.shape, spec.get("workersPerJobInstance")
-    if other and shape.workers != int(other):
-        message = f"workers.replicas {shape.workers} and workersPerJobInstance {other} differ"
+    other = spec.get("workersPerJobInstance")
+    if other and job.workers != int(other):
+        message = f"workers.replicas {job.workers} and workersPerJobInstance {other} differ"
         yield Fault(("spec", "workers", "replicas"), message, "keep one of them")
-    elif shape.ipus % (shape.workers * shape.replicas):
-        over = f"{pluralize(shape.workers, 'worker')} with {pluralize(shape.replicas, 'replica')} each"
-        message = f"ipusPerJobInstance {shape.ipus} can't be shared out over {over}"
-        fix = f"a multiple of {shape.workers * shape.replicas}"
+    elif job.ipus % (job.workers * job.replicas):
+        over = f"{pluralize(job.workers, 'worker')} with {pluralize(job.replicas, 'replica')} each"
+        message = f"ipusPerJobInstance {job.ipus} can't be shared out over {over}"
+        fix = f"a multiple of {job.workers * job.replicas}"
         yield Fault(("spec", "ipusPerJobInstance"), message, fix)
     if job.restart_policy == "ExitCode" and not spec["restartPolicy"].get("exitCodes"):
         fix = "exitCodes: 1,3-5 names those that mean restart"
@@ -195,7 +187,7 @@ def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -
         message = "there is no MPI here: write poprun --num-instances N --num-replicas R ..."
         fix = f"poprun in place of {job.launcher_command[0]}: every worker runs it, and it starts its worker's share"
         yield Fault(("spec", "launcher", "command", 0), message, fix)
-    if job.mode == "joined" and not job.worker.get("command") and job.ttl is None:
+    if job.mode == "joined" and not job.container.get("command") and job.ttl is None:
         message = "several workers need a command in their template: an image's own can't be put under poprun"
         yield Fault((*_POD, "containers", 0), message, "write the container's command")
 
@@ -208,7 +200,7 @@ def _check_name(job: Job, named: str) -> Iterator[Fault]:
     path, name, said = ("metadata", named), job.name, f'name "{job.name}"'
     if named == "generateName":  # an API server adds five letters
         name, said = name + "bcdfg", f"{said} with five letters added"
-    last = f"{name}-worker-{max(job.shape.instances * job.shape.workers - 1, 0)}"
+    last = f"{name}-worker-{max(job.instances * job.workers - 1, 0)}"
     if len(name) > _MAX_NAME or len(last) > MAX_HOST:
         message = f"{said} has {len(name)} characters: pods are called NAME-worker-0, and a host name holds {MAX_HOST}"
         yield Fault(path, message, f"at most {_MAX_NAME} characters")
@@ -222,7 +214,7 @@ def _check_name(job: Job, named: str) -> Iterator[Fault]:
 
 def job_warnings(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     """Yield (path, warning) for each field of an IPUJob that Pando ignores, or that is wrong on IPUs."""
-    spec, ipus = value["spec"], job.shape.ipus
+    spec, ipus = value["spec"], job.ipus
     if ipus & (ipus - 1) or ipus > 64:
         message = f"{ipus} ipus are no power of two up to 64: IPUs would not run this"
         yield ("spec", "ipusPerJobInstance"), message

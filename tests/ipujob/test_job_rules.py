@@ -15,7 +15,7 @@ from ipujob import local, pods
 from ipujob.cli import main
 from ipujob.observe import observe
 from ipujob.render import render
-from ipujob.rules import Shape, parse
+from ipujob.rules import parse
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def test_the_tutorials_files_have_no_fault(capsys):
 def test_a_shape_shares_out_ipus_over_workers_and_replicas():
     value = job(ipusPerJobInstance=8, modelReplicasPerWorker="2", workersPerJobInstance="2")
     parsed, faults = parse(value)
-    assert not faults and parsed.shape == Shape(instances=1, workers=2, replicas=2, ipus=8)
-    assert (parsed.shape.ipus_per_worker, parsed.shape.ipus_per_replica, parsed.mode) == (4, 2, "joined")
+    assert not faults and (parsed.instances, parsed.workers, parsed.replicas, parsed.ipus) == (1, 2, 2, 8)
+    assert (parsed.ipus_per_replica, parsed.mode) == (2, "joined")
 
 
 EXIT = {"type": "ExitCode", "exitCodes": "1,3-5,143"}
@@ -214,7 +214,7 @@ def test_whatever_stands_in_a_file_it_is_refused_with_a_sentence_or_becomes_pods
         assert (made is None) == bool(faults), value
         assert all(fault.message and "\n" not in fault.message for fault in faults)
         if made:
-            for number in range(min(made.shape.instances, 2) * made.shape.workers):
+            for number in range(min(made.instances, 2) * made.workers):
                 pods.worker_pod(made, number)
             list(local.unsupported_fields(made, {})), local.ignored_fields(made)
             render(made, "pod")
