@@ -15,7 +15,7 @@ from torch import Tensor
 
 from popengine.environment import read_launch
 from popengine.run.instances.all_reduce import AllReduce
-from popengine.run.instances.process_group import ProcessGroup, group_of
+from popengine.run.instances.process_group import ProcessGroup, group_of_size
 
 T = TypeVar("T")
 
@@ -136,7 +136,7 @@ def _current_group() -> ProcessGroup | None:
     size = read_launch().instances
     if size == 1:
         return None
-    group = group_of(size)
+    group = group_of_size(size)
     if _chosen is None or len(_chosen) == size:
         return group
     return group.subgroup(_chosen) if len(_chosen) > 1 else None

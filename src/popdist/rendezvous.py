@@ -44,13 +44,13 @@ def connect(launch: Launch) -> None:
     except ValueError:
         raise Error(f"{TIMEOUT} is {os.environ[TIMEOUT]!r}, and must be a number of seconds") from None
     atexit.register(_disconnect_at_exit)
-    process_group.result_of(process_group.start_in_thread(lambda: _connect_instances(launch, seconds)))
+    process_group.await_result(process_group.start_in_thread(lambda: _connect_instances(launch, seconds)))
 
 
 def _disconnect_at_exit() -> None:
     """Write to the store that this process ends, and wait for torch's threads in this process. Threads that
     don't end soon may wait for a store that has stopped: close the connection, which ends their waits."""
-    process_group.leave()
+    process_group.announce_end()
     if not process_group.join_torch_threads(_PATIENCE):
         for store in _stores:
             if isinstance(store, SignedStore):

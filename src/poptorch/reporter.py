@@ -23,8 +23,8 @@ import torch
 
 from popengine import profile
 from popengine.compile.describe import describe
-from popengine.run.engine import Engine, threads_inside
-from popengine.run.recorder import Detail, Recorder, Times
+from popengine.run.engine import Engine, threads_per_operation
+from popengine.run.recorder import ProgramTimes, Recorder, StepDetail
 from popengine.settings import Optimizer
 from popengine.update.optimizer_rules import RULES
 
@@ -91,7 +91,7 @@ class Reporter:
         found = describe(engine.plan, settings, executable.graph)
         name = options("model_name") if options.exists("model_name") else found.name
         strategy, mode = type(options._execution_strategy).__name__, settings.strategy.mode
-        inside = threads_inside(engine.plan, settings, torch.get_num_threads())
+        inside = threads_per_operation(engine.plan, settings, torch.get_num_threads())
         facts = {
             "calls": recorder.calls,
             "failed_calls": recorder.failed_calls,
@@ -186,7 +186,7 @@ def recording_event(reporter: Reporter | None, kind: str) -> Iterator[None]:
     start = time.perf_counter_ns()
     yield
     if reporter is not None:
-        reporter.recorder.note(kind, start)
+        reporter.recorder.record_host_event(kind, start)
 
 
 # ---- recorded times ---------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def _recorded_tracks(recorder: Recorder) -> list[profile.Track]:
     return sorted(found, key=lambda track: (track.call, track.step, track.replica, track.ipu))
 
 
-def _track_of_step(recorder: Recorder, key: tuple[int, int], times: Times) -> profile.Track:
+def _track_of_step(recorder: Recorder, key: tuple[int, int], times: ProgramTimes) -> profile.Track:
     """Return the times of one step on the ipu `key`, (replica, ipu), as a track that ends before the first
     unfinished instruction."""
     length = next((index for index, end in enumerate(times.ends) if not end), times.length)
@@ -218,7 +218,7 @@ def _track_of_step(recorder: Recorder, key: tuple[int, int], times: Times) -> pr
     )
 
 
-def _add_times(operations: Sequence[profile.Operation], detail: Detail | None) -> list[profile.Operation]:
+def _add_times(operations: Sequence[profile.Operation], detail: StepDetail | None) -> list[profile.Operation]:
     """Return the operations with their number of runs and nanoseconds in the detailed step. Without a
     detailed step (`detail` is None) return them unchanged."""
     if detail is None:

@@ -70,7 +70,7 @@ def read_by(chosen, rule):
     popdist.init()
     executor, optimizer = trained(rule, popdist.poptorch.Options(), popdist.getInstanceIndex())
     state = plain(optimizer.state_dict()) if popdist.getInstanceIndex() in chosen else None
-    process_group.leave()
+    process_group.announce_end()
     return state, kept(executor)
 
 
@@ -152,7 +152,7 @@ def read_when_the_other_has_destroyed_it(meets):
         return sorted(optimizer.state_dict()["ipu_state"])
     if meets:
         popdist.synchronize()
-    process_group.leave()
+    process_group.announce_end()
     return []
 
 

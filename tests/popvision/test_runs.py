@@ -154,7 +154,7 @@ def test_liveness_is_what_the_engine_holds(tmp_path, monkeypatch):
     """On one ipu. (Several ipus hold what they send to each other once, and a profile shows it on both.)"""
     counted: dict[int, dict[int, int]] = {}
 
-    class Counting(recording.Meter):
+    class Counting(recording.MemoryMeter):
         """Counts all that is there anew after each instruction."""
 
         def __init__(self, rows, ipu):
@@ -177,7 +177,7 @@ def test_liveness_is_what_the_engine_holds(tmp_path, monkeypatch):
                         found[storage._cdata] = storage.nbytes()
             counted[self._ipu][first + len(task.instructions) - 1] = sum(found.values())
 
-    monkeypatch.setattr("popengine.run.recorder.Meter", Counting)
+    monkeypatch.setattr("popengine.run.recorder.MemoryMeter", Counting)
     train(tmp_path, ipus=(0, 0, 0))
     profile = load(tmp_path / "training" / "profile.pop")
     held = memory.held_bytes(list(profile.tensors), len(profile.programs[0]) // 2)

@@ -65,16 +65,16 @@ class ResultBuffer:
             self.values[row].copy_(value)
         self.finished[row] = perf_counter()
 
-    def on_host(self) -> Tensor:
-        """Return a copy of all rows on the CPU, `_narrowed` to 32-bit types and concatenated in dimension 0.
+    def copy_to_host(self) -> Tensor:
+        """Return a copy of all rows on the CPU, `_as_32_bit` and concatenated in dimension 0.
         0-d rows become one tensor of shape [rows], or 0-d if there is only one row."""
-        values = _narrowed(self.values.cpu())
+        values = _as_32_bit(self.values.cpu())
         if values.dim() == 1:
             return values.reshape(()) if len(values) == 1 else values
         return values.flatten(0, 1)
 
 
-def _narrowed(values: Tensor) -> Tensor:
+def _as_32_bit(values: Tensor) -> Tensor:
     """Return int64 and float64 values as 32-bit values (other types unchanged). If a value is too large for
     the 32-bit type, log a warning and return all values unchanged."""
     narrow = _RETURNED.get(values.dtype)
@@ -131,19 +131,19 @@ class Results:
         else:
             self._outputs[index].put(turn, replica, value)
 
-    def anchored(self, anchor: Anchor) -> Tensor:
-        """Return the values of an anchor, as `ResultBuffer.on_host` does."""
-        return (self.weights[anchor] if anchor.is_weight else self._outputs[int(anchor.key)]).on_host()
+    def anchor_values(self, anchor: Anchor) -> Tensor:
+        """Return the values of an anchor, as `ResultBuffer.copy_to_host` does."""
+        return (self.weights[anchor] if anchor.is_weight else self._outputs[int(anchor.key)]).copy_to_host()
 
     def outputs(self) -> list[Tensor]:
         """Return the outputs of forward, then the tensors that are outputs only because of an anchor."""
-        return [buffer.on_host() for buffer in self._outputs.values()]
+        return [buffer.copy_to_host() for buffer in self._outputs.values()]
 
     def copy_times(self) -> list[tuple[list[float], list[float]]]:
         """Return for each output two lists: when the copy of each row into the buffer began, and ended."""
         return [(buffer.started, buffer.finished) for buffer in self._outputs.values()]
 
-    def inputs(self) -> dict[int, Tensor]:
+    def written_inputs(self) -> dict[int, Tensor]:
         """Return the new values of inputs that forward writes into, on the CPU, by index of the result."""
         return {index: buffer.values.flatten(0, 1).cpu() for index, buffer in self._written.items()}
 

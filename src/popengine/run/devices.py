@@ -84,7 +84,7 @@ def as_current_device(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type in WITHOUT_QUEUE else torch.accelerator.device_index(device.index)
 
 
-def pinned(value: Tensor, device: torch.device) -> Tensor:
+def in_pinned_memory(value: Tensor, device: torch.device) -> Tensor:
     """Return a copy of a CPU tensor in pinned memory, from which `upload` to an accelerator is faster. Return
     the tensor itself if `device` is the CPU, or if the tensor is empty, pinned, or not on the CPU."""
     if device.type == "cpu" or not value.is_cpu or value.is_pinned() or not value.numel():
@@ -116,7 +116,7 @@ def synchronize(device: torch.device) -> None:
 BYTES = 64  # alignment
 
 
-def aligned(batch: Tensor) -> Tensor:
+def with_aligned_micro_batches(batch: Tensor) -> Tensor:
     """Return a batch whose micro-batches begin at multiples of 64 bytes: `batch`, or a copy with padding.
 
     Args: batch: on the CPU, [turns, groups, micro-batch, ...]

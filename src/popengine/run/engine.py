@@ -21,10 +21,10 @@ from ..settings import Hyper, Settings
 from . import devices
 from .backends.eager import build
 from .call import EngineCall, Results
-from .devices import aligned
-from .instances.all_reduce import AllReduce, leaves, tree_sum
-from .instances.consistency import Facts, facts_of_plan, facts_of_rates, hashes_of
-from .instances.process_group import group_of
+from .devices import with_aligned_micro_batches
+from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
+from .instances.consistency import Fingerprint, fingerprint_of_plan, hash_weights, rates_as_texts
+from .instances.process_group import group_of_size
 from .ready_queue import ReadyQueue
 from .recorder import Recorder
 from .row_functions import RowFunctions
@@ -59,11 +59,11 @@ class Engine:
         previous: Engine | None = None,
     ) -> None:
         several = settings.training and settings.counts.instances > 1
-        self._group = group_of(settings.counts.instances) if several else None
+        self._group = group_of_size(settings.counts.instances) if several else None
         if self._group is not None:
             what = "compilation" if previous is None else "compilation for other inputs"
             first = weights if previous is None else {}
-            self._group.barrier(what, facts_of_plan(plan, settings, first, seed))
+            self._group.barrier(what, fingerprint_of_plan(plan, settings, first, seed))
         self.plan, self.settings = plan, settings
         device = device or devices.device_of(settings.device)
         devices.keep_freed_memory()
@@ -76,7 +76,7 @@ class Engine:
         # Parameters that were written since the processes compared them.
         self._unconfirmed: set[str] = set() if previous is None else previous._unconfirmed
         # The name under which peers read this process's shard of the optimizer state; "": it is not sharded.
-        self._sharded = self._group.publish(self._state) if self._group and self._state.owner else ""
+        self._sharded = self._group.publish_state(self._state) if self._group and self._state.owner else ""
         self._has_warned = False  # of overflowing gradients
         self._is_running = False
         self._latest: EngineCall | None = None  # the call that the threads may still run
@@ -87,11 +87,11 @@ class Engine:
         else:
             from .backends import inductor  # slow to import
 
-            codes = inductor.load(plan.partition, device)
+            codes = inductor.load_pieces(plan.partition, device)
         self._step = RowFunctions(plan, settings, self._state, codes, self._group)
         cores = devices.core_count(settings.device)
-        inside = threads_inside(plan, settings, cores)
-        self._queue = ReadyQueue(self._step, cores // inside, inside)
+        per_operation = threads_per_operation(plan, settings, cores)
+        self._queue = ReadyQueue(self._step, cores // per_operation, per_operation)
         self._close = weakref.finalize(self, self._queue.close)
 
     def take_over(self, other: Engine) -> None:
@@ -102,7 +102,7 @@ class Engine:
     def close(self) -> None:
         """End the threads. Peers can read a copy of this process's optimizer shard until the next barrier."""
         if self._group is not None and self._sharded:
-            self._group.copy_until_barrier(self._sharded)
+            self._group.copy_state_until_barrier(self._sharded)
         self._close()
 
     # ---- running -----------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Engine:
         self.updates_done = 0
         name = f"call {self._calls + 1} of the training"
         if self._group is not None:
-            self._group.barrier(name, self._facts(hyper, inputs))
+            self._group.barrier(name, self._fingerprint(hyper, inputs))
             self._unconfirmed.clear()
         call = self._latest = EngineCall(
             self._split_into_micro_batches(inputs),
@@ -178,23 +178,25 @@ class Engine:
             rows = (counts.iterations * counts.accumulation, counts.groups, -1, *value.shape[1:])
             batch = value.reshape(rows) if value.dim() else value.expand(1, 1)
             is_here = device.type == "cpu" and batch.is_cpu
-            found.append(aligned(batch) if is_here else devices.pinned(batch, device))
+            found.append(
+                with_aligned_micro_batches(batch) if is_here else devices.in_pinned_memory(batch, device)
+            )
         return found
 
-    def _facts(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Facts:
-        """Return the facts of a call, which have to be equal in all processes, written weights included."""
+    def _fingerprint(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Fingerprint:
+        """Return the fingerprint of a call, written weights included: it has to be equal in all processes."""
         assert hyper is not None
         seed, step = self._state.random_state
-        facts: dict[str, dict[str, str]] = {
-            "rates": facts_of_rates(hyper),
+        texts: dict[str, dict[str, str]] = {
+            "rates": rates_as_texts(hyper),
             "state": {"updates so far": str(step), "loss scaling factor": repr(self._state.loss_factor)},
             "seed": {"random seed": str(seed)},
             "input": {str(index): f"{tuple(value.shape)}" for index, value in enumerate(inputs)},
         }
         if self._unconfirmed:
             weights = self._state.read()
-            facts["value"] = hashes_of({key: weights[key] for key in self._unconfirmed})
-        return facts
+            texts["value"] = hash_weights({key: weights[key] for key in self._unconfirmed})
+        return texts
 
     def _await_idle(self) -> None:
         """Wait until no call runs. Stop a call that an interrupt has left running, and wake the peers. If an
@@ -217,10 +219,10 @@ class Engine:
             # Some libraries have one number of threads for the process, which another thread may have set.
             torch.set_num_threads(torch.get_num_threads())
         if self._step.updates.is_writing:
-            self._mark_lost(call)
+            self._mark_weights_lost(call)
         self._latest = None
 
-    def _mark_lost(self, call: EngineCall) -> None:
+    def _mark_weights_lost(self, call: EngineCall) -> None:
         """Mark the weights as lost after a failed update: `call` and later calls raise UnrecoverableError."""
         self._state.lost = UnrecoverableError(
             f"the weights are lost: some are those after {call.name}, and some those before"
@@ -263,11 +265,11 @@ class Engine:
             replicas = self._state.read_buffers()
             flats = [torch.cat([each[b.key].double().reshape(-1) for b in buffers]) for each in replicas]
             if self._group is None:
-                tree_sum(leaves([flat] for flat in flats))
+                tree_sum(leaf_nodes([flat] for flat in flats))
             else:
                 what, reduction = "the mean of running statistics", AllReduce(self._group, _BUFFERS_TAG)
-                facts = {"buffers": {b.key: str(b.shape) for b in buffers}}
-                self._group.after_barrier(what, facts, lambda: reduction.all_reduce(flats))
+                fingerprint = {"buffers": {b.key: str(b.shape) for b in buffers}}
+                self._group.after_barrier(what, fingerprint, lambda: reduction.all_reduce(flats))
             flat = flats[0] / self.settings.counts.global_replicas
             means = flat.split([replicas[0][b.key].numel() for b in buffers])
             pairs = zip(buffers, means, strict=True)
@@ -276,7 +278,7 @@ class Engine:
             self._state.host_is_stale = True
 
 
-def threads_inside(plan: Plan, settings: Settings, cores: int) -> int:
+def threads_per_operation(plan: Plan, settings: Settings, cores: int) -> int:
     """Return the number of threads per operation: cores // (micro-batches · replicas) of a step, at least 1.
     It does not depend on the stages, so that all layouts of stages give the bits of plain PyTorch."""
     return max(1, cores // (plan.micro_batches * settings.counts.replicas))

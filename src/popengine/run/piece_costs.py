@@ -71,7 +71,7 @@ def measure(
 ) -> list[float]:
     """Return the seconds of each piece in one thread: the fastest of `rounds` runs. Args: see `sample_of`"""
     sample = sample_of(partition, weights, inputs)
-    times = with_threads(1, lambda: [sample.seconds_of_pieces() for _ in range(rounds)])
+    times = call_with_threads(1, lambda: [sample.seconds_of_pieces() for _ in range(rounds)])
     return [min(of_piece) for of_piece in zip(*times, strict=True)]
 
 
@@ -123,11 +123,11 @@ def measure_sharing(
             list(pool.map(run_alone_or_together, [count] * threads, [True] * threads))
             return (perf_counter() - start) / threads
 
-        factor = with_threads(1, lambda: measure_speedup(run_alone_or_together, together, alone))
+        factor = call_with_threads(1, lambda: measure_speedup(run_alone_or_together, together, alone))
     return factor, median(spent[True]) / median(spent[False])
 
 
-def with_threads(count: int, work: Callable[[], T]) -> T:
+def call_with_threads(count: int, work: Callable[[], T]) -> T:
     """Call `work` in a new thread, in which operations use `count` threads, and return its result."""
     before = torch.get_num_threads()
     # Ctrl-C does not interrupt a thread other than the main one.

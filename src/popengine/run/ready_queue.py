@@ -79,7 +79,7 @@ class StepTasks:
             plan.micro_batches if task.index == "micro_batch" else rows.updates.index_count(row)
             for row, task in enumerate(plan.tasks)
         ]
-        after = self._edges(rows, cores)
+        after = self._edges_of_rows(rows, cores)
         self.all = sorted(
             (
                 BoundTask(row, index, replica, work, rows.communicates(row))
@@ -92,7 +92,12 @@ class StepTasks:
         )
         number_of = {(task.row, task.index, task.replica): number for number, task in enumerate(self.all)}
         before = [
-            {number_of[n] for edge in after[task.row] for n in self._awaited(edge, task) if n in number_of}
+            {
+                number_of[n]
+                for edge in after[task.row]
+                for n in self._awaited_tasks(edge, task)
+                if n in number_of
+            }
             for task in self.all
         ]
         for program in programs(plan).values() if not cores else ():
@@ -115,7 +120,7 @@ class StepTasks:
             return (self._plan.micro_batches, task.row, task.index, task.replica)
         return (-1 if row.kind == "sum" else task.index, task.row, task.index, task.replica)
 
-    def _edges(self, rows: RowFunctions, cores: int) -> list[list[After]]:
+    def _edges_of_rows(self, rows: RowFunctions, cores: int) -> list[list[After]]:
         """Return for each row its edges to the rows that it waits for: those of the table, and one by which
         the order bounds the number of micro-batches in flight."""
         plan = self._plan
@@ -133,7 +138,7 @@ class StepTasks:
                         found[row].append(After(end, bound.behind))
         return found
 
-    def _awaited(self, edge: After, task: BoundTask) -> list[tuple[int, int, int]]:
+    def _awaited_tasks(self, edge: After, task: BoundTask) -> list[tuple[int, int, int]]:
         """Return (row, index, replica) of each task for which `task` waits because its row has this edge."""
         row = self._plan.tasks[edge.row]
         group = self._replicas if self._plan.tasks[task.row].once else min(edge.group, self._replicas)
@@ -153,11 +158,11 @@ class ReadyQueue:
 
     Args:
         threads: number of threads that run tasks
-        inside:  number of threads per operation
+        threads_per_operation: number of threads within each operation
     """
 
-    def __init__(self, rows: RowFunctions, threads: int, inside: int) -> None:
-        self._rows, self._threads, self._inside = rows, threads, inside
+    def __init__(self, rows: RowFunctions, threads: int, threads_per_operation: int) -> None:
+        self._rows, self._threads, self._threads_per_operation = rows, threads, threads_per_operation
         self._tables: dict[int, StepTasks] = {}  # by the argument `cores`
         self._tasks: StepTasks  # of the running step
         self._recorder: Recorder | None = None
@@ -186,7 +191,7 @@ class ReadyQueue:
     def start(self, call: EngineCall, recorder: Recorder | None) -> None:
         """Start a call without waiting for its end. The previous call must have ended."""
         self._recorder = recorder
-        if self._inside > 1:
+        if self._threads_per_operation > 1:
             end_openmp_threads()
         self._inbox.put(call)
 
@@ -221,13 +226,13 @@ class ReadyQueue:
             error: BaseException | None = None
             try:
                 # Some libraries have one number of threads for the process.
-                torch.set_num_threads(self._inside)
+                torch.set_num_threads(self._threads_per_operation)
                 with torch.inference_mode(), devices.as_current_device(self._rows.state.device):
                     try:
                         self._run_steps(call)
                     finally:
                         self._rows.end_call()
-                if self._inside > 1:
+                if self._threads_per_operation > 1:
                     end_openmp_threads()
             except BaseException as failure:  # whatever it is, the caller raises it
                 error = failure
@@ -267,12 +272,12 @@ class ReadyQueue:
 
     def _run_tasks_of_calls(self, core: int) -> None:
         """Run tasks of all calls until the queue is closed: the function of each thread except core 0's."""
-        torch.set_num_threads(1 if core == _SENDER else self._inside)
+        torch.set_num_threads(1 if core == _SENDER else self._threads_per_operation)
         with torch.inference_mode():
             self._run_tasks(lambda: self._is_closed, core)
 
     def _run_tasks(self, is_over: Callable[[], bool], core: int) -> None:
-        """Run ready tasks until none is ready and `is_over` returns True. Errors are passed to `_fail`."""
+        """Run ready tasks until none is ready and `is_over` returns True. Errors go to `_fail_step`."""
         done: int | None = None
         while (number := self._next_task(is_over, core, done)) is not None:
             try:
@@ -280,13 +285,13 @@ class ReadyQueue:
                 if self._recorder is None:
                     task.work(task.index)
                 else:
-                    self._recorder.perform(task.row, task.index, task.replica, task.work, core)
+                    self._recorder.run_task(task.row, task.index, task.replica, task.work, core)
                 if core >= 0 and self._measured_count < 2 * JUDGED:
-                    self._decide_sharing(perf_counter() - started)
+                    self._measure_task(perf_counter() - started)
                 done = number
             except BaseException as error:  # whatever it is, the caller raises it
                 done = None
-                self._fail(error)
+                self._fail_step(error)
 
     def _next_task(self, is_over: Callable[[], bool], core: int, done: int | None) -> int | None:
         """Mark the task `done` as finished, if not None; wait for a ready task and return its number. Return
@@ -334,7 +339,7 @@ class ReadyQueue:
         else:
             heappush(self._ready, number)
 
-    def _decide_sharing(self, seconds: float) -> None:
+    def _measure_task(self, seconds: float) -> None:
         """Record the seconds of a task, and set whether cores other than core 0 run tasks: they do once the
         mean time of `JUDGED` tasks (after as many for warm-up) is above `WORTH_SHARING`."""
         self._measured_count += 1
@@ -342,7 +347,7 @@ class ReadyQueue:
             self._spent += seconds
         self._is_shared = self._spent > JUDGED * WORTH_SHARING
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail_step(self, error: BaseException) -> None:
         """Store a task's error, if the step has none; drop the ready tasks; wake all threads and peers."""
         self._rows.wake_peers(error)  # other processes may wait for this one
         with self._changed:

@@ -28,7 +28,7 @@ from .row_functions import RowFunctions
 _Memory = tuple[int, int] | int  # the id of a storage; for the user's inputs (micro-batch, data pointer)
 
 
-class Meter:
+class MemoryMeter:
     """The list of tensors that an ipu of replica 0 holds during a step, as if it had a memory of its own."""
 
     def __init__(self, rows: RowFunctions, ipu: int) -> None:
@@ -111,7 +111,7 @@ _WORK = ("compute", "update")  # kinds of instructions that take time
 _CALLS = 1000  # number of first calls, and of last calls, whose times are stored
 
 
-class Times:
+class ProgramTimes:
     """The times of one ipu in one step: begin and end (perf_counter_ns), core, and CPU time (ns; 0: not
     measured) of the first `length` instructions of its program."""
 
@@ -135,12 +135,12 @@ def _append_bounded(values: list[Any], value: Any, most: int) -> None:
 
 
 @dataclass
-class Detail:
+class StepDetail:
     """The detailed record of one step of replica 0: each ipu's tensors, and the times of each operation."""
 
     call: int
     step: int
-    meters: dict[int, Meter]  # by ipu
+    meters: dict[int, MemoryMeter]  # by ipu
     # By piece, for each of its lines: ns of the fastest run in any step, and CPU time in ns of all runs.
     fastest: dict[int, list[int]]
     lines: dict[int, list[int]] = field(default_factory=dict)
@@ -171,16 +171,16 @@ class Recorder:
     def __init__(self, budget: int = 120_000) -> None:
         self.budget, self.origin = budget, perf_counter_ns()
         # The times of the first and the last steps, and of the last step that failed, by replica and ipu.
-        self.kept: list[dict[tuple[int, int], Times]] = []
-        self.broken: dict[tuple[int, int], Times] = {}
-        self.detail: Detail | None = None  # of the latest step that was recorded in detail
+        self.kept: list[dict[tuple[int, int], ProgramTimes]] = []
+        self.broken: dict[tuple[int, int], ProgramTimes] = {}
+        self.detail: StepDetail | None = None  # of the latest step that was recorded in detail
         # (call, start, end, steps) of the first and the last calls; (kind, start, end, bytes) of host events.
         self.in_calls: list[tuple[int, int, int, int]] = []
         self.host: deque[tuple[str, int, int, int]] = deque(maxlen=4 * _CALLS)
         self.calls = self.failed_calls = self.steps = self.ns_in_calls = 0
         self._call, self._started = -1, 0
-        self._times: dict[tuple[int, int], Times] = {}  # of the running step, by replica and ipu
-        self._detail: Detail | None = None  # of the running step
+        self._times: dict[tuple[int, int], ProgramTimes] = {}  # of the running step, by replica and ipu
+        self._detail: StepDetail | None = None  # of the running step
         self._rows: RowFunctions | None = None
         self._codes_without_clocks: list[Code] = []  # the functions of replica 0's pieces
         self._lengths: dict[int, int] = {}  # number of instructions of each ipu's program
@@ -204,7 +204,7 @@ class Recorder:
         self.ns_in_calls += end - self._started
         _append_bounded(self.in_calls, (self._call, self._started, end, steps), _CALLS)
 
-    def note(self, kind: str, start: int, size: int = 0) -> None:
+    def record_host_event(self, kind: str, start: int, size: int = 0) -> None:
         """Store work or a wait of the host, from `start` (perf_counter_ns) until now; `size`: bytes moved."""
         self.host.append((kind, start, perf_counter_ns(), size))
 
@@ -223,15 +223,15 @@ class Recorder:
         self._most_steps = max(1, self.budget // (2 * max(1, sum(self._lengths.values()) * len(replicas))))
         self._rows, self._detail = rows, None
         self._times = {
-            (replica, ipu): Times(self._call, number, min(most, length))
+            (replica, ipu): ProgramTimes(self._call, number, min(most, length))
             for ipu, length in self._lengths.items()
             for replica in replicas
         }
         self._codes_without_clocks = list(rows.codes[0])
         if len(self.kept) < DETAILED_STEPS:
-            meters = {ipu: Meter(rows, ipu) for ipu in self._lengths}
+            meters = {ipu: MemoryMeter(rows, ipu) for ipu in self._lengths}
             fastest = {} if self.detail is None else self.detail.fastest
-            self._detail = Detail(self._call, number, meters, fastest)
+            self._detail = StepDetail(self._call, number, meters, fastest)
             if rows.settings.is_eager:  # compiled pieces have no single operations
                 clocks = {"after": "; tick()", "tick": self._ticks.record_clocks}
                 device, pieces = rows.state.device, plan.partition.pieces
@@ -252,7 +252,7 @@ class Recorder:
         self.detail = self._detail or self.detail
         _append_bounded(self.kept, self._times, self._most_steps)
 
-    def perform(self, row: int, index: int, replica: int, work: Callable[[int], None], core: int) -> None:
+    def run_task(self, row: int, index: int, replica: int, work: Callable[[int], None], core: int) -> None:
         """Run a task by `work(index)`. If its row is in an ipu's program, then wait for the device's work,
         and store the times."""
         assert self._rows is not None

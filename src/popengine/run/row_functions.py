@@ -104,7 +104,7 @@ class RowFunctions:
         if not self.settings.training:
             self.state.end_step()
         elif not self.settings.part.ends_step:
-            self.state.hold_step()
+            self.state.hold_sums_and_buffers()
 
     def wake_peers(self, error: BaseException) -> None:
         """Close the connections after an error, which wakes peers. Ignore Stopped, and errors from peers."""
@@ -133,9 +133,9 @@ class RowFunctions:
 
     def input_on_host(self, key: int, micro_batch: int, replica: int) -> Tensor:
         """Return a replica's micro-batch of the input number `key`, before its upload: [micro-batch, ...]."""
-        return self.call.inputs[key][self._turn_of(micro_batch), self.settings.counts.group_of(replica)]
+        return self.call.inputs[key][self._turn_in_call(micro_batch), self.settings.counts.group_of(replica)]
 
-    def _turn_of(self, micro_batch: int) -> int:
+    def _turn_in_call(self, micro_batch: int) -> int:
         """Return the index in the call of a micro-batch, given its index in the step."""
         return self.call.done * self.plan.micro_batches + micro_batch
 
@@ -150,7 +150,7 @@ class RowFunctions:
         loads = [(name, int(key)) for name, key in _names_and_keys(task, "load") if name not in earlier]
         stores = _names_and_keys(task, "store")
         slots = [(name, self.state.slot_of[key]) for name, key in _names_and_keys(task, "keep")]
-        reads = [(self._source(name, number), name) for name in piece.reads]
+        reads = [(self._source_of_value(name, number), name) for name in piece.reads]
         flowing = {name for source, name in reads if source == _FRAME} - {*piece.writes}
         before = [name for name in task.frees if name in flowing]
         after = [name for name in task.frees if name not in flowing]
@@ -165,7 +165,7 @@ class RowFunctions:
             for name, key in loads:
                 started = perf_counter()
                 frame[name] = upload(self.input_on_host(key, micro_batch, replica), device)
-                call.results.record_load(key, self._turn_of(micro_batch), replica, started)
+                call.results.record_load(key, self._turn_in_call(micro_batch), replica, started)
             sources = (
                 frame,
                 self.state.values[replica],
@@ -196,7 +196,7 @@ class RowFunctions:
 
         return compute
 
-    def _source(self, name: str, piece: int) -> int:
+    def _source_of_value(self, name: str, piece: int) -> int:
         """Return where piece number `piece` reads value `name`: _FRAME, _STATE, _BUFFER or _PREPARED."""
         partition = self.plan.partition
         if name in partition.prepared:
@@ -228,7 +228,7 @@ class RowFunctions:
     ) -> None:
         """Copy values of a frame, gradients without the loss scale, to the results. Args: stores: (name of
         the value, index of the result)"""
-        results, turn = self.call.results, self._turn_of(micro_batch)
+        results, turn = self.call.results, self._turn_in_call(micro_batch)
         for name, key in stores:
             value, index = frame[name], int(key)
             if index in self._scaled:

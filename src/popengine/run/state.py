@@ -175,7 +175,7 @@ class State:
                 self.sums[0][key] = value
         self._held = None
 
-    def hold_step(self) -> None:
+    def hold_sums_and_buffers(self) -> None:
         """Hold the gradient sums and new buffers of replica 0 for the plan that ends the step."""
         buffers = {self._slots[name].key: value for name, value in self.new_buffers[0].items()}
         self._held = dict(self.sums[0]), buffers

@@ -43,7 +43,7 @@ from ..update.gradients import (
 )
 from ..update.group_update import Chunk, ParameterUpdate, UpdateStep
 from .call import EngineCall
-from .instances.all_reduce import AllReduce, leaves, tree_sum
+from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from .instances.process_group import FIRST_TAG, ProcessGroup
 from .random_draws import hash_integers
 from .state import State, Unit
@@ -76,7 +76,7 @@ class Updates:
             step_key = state.ipu_of[unit.key], self._optimizer.group_of[unit.key]
             self._units.setdefault(step_key, []).append(unit)
         for step_key, units in sorted(self._units.items()):
-            parts = [self._part(unit, [state.weight(unit)]) for unit in units]
+            parts = [self._parameter_update(unit, [state.weight(unit)]) for unit in units]
             chunks = UpdateStep(self._optimizer, {}, parts).chunks
             self._chunks.setdefault(step_key[0], []).extend((step_key, chunk) for chunk in chunks)
         # Values of the running step:
@@ -118,7 +118,7 @@ class Updates:
     def _loss_scale(self) -> float:
         return self.call.results.loss_scale
 
-    def _divisor(self) -> float:
+    def _gradient_divisor(self) -> float:
         """Return the divisor of gradient sums: the loss scale, for means times the count of micro-batches."""
         if self.settings.reduction == "mean":
             part, counts = self.settings.part, self.settings.counts
@@ -143,14 +143,14 @@ class Updates:
 
     def _reduce(self, parts: Sequence[ParameterUpdate]) -> None:
         """Add `part.others` to `part.gradient` of each part, in place, as a binary tree over replicas; divide
-        the gradients by `_divisor`."""
+        the gradients by `_gradient_divisor`."""
         for others in {len(part.others) for part in parts} - {0}:
             rows = [(part.gradient, *part.others) for part in parts if len(part.others) == others]
             replicas = [list(sums) for sums in zip(*rows, strict=True)]
             for sums in replicas:
                 self._divide_means(sums)
-            tree_sum(leaves(replicas))
-        divide_([part.gradient for part in parts], self._divisor())
+            tree_sum(leaf_nodes(replicas))
+        divide_([part.gradient for part in parts], self._gradient_divisor())
 
     def _reduce_and_measure_gradient(self, index: int) -> None:
         """Reduce the gradient of unit number `index`, in place; store its norm, if clipping needs it, and
@@ -158,20 +158,22 @@ class Updates:
         unit = self.state.units[index]
         if not self.state.is_updated_here(unit.key):
             return
-        part = self._part(unit, self._sums(unit))
+        part = self._parameter_update(unit, self._gradient_sums(unit))
         self._reduce([part])
         if self.settings.automatic_loss_scaling and self._is_counted_here(unit):
             self._counts.append(element_counts(part.gradient, self._loss_scale))
         if self._optimizer.max_grad_norm < math.inf:
             self._norms[unit] = norm(part.gradient)
 
-    def _sums(self, unit: Unit) -> list[Tensor]:
+    def _gradient_sums(self, unit: Unit) -> list[Tensor]:
         """Return the gradient sum of each replica of a unit; with several processes only that of the first
         replica, into which row "exchange" has added all others."""
         members = self.settings.members(unit.key, unit.replica) if self._group is None else (unit.replica,)
         return [self.state.sums[replica][unit.key] for replica in members]
 
-    def _part(self, unit: Unit, sums: Sequence[Tensor], seed: int | None = None) -> ParameterUpdate:
+    def _parameter_update(
+        self, unit: Unit, sums: Sequence[Tensor], seed: int | None = None
+    ) -> ParameterUpdate:
         """Return what a unit's update reads and writes: `sums[0]` as gradient, the other sums as `others`."""
         state = self.state.optimizer.get(unit, {})
         return ParameterUpdate(self.state.weight(unit), sums[0], state, tuple(sums[1:]), seed)
@@ -191,7 +193,10 @@ class Updates:
             self._clipping_factor = clipping_factor(self._total_norm(), optimizer.max_grad_norm)
         if not self.settings.automatic_loss_scaling or self._adapt_loss_scale():
             for step_key, units in self._units.items():
-                parts = [self._part(unit, self._sums(unit)[:count], self._seed(unit)) for unit in units]
+                parts = [
+                    self._parameter_update(unit, self._gradient_sums(unit)[:count], self._rounding_seed(unit))
+                    for unit in units
+                ]
                 self._steps[step_key] = UpdateStep(optimizer, hyper.groups[step_key[1]], parts)
         if self._group is None:
             self.call.commit()
@@ -227,7 +232,7 @@ class Updates:
         found = [
             self._norms[unit]
             if self._is_counted_here(unit)
-            else torch.zeros((), dtype=torch.promote_types(self._sums(unit)[0].dtype, torch.float32))
+            else torch.zeros((), dtype=torch.promote_types(self._gradient_sums(unit)[0].dtype, torch.float32))
             for unit in ordered
         ]
         return torch.linalg.vector_norm(self._all_reduce_if_sharded(torch.stack(found)))
@@ -251,7 +256,7 @@ class Updates:
         self.state.loss_factor = next_loss_factor(self.state.loss_factor, elements, large, not_finite)
         return not not_finite
 
-    def _seed(self, unit: Unit) -> int | None:
+    def _rounding_seed(self, unit: Unit) -> int | None:
         """Return the seed of a parameter's stochastic rounding in this step; None: no stochastic rounding."""
         if not self.settings.stochastic_rounding or self.state.weight(unit).dtype == torch.float32:
             return None
@@ -273,7 +278,7 @@ class Updates:
             step.apply(views if step.trust_ratios is not None else self._prepare_gradients(views))
 
     def _broadcast_weights(self, _: int) -> None:
-        """Send the weights that this process has updated to all peers; receive those that peers have updated."""
+        """Send the weights that this process has updated to all peers; receive those that peers updated."""
         units = [unit for unit in self.state.units if unit.key in self.state.owner]
         weights = [self.state.weight(unit) for unit in units]
         self._all_reduce.broadcast_by_owners(weights, [self.state.owner[unit.key] for unit in units])
@@ -330,10 +335,10 @@ def buckets_of(plan: ir.Plan, piece: int, state: State) -> list[Bucket]:
         dtype = settings.optimizer.sum_dtype(state.weight(unit).dtype)
         kind = settings.members(unit.key, unit.replica), dtype, unit.key in state.owner
         kinds.setdefault(kind, []).append(unit)
-    return [_bucket(units, *kind, state) for kind, units in kinds.items()]
+    return [_make_bucket(units, *kind, state) for kind, units in kinds.items()]
 
 
-def _bucket(
+def _make_bucket(
     units: Sequence[Unit], members: tuple[int, ...], dtype: torch.dtype, is_sharded: bool, state: State
 ) -> Bucket:
     """Return a bucket for parameters that the local replicas `members` share; set `state.sums` to views."""

@@ -160,7 +160,7 @@ class Note:
         """Return the noted value of a call, with tensors [micro-batches of all replicas, *shape]."""
         n = counts.iterations * counts.accumulation * counts.replicas
         columns = iter(
-            results.anchored(anchor).reshape(n, *shape).to(dtype)
+            results.anchor_values(anchor).reshape(n, *shape).to(dtype)
             for anchor, (shape, dtype) in zip(self.anchors, self.shapes, strict=True)
         )
         return fill_template(self.template, columns)

@@ -21,8 +21,8 @@ from popengine.compile.rewriting.partials import is_faster_in_float32, products_
 from popengine.errors import PartitionError
 from popengine.ir import Graph
 from popengine.run.instances.all_reduce import all_gather_rows
-from popengine.run.instances.process_group import FIRST_TAG, group_of
-from popengine.run.piece_costs import measure, measure_sharing, measure_speedup, sample_of, with_threads
+from popengine.run.instances.process_group import FIRST_TAG, group_of_size
+from popengine.run.piece_costs import call_with_threads, measure, measure_sharing, measure_speedup, sample_of
 from popengine.settings import Settings, StagePlan, Strategy
 from popengine.update.optimizer_rules import rule_of
 
@@ -66,9 +66,9 @@ def measure_hints(
     with first_rows_only(model, settings.replica_groups):
         weights = weights_of(model)
     now = sample_of(partition(graph, _EACH_ALONE), weights, samples)
-    if with_threads(1, lambda: now.total_seconds(1)) > _MOST_SECONDS:
+    if call_with_threads(1, lambda: now.total_seconds(1)) > _MOST_SECONDS:
         return NO_HINTS
-    alone = with_threads(1, lambda: min(now.total_seconds(1) for _ in range(_ROUNDS)))
+    alone = call_with_threads(1, lambda: min(now.total_seconds(1) for _ in range(_ROUNDS)))
     others: dict[str, Graph] = {}  # by option, the graph that it would give
     if memory_format == "preserve" and not options.exists("memory_format") and has_convolutions(graph):
         others['options.memoryFormat("channels_last")'] = in_channels_last(graph)
@@ -78,7 +78,7 @@ def measure_hints(
     for name, other in others.items():
         if other is not graph:
             changed = sample_of(partition(other, _EACH_ALONE), weights, samples)
-            gains[name] = with_threads(
+            gains[name] = call_with_threads(
                 1, partial(measure_speedup, now.total_seconds, changed.total_seconds, alone)
             ).low
     threads, rows = torch.get_num_threads(), []
@@ -114,11 +114,11 @@ def with_balanced_stages(
     """
     costs = _block_costs(graph, settings, weights, inputs)
     if together and settings.training and settings.counts.instances > 1:
-        group = group_of(settings.counts.instances)
+        group = group_of_size(settings.counts.instances)
         mine = torch.tensor([[cost.seconds for cost in costs]], dtype=torch.float64)
-        facts = {"AutoBalance": {"blocks": str(len(costs))}}
+        fingerprint = {"AutoBalance": {"blocks": str(len(costs))}}
         gather = partial(all_gather_rows, group, range(group.size), FIRST_TAG, mine)
-        seconds = group.after_barrier("AutoBalance", facts, gather)[0].tolist()
+        seconds = group.after_barrier("AutoBalance", fingerprint, gather)[0].tolist()
         costs = [replace(cost, seconds=spent) for cost, spent in zip(costs, seconds, strict=True)]
     cut = balance_blocks(costs, settings.strategy.ipus, settings.strategy.capacity)
     logger.info("AutoBalance placed %d blocks:\n%s", len(costs), describe_balance(costs, cut))

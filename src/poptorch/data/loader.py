@@ -276,7 +276,7 @@ def _record_batches(batches: Iterator[Any], counts: Counts, micro_batch: int | N
     start = time.perf_counter_ns()
     for batch in batches:
         for recorder in list(wait_recorders):
-            recorder.note("loader", start)
+            recorder.record_host_event("loader", start)
         for tensor in tensors_of(batch)[:1]:
             _loaded[tensor] = counts, micro_batch
         yield batch

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from popengine.errors import Error
-from popengine.run.instances.consistency import facts_of_plan, hashes_of
+from popengine.run.instances.consistency import fingerprint_of_plan, hash_weights
 
 from ..annotating.replica_groups import Grouping
 from ..compiling.executable import Executable
@@ -107,8 +107,8 @@ def write_to_cache_folder(
             " (poptorch.CPU, custom_op), which a file can't hold"
         )
         return
-    constants = hashes_of(executable.plan.partition.signature.constants)
-    compiled = repr((_VERSIONS, facts_of_plan(executable.plan, settings, {}, seed=0), constants))
+    constants = hash_weights(executable.plan.partition.signature.constants)
+    compiled = repr((_VERSIONS, fingerprint_of_plan(executable.plan, settings, {}, seed=0), constants))
     name = hashlib.sha256(compiled.encode()).hexdigest()[:32]
     path = Path(popart["cachePath"]) / f"{name}.poptorch"
     try:

@@ -69,7 +69,7 @@ def join_runs(finished: Sequence[tuple[Run, LoadedPlan, Results]]) -> LatestCall
         is_of_step, mode = (True, "final") if anchor is None else (anchor.is_weight, anchor.outputs)
         chosen = [each for each in finished if each[0].part.ends_step or not is_of_step]
         values = [
-            torch.tensor(results.loss_scale) if own is None else results.anchored(own)
+            torch.tensor(results.loss_scale) if own is None else results.anchor_values(own)
             for own, results in ((plan.executable.anchors[name], results) for _, plan, results in chosen)
         ]
         anchored[name] = _join_values(values, mode, [run.counts.replicas for run, _, _ in chosen])

@@ -5,7 +5,7 @@ import torch
 from engine_models import net
 from test_engine_runs import HYPER, batch, engine_for
 
-from popengine.run.devices import aligned, with_aligned_start
+from popengine.run.devices import with_aligned_micro_batches, with_aligned_start
 
 
 def odd(value):
@@ -19,7 +19,7 @@ def odd(value):
 def test_each_micro_batch_begins_at_a_multiple_of_64_bytes_and_has_its_values(shape, dtype):
     values = torch.randint(0, 2, shape).to(dtype)
     for given in (values, odd(values)):
-        found = aligned(given)
+        found = with_aligned_micro_batches(given)
         assert torch.equal(found, values)
         slices = [group for turn in found for group in turn]
         assert {each.data_ptr() % 64 for each in slices} == {0}
@@ -28,14 +28,14 @@ def test_each_micro_batch_begins_at_a_multiple_of_64_bytes_and_has_its_values(sh
 
 def test_a_batch_that_begins_well_is_not_copied():
     values = torch.zeros(6, 1, 4, 16)
-    assert aligned(values) is values
-    assert aligned(torch.zeros(1, 1, 3)).shape == (1, 1, 3)
+    assert with_aligned_micro_batches(values) is values
+    assert with_aligned_micro_batches(torch.zeros(1, 1, 3)).shape == (1, 1, 3)
     assert with_aligned_start(values) is values
 
 
 def test_channels_last_stays_what_it_is():
     values = torch.randn(6, 3, 5, 5).to(memory_format=torch.channels_last).reshape(3, 1, 2, 3, 5, 5)
-    found = aligned(values)
+    found = with_aligned_micro_batches(values)
     assert torch.equal(found, values)
     assert found[1, 0].is_contiguous(memory_format=torch.channels_last)
     assert found[1, 0].data_ptr() % 64 == 0

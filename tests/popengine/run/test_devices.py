@@ -65,7 +65,7 @@ def fake_gpu(monkeypatch):
 
     monkeypatch.setattr(devices, "as_current_device", running)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
-    monkeypatch.setattr(devices, "pinned", lambda value, device: value)
+    monkeypatch.setattr(devices, "in_pinned_memory", lambda value, device: value)
     monkeypatch.setattr(random_draws, "generator", generator)
 
 

@@ -127,7 +127,7 @@ def test_weights_that_are_written_one_after_another_are_all_compared_with_the_pe
     engine = engine_for()
     for names in (["a.weight"], ["c.bias", "norm.running_mean"]):
         engine.write({name: engine.state.read()[name].clone() for name in names})
-    assert engine._facts(HYPER, batch(16))["value"].keys() == {"a.weight", "c.bias"}
+    assert engine._fingerprint(HYPER, batch(16))["value"].keys() == {"a.weight", "c.bias"}
 
 
 def test_replicas_hold_the_same_weights_after_every_call():

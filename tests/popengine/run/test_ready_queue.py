@@ -130,12 +130,12 @@ class Noting(Recorder):
         super().__init__()
         self.actions = []
 
-    def perform(self, row, index, replica, work, core):
+    def run_task(self, row, index, replica, work, core):
         task = self._rows.plan.tasks[row]
         name = task.ipu, f"{task.phase}{task.stage}.{index}"
         if task.kind in ("forward", "backward") and name not in self.actions:
             self.actions.append(name)
-        super().perform(row, index, replica, work, core)
+        super().run_task(row, index, replica, work, core)
 
 
 def drawn(plan, cores=0):

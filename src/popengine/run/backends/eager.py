@@ -98,14 +98,16 @@ def build(
     for (name, is_drawn), written in piece.functions.items():
         operation = operation_of(name)
         # `draw` takes the operation itself.
-        function = operation if is_drawn else _accelerator_function(operation, device) or call(operation)
+        function = (
+            operation if is_drawn else _replacement_on_accelerator(operation, device) or call(operation)
+        )
         # In inference mode autograd records nothing, also where gradients are enabled.
         names[written] = torch.enable_grad()(function) if name in NEEDS_GRADIENTS_ON else function
     exec(compile(piece.source_with(after), f"<piece {piece}>", "exec"), names)
     return names["piece"]
 
 
-def _accelerator_function(operation: OpOverload, device: torch.device) -> Callable[..., Any] | None:
+def _replacement_on_accelerator(operation: OpOverload, device: torch.device) -> Callable[..., Any] | None:
     """Return the function that replaces an operation on an accelerator; None: the operation is called."""
     if device.type == "cpu":
         return None

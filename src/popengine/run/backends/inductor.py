@@ -37,7 +37,7 @@ OPTIONS = {
 _compiling = threading.Lock()  # inductor has global state
 
 
-def load(partition: Partition, device: torch.device) -> tuple[Code, ...]:
+def load_pieces(partition: Partition, device: torch.device) -> tuple[Code, ...]:
     """Return the compiled function of each piece; with a warning, the eager function of a piece that can't be
     compiled (of all pieces without a C++ compiler or on an accelerator)."""
     missing = _missing_requirement(device)
@@ -50,7 +50,7 @@ def load(partition: Partition, device: torch.device) -> tuple[Code, ...]:
         return tuple(build(piece, device=device) for piece in partition.pieces)
     with _compiling:
         pairs = zip(partition.pieces, input_metadata(partition), strict=True)
-        return tuple(_compiled_or_eager(piece, reads) for piece, reads in pairs)
+        return tuple(_compile_or_build(piece, reads) for piece, reads in pairs)
 
 
 def _warn(text: str) -> None:
@@ -74,13 +74,13 @@ def _missing_requirement(device: torch.device) -> tuple[str, str] | None:
     return None
 
 
-def _compiled_or_eager(piece: Piece, reads: Sequence[TensorMetadata]) -> Code:
+def _compile_or_build(piece: Piece, reads: Sequence[TensorMetadata]) -> Code:
     """Return the compiled function of a piece; the eager function if the piece calls no operations or gathers
     over replicas, or, with a warning, if inductor fails."""
     if not piece.calls or piece.gather_group_size or any(call in NEEDS_GRADIENTS_ON for call in piece.calls):
         return build(piece)
     try:
-        return compiled(piece, tuple(reads))
+        return compile_piece(piece, tuple(reads))
     except Exception as error:  # whatever makes the compiler fail, the piece runs eagerly
         phase = "forward" if piece.phase == "F" else "backward"
         _warn(
@@ -91,7 +91,7 @@ def _compiled_or_eager(piece: Piece, reads: Sequence[TensorMetadata]) -> Code:
 
 
 @functools.lru_cache(maxsize=256)  # replicas and repeated layers run the same code
-def compiled(piece: Piece, reads: tuple[TensorMetadata, ...]) -> Code:
+def compile_piece(piece: Piece, reads: tuple[TensorMetadata, ...]) -> Code:
     """Return the compiled function of a piece for inputs with the metadata `reads`. Results are cached."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
@@ -163,7 +163,7 @@ def trace(
         if piece.draws:
             values.append(torch.empty((), dtype=torch.int64))
 
-    code = build(piece, _traceable, draw=_draw)
+    code = build(piece, _traced_function, draw=_draw)
     traced = make_fx(lambda *given: list(code(list(given))), decomposition_table=decompositions)
     with fake, torch.no_grad():
         return traced(*values), values
@@ -177,7 +177,7 @@ def trace(
 _calls: dict[str, Callable[[Tensor | None, Sequence[Tensor], bool], list[Tensor]]] = {}
 
 
-def _traceable(operation: OpOverload) -> Callable[..., Any]:
+def _traced_function(operation: OpOverload) -> Callable[..., Any]:
     """Return the function that is traced for an operation: an operation of torch itself, or for a custom
     operation a function that calls it through `popengine::eager`."""
     if operation.namespace in ("aten", "prims"):

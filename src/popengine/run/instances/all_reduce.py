@@ -45,7 +45,7 @@ class TreeNode(NamedTuple):
     values: list[Tensor]
 
 
-def leaves(replicas: Iterable[list[Tensor]], first: int = 0) -> Iterator[TreeNode]:
+def leaf_nodes(replicas: Iterable[list[Tensor]], first: int = 0) -> Iterator[TreeNode]:
     """Yield a tree node for each replica's tensors; `first` is the first replica's global number."""
     return (TreeNode(0, number, values) for number, values in enumerate(replicas, first))
 
@@ -81,7 +81,7 @@ _Positions = tuple[tuple[tuple[int, int], ...], ...]  # by instance, (level, ind
 def _node_positions(instances: int, replicas: int) -> _Positions:
     """Return for each instance (level, index) of the nodes into which it sums its `replicas` replicas."""
     return tuple(
-        tuple(node[:2] for node in sum_siblings(leaves([[]] * replicas, instance * replicas)))
+        tuple(node[:2] for node in sum_siblings(leaf_nodes([[]] * replicas, instance * replicas)))
         for instance in range(instances)
     )
 
@@ -157,7 +157,7 @@ class AllReduce:
         """Sum this instance's shard over all replicas into `flats[0]`, and return the messages that are still
         being sent: this instance's terms of the peers' shards, and with `gathers` the sum, to all peers."""
         first = self._rank * len(flats)
-        nodes = [node.values[0] for node in sum_siblings(leaves(([flat] for flat in flats), first))]
+        nodes = [node.values[0] for node in sum_siblings(leaf_nodes(([flat] for flat in flats), first))]
         target = nodes[0]
         begun = [
             self._group.send(node[start:stop], peer, self._tag)

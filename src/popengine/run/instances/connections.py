@@ -118,7 +118,7 @@ class Connections:
         try:
             return getattr(group, operation)([value], peer, tag), peer
         except RuntimeError as error:
-            raise self._close_after(error, peer, number) from error
+            raise self._close_after_error(error, peer, number) from error
 
     def wait(self, messages: Iterable[Message], what: str) -> None:
         """Wait until messages are sent or received; warnings name `what`. Raises PeerFailed or PeerLost."""
@@ -128,7 +128,7 @@ class Connections:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._close_after(error, peer, number) from error
+                raise self._close_after_error(error, peer, number) from error
             finally:
                 self._waits.pop(thread, None)
 
@@ -150,7 +150,7 @@ class Connections:
 
     # ---- waits -------------------------------------------------------------------------------------------
 
-    def _watch_waits(self) -> None:
+    def _report_waits(self) -> None:
         """Until the process ends, write each second to the store for which peer this instance waits (poprun
         reads it), and warn of each wait after each `WARN_AFTER` seconds."""
         count = 0
@@ -202,7 +202,7 @@ class Connections:
         return the global ranks of missing peers. Raises RuntimeError if a peer or this process ends."""
         if not self._is_watched:
             self._is_watched = True
-            TorchThread(self._watch_waits).start()
+            TorchThread(self._report_waits).start()
         prefix, until, pause = f"{self._name}/{self._number}/here/", time.monotonic() + seconds, 0.001
         self._store.set(f"{prefix}{self.rank}", "1")
         wait = self._waits[threading.get_ident()] = _PeerWait(self.ranks[self.peers[0]], what)
@@ -251,7 +251,7 @@ class Connections:
             why, ends = json.loads(self._store.compare_set(key, "", json.dumps([why, ends])))
         return why, ends
 
-    def _close_after(self, error: Exception, peer: int, number: int) -> Error:
+    def _close_after_error(self, error: Exception, peer: int, number: int) -> Error:
         """Close gloo group `number`, unless it is closed, after a message to or from `peer` failed with
         `error`. Return the error to raise: PeerFailed or PeerLost."""
         with self._lock:

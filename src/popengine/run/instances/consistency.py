@@ -1,4 +1,4 @@
-"""Facts: texts that have to be equal in all instances, and the error message that lists their differences."""
+"""Fingerprints: texts that have to be equal in all instances, and the error that lists their differences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from ...ir import Plan
 from ...settings import Hyper, Settings
 
-Facts = Mapping[str, Mapping[str, str]]  # by section and name
+Fingerprint = Mapping[str, Mapping[str, str]]  # by section and name
 
 HEADER = 256  # bytes
 _SHOWN = 6  # differences that the error lists
@@ -23,9 +23,9 @@ _LISTED = 8  # constants with more elements are shown as a hash
 _WIDTH = 120  # characters of a value that are shown
 
 
-def barrier_header(what: str, facts: Facts) -> Tensor:
-    """Return the header of barrier `what`, uint8 [HEADER]: a hash of the facts, and `what`, cut to fit."""
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+def barrier_header(what: str, fingerprint: Fingerprint) -> Tensor:
+    """Return the header of barrier `what`, uint8 [HEADER]: hash of the fingerprint, and `what`, cut to fit."""
+    digest = hashlib.sha256(json.dumps(fingerprint).encode()).hexdigest()
     text = f"{digest} {what}".encode()[:HEADER]
     return torch.frombuffer(bytearray(text.ljust(HEADER, b"\0")), dtype=torch.uint8)
 
@@ -35,13 +35,15 @@ def barrier_name(value: Tensor) -> str:
     return bytes(value.numpy()).rstrip(b"\0").decode(errors="replace").partition(" ")[2]
 
 
-def describe_differences(whats: Sequence[str], facts: Sequence[Facts], ranks: Sequence[int]) -> str:
-    """Return the error message for instances that are at different barriers or have different facts.
+def describe_differences(
+    whats: Sequence[str], fingerprints: Sequence[Fingerprint], ranks: Sequence[int]
+) -> str:
+    """Return the error message for instances that are at different barriers or have different fingerprints.
 
     Args:
-        whats: the name of the barrier at which each instance is
-        facts: the facts of each instance
-        ranks: the global rank of each instance
+        whats:        the name of the barrier at which each instance is
+        fingerprints: the fingerprint of each instance
+        ranks:        the global rank of each instance
     """
     if len(set(whats)) > 1:
         return (
@@ -49,9 +51,9 @@ def describe_differences(whats: Sequence[str], facts: Sequence[Facts], ranks: Se
             "  why: all instances have to make the same calls, in the same order; one has made fewer, or more\n"
             "  fix: give each instance the same number of batches (poptorch.DataLoader does)"
         )
-    sections = dict.fromkeys(section for of_instance in facts for section in of_instance)
+    sections = dict.fromkeys(section for of_instance in fingerprints for section in of_instance)
     # The first section that differs may be the cause of differences in later sections.
-    lines = next(filter(None, (_differing_lines(section, facts, ranks) for section in sections)))
+    lines = next(filter(None, (_differing_lines(section, fingerprints, ranks) for section in sections)))
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return (
         f"the instances differ at {whats[0]}, so they would train apart:\n"
@@ -62,9 +64,9 @@ def describe_differences(whats: Sequence[str], facts: Sequence[Facts], ranks: Se
     )
 
 
-def _differing_lines(section: str, facts: Sequence[Facts], ranks: Sequence[int]) -> list[str]:
-    """Return a line for each fact of a section that differs; in section "operation" for the first only."""
-    of_instances = [of_instance.get(section, {}) for of_instance in facts]
+def _differing_lines(section: str, fingerprints: Sequence[Fingerprint], ranks: Sequence[int]) -> list[str]:
+    """Return a line for each text of a section that differs; in section "operation" for the first only."""
+    of_instances = [of_instance.get(section, {}) for of_instance in fingerprints]
     found = []
     for name in dict.fromkeys(name for texts in of_instances for name in texts):
         values = [texts.get(name, "none") for texts in of_instances]
@@ -86,11 +88,13 @@ def _values_by_instance(values: Sequence[str], ranks: Sequence[int]) -> str:
     )
 
 
-# ---- the facts -----------------------------------------------------------------------------------------------
+# ---- the texts -----------------------------------------------------------------------------------------------
 
 
-def facts_of_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor], seed: int) -> Facts:
-    """Return the facts of a plan, which have to be equal in all instances when the plan is loaded: versions,
+def fingerprint_of_plan(
+    plan: Plan, settings: Settings, weights: Mapping[str, Tensor], seed: int
+) -> Fingerprint:
+    """Return the fingerprint of a plan, which has to be equal in all instances that load the plan: versions,
     options, shapes, constants, operations, seed, and hashes of the parameters.
 
     Args: weights: parameters and buffers by canonical name
@@ -111,7 +115,7 @@ def facts_of_plan(plan: Plan, settings: Settings, weights: Mapping[str, Tensor],
         "operation": _operations(plan),
         "plan": {"the step": _hash_of_bytes(code.encode())},
         "seed": {"random seed": str(seed)},
-        "first value": hashes_of({key: value for key, value in weights.items() if key in parameters}),
+        "first value": hash_weights({key: value for key, value in weights.items() if key in parameters}),
     }
 
 
@@ -138,12 +142,12 @@ def _constants(plan: Plan) -> dict[str, str]:
     return found
 
 
-def hashes_of(weights: Mapping[str, Tensor]) -> dict[str, str]:
+def hash_weights(weights: Mapping[str, Tensor]) -> dict[str, str]:
     """Return a hash of each weight's values, by canonical name."""
     return {key: _hash_of_tensor(value) for key, value in sorted(weights.items())}
 
 
-def facts_of_rates(hyper: Hyper) -> dict[str, str]:
+def rates_as_texts(hyper: Hyper) -> dict[str, str]:
     """Return the `repr` of each rate of a call, by "NAME of parameter group N", and of the loss scaling."""
     groups = {
         f"{name} of parameter group {index}": repr(value)

@@ -1,4 +1,4 @@
-"""The process group of a training: barriers at which instances compare facts, and reads of sharded state.
+"""The process group of a training: barriers, at which instances compare fingerprints; reads of sharded state.
 
 `connections.py` sends the messages and handles failures.
 """
@@ -23,11 +23,11 @@ from torch import Tensor
 from ...errors import Error
 from ..state import OptimizerState, State
 from .connections import Connections, TorchThread, join_torch_threads
-from .consistency import HEADER, Facts, barrier_header, barrier_name, describe_differences
+from .consistency import HEADER, Fingerprint, barrier_header, barrier_name, describe_differences
 
 _PATIENCE = 0.2  # seconds; an interrupt does not wake a thread that waits in torch
 _PATIENCE_AT_EXIT = 2.0  # seconds
-_BARRIER, _FACTS, _READ = 1, 2, 4  # tags; `connections.py` uses 3
+_BARRIER, _FINGERPRINT, _READ = 1, 2, 4  # tags; `connections.py` uses 3
 FIRST_TAG = 16  # tags from here on are free for sums and gathers
 _READING = "the reading of "
 
@@ -49,7 +49,7 @@ def start_in_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException
     return outcome
 
 
-def result_of(outcome: SimpleQueue[tuple[T, BaseException | None]]) -> T:
+def await_result(outcome: SimpleQueue[tuple[T, BaseException | None]]) -> T:
     """Wait for the outcome of `work` in the queue of `start_in_thread`; return the result of `work` or raise
     its exception. An interrupt ends this wait, but not `work`."""
     while True:
@@ -73,27 +73,27 @@ class ProcessGroup(Connections):
         super().__init__(store, rank, size, name, ranks)
         self._barrier_lock = threading.Lock()  # one thread at a time is at a barrier
         self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
-        # The shards of this instance that peers may read, by the name that `publish` returned.
+        # The shards of this instance that peers may read, by the name that `publish_state` returned.
         self._published = 0  # number of names
         self._states: weakref.WeakValueDictionary[str, State] = weakref.WeakValueDictionary()
         self._copies: dict[str, OptimizerStates] = {}  # of closed engines, until the next barrier
 
     # ---- barriers ----------------------------------------------------------------------------------------
 
-    def barrier(self, what: str, facts: Facts | None = None) -> None:
-        """Wait until all instances are at this barrier, and check that their facts are equal.
+    def barrier(self, what: str, fingerprint: Fingerprint | None = None) -> None:
+        """Wait until all instances are at this barrier, and check that their fingerprints are equal.
 
         Args:
-            what:  name of the barrier, such as "call 17"
-            facts: texts that have to be equal in all instances, by section and name
+            what:        name of the barrier, such as "call 17"
+            fingerprint: texts that have to be equal in all instances, by section and name
         Raises:
-            Error:      the names or facts of the instances differ; all instances raise it
+            Error:      the names or fingerprints of the instances differ; all instances raise it
             PeerFailed: another instance has failed
             PeerLost:   another instance has ended
         """
-        self.after_barrier(what, facts or {}, lambda: None)
+        self.after_barrier(what, fingerprint or {}, lambda: None)
 
-    def after_barrier(self, what: str, facts: Facts, work: Callable[[], T]) -> T:
+    def after_barrier(self, what: str, fingerprint: Fingerprint, work: Callable[[], T]) -> T:
         """Wait at a barrier as `barrier` does, then call `work` in a thread and return its result. An
         interrupt closes the connections, so that the peers raise PeerFailed."""
         is_abandoned = threading.Event()
@@ -102,12 +102,12 @@ class ProcessGroup(Connections):
             self.connect(what)
             if is_abandoned.is_set():
                 raise KeyboardInterrupt
-            self._barrier(what, facts)
+            self._barrier(what, fingerprint)
             return work()
 
         with self._barrier_lock:
             try:
-                return result_of(start_in_thread(barrier_and_work))
+                return await_result(start_in_thread(barrier_and_work))
             except KeyboardInterrupt:
                 is_abandoned.set()
                 self.abort(f"was interrupted at {what}")
@@ -121,15 +121,15 @@ class ProcessGroup(Connections):
             self._subgroups[key] = ProcessGroup(self._store, ranks.index(self.rank), len(ranks), name, ranks)
         return self._subgroups[key]
 
-    def _barrier(self, what: str, facts: Facts) -> None:
-        """Wait until all instances are at the barrier `what`, and check that their facts are equal.
+    def _barrier(self, what: str, fingerprint: Fingerprint) -> None:
+        """Wait until all instances are at the barrier `what`, and check that their fingerprints are equal.
 
-        The instances exchange headers (the barrier's name, and a hash of the facts). Some peers may be at a
-        read of all shards instead (`read_shards`): then this instance sends its shard, too, and exchanges
+        The instances exchange headers (the barrier's name, and a hash of the fingerprint). Some peers may be at
+        a read of all shards instead (`read_shards`): then this instance sends its shard, too, and exchanges
         headers again. If `what` itself is the first such read, return: the caller gathers the shards.
-        Raises: Error, if names or facts differ
+        Raises: Error, if names or fingerprints differ
         """
-        mine = barrier_header(what, facts)
+        mine = barrier_header(what, fingerprint)
         while True:
             headers = self._all_gather(mine, [HEADER] * self.size, _BARRIER, what)
             if all(torch.equal(other, mine) for other in headers):
@@ -142,13 +142,13 @@ class ProcessGroup(Connections):
             if min(readings) == what:
                 return
             self._gather_shards(min(readings))
-        texts = self.all_gather_bytes(json.dumps([what, facts]).encode(), _FACTS, what)
+        texts = self.all_gather_bytes(json.dumps([what, fingerprint]).encode(), _FINGERPRINT, what)
         whats, others = zip(*map(json.loads, texts), strict=True)
         raise Error(describe_differences(whats, others, self.ranks))
 
     # ---- sharded state -----------------------------------------------------------------------------------
 
-    def publish(self, state: State) -> str:
+    def publish_state(self, state: State) -> str:
         """Let peers read this instance's optimizer state, and return the state's name, for `read_shards`.
 
         All instances must publish their states in the same order. The reference to the state is weak.
@@ -158,7 +158,7 @@ class ProcessGroup(Connections):
         self._states[name] = state
         return name
 
-    def copy_until_barrier(self, name: str) -> None:
+    def copy_state_until_barrier(self, name: str) -> None:
         """Replace the published state `name` by a copy, for slower peers, until the next barrier."""
         state = self._states.pop(name, None)
         if state is not None and not self._has_ended:
@@ -224,7 +224,7 @@ def current() -> ProcessGroup | None:
     return _current
 
 
-def group_of(instances: int) -> ProcessGroup:
+def group_of_size(instances: int) -> ProcessGroup:
     """Return `current()`. Raises Error if that is None, or if its size is not `instances`."""
     found = current()
     if found is None:
@@ -240,7 +240,7 @@ def group_of(instances: int) -> ProcessGroup:
     return found
 
 
-def leave() -> None:
+def announce_end() -> None:
     """Write to the store that this process ends, unless it trains alone. First, if it has a shard of an
     optimizer state and has not failed, wait until all peers end or one fails: they may read the shard."""
     if _current is not None:

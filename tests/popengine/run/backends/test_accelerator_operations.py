@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from popengine.compile.capture import capture
 from popengine.compile.partition import partition
-from popengine.run.backends.eager import _accelerator_function, build, operation_of
+from popengine.run.backends.eager import _replacement_on_accelerator, build, operation_of
 from popengine.settings import Strategy
 
 GPU = torch.device("cuda")
@@ -68,7 +68,7 @@ def run_on_a_gpu(graph, parts):
     described = {node.name: node.meta["val"] for node in graph.code.nodes if "val" in node.meta}
 
     def draw(operation, key, place, *args, **kwargs):
-        return (_accelerator_function(operation, GPU) or operation)(*args, **kwargs)
+        return (_replacement_on_accelerator(operation, GPU) or operation)(*args, **kwargs)
 
     with FakeTensorMode(), torch.inference_mode():
         values = {
@@ -129,7 +129,7 @@ def test_what_is_one_operation_on_cpus_only_is_several_elsewhere(layer, samples,
 
 
 def on_gpu(operation):
-    function = _accelerator_function(operation, GPU)
+    function = _replacement_on_accelerator(operation, GPU)
     assert function is not None
     return function
 
@@ -160,7 +160,7 @@ def test_a_cast_to_the_device_of_the_capture_stays_where_it_is():
 
 
 def test_any_other_operation_is_itself():
-    assert _accelerator_function(aten.addmv.default, GPU) is None
+    assert _replacement_on_accelerator(aten.addmv.default, GPU) is None
 
 
 def test_a_view_of_what_lies_otherwise_in_memory_is_a_copy():

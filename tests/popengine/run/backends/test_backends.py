@@ -78,9 +78,9 @@ def test_compiled_pieces_train_as_eager_ones_but_for_rounding():
 
 @needs_a_compiler
 def test_compiled_pieces_are_compiled():
-    inductor.compiled.cache_clear()
-    codes = inductor.load(partition_of(net(0.5)), torch.device("cpu"))
-    assert len(codes) == inductor.compiled.cache_info().currsize == 4
+    inductor.compile_piece.cache_clear()
+    codes = inductor.load_pieces(partition_of(net(0.5)), torch.device("cpu"))
+    assert len(codes) == inductor.compile_piece.cache_info().currsize == 4
 
 
 @needs_a_compiler
@@ -92,9 +92,9 @@ def test_kernels_have_one_thread_whatever_the_caller_has(monkeypatch):
     monkeypatch.setattr(
         compile_fx, "compile_fx_inner", lambda *a, **kw: seen.append(config.cpp.threads) or real(*a, **kw)
     )
-    inductor.compiled.cache_clear()
+    inductor.compile_piece.cache_clear()
     partition = partition_of(net(0.5))
-    inductor.load(partition, torch.device("cpu"))
+    inductor.load_pieces(partition, torch.device("cpu"))
     assert seen == [1] * len(partition.pieces)
 
 
@@ -103,10 +103,10 @@ def test_what_was_compiled_is_found_on_disk_by_the_next_process():
     from torch._dynamo.utils import counters
 
     partition = partition_of(net(0.5))
-    inductor.load(partition, torch.device("cpu"))
-    inductor.compiled.cache_clear()  # as in another process
+    inductor.load_pieces(partition, torch.device("cpu"))
+    inductor.compile_piece.cache_clear()  # as in another process
     counters.clear()
-    inductor.load(partition, torch.device("cpu"))
+    inductor.load_pieces(partition, torch.device("cpu"))
     assert counters["inductor"]["fxgraph_cache_hit"] == len(partition.pieces)
     assert not counters["inductor"]["fxgraph_cache_bypass"]
 
@@ -115,7 +115,7 @@ def test_what_was_compiled_is_found_on_disk_by_the_next_process():
 def test_values_that_lie_otherwise_in_memory_are_copied():
     partition = partition_of(net(0.5))
     piece, likes = partition.pieces[0], input_metadata(partition)[0]
-    code, eager = inductor.compiled(piece, likes), build(piece)
+    code, eager = inductor.compile_piece(piece, likes), build(piece)
     torch.manual_seed(1)
     values = [torch.randn(like.shape).abs().to(like.dtype) for like in likes]
     turned = [value.t().contiguous().t() if value.dim() == 2 else value for value in values]
@@ -169,14 +169,14 @@ def forget_the_compiler():
 
 @needs_a_compiler
 def test_a_piece_that_can_not_be_compiled_runs_eagerly_and_is_named(monkeypatch):
-    real = inductor.compiled
+    real = inductor.compile_piece
 
     def fails(piece, reads):
         if str(piece) == "F1":
             raise NotImplementedError("no lowering")
         return real(piece, reads)
 
-    monkeypatch.setattr(inductor, "compiled", fails)
+    monkeypatch.setattr(inductor, "compile_piece", fails)
     with pytest.warns(RuntimeWarning, match=r"forward of stage 1 \(piece F1\) .* eagerly.*no lowering"):
         found = trained("inductor")
     assert_close(found, trained("eager"))
@@ -184,12 +184,12 @@ def test_a_piece_that_can_not_be_compiled_runs_eagerly_and_is_named(monkeypatch)
 
 def test_pieces_for_an_accelerator_run_eagerly_with_a_warning():
     with pytest.warns(RuntimeWarning, match="and the device is 'cuda'"):
-        codes = inductor.load(partition_of(net()), torch.device("cuda"))
+        codes = inductor.load_pieces(partition_of(net()), torch.device("cuda"))
     assert len(codes) == 4
 
 
 def test_checks_of_each_operation_run_the_eager_backend(monkeypatch):
-    monkeypatch.setattr(inductor, "load", None)
+    monkeypatch.setattr(inductor, "load_pieces", None)
     assert trained("inductor", finite_checks=True)
 
 
