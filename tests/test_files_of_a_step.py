@@ -52,7 +52,7 @@ def files_of_a_step(several=False):
         executor = poptorch.trainingModel(model, opts, torch.optim.AdamW(model.parameters()))
         batch = torch.randn(8, 8), torch.arange(8) % 4
         executor(*batch)
-        engine = executor._lease.engine
+        engine = executor._plans.engine
         assert isinstance(engine, Engine)
         run = engine.run
 

@@ -32,7 +32,7 @@ class InCalls:
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._spent = runner, list[float]()
-        self._engine = runner.executor._lease.engine
+        self._engine = runner.executor._plans.engine
         self._run, self._engine.run = self._engine.run, self._timed
 
     def _timed(self, *args, **more):

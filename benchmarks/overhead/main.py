@@ -36,8 +36,8 @@ def executor(ipus: int, stages: int, micro_batches: int, steps: int) -> poptorch
 
 def without_work(model: poptorch.PoplarExecutor) -> None:
     """From now on each piece returns what it made last, and computes nothing."""
-    assert model._lease.engine is not None
-    for codes in model._lease.engine._step.codes:
+    assert model._plans.engine is not None
+    for codes in model._plans.engine._step.codes:
         for index, code in enumerate(codes):
 
             def remember(values: list[Any], codes=codes, index=index, code=code) -> tuple[Tensor, ...]:

@@ -10,11 +10,11 @@ _owners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # ex
 
 def unwrapModelIfNecessary(model: Any) -> None:
     """If a model is wrapped for training, copy the newest weights to the host and unmark the model."""
-    owner = marked_model.owner_of(model)
+    owner = marked_model.executor_of(model)
     if owner is not None:
         owner.copyWeightsToHostIfNeeded()
         _owners[model] = weakref.ref(owner)
-        marked_model.unmark(model)
+        marked_model.unmark_model(model)
 
 
 def rewrapModelIfNecessary(model: Any) -> None:
@@ -22,4 +22,4 @@ def rewrapModelIfNecessary(model: Any) -> None:
     link = _owners.pop(model, None)
     owner = link() if link is not None else None
     if owner is not None:
-        marked_model.mark(model, owner)
+        marked_model.mark_model(model, owner)

@@ -24,7 +24,7 @@ WEIGHTS = (
     "/poptorch/executor/marked_model.py",
     "/run/state.py",
 )
-DEVICES = ("/poptorch/executor/device_lease.py", "/run/engine.py", "/run/state.py")
+DEVICES = ("/poptorch/executor/loaded_plans.py", "/run/engine.py", "/run/state.py")
 
 
 class Net(nn.Module):

@@ -46,7 +46,7 @@ def test_replicas_that_share_the_state_train_to_the_same_bits(optimizer, more):
 def test_replicas_of_one_process_hold_weights_and_state_once(shared):
     """Shared out over processes the state is a part in each; in one process there is nothing to share out."""
     executors = [run(shared, replicas=count)[2] for count in (REPLICAS, 1)]
-    engine, alone = (executor._lease.engine.state for executor in executors)
+    engine, alone = (executor._plans.engine.state for executor in executors)
     for each in engine.values[1:]:
         assert all(each[name] is value for name, value in engine.values[0].items() if "parameter" in name)
     assert len(engine.optimizer) == len(alone.optimizer) == len(list(Digits().parameters()))
@@ -60,7 +60,7 @@ def test_the_shared_state_is_saved_and_loaded_as_a_whole():
     assert all(torch.equal(state[name], value) for name, value in expected.items())
     again = run(True, replicas=2)[2]
     again._optimizer.load_state_dict(shared.state_dict())
-    again._optimizer_link.upload()
+    again._optimizer_link.upload_loaded()
     read = again._optimizer.state_dict()["ipu_state"]
     assert all(torch.equal(read[name], value) for name, value in expected.items())
 

@@ -122,7 +122,7 @@ def interrupts(executor):
     """Ctrl-C, of which the caller's thread has heard when the call goes on."""
 
     def interrupt():
-        run = executor._lease.engine._latest
+        run = executor._plans.engine._latest
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         end = time.monotonic() + PATIENCE
         while not run._is_stopped and time.monotonic() < end:
@@ -166,7 +166,7 @@ def test_another_thread_reads_weights_as_they_were_before_or_after_an_update(cor
     executor(rows(executor))
     pieces = moments.kinds.count("piece")
     twin(rows(twin))
-    engine = executor._lease.engine
+    engine = executor._plans.engine
     readers = []
 
     def read():
@@ -184,7 +184,7 @@ def test_another_thread_reads_weights_as_they_were_before_or_after_an_update(cor
     readers[0].join(PATIENCE)
     twin(rows(twin))
     ((weights, states),) = found
-    after = twin._lease.engine
+    after = twin._plans.engine
     assert same(weights, after.state.read())
     assert all(same(states[key], value) for key, value in after.state.read_optimizer().items())
 
@@ -220,7 +220,7 @@ def test_weights_and_states_keep_their_memory(iterations):
     batch = torch.randn(iterations * 3 * 2, 3)
 
     def places():
-        engine = executor._lease.engine
+        engine = executor._plans.engine
         weights = [engine.state.weight(unit) for unit in engine.state.units]
         states = [value for state in engine.state.optimizer.values() for value in state.values()]
         return [value.data_ptr() for value in (*weights, *states)]
@@ -229,4 +229,4 @@ def test_weights_and_states_keep_their_memory(iterations):
     before = places()
     executor(batch)
     assert places() == before
-    assert not any(executor._lease.engine.state.sums), "gradient sums are freed at the end of a step"
+    assert not any(executor._plans.engine.state.sums), "gradient sums are freed at the end of a step"

@@ -298,7 +298,7 @@ def slow_in_the_middle(folder, iterations):
     again = training.batch(1, iterations=iterations)
     before = training.weights(model)
     if popdist.getInstanceIndex():
-        updates = executor._lease.engine._step.updates
+        updates = executor._plans.engine._step.updates
         inner = updates._divide_means
 
         def slow(sums):
@@ -342,7 +342,7 @@ def interrupted_while_it_writes(comes):
     def update(*given):
         if interrupts:
             interrupts.pop()
-            run = executor._lease.engine._latest
+            run = executor._plans.engine._latest
             os.kill(os.getpid(), signal.SIGINT)
             until = time.monotonic() + processes.LIMIT
             while not run._is_stopped and time.monotonic() < until:

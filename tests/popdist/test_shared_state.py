@@ -61,7 +61,7 @@ def plain(state):
 
 def kept(executor):
     """How many elements of state this instance keeps."""
-    states = executor._lease.engine.state.optimizer.values()
+    states = executor._plans.engine.state.optimizer.values()
     return sum(value.numel() for state in states for value in state.values())
 
 

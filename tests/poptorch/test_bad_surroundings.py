@@ -108,5 +108,5 @@ def test_a_model_that_is_attached_nowhere_may_be_used_by_a_fork():
     executor = poptorch.inferenceModel(Trained(), options())
     executor(X)
     executor.detachFromDevice()
-    executor._lease._process = -1  # as a fork would see it
+    executor._plans._process = -1  # as a fork would see it
     assert executor(X).shape == (2, 2)

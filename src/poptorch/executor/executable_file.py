@@ -25,7 +25,7 @@ from ..logs import logger
 from ..ops.host import has_host_calls
 from ..options import Options
 from ..version import __version__
-from .device_lease import KeptState
+from .loaded_plans import KeptState
 from .marked_model import WrappedModel
 
 _HASH = hashlib.sha256().digest_size  # bytes of the hash that a file begins with
@@ -53,7 +53,7 @@ class SavedExecutor:
     kept: KeptState = field(default_factory=KeptState)
 
 
-def write(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
+def write_file(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
     """Write a saved executor to a file atomically, and create missing folders.
 
     If `filename` is a folder, write `model.poptorch` in this folder, and log a warning.
@@ -114,15 +114,15 @@ def write_to_cache_folder(
     try:
         if not path.exists():
             without_graph = (replace(executable, graph=None),)
-            write(path, SavedExecutor(without_graph, options, settings.training, per_replica_params))
+            write_file(path, SavedExecutor(without_graph, options, settings.training, per_replica_params))
     except (OSError, AssertionError, Error) as error:
         logger.warning(
             "enableExecutableCaching: the compiled model is not written to %s: %s", path.parent, error
         )
 
 
-def read(filename: str | os.PathLike[str]) -> SavedExecutor:
-    """Return the contents of a file from `write`; connection type `Never` in its options becomes `Always`.
+def read_file(filename: str | os.PathLike[str]) -> SavedExecutor:
+    """Return the contents of a file from `write_file`; connection type `Never` in its options becomes `Always`.
 
     Args: filename: a file, or a folder with `model.poptorch`
     Raises: AssertionError, for a file that is missing, damaged, or from another program or version
@@ -146,7 +146,7 @@ def read(filename: str | os.PathLike[str]) -> SavedExecutor:
     return saved
 
 
-def check_fits(filename: str, saved: SavedExecutor, model: WrappedModel) -> None:
+def check_same_model(filename: str, saved: SavedExecutor, model: WrappedModel) -> None:
     """Raise Error if a file has another mode (training, inference) or other weights than the model."""
     kinds = {True: "poptorch.trainingModel", False: "poptorch.inferenceModel"}
     if saved.training != model.training:
@@ -182,22 +182,22 @@ def training_state(executor: Any) -> TrainingState:
     "weights", and an "optimizer" that is not sharded, are equal in all instances, except those of
     per-replica parameters.
     """
-    lease, optimizer = executor._lease, executor._optimizer
+    plans, optimizer = executor._plans, executor._optimizer
     names = dict(executor._wrapped.traced.named_buffers())
     with torch._C.DisableTorchFunctionSubclass():
-        if lease.engine is not None:
-            with lease.engine.state.weights_lock:
-                values = {name: value.clone() for name, value in lease.engine.state.read().items()}
-            buffers = lease.engine.state.read_buffers()
+        if plans.engine is not None:
+            with plans.engine.state.weights_lock:
+                values = {name: value.clone() for name, value in plans.engine.state.read().items()}
+            buffers = plans.engine.state.read_buffers()
         else:
             values = {name: v.detach().clone() for name, v in executor._weights.host_weights().items()}
-            buffers = lease.kept.buffers or [{name: values[name] for name in names}]
+            buffers = plans.kept.buffers or [{name: values[name] for name in names}]
     # Not `state_to_keep`: it also has the other shards, as they were restored.
-    states = lease.optimizer_states(whole=False) or {}
+    states = plans.optimizer_states(whole=False) or {}
     return {
-        **vars(KeptState(lease.random_state, states, lease.loss_factor, buffers)),
+        **vars(KeptState(plans.random_state, states, plans.loss_factor, buffers)),
         "weights": {name: value for name, value in values.items() if name not in names},
-        "shares_state": lease.is_optimizer_sharded,
+        "shares_state": plans.is_optimizer_sharded,
         "rates": [
             {n: value for n, value in group.items() if n != "params" and isinstance(value, _PLAIN_TYPES)}
             for group in optimizer.param_groups
@@ -217,15 +217,15 @@ def set_training_state(executor: Any, state: TrainingState) -> None:
     attached = executor.isAttachedToDevice()
     if attached:
         executor.detachFromDevice()
-    executor._weights.write_host({**state["buffers"][0], **state["weights"]})
+    executor._weights.write_to_host({**state["buffers"][0], **state["weights"]})
     kept = {field.name: state[field.name] for field in fields(KeptState)}
-    executor._lease.kept = KeptState(**kept)
+    executor._plans.kept = KeptState(**kept)
     optimizer = executor._optimizer
     for group, rates in zip(optimizer.param_groups, state["rates"], strict=True):
         group.update(rates)
     if state["loss_scaling"] is not None:
         optimizer.loss_scaling = state["loss_scaling"]
-    executor._optimizer_link.discard_loaded()
+    executor._optimizer_link.discard_host_states()
     executor.setOptimizer(optimizer)
     if attached:
         executor.attachToDevice()

@@ -2,7 +2,7 @@
 
     bind the arguments ─► split into runs ─► for each run: find or compile its plan, engine.run ─► outputs
 
-Its parts: plans and engines (`device_lease.py`), the copies of the weights (`weight_sync.py`), the optimizer
+Its parts: plans and engines (`loaded_plans.py`), the copies of the weights (`weight_sync.py`), the optimizer
 (`optimizer_link.py`), the latest call's results (`latest_call.py`), all other methods (`public_names.py`).
 """
 
@@ -33,8 +33,8 @@ from ..options.freeze_options import engine_settings, resolve_options
 from ..planning import exit_if_only_planning
 from ..reporter import Reporter, start_reporter
 from . import executable_file, marked_model
-from .device_lease import LoadedPlan
 from .latest_call import LatestCall, join_runs
+from .loaded_plans import LoadedPlan
 from .marked_model import WrappedModel
 from .public_names import PublicNames, run_methods_outside_inference_mode
 
@@ -68,7 +68,7 @@ class PoplarExecutor(PublicNames):
         if training:
             marked_model.check_buffers(model)
             self.setOptimizer(SGD(model.parameters(), lr=0.01) if optimizer is None else optimizer)
-            marked_model.mark(model, self)
+            marked_model.mark_model(model, self)
 
     # ---- calling -----------------------------------------------------------------------------------------
 
@@ -89,10 +89,10 @@ class PoplarExecutor(PublicNames):
         )
         call = arguments.bind(self._signature, args, kwargs)
         with self._lock:
-            self._updates, whole = 0, self._lease.current
+            self._updates, whole = 0, self._plans.current
             finished: list[tuple[Run, LoadedPlan, Results]] = []
             try:
-                for run in self._runs_of(call):
+                for run in self._split_call(call):
                     plan, results = self._run_plan(run)
                     finished.append((run, plan, results))
                     if run.counts.replicas == self.options.replication_factor:
@@ -100,16 +100,16 @@ class PoplarExecutor(PublicNames):
             finally:
                 if whole is not None and self.isCompiled():
                     # The host reads and writes the buffers of all replicas, which only `whole` has.
-                    self._lease.switch_to(whole, {})
+                    self._plans.make_current(whole, {})
             if self._most_plans:
-                self._lease.drop_oldest([run.key for run, _, _ in finished], self._most_plans)
+                self._plans.remove_oldest([run.key for run, _, _ in finished], self._most_plans)
             self._latest = join_runs(finished)
             return fill_outputs(finished[0][1].executable.template, list(self._latest.outputs))
 
-    def _runs_of(self, call: arguments.BoundCall) -> list[Run]:
+    def _split_call(self, call: arguments.BoundCall) -> list[Run]:
         """Return the runs of a call: one run; with `allowNewShapes` several runs for an incomplete batch."""
-        run, first = Run(call, self.options._counts()), self._lease.first
-        if not self._most_plans or run.key in self._lease.plans:
+        run, first = Run(call, self.options._counts()), self._plans.first
+        if not self._most_plans or run.key in self._plans.by_key:
             return [run]
         return split_into_runs(run, self.options, self._wrapped.training, first and first.inputs)
 
@@ -120,24 +120,24 @@ class PoplarExecutor(PublicNames):
         and, in inference, weights that another executor trained are uploaded. Inputs that forward changes in
         place are copied to the caller's tensors. A plan compiled here is removed if no update succeeds.
         """
-        lease, before = self._lease, self._lease.current
-        plan = lease.plans.get(run.key)
+        plans, before = self._plans, self._plans.current
+        plan = plans.by_key.get(run.key)
         is_new = plan is None
         if plan is None:
-            if lease.first is not None:
-                lease.first.inputs.check_call(run.call, any_shape=self._most_plans > 0)
+            if plans.first is not None:
+                plans.first.inputs.check_call(run.call, any_shape=self._most_plans > 0)
             plan = self._compile_plan(run)
         else:
-            lease.switch_to(plan, {})
+            plans.make_current(plan, {})
         try:
-            if lease.engine is None:
+            if plans.engine is None:
                 self.attachToDevice()
             if not self._wrapped.training:
                 self._weights.upload_if_behind()
             self._weights.warn_of_changes()
             self._optimizer_link.warn_of_changes()
-            self._optimizer_link.upload()
-            engine, recorder = lease.need_engine(), plan.reporter and plan.reporter.recorder
+            self._optimizer_link.upload_loaded()
+            engine, recorder = plans.require_engine(), plan.reporter and plan.reporter.recorder
             inputs = self._engine_inputs(run.call, plan)
             try:
                 results = engine.run(inputs, self._optimizer_link.hyper, recorder)
@@ -175,12 +175,12 @@ class PoplarExecutor(PublicNames):
             return
         call = arguments.bind(self._signature, args, kwargs)
         with self._lock:
-            whole = self._lease.current
-            for run in self._runs_of(call):
-                if run.key not in self._lease.plans:
+            whole = self._plans.current
+            for run in self._split_call(call):
+                if run.key not in self._plans.by_key:
                     self._compile_plan(run)
             if whole is not None:
-                self._lease.switch_to(whole, {})
+                self._plans.make_current(whole, {})
 
     def _compile_plan(self, run: Run) -> LoadedPlan:
         """Compile a plan for a run, make it current, and attach it unless the connection type is Never.
@@ -189,25 +189,25 @@ class PoplarExecutor(PublicNames):
         writes profiles and exits the program.
         """
         if self._wrapped.training:
-            marked_model.mark(self._user_model, self)  # destroy() unmarks the model
-        options, model, lease = self.options, self._wrapped.traced, self._lease
+            marked_model.mark_model(self._user_model, self)  # destroy() unmarks the model
+        options, model, plans = self.options, self._wrapped.traced, self._plans
         settings = self._checked_settings(run, options)
         exit_if_only_planning(model, run, options, settings, self._optimizer_link.hyper)
-        before, number = lease.current, self._compiled_plans + 1
+        before, number = plans.current, self._compiled_plans + 1
         if before is None:
             self._weights.store_compiled_flags()
         reporter = self._make_reporter(number)
         times = {} if reporter is None else reporter.passes
         with progress(options._show_progress_bar, times) as done:
             with self._weights.with_compiled_flags():
-                earlier = [plan.executable for plan in lease.plans.values()]
+                earlier = [plan.executable for plan in plans.by_key.values()]
                 found = compile_model(model, run, options, settings, done, earlier=earlier)
             log_plan(found.plan, found.settings)
             plan = LoadedPlan(found, reporter)
-            lease.add(run.key, plan)
+            plans.add_plan(run.key, plan)
             try:
                 if before is not None:
-                    lease.switch_to(plan, self._weights.host_weights())
+                    plans.make_current(plan, self._weights.host_weights())
                 elif options.connection_type != ConnectionType.Never:
                     self.attachToDevice()
             except BaseException:
@@ -241,7 +241,7 @@ class PoplarExecutor(PublicNames):
         optimizer = self._optimizer_link.frozen if training else None
         settings = engine_settings(options, training, optimizer, groups)
         arguments.check_batch(call, run.counts)
-        if not self._lease.plans:
+        if not self._plans.by_key:
             arguments.warn_about_inputs(call, settings.counts, arguments.has_float64_weights(model))
         options._Popart.check_names()
         self._wrapped.updatable_buffers()
@@ -254,7 +254,7 @@ class PoplarExecutor(PublicNames):
 
         Raises: Error, if the model is not compiled, or is attached; AssertionError for ConnectionType.Never
         """
-        self._lease.need_executable()
+        self._plans.require_executable()
         if self.isAttachedToDevice():
             raise Error("Device is already attached")
         assert self.options.connection_type != ConnectionType.Never, (
@@ -262,22 +262,22 @@ class PoplarExecutor(PublicNames):
         )
         weights = self._weights.weights_for_engine()
         self._optimizer_link.connect()
-        self._lease.attach(weights)
+        self._plans.attach(weights)
 
     def detachFromDevice(self) -> None:
         """Copy the state to the host, and release the devices. Raises: Error, if the model is not attached"""
-        self._lease.need_executable()
-        if self._lease.engine is None:
+        self._plans.require_executable()
+        if self._plans.engine is None:
             raise Error("Device is not attached")
         self._detach_if_attached()
 
     def _detach_if_attached(self) -> None:
         """If attached, copy a trained model's weights to the host (not in a fork) and release the devices."""
-        if self._lease.engine is None:
+        if self._plans.engine is None:
             return
-        if self._wrapped.training and not self._lease.is_forked:
+        if self._wrapped.training and not self._plans.is_forked:
             self.copyWeightsToHostIfNeeded()
-        self._lease.detach()
+        self._plans.detach()
 
     def destroy(self) -> None:
         """Free devices and plans. In training also copy the newest state to the host; unmark the model."""
@@ -288,20 +288,20 @@ class PoplarExecutor(PublicNames):
         """Copy the newest state to model and optimizer, unmark and unhook them; free devices and plans."""
         self._detach_if_attached()
         self._optimizer_link.release()  # before the plans are gone: it needs them to read the state
-        self._lease.clear_plans()
+        self._plans.clear_plans()
         self._latest = LatestCall()
         # The model's weak reference to this executor is None already when `__del__` runs.
-        if self._wrapped.training and marked_model.owner_of(self._user_model) in (self, None):
-            marked_model.unmark(self._user_model)
+        if self._wrapped.training and marked_model.executor_of(self._user_model) in (self, None):
+            marked_model.unmark_model(self._user_model)
 
     def _remove_plan(self, key: Any, previous: LoadedPlan | None) -> None:
         """Make `previous` current, and remove the plan of `key`. If that is None, detach, remove all."""
         if previous is None:
             self._detach_if_attached()
-            self._lease.clear_plans()
+            self._plans.clear_plans()
         else:
-            self._lease.switch_to(previous, {})
-            self._lease.remove(key)
+            self._plans.make_current(previous, {})
+            self._plans.remove_plan(key)
 
     def __del__(self) -> None:
         # Copies the newest weights to the model, if it can: at the interpreter's exit parts of torch may be
@@ -326,10 +326,10 @@ class PoplarExecutor(PublicNames):
             AssertionError: the file's folder is a file
             Error: the model is not compiled, or can't be pickled
         """
-        first = self._lease.first or self._lease.need_executable()
+        first = self._plans.first or self._plans.require_executable()
         self.copyWeightsToHostIfNeeded()
-        kept = self._lease.state_to_keep(whole=True)
-        others = (plan.executable for plan in self._lease.plans.values() if plan.executable is not first)
+        kept = self._plans.state_to_keep(whole=True)
+        others = (plan.executable for plan in self._plans.by_key.values() if plan.executable is not first)
         saved = executable_file.SavedExecutor(
             tuple(replace(executable, graph=None) for executable in (first, *others)),
             self.options,
@@ -339,7 +339,7 @@ class PoplarExecutor(PublicNames):
             self._optimizer if export_model else None,
             kept if save_rng_state else replace(kept, random=None),
         )
-        executable_file.write(filename, saved)
+        executable_file.write_file(filename, saved)
 
     def loadExecutable(self, filename: str) -> None:
         """Load the compiled plans, optimizer state and random state that `save` wrote for the same model.
@@ -349,22 +349,22 @@ class PoplarExecutor(PublicNames):
         Raises: Error, if the file is missing or damaged, or of another version, mode or model
         """
         try:
-            saved = executable_file.read(filename)
+            saved = executable_file.read_file(filename)
         except AssertionError as error:
             raise Error(str(error)) from error
-        executable_file.check_fits(filename, saved, self._wrapped)
+        executable_file.check_same_model(filename, saved, self._wrapped)
         self.destroy()
         self._restore(saved)
 
     def _restore(self, saved: executable_file.SavedExecutor) -> None:
         """Add a file's plans and state to an executor that has no plans. Attach for ConnectionType.Always."""
         if self._wrapped.training:
-            marked_model.mark(self._user_model, self)
+            marked_model.mark_model(self._user_model, self)
         self._weights.store_compiled_flags()
         self._compiled_plans = len(saved.executables)
         for number, executable in enumerate(saved.executables, 1):
-            self._lease.add(executable.key, LoadedPlan(executable, self._make_reporter(number)))
-        self._lease.kept = saved.kept
+            self._plans.add_plan(executable.key, LoadedPlan(executable, self._make_reporter(number)))
+        self._plans.kept = saved.kept
         self.per_replica_params.clear()
         self.per_replica_params.update(saved.per_replica_params)
         if self.options.connection_type == ConnectionType.Always:

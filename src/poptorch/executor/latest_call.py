@@ -14,7 +14,7 @@ from popengine.settings import Outputs
 
 from ..compiling.runs import Run
 from ..nested_values import tensors_of, with_tensors
-from .device_lease import LoadedPlan
+from .loaded_plans import LoadedPlan
 
 Times = list[list[float]]  # seconds, by [tensor][micro-batch, or returned value of an output]
 Latency = tuple[float, float, float]  # min, max, mean, in seconds

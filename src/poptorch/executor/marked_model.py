@@ -100,7 +100,7 @@ def _refreshing_method(name: str) -> Callable[..., Any]:
 
 
 class _MarkedModel:
-    """The mixin that `mark` adds to a model's class: reading a weight first copies newer values."""
+    """The mixin that `mark_model` adds to a model's class: reading a weight first copies newer values."""
 
     _pando_owner: weakref.ref[Any]
 
@@ -158,14 +158,14 @@ def plain_class(model: Any) -> type:
     return type(model).__mro__[2] if isinstance(model, _MarkedModel) else type(model)
 
 
-def owner_of(model: Any) -> Any:
+def executor_of(model: Any) -> Any:
     """Return the executor that trains a model; None if the model is not marked, or its executor is gone."""
     return model._pando_owner() if isinstance(model, _MarkedModel) else None
 
 
 def check_not_wrapped(model: Any) -> None:
     """Raise RuntimeError if a model is wrapped for training already."""
-    if owner_of(model) is not None:
+    if executor_of(model) is not None:
         raise RuntimeError(
             "this model has already been wrapped in 'poptorch.trainingModel'\n"
             "  fix: call model.destroy() to unwrap it first"
@@ -173,7 +173,7 @@ def check_not_wrapped(model: Any) -> None:
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Raise Error if a buffer of the model is a subclass of Tensor: `mark` could not replace its class."""
+    """Raise Error if a buffer of the model is a subclass of Tensor: `mark_model` could not replace its class."""
     for name, buffer in model.named_buffers():
         if type(buffer) not in (Tensor, PoptorchBuffer):
             raise Error(
@@ -183,7 +183,7 @@ def check_buffers(model: nn.Module) -> None:
             )
 
 
-def mark(model: nn.Module, owner: Any) -> None:
+def mark_model(model: nn.Module, owner: Any) -> None:
     """Replace the classes of a model and its weights by marked ones, with a weak reference to the executor.
 
     Warns if another executor trains some of the parameters.
@@ -191,9 +191,9 @@ def mark(model: nn.Module, owner: Any) -> None:
     Raises: RuntimeError, if another executor trains the model
     """
     link = weakref.ref(owner)
-    if owner_of(model) is not owner:
+    if executor_of(model) is not owner:
         check_not_wrapped(model)
-        unmark(model)  # removes the mark of an executor that is gone
+        unmark_model(model)  # removes the mark of an executor that is gone
         shared = [
             name
             for name, parameter in model.named_parameters()
@@ -233,7 +233,7 @@ def mark_tensors(value: nn.Module | Tensor, link: weakref.ref[Any]) -> None:
             vars(tensor)["_owner"] = link
 
 
-def unmark(model: nn.Module) -> None:
+def unmark_model(model: nn.Module) -> None:
     """Give a marked model and its weights their original classes; leave other models as they are."""
     if not isinstance(model, _MarkedModel):
         return

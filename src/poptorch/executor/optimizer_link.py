@@ -32,7 +32,7 @@ from ..optim.optimizer_state import (
     to_ipu_state,
     to_torch_state,
 )
-from .device_lease import DeviceLease
+from .loaded_plans import LoadedPlans
 from .marked_model import WrappedModel
 
 _LOSS_FACTOR = "lossScaleUpdateFactor"  # key of "ipu_state": the factor of automatic loss scaling
@@ -48,8 +48,8 @@ class OptimizerLink:
 
     frozen: settings.Optimizer
 
-    def __init__(self, model: WrappedModel, lease: DeviceLease) -> None:
-        self._model, self._lease = model, lease
+    def __init__(self, model: WrappedModel, plans: LoadedPlans) -> None:
+        self._model, self._plans = model, plans
         self.optimizer: Any = None
         self.hyper: settings.Hyper | None = None
         self._hooks: list[Any] = []  # handles of the hooks on a torch optimizer
@@ -76,11 +76,11 @@ class OptimizerLink:
             )
         inner = getattr(optimizer, "optimizer", None)  # in accelerate's AcceleratedOptimizer, for example
         optimizer = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
-        compiled = self._lease.executable is not None
+        compiled = self._plans.executable is not None
         frozen, hyper = self._guard.check_and_freeze(optimizer, self._model.parameter_names(), compiled)
         if not compiled:
             if self.optimizer is not None and frozen.kind != self.frozen.kind:
-                self._lease.kept = replace(self._lease.kept, optimizer=None)  # it is of another update rule
+                self._plans.kept = replace(self._plans.kept, optimizer=None)  # it is of another update rule
             self.frozen = frozen
             is_combined = getattr(optimizer, "use_combined_accum", False)
             if frozen.accumulator_type == torch.float16 and not is_combined:  # running means do not overflow
@@ -112,7 +112,7 @@ class OptimizerLink:
         if isinstance(self.optimizer, PoptorchOptimizer):
             if take and self.optimizer._state_reader is None:
                 self.optimizer._reload_kept_state(self._model.parameter_names())
-            if self._lease.executable is not None:
+            if self._plans.executable is not None:
                 link = weakref.ref(self)
                 self.optimizer._state_check = lambda entries: (it := link()) and it._check_states(entries)
                 self.optimizer._state_reader = lambda: ((it := link()) and it._read_state()) or (None, None)
@@ -127,7 +127,7 @@ class OptimizerLink:
 
         A state that is sharded over instances is not copied: `state_dict()` then raises Error.
         """
-        lost, optimizer = self._lease.is_optimizer_sharded, self.optimizer
+        lost, optimizer = self._plans.is_optimizer_sharded, self.optimizer
         if isinstance(optimizer, PoptorchOptimizer):
             optimizer._unlink_executor(self._model.parameter_names(), _raise_lost if lost else None)
         elif self._hooks:
@@ -194,8 +194,8 @@ class OptimizerLink:
 
     def _write_torch_state(self) -> None:
         """Copy the states of the devices (after a first update) and of `_loaded` to `optimizer.state`."""
-        _, steps = self._lease.random_state
-        on_devices, names = self._lease.optimizer_states() or {}, self._model.parameter_names()
+        _, steps = self._plans.random_state
+        on_devices, names = self._plans.optimizer_states() or {}, self._model.parameter_names()
         states = {name: dict(state) for name, state in on_devices.items()} if steps else {}
         for name, state in self._loaded.items():
             states.setdefault(name, {}).update(state)
@@ -206,7 +206,7 @@ class OptimizerLink:
 
     # ---- state -------------------------------------------------------------------------------------------
 
-    def discard_loaded(self) -> None:
+    def discard_host_states(self) -> None:
         """Discard the optimizer's states on the host, also loaded states that were not uploaded yet."""
         self._loaded = {}
         self.optimizer.state.clear()
@@ -219,20 +219,20 @@ class OptimizerLink:
     def _read_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
         """Return ("ipu_state", "ipu_param") for a poptorch optimizer's state_dict(); None without a state."""
         assert self.hyper is not None
-        states, executable = self._lease.optimizer_states(), self._lease.executable
+        states, executable = self._plans.optimizer_states(), self._plans.executable
         if states is None:
             return None
         entries = to_ipu_state(self.frozen.kind, states)
         if executable is not None and executable.settings.automatic_loss_scaling:
-            entries[_LOSS_FACTOR] = torch.tensor(self._lease.loss_factor)
+            entries[_LOSS_FACTOR] = torch.tensor(self._plans.loss_factor)
         return entries, to_ipu_param(self.frozen.group_of, self.hyper)
 
-    def upload(self) -> None:
+    def upload_loaded(self) -> None:
         """Upload optimizer state that was loaded since the last call, and use loaded rates from now on.
 
         Loaded "ipu_state" is checked. Missing states stay as they are on the devices; a warning names them.
         """
-        optimizer, state = self.optimizer, self._lease.need_engine().state
+        optimizer, state = self.optimizer, self._plans.require_engine().state
         is_ours = isinstance(optimizer, PoptorchOptimizer)
         if is_ours and optimizer._has_torch_state:
             self._load_torch_state()
@@ -275,7 +275,9 @@ class OptimizerLink:
         if used is None:
             return
         refuse_step_hooks(self.optimizer)
-        if self._has_warned or getattr(self.optimizer, "_has_loaded_rates", False):  # `upload` reads these
+        if self._has_warned or getattr(
+            self.optimizer, "_has_loaded_rates", False
+        ):  # `upload_loaded` reads these
             return
         now = rates_of(self.frozen.kind, self.optimizer)
         if now != used:

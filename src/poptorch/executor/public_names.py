@@ -21,8 +21,8 @@ from ..compiling.compilation_log import Overview, make_overview
 from ..logs import logger
 from ..options import Options
 from . import marked_model
-from .device_lease import DeviceLease
 from .latest_call import Latency, LatestCall, Times
+from .loaded_plans import LoadedPlans
 from .marked_model import WrappedModel
 from .optimizer_link import OptimizerLink
 from .weight_sync import WeightSync
@@ -76,9 +76,9 @@ class PublicNames:
 
     def __init__(self, wrapped: WrappedModel) -> None:
         self._wrapped = wrapped
-        self._lease = DeviceLease(wrapped.options)
-        self._weights = WeightSync(wrapped, self._lease, weakref.ref(self))
-        self._optimizer_link = OptimizerLink(wrapped, self._lease)
+        self._plans = LoadedPlans(wrapped.options)
+        self._weights = WeightSync(wrapped, self._plans, weakref.ref(self))
+        self._optimizer_link = OptimizerLink(wrapped, self._plans)
         self._latest, self._updates = LatestCall(), 0
         self._compilation_seconds: float | None = None
         self._announced_methods: set[str] = set()
@@ -107,7 +107,7 @@ class PublicNames:
 
         Raises: Error, if the model is not attached to its devices
         """
-        self._lease.need_engine().average_buffers()
+        self._plans.require_engine().average_buffers()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the `state_dict()` of the user's model, with the newest weights."""
@@ -124,18 +124,18 @@ class PublicNames:
     @property
     def rng_state(self) -> list[int]:
         """Return [seed, number of steps run], the key of random draws. Raises: Error, before compilation"""
-        self._lease.need_executable()
-        return list(self._lease.random_state)
+        self._plans.require_executable()
+        return list(self._plans.random_state)
 
     @rng_state.setter
     def rng_state(self, state: list[int]) -> None:
-        self._lease.need_executable()
+        self._plans.require_executable()
         if not (isinstance(state, list | tuple) and len(state) == 2 and all(type(n) is int for n in state)):
             raise Error(
                 f"a random state is the list of two integers that rng_state gave; found {state!r}\n"
                 "  fix: state = executor.rng_state; ...; executor.rng_state = state"
             )
-        self._lease.random_state = (state[0], state[1])
+        self._plans.random_state = (state[0], state[1])
 
     # ---- the model and its compilation -------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class PublicNames:
 
         Raises: Error, before compilation. `poptorch.describe` returns an overview without a compiled model.
         """
-        compiled = self._lease.need_executable()
+        compiled = self._plans.require_executable()
         return make_overview(compiled.plan, compiled.settings, compiled.graph)
 
     @property
@@ -181,15 +181,15 @@ class PublicNames:
 
         Raises: Error, before compilation.
         """
-        return self._lease.need_executable().memory_format
+        return self._plans.require_executable().memory_format
 
     def isCompiled(self) -> bool:
         """Return whether the model is compiled."""
-        return self._lease.executable is not None
+        return self._plans.executable is not None
 
     def isAttachedToDevice(self) -> bool:
         """Return whether the model is attached to its devices."""
-        return self._lease.engine is not None
+        return self._plans.engine is not None
 
     def compilationTime(self) -> timedelta:
         """Return the time of the latest compilation.
@@ -206,7 +206,7 @@ class PublicNames:
 
     def getTensorNames(self) -> list[str]:
         """Return all names that `Options.anchorTensor` accepts. Raises: AssertionError, before compilation"""
-        executable = self._lease.executable
+        executable = self._plans.executable
         assert executable is not None, (
             "getTensorNames() needs a compiled model: call it, or model.compile(*inputs), before"
         )
@@ -257,7 +257,7 @@ class PublicNames:
 
         After an error or Ctrl-C this can be less than `deviceIterations`; the weights include these updates.
         """
-        return self._updates if self._lease.engine is not None else 0
+        return self._updates if self._plans.engine is not None else 0
 
     @property
     def notes(self) -> list[tuple[Any, Any]]:
@@ -302,7 +302,7 @@ class PublicNames:
     # ---- private names that programs use -----------------------------------------------------------------
 
     per_replica_params = property(attrgetter("_wrapped.per_replica"))
-    _executable = property(attrgetter("_lease.executable"))
+    _executable = property(attrgetter("_plans.executable"))
     _user_model = property(attrgetter("_wrapped.user"))
     _options = property(attrgetter("_wrapped.options"))
     _optimizer = property(attrgetter("_optimizer_link.optimizer"))

@@ -18,8 +18,8 @@ from popengine.errors import Error
 
 from ..logs import listed, logger
 from ..reporter import recording_event
-from .device_lease import DeviceLease
-from .marked_model import WrappedModel, mark_tensors, owner_of
+from .loaded_plans import LoadedPlans
+from .marked_model import WrappedModel, executor_of, mark_tensors
 
 Fingerprint = tuple[int, int, bool]  # of a weight on the host: version counter, address, requires_grad
 
@@ -30,8 +30,8 @@ class WeightSync:
     `version` counts the copies to the host. `mode` is the flag `training` of the user's model at compilation.
     """
 
-    def __init__(self, model: WrappedModel, lease: DeviceLease, executor: weakref.ref[Any]) -> None:
-        self._model, self._lease, self._executor = model, lease, executor
+    def __init__(self, model: WrappedModel, plans: LoadedPlans, executor: weakref.ref[Any]) -> None:
+        self._model, self._plans, self._executor = model, plans, executor
         self.version = 0
         self._is_behind = False  # whether a peer has trained or uploaded newer weights
         self._peers: weakref.WeakSet[WeightSync] = weakref.WeakSet()
@@ -61,7 +61,7 @@ class WeightSync:
 
         Raises: Error, if a weight of the compiled model was removed, or has another shape or dtype
         """
-        host, executable = self._model.weights(), self._lease.executable
+        host, executable = self._model.weights(), self._plans.executable
         if executable is None:
             return host
         slots = executable.plan.partition.signature.parameters_and_buffers
@@ -93,18 +93,18 @@ class WeightSync:
     @property
     def host_is_stale(self) -> bool:
         """Return whether the devices have newer weights than the host."""
-        engine = self._lease.engine
+        engine = self._plans.engine
         return engine is not None and engine.state.host_is_stale
 
     def copyWeightsToHost(self) -> None:
         """Copy the devices' weights and buffers into the user's model. Raises: Error, if not attached"""
-        engine = self._lease.need_engine()
-        with recording_event(self._lease.reporter, "weights to host"), engine.state.weights_lock:
-            self.write_host(engine.state.read())
+        engine = self._plans.require_engine()
+        with recording_event(self._plans.reporter, "weights to host"), engine.state.weights_lock:
+            self.write_to_host(engine.state.read())
         # Last: after an interrupted copy the next read of a weight copies all of them again.
         engine.state.host_is_stale = False
 
-    def write_host(self, values: Mapping[str, Tensor]) -> None:
+    def write_to_host(self, values: Mapping[str, Tensor]) -> None:
         """Copy values, by canonical name, into the user's model; in training notify the peers."""
         host = self.host_weights()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -130,9 +130,9 @@ class WeightSync:
 
     def _upload(self, names: Sequence[str] | None = None) -> None:
         """Upload the user's weights of these canonical names (None: all). Peers are not notified."""
-        engine, host = self._lease.need_engine(), self.host_weights()
+        engine, host = self._plans.require_engine(), self.host_weights()
         weights = host if names is None else {name: host[name] for name in names}
-        event = recording_event(self._lease.reporter, "weights to devices")
+        event = recording_event(self._plans.reporter, "weights to devices")
         with event, torch._C.DisableTorchFunctionSubclass():
             engine.write(weights)
         self._mark_synced(weights, is_behind=self._is_behind and names is not None)
@@ -197,7 +197,7 @@ class WeightSync:
         """In training, warn, once each, of parameters frozen or made trainable since compilation."""
         if not self._model.training:
             return
-        results = self._lease.need_executable().plan.partition.signature.results
+        results = self._plans.require_executable().plan.partition.signature.results
         trained = [result.key for result in results if result.kind == "gradient"]
         with torch._C.DisableTorchFunctionSubclass():
             frozen = [name for name in trained if not host[name].requires_grad]
@@ -271,7 +271,7 @@ class WeightSync:
         """Record in the peers that the host has new weights.
 
         Peers for inference upload the new weights before their next run. Peers that train keep their own
-        weights; `mark` has warned of that.
+        weights; `mark_model` has warned of that.
         """
         for peer in self._peers:
             if peer._model.training:
@@ -299,7 +299,7 @@ def _on_registration(module: nn.Module, name: str, value: Any) -> None:
         sync._is_replaced = True
         executor = sync._executor()
         if executor is not None and isinstance(value, Tensor | nn.Module):
-            if owner_of(sync._model.user) is executor:
+            if executor_of(sync._model.user) is executor:
                 with contextlib.suppress(Error):  # the copy fails while a removed weight is missing
                     executor.copyWeightsToHostIfNeeded()
                 mark_tensors(value, weakref.ref(executor))

@@ -41,7 +41,7 @@ def trainingModel(
         loss:      *Pando*: key, attribute or index of the loss in what forward returns, as for `Options.loss`
     Raises: RuntimeError, if the model is wrapped for training already
     """
-    model = _module_of(model)
+    model = _unwrap_module(model)
     marked_model.check_not_wrapped(model)
     if loss is not None:
         given = Options() if options is None else options
@@ -55,10 +55,10 @@ def inferenceModel(
     model: nn.Module | PoplarExecutor | Callable[..., Any], options: Options | None = None
 ) -> PoplarExecutor:
     """Return an executor whose calls run the forward of a model, or a function of tensors."""
-    return PoplarExecutor(_module_of(model), options, training=False)
+    return PoplarExecutor(_unwrap_module(model), options, training=False)
 
 
-def _module_of(model: Any) -> Any:
+def _unwrap_module(model: Any) -> Any:
     """Return the module inside an executor or torch.compile's wrapper, else `model`. Refuse torch.jit."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
@@ -84,7 +84,7 @@ def load(filename: str, edit_opts_fn: Callable[[Options], Any] | None = None) ->
     Args: edit_opts_fn: called with the saved options, which it may change
     Raises: AssertionError, for a missing file, one of another version, or one without the model
     """
-    saved = executable_file.read(filename)
+    saved = executable_file.read_file(filename)
     assert saved.model is not None, (
         f"{filename} holds no model (export_model=False)\n"
         "  fix: wrap the model as it was wrapped then, and call loadExecutable(filename)"
@@ -175,8 +175,8 @@ def _compile_arguments(
     """
     executor, temporary = model, None
     if not isinstance(model, PoplarExecutor):
-        model = _module_of(model)
-        executor = marked_model.owner_of(model) if training else None
+        model = _unwrap_module(model)
+        executor = marked_model.executor_of(model) if training else None
         if executor is None:
             executor = temporary = PoplarExecutor(model, options and options.clone(), training=training)
             options = None

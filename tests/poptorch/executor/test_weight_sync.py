@@ -142,14 +142,14 @@ def test_validation_uploads_only_what_is_new():
     executor(x, target)
     validation(x)
     uploads = 0
-    original = validation._lease.engine.write
+    original = validation._plans.engine.write
 
     def count(weights):
         nonlocal uploads
         uploads += 1
         original(weights)
 
-    validation._lease.engine.write = count
+    validation._plans.engine.write = count
     validation(x)
     assert uploads == 0
     executor(x, target)
@@ -207,9 +207,9 @@ def test_uploads_are_not_handed_back_and_forth(monkeypatch):
         each(x)
     uploads = []
     for each in both:
-        original = each._lease.engine.write
+        original = each._plans.engine.write
         monkeypatch.setattr(
-            each._lease.engine, "write", lambda weights, write=original: uploads.append(write(weights))
+            each._plans.engine, "write", lambda weights, write=original: uploads.append(write(weights))
         )
     executor(x, target)
     for _ in range(3):

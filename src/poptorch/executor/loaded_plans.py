@@ -38,12 +38,12 @@ class LoadedPlan:
     synthetic: list[Tensor] | None = None  # inputs of `Options.enableSyntheticData`
 
 
-class DeviceLease:
+class LoadedPlans:
     """The compiled plans of a model, and their engines. The engine of `current` has the newest weights."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self.plans: dict[Any, LoadedPlan] = {}  # by `Run.key`, in order of use, the latest last
+        self.by_key: dict[Any, LoadedPlan] = {}  # by `Run.key`, in order of use, the latest last
         self.current: LoadedPlan | None = None
         self.first: Executable | None = None  # compiled first; calls are checked against its inputs
         self.kept = KeptState()
@@ -61,7 +61,7 @@ class DeviceLease:
     def reporter(self) -> Reporter | None:
         return self.current.reporter if self.current is not None else None
 
-    def need_executable(self) -> Executable:
+    def require_executable(self) -> Executable:
         """Return the executable of the current plan. Raises Error before compilation."""
         if self.executable is None:
             raise Error(
@@ -69,9 +69,9 @@ class DeviceLease:
             )
         return self.executable
 
-    def need_engine(self) -> Engine:
+    def require_engine(self) -> Engine:
         """Return the engine of the current plan. Raises Error if the model is not attached, or in a fork."""
-        self.need_executable()
+        self.require_executable()
         if self.engine is None:
             raise Error("the model is not attached to its devices\n  fix: call it, or model.attachToDevice()")
         if self.is_forked:
@@ -89,13 +89,13 @@ class DeviceLease:
 
     # ---- plans ---------------------------------------------------------------------------------------------
 
-    def add(self, key: Any, plan: LoadedPlan) -> None:
+    def add_plan(self, key: Any, plan: LoadedPlan) -> None:
         """Add a plan under `key`. If there is no current plan, set `current` and `first` to it."""
-        self.plans[key] = plan
+        self.by_key[key] = plan
         if self.current is None:
             self.current, self.first = plan, plan.executable
 
-    def switch_to(self, plan: LoadedPlan, weights: Mapping[str, Tensor]) -> None:
+    def make_current(self, plan: LoadedPlan, weights: Mapping[str, Tensor]) -> None:
         """Make `plan` current. If the previous plan has an engine, both engines share that engine's tensors.
 
         If `plan` has no engine then, the engine is created here.
@@ -107,7 +107,7 @@ class DeviceLease:
         if before is plan:
             return
         if before is not None and before.engine is not None:
-            self.need_engine()
+            self.require_engine()
             if plan.engine is None:
                 plan.engine = self._new_engine(plan, weights, before.engine)
                 held = {unit.key for unit in before.engine.state.optimizer}
@@ -117,25 +117,25 @@ class DeviceLease:
                 plan.engine.take_over(before.engine)
         self.current = plan
 
-    def remove(self, key: Any) -> None:
+    def remove_plan(self, key: Any) -> None:
         """Remove a plan that is not current. If it has an engine, save its profile and close the engine."""
-        self._close_engine(self.plans.pop(key))
+        self._close_engine(self.by_key.pop(key))
 
-    def drop_oldest(self, keys: list[Any], most: int) -> None:
+    def remove_oldest(self, keys: list[Any], most: int) -> None:
         """Remove all plans except the `most` plans that were used last, and log each removal.
 
         Args: keys: those of the plans that the latest call used, in order
         """
         used = {key: number for number, key in enumerate(keys, 1)}
-        plans = sorted(self.plans.items(), key=lambda item: (item[1] is self.current, used.get(item[0], 0)))
-        self.plans = dict(plans)  # one assignment: no plan is lost by an interrupt
+        plans = sorted(self.by_key.items(), key=lambda item: (item[1] is self.current, used.get(item[0], 0)))
+        self.by_key = dict(plans)  # one assignment: no plan is lost by an interrupt
         for key, _ in plans[:-most]:
-            self.remove(key)
+            self.remove_plan(key)
             logger.info("allowNewShapes(plans=%d): the plan used longest ago is dropped", most)
 
     def clear_plans(self) -> None:
         """Remove all plans. Their engines must be closed."""
-        self.plans.clear()
+        self.by_key.clear()
         self.current = self.first = None
 
     # ---- devices -------------------------------------------------------------------------------------------
@@ -145,10 +145,8 @@ class DeviceLease:
         plan, kept = self.current, self.kept
         assert plan is not None
         engine = self._new_engine(plan, weights)
-        if kept.random is not None:
-            engine.state.random_state = kept.random
-        if kept.optimizer is not None:
-            engine.state.write_optimizer(kept.optimizer, kept.loss_factor)
+        engine.state.random_state = self.random_state
+        engine.state.write_optimizer(kept.optimizer or {}, kept.loss_factor)
         if kept.buffers is not None:
             engine.state.write(kept.buffers)
         self._process = os.getpid()
@@ -179,7 +177,7 @@ class DeviceLease:
         """
         if not self.is_forked:
             self.kept = self.state_to_keep()
-        for plan in self.plans.values():
+        for plan in self.by_key.values():
             self._close_engine(plan)
 
     def _close_engine(self, plan: LoadedPlan) -> None:
@@ -224,10 +222,8 @@ class DeviceLease:
     @property
     def is_optimizer_sharded(self) -> bool:
         """Return whether each instance has only a shard of the optimizer state. False before compilation."""
-        if self.executable is None:
-            return False
-        settings = self.executable.settings
-        return settings.shard_optimizer is not None and settings.counts.instances > 1
+        settings = self.executable and self.executable.settings
+        return settings is not None and settings.shard_optimizer is not None and settings.counts.instances > 1
 
     def optimizer_states(self, whole: bool = True) -> Mapping[str, dict[str, Tensor]] | None:
         """Return the optimizer state of each parameter: {canonical name: {name of the state: tensor}}.
