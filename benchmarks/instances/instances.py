@@ -66,9 +66,9 @@ def our_sum(rank: int, elements: int, port: int, processes: int) -> ways.Unit:
     """Our sum of so many float32 gradients."""
     _met(rank, port, processes)
     from popengine.run.instances.all_reduce import AllReduce
-    from popengine.run.instances.process_group import FIRST_TAG, group_of
+    from popengine.run.instances.process_group import FIRST_TAG, group_of_size
 
-    group = group_of(processes)
+    group = group_of_size(processes)
     group.barrier("the sums")
     sums, value = AllReduce(group, FIRST_TAG), torch.ones(elements)
 

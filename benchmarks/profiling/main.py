@@ -19,7 +19,7 @@ from torch import nn
 
 import poptorch
 from popengine.profile import load
-from popengine.run.recorder import Times
+from popengine.run.recorder import ProgramTimes
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import environment  # pyright: ignore[reportMissingImports]
@@ -81,7 +81,7 @@ def recorded_cost(instructions: int = 1000, tries: int = 300) -> float:
             lasted.append(time.perf_counter() - start)
         return min(lasted)
 
-    times = Times(0, 0, instructions)
+    times = ProgramTimes(0, 0, instructions)
 
     def noting() -> None:
         begin = time.perf_counter_ns()

@@ -10,7 +10,7 @@ import traffic
 
 import popdist
 from popengine.run.instances.all_reduce import AllReduce
-from popengine.run.instances.process_group import FIRST_TAG, group_of
+from popengine.run.instances.process_group import FIRST_TAG, group_of_size
 
 MB = 1 << 20
 
@@ -37,7 +37,7 @@ def test_replicas_that_are_no_whole_node_of_the_tree_cost_a_message_more_each():
 def counted(elements):
     """The messages that a real group is given, and its connections."""
     popdist.init()
-    here = group_of(popdist.getNumInstances())
+    here = group_of_size(popdist.getNumInstances())
     popdist.synchronize()
     sent = []
     send = here.send
