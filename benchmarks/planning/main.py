@@ -26,7 +26,7 @@ class Row:
     """A published throughput, and the program that is planned for it."""
 
     what: str
-    load_machine: str
+    machine: str
     program: tuple[str, ...]
     published: float
     source: str
