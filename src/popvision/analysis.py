@@ -235,7 +235,7 @@ def _compared_values(
         "bubble, ideal": (found.bubble_ideal, share_text, 0.0),
         "largest ipu": (max(totals, default=None), size_text, 0.0),
         "all ipus": (sum(totals) if totals else None, size_text, 0.0),
-        "activations": (sum(need.activations for need in found.needs), size_text, 0.0),
+        "activations": (sum(need.activations or 0 for need in found.needs), size_text, 0.0),
     }
     for stage in found.stages:
         for phase in ("forward", "backward", "update"):

@@ -104,6 +104,8 @@ def page_data(profile: Profile, found: Figures) -> dict[str, Any]:
     """Return a profile, its figures, its sums over operations, and the memory curves of its ipus, as a
     dictionary of plain values for the page's scripts."""
     plain = asdict(found)
+    for row, need in zip(plain["needs"], found.needs, strict=True):
+        row |= {"always": need.always, "total": need.total}
     said = {
         "warnings": advice_sentences(profile, found),
         "machine_says": machine_sentence(found),

@@ -9,6 +9,8 @@ from itertools import accumulate
 
 from popengine.profile import Event, Memory, Operation, Profile, Tensor, Track
 
+from .units import size_text
+
 MOST_POINTS = 20_000  # of one curve
 
 
@@ -21,25 +23,46 @@ class Need:
     buffers: int
     gradients: int
     optimizer: int
-    activations: int
+    activations: int | None  # None: not known before a kernel has run
     between: int  # values that were sent to the ipu, and that it has not received yet
-    always: int  # weights, buffers, gradients and optimizer together, which are held during the whole step
-    total: int
+    code: int = 0
+
+    @property
+    def always(self) -> int:
+        """Return the bytes that are held during the whole step."""
+        return self.weights + self.buffers + self.gradients + self.optimizer + self.code
+
+    @property
+    def total(self) -> int:
+        return self.always + (self.activations or 0) + self.between
 
 
 def memory_needs(profile: Profile) -> list[Need]:
-    """Return the bytes that each ipu of replica 0 needs. The bytes of activations and of values between ipus
-    are the peaks in the detailed step; without a detailed step they are 0."""
-    fixed = {row.ipu: row for row in profile.memory if row.replica == 0}
+    """Return the bytes that each ipu of replica 0 needs.
+
+    Of activations and of values between ipus they are the peaks in the detailed step (0 without such a step);
+    for a plan, whose profile has no steps, the upper bounds in its facts.
+    """
+    fixed, facts = {row.ipu: row for row in profile.memory if row.replica == 0}, profile.facts
     tracks, waiting = tracks_of_detailed_step(profile), peak_bytes_in_transit(profile)
     found = []
-    for ipu in profile.devices:
+    for index, ipu in enumerate(profile.devices):
         row = fixed.get(ipu, Memory(0, ipu))
         peak = max(size for _, size in bytes_curve(profile, tracks[ipu])) if ipu in tracks else 0
-        kept = row.weights, row.buffers, row.gradients, row.optimizer
         passing = peak, waiting.get(ipu, 0)
-        found.append(Need(ipu, *kept, *passing, sum(kept), sum(kept + passing)))
+        if "activations" in facts:
+            passing = facts["activations"][index], facts["between"][index]
+        found.append(Need(ipu, row.weights, row.buffers, row.gradients, row.optimizer, *passing))
     return found
+
+
+def memory_table(needs: Sequence[Need]) -> list[list[str]]:
+    """Return a table with a row for each ipu's memory, after a row of column names."""
+    rows = [["ipu", "weights", "gradients", "optimizer", "activations", "between", "total"]]
+    for need in needs:
+        sizes = need.weights + need.buffers, need.gradients, need.optimizer, need.activations, need.between
+        rows.append([str(need.ipu), *map(size_text, sizes), size_text(need.total)])
+    return rows
 
 
 def capacity_and_need(profile: Profile, needs: Sequence[Need]) -> tuple[int | None, int]:

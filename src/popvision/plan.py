@@ -10,9 +10,9 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from popengine.environment import PLAN_WISH
@@ -21,24 +21,19 @@ from popengine.profile import Profile, ProfileError, load
 from . import virtual
 from .costs import CATEGORIES, Costs, Spent
 from .machine import Machine
-from .machine import load_machine as bow
+from .memory import Need, memory_needs, memory_table
 from .units import layout_text, seconds_text, share_text, size_text, table_text
 
 _CORE_FLOPS, _CORE_BYTES = 50e9, 10e9  # FLOPs and bytes per second of a core, roughly
-_KINDS = ("weights", "gradients", "optimizer", "activations", "between", "code")
 _DRAWN = 600  # tasks; in a wider picture they are too small to see
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8794a3")
-
-
-def total_bytes(kinds: Mapping[str, int | None]) -> int:
-    """Return the sum of bytes over all kinds; an unknown number (None) counts as 0."""
-    return sum(count or 0 for count in kinds.values())
 
 
 @dataclass(frozen=True)
 class Estimate:
     """The estimated time and memory of a program on a machine."""
 
+    profile: Profile
     machine: Machine
     replicas: int
     accumulation: int  # micro-batches of a step and replica
@@ -46,8 +41,9 @@ class Estimate:
     items_per_second: float
     bubble: float  # share of the time in which the ipus (on this host: the cores) wait
     spent: Spent  # seconds of the busiest ipu (on this host: of a core) by category
-    memory: dict[int, dict[str, int]]  # bytes by ipu and kind; None: unknown, see `memory_by_ipu`
+    needs: list[Need]  # of one replica
     problems: tuple[str, ...]  # reasons why the program would fail on the machine; empty: it fits
+    costs: Costs | None  # None: on this host, which is measured
 
     @property
     def fits(self) -> bool:
@@ -59,7 +55,7 @@ class Estimate:
 
     @property
     def memory_per_ipu(self) -> list[int]:
-        return [total_bytes(kinds) for kinds in self.memory.values()]
+        return [need.total for need in self.needs]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the estimate as `popvision plan --json` prints it."""
@@ -85,11 +81,10 @@ class Estimate:
 class Estimates:
     """The estimates of one program, machine by machine; the estimates of a machine begin with the best."""
 
-    profiles: Mapping[str, Profile]  # by kind of machine
     estimates: tuple[Estimate, ...]
 
     @staticmethod
-    def of(
+    def make(
         profiles: Mapping[str, Profile],
         machines: Iterable[Machine],
         replicas: Sequence[int] = (),
@@ -110,7 +105,7 @@ class Estimates:
                 for micro_batches in accumulation or [profile.facts["schedule_micro_batches"]]
             ]
             found += sorted(choices, key=lambda one: (not one.fits, -one.items_per_second))
-        return Estimates(profiles, tuple(found))
+        return Estimates(tuple(found))
 
     def to_json(self) -> str:
         return json.dumps([one.to_dict() for one in self.estimates], indent=1)
@@ -119,32 +114,27 @@ class Estimates:
         """Write an HTML page to the file `path`: machines, advice, a timeline, stages and memory."""
         Path(path).write_text(_plan_page(self))
 
-    @cached_property
-    def drawn_estimate(self) -> tuple[Estimate, Profile, Costs]:
-        """Return the estimate that page and advice are about, its profile, and its costs.
-
-        It is the first on a machine with one chip per ipu; without one, that of the program on a Bow Pod16.
-        """
-        profile = self.profiles.get("apart") or next(iter(self.profiles.values()))
-        found = next((one for one in self.estimates if one.machine.kind == "apart"), None)
-        found = found or Estimates.of({"apart": profile}, [bow("bow-pod16")]).estimates[0]
-        return found, profile, Costs(profile, found.machine, found.replicas)
+    @property
+    def drawn(self) -> tuple[Estimate, Costs] | None:
+        """Return the estimate whose step the page draws, and its costs: the first estimate on a machine with
+        a chip per ipu. Return None without such a machine."""
+        return next(((one, one.costs) for one in self.estimates if one.costs), None)
 
     def advice(self) -> list[str]:
-        """Return a sentence about the busiest ipu of the `drawn_estimate`, and one about each change that
+        """Return a sentence about the busiest ipu of the estimate `drawn`, and one about each change that
         makes a step at least 3 % faster. The list is empty if all estimates are of this host."""
-        if "apart" not in self.profiles:
+        if self.drawn is None:
             return []
-        found, profile, costs = self.drawn_estimate
-        loads = {ipu: sum(spent.values()) for ipu, spent in costs.seconds_by_ipu(found.accumulation).items()}
-        slowest, mean = max(loads, key=lambda ipu: loads[ipu]), sum(loads.values()) / len(loads)
-        step = costs.step_model(found.accumulation)
+        drawn, costs = self.drawn
+        loads = {ipu: sum(spent.values()) for ipu, spent in costs.seconds_by_ipu(drawn.accumulation).items()}
+        slowest, mean = max(loads, key=lambda ipu: loads[ipu]), fmean(loads.values())
+        step = costs.step_model(drawn.accumulation)
         return [
             f"ipu {slowest} has the most to do: {loads[slowest] / (mean or 1):.2f} times the average ipu."
-            f" On {found.machine.name} ipus wait {found.bubble:.0%} of the time."
+            f" On {drawn.machine.name} ipus wait {drawn.bubble:.0%} of the time."
         ] + [
             f"{change.what} would make it {change.apart:.2f} times as fast there. Then {change.also}."
-            for change in virtual.advised_changes(profile, step, 0.0)
+            for change in virtual.advised_changes(drawn.profile, step, 0.0)
             if change.apart > 1.03
         ]
 
@@ -195,57 +185,41 @@ def estimate_plan(profile: Profile, machine: Machine, replicas: int, micro_batch
 
     Args: micro_batches: of each replica in a step
     """
-    counts, memory, problems = profile.counts, memory_by_ipu(profile, machine, replicas), []
-    if any(None in kinds.values() for kinds in memory.values()):
+    counts, facts, costs, needs = profile.counts, profile.facts, None, memory_needs(profile)
+    problems = []
+    if any(need.activations is None for need in needs):
         problems.append("a kernel needs memory of a size that only it knows")
     loaded = micro_batches * sum(part.bytes for part in profile.parts if part.kind == "load")
     if machine.kind == "here":
         taken, bubble, spent = _step_seconds_on_host(profile, replicas, micro_batches)
-        problems += _problems_on_host(profile, memory, replicas, loaded)
+        problems += _problems_on_host(profile, needs, replicas, loaded)
     else:
         costs = Costs(profile, machine, replicas)
         step = costs.step_model(micro_batches)
         ns = virtual.ns_on_devices(step)
         taken, bubble = ns / 1e9, step.bubble(ns)
         spent = max(costs.seconds_by_ipu(micro_batches).values(), key=lambda spent: sum(spent.values()))
-        problems += _problems_on_chips(len(profile.devices) * replicas, memory, machine)
+        # A chip has its program, and of the optimizer's state only what the options keep there.
+        shards = replicas if facts.get("shards_optimizer") else 1
+        for index, need in enumerate(needs):
+            state = 0 if facts.get("optimizer_off_chip") else -(-need.optimizer // shards)
+            needs[index] = replace(need, optimizer=state, code=round(machine.code))
+        if (chips := len(needs) * replicas) > machine.chips:
+            problems.append(f"needs {chips} chips, and has {machine.chips}")
+        problems += [
+            f"ipu {need.ipu} needs up to {size_text(need.total)}, and has {size_text(machine.memory)}"
+            for need in needs
+            if need.total > machine.memory
+        ]
         if loaded / machine.host > taken:  # a replica's rows reach its first ipu
             taken = spent["host input"] = loaded / machine.host
     groups = replicas if counts.get("groups", 1) == counts.get("replicas", 1) else counts.get("groups", 1)
     items = counts.get("micro_batch_size", 1) * micro_batches * groups / taken
-    return Estimate(machine, replicas, micro_batches, taken, items, bubble, spent, memory, tuple(problems))
-
-
-def memory_by_ipu(
-    profile: Profile, machine: Machine | None = None, replicas: int = 1
-) -> dict[int, dict[str, Any]]:
-    """Return the bytes of each ipu by kind; None for a number that is not known before a kernel has run.
-
-    On a machine with a chip per ipu the kind "code" is the size of a chip's program, and "optimizer" only the
-    state that the options keep on the chip. On this host, and without a machine, "code" is 0.
-    """
-    facts, unknown = profile.facts, [None] * len(profile.memory)
-    code, shards, is_off_chip, found = 0, 1, False, {}
-    if machine is not None and machine.kind == "apart":
-        code, is_off_chip = round(machine.code), facts.get("optimizer_off_chip", False)
-        shards = replicas if facts.get("shards_optimizer") else 1
-    for number, row in enumerate(profile.memory):
-        optimizer = 0 if is_off_chip else -(-row.optimizer // shards)
-        waiting = facts.get("activations", unknown)[number], facts.get("between", unknown)[number] or 0
-        sizes = (row.weights + row.buffers, row.gradients, optimizer, *waiting, code)
-        found[row.ipu] = dict(zip(_KINDS, sizes, strict=True))
-    return found
-
-
-def _problems_on_chips(
-    chips: int, memory: Mapping[int, Mapping[str, Any]], machine: Machine
-) -> Iterator[str]:
-    """Yield each reason why a plan that needs `chips` chips fails on a machine with a chip per ipu."""
-    if chips > machine.chips:
-        yield f"needs {chips} chips, and has {machine.chips}"
-    for ipu, kinds in memory.items():
-        if (needed := total_bytes(kinds)) > machine.memory:
-            yield f"ipu {ipu} needs up to {size_text(needed)}, and has {size_text(machine.memory)}"
+    return Estimate(
+        *(profile, machine, replicas, micro_batches, taken, items, bubble, spent, needs),
+        tuple(problems),
+        costs,
+    )
 
 
 # ---- this machine ----------------------------------------------------------------------------------------
@@ -277,15 +251,13 @@ def _step_seconds_on_host(profile: Profile, replicas: int, micro_batches: int) -
     return taken / 1e9, max(0.0, 1 - work / (taken * cores)), spent
 
 
-def _problems_on_host(
-    profile: Profile, memory: Mapping[int, Mapping[str, Any]], replicas: int, loaded: int
-) -> Iterator[str]:
+def _problems_on_host(profile: Profile, needs: Sequence[Need], replicas: int, loaded: int) -> Iterator[str]:
     """Yield a text if a plan needs more memory than this host has. `loaded`: bytes of a replica's inputs."""
-    facts, by_ipu = profile.facts, memory.values()
+    facts = profile.facts
     # The host's module has a copy of the weights; `base`: memory of a process and its libraries.
-    kept = facts["base"] + sum(2 * kinds["weights"] + kinds["optimizer"] for kinds in by_ipu)
+    kept = facts["base"] + sum(2 * (need.weights + need.buffers) + need.optimizer for need in needs)
     # In depth-first order up to twice as many micro-batches wait as on separate devices.
-    each = sum(kinds["gradients"] + 2 * (kinds["activations"] or 0) + kinds["between"] for kinds in by_ipu)
+    each = sum(need.gradients + 2 * (need.activations or 0) + need.between for need in needs)
     each += 2 * loaded * profile.counts.get("iterations", 1)  # the loader holds those of the next call, too
     wanted = kept * facts.get("processes", 1) + replicas * each
     if wanted > facts["available"]:
@@ -314,7 +286,23 @@ def _extrapolated_seconds(rows: Sequence[Sequence[float]], micro_batches: int) -
 
 def _plan_page(plan: Estimates) -> str:
     """Return the page of a plan as HTML that needs no other file."""
-    drawn, profile, costs = plan.drawn_estimate
+    drawn, costs = plan.drawn or (plan.estimates[0], None)
+    profile = drawn.profile
+    title = f"Plan: {layout_text(profile)}"
+    parts = [
+        f"<h1>{html.escape(title)}</h1>",
+        _html_table(plan.table()),
+        *(f"<p class=say>{html.escape(text)}</p>" for text in plan.advice()),
+    ]
+    head = ["stage", "ipu", "blocks", "parameters", "FLOPs forward", "FLOPs backward"]
+    if costs is not None:
+        name = drawn.machine.name
+        head += [f"forward on {name}", f"backward on {name}"]
+        parts += [
+            f"<h2>One step on {html.escape(name)}</h2>",
+            _timeline(drawn, costs),
+            f"<p>{html.escape(drawn.machine.description)}; light: forward, dark: backward. Nothing has run yet.</p>",
+        ]
     flops: Counter[tuple[str, int]] = Counter()
     for operation in profile.operations:
         piece = profile.pieces[operation.piece]
@@ -322,32 +310,25 @@ def _plan_page(plan: Estimates) -> str:
     stages = []
     for stage, ipu in enumerate(profile.ipus):
         parameters = sum(block.parameters for block in profile.blocks if block.stage == stage)
-        operations = (f"{flops[phase, stage]:,}" for phase in "FB")
-        times = (seconds_text(sum(costs.phases[phase, stage].values())) for phase in "FB")
-        stages.append((stage, ipu, profile.stages[stage], f"{parameters:,}", *operations, *times))
+        row = [stage, ipu, profile.stages[stage], f"{parameters:,}"]
+        row += [f"{flops[phase, stage]:,}" for phase in "FB"]
+        row += [seconds_text(sum(costs.phases[phase, stage].values())) for phase in "FB"] if costs else []
+        stages.append(row)
     memory = [
-        (one.machine.name, ipu, *map(size_text, kinds.values()), size_text(whole))
+        (one.machine.name, *row, size_text(need.code))
         for one in plan.estimates
-        for (ipu, kinds), whole in zip(one.memory.items(), one.memory_per_ipu, strict=True)
+        for need, row in zip(one.needs, memory_table(one.needs)[1:], strict=True)
+    ]
+    parts += [
+        "<h2>Stages, and their times for a micro-batch</h2>",
+        _html_table([head, *stages]),
+        "<h2>Memory of an ipu at the most</h2>",
+        _html_table([("machine", *memory_table([])[0], "of it code"), *memory]),
     ]
     sends = [
         (part.ipu, part.peer, size_text(part.bytes), *part.frequency_and_time)
         for part in profile.parts
         if part.kind == "send"
-    ]
-    title = f"Plan: {layout_text(profile)}"
-    head = ("stage", "ipu", "blocks", "parameters", "FLOPs forward", "FLOPs backward", "forward", "backward")
-    parts = [
-        f"<h1>{html.escape(title)}</h1>",
-        _html_table(plan.table()),
-        *(f"<p class=say>{html.escape(text)}</p>" for text in plan.advice()),
-        f"<h2>One step on {(name := html.escape(drawn.machine.name))}</h2>",
-        _timeline(drawn, costs),
-        f"<p>{html.escape(drawn.machine.description)}; light: forward, dark: backward. Nothing has run yet.</p>",
-        f"<h2>Stages, and their times for a micro-batch on {name}</h2>",
-        _html_table([head, *stages]),
-        "<h2>Memory of an ipu at the most</h2>",
-        _html_table([("machine", "ipu", *_KINDS, "in all"), *memory]),
     ]
     if sends:
         parts += [

@@ -12,6 +12,7 @@ from popengine.profile import Profile, load
 from .advice import advice_sentences, machine_sentence
 from .analysis import Figures, compute_figures
 from .html import find_profiles, report_page
+from .memory import memory_table
 from .units import layout_text, rate_text, seconds_text, share_text, size_text, table_text
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -89,7 +90,7 @@ def summary(profile: Profile) -> str:
         lines.append("  nothing was run: the model was compiled and let go")
     lines += [
         indent(table_text(rows), "  ")
-        for rows in (_stage_table(found), _memory_table(found))
+        for rows in (_stage_table(found), memory_table(found.needs))
         if len(rows) > 1
     ]
     if found.capacity and found.needs:
@@ -108,13 +109,4 @@ def _stage_table(found: Figures) -> list[list[str]]:
             seconds_text(ns / 1e9 if ns else None) for ns in (stage.forward, stage.backward, stage.update)
         ]
         rows.append([str(stage.stage), str(stage.ipu), *times, stage.blocks + mark])
-    return rows
-
-
-def _memory_table(found: Figures) -> list[list[str]]:
-    """Return a table with a row for each ipu's memory, after a row of column names."""
-    rows = [["ipu", "weights", "gradients", "optimizer", "activations", "between", "total"]]
-    for need in found.needs:
-        kept = need.weights + need.buffers, need.gradients, need.optimizer
-        rows.append([str(need.ipu), *map(size_text, (*kept, need.activations, need.between, need.total))])
     return rows

@@ -61,7 +61,7 @@ def heavy(*args, **more):
 
 
 def apart(profile, name="bow-pod4", **choices):
-    return Estimates.of({"apart": profile}, load_machines(name), **choices)
+    return Estimates.make({"apart": profile}, load_machines(name), **choices)
 
 
 def test_the_page_shows_machines_stages_the_timeline_and_what_bounds_it(tmp_path):
@@ -210,7 +210,7 @@ def test_the_replicas_of_several_processes_are_planned_as_those_of_one():
     assert here.replicas == 2 and here.items_per_second > 0
 
 
-def test_a_model_larger_than_this_machine_is_planned_and_does_not_fit():
+def test_a_model_larger_than_this_machine_is_planned_and_does_not_fit(tmp_path):
     with torch.device("meta"):
         model = torch.nn.Linear(2**18, 2**18)  # 256 GiB of weights
 
@@ -226,6 +226,10 @@ def test_a_model_larger_than_this_machine_is_planned_and_does_not_fit():
     (here,) = found.estimates
     assert not here.fits and here.problems[0].startswith("needs ")
     assert found.advice() == []  # which would be about another machine
+    found.save(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    assert "bow" not in page and "<rect" not in page  # the page had the timeline of a Bow Pod16
+    assert "<td>256.0 GiB</td>" in page
 
 
 # ---- machines ------------------------------------------------------------------------------------------------

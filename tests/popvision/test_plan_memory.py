@@ -8,7 +8,6 @@ import poptorch
 from popengine.profile import load
 from poptorch.planning import planned_profile
 from popvision.memory import memory_needs
-from popvision.plan import memory_by_ipu, total_bytes
 
 WIDTH = 32
 
@@ -92,18 +91,16 @@ def planned_and_used(folder, kind, layout):
 @pytest.mark.parametrize("kind, layout", CASES)
 def test_an_ipu_needs_no_more_memory_than_its_plan_says_and_not_much_less(tmp_path, kind, layout):
     planned, used = planned_and_used(tmp_path, kind, layout)
-    rows = memory_by_ipu(planned)
-    assert list(rows) == [need.ipu for need in used]
-    for kinds, need in zip(rows.values(), used, strict=True):
-        assert kinds["weights"] == need.weights + need.buffers
-        assert (kinds["gradients"], kinds["optimizer"]) == (need.gradients, need.optimizer)
+    for bound, need in zip(memory_needs(planned), used, strict=True):
+        assert (bound.ipu, bound.always) == (need.ipu, need.always)
+        assert (bound.gradients, bound.optimizer) == (need.gradients, need.optimizer)
         # By the same program, in the same order. Not measured are values that the task which made them frees, and those
         # that the next ipu takes at once.
-        assert need.activations <= kinds["activations"] <= 1.06 * need.activations
-        assert kinds["between"] >= need.between  # how many values wait is a matter of time
-        assert need.total <= total_bytes(kinds) <= 1.6 * need.total
+        assert need.activations <= bound.activations <= 1.06 * need.activations
+        assert bound.between >= need.between  # how many values wait is a matter of time
+        assert need.total <= bound.total <= 1.6 * need.total
 
 
 def test_where_only_the_kernel_knows_its_workspace_no_bound_is_said(tmp_path):
     planned, _ = planned_and_used(tmp_path, "lstm", "pipelined")
-    assert [kinds["activations"] for kinds in memory_by_ipu(planned).values()] == [None] * 4
+    assert [need.activations for need in memory_needs(planned)] == [None] * 4
