@@ -72,6 +72,13 @@ def test_clipping_is_by_the_norm_over_all_stages():
     assert all(torch.equal(clipped[name], value) for name, value in model.state_dict().items())
 
 
+def test_the_norm_of_half_gradients_may_be_larger_than_their_type_holds():
+    model = Weight(60000.0, size=100, dtype=torch.float16)  # the norm is 600000
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.5, accum_type=torch.float16, max_grad_norm=10.0)
+    poptorch.trainingModel(model, options(1, 1), optimizer)(torch.ones(1, dtype=torch.float16))
+    torch.testing.assert_close(model.weight.detach(), torch.full((100,), 0.5, dtype=torch.float16))
+
+
 def test_automatic_loss_scaling_doubles_while_gradients_are_small_and_changes_no_result():
     opts = options()
     opts.Training.setAutomaticLossScaling(True)

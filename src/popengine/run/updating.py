@@ -32,15 +32,6 @@ from torch import Tensor
 
 from .. import ir
 from ..settings import Optimizer, Settings
-from ..update.gradients import (
-    all_finite,
-    clamp_,
-    clipping_factor,
-    element_counts,
-    next_loss_factor,
-    norm,
-    scale_,
-)
 from ..update.group_update import Chunk, ParameterUpdate, UpdateStep
 from .call import EngineCall
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
@@ -48,6 +39,10 @@ from .instances.process_group import FIRST_TAG, ProcessGroup
 from .random_draws import hash_integers
 from .state import State, Unit
 
+# Automatic loss scaling keeps half precision gradients large, but within their range: the loss scale doubles if
+# at most `_SHARE` of the gradients' elements are large, and otherwise halves.
+_LARGE = 0.125 * torch.finfo(torch.float16).max  # an element above it, before the division by the loss scale
+_SHARE = 1e-7
 _ALIGNED = 64  # bytes; each gradient begins at a multiple, as torch's own allocations do
 Work = Callable[[int], None]  # runs a row, given its index
 _StepKey = tuple[int, int]  # (ipu, parameter group) of the parameters of an UpdateStep
@@ -81,7 +76,7 @@ class Updates:
             self._chunks.setdefault(step_key[0], []).extend((step_key, chunk) for chunk in chunks)
         # Values of the running step:
         self._norms: dict[Unit, Tensor] = {}
-        self._counts: list[Tensor] = []  # results of `element_counts`
+        self._counts: list[Tensor] = []  # all, large, and not finite elements of a gradient: int64 [3]
         self._steps: dict[_StepKey, UpdateStep] = {}  # empty: a gradient overflowed, and no weight changes
         self._clipping_factor: Tensor | None = None  # of clipping by norm
         self.is_writing = False  # from `_begin_updates` to `end_step`
@@ -154,16 +149,21 @@ class Updates:
 
     def _reduce_and_measure_gradient(self, index: int) -> None:
         """Reduce the gradient of unit number `index`, in place; store its norm, if clipping needs it, and
-        `element_counts`, if the automatic loss scale does. Do nothing if a peer updates the parameter."""
+        counts of its elements, if the automatic loss scale does. Do nothing if a peer updates the parameter."""
         unit = self.state.units[index]
         if not self.state.is_updated_here(unit.key):
             return
         part = self._parameter_update(unit, self._gradient_sums(unit))
         self._reduce([part])
+        gradient = part.gradient
         if self.settings.automatic_loss_scaling and self._is_counted_here(unit):
-            self._counts.append(element_counts(part.gradient, self._loss_scale))
+            large = int((gradient.abs() > _LARGE / self._loss_scale).sum())
+            not_finite = gradient.numel() - int(gradient.isfinite().sum())
+            self._counts.append(torch.tensor([gradient.numel(), large, not_finite]))
         if self._optimizer.max_grad_norm < math.inf:
-            self._norms[unit] = norm(part.gradient)
+            # In float32 also for half precision, where the norm may be too large for the gradient's own dtype.
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            self._norms[unit] = torch.linalg.vector_norm(gradient, dtype=dtype)
 
     def _gradient_sums(self, unit: Unit) -> list[Tensor]:
         """Return the gradient sum of each replica of a unit; with several processes only that of the first
@@ -190,7 +190,10 @@ class Updates:
         assert hyper is not None
         count = 1 if self.settings.measures_gradients else None  # row "norm" has added all sums to the first
         if optimizer.max_grad_norm < math.inf:
-            self._clipping_factor = clipping_factor(self._total_norm(), optimizer.max_grad_norm)
+            # torch's own epsilon. A factor of 1 changes no bits, so the host need not wait for the norm.
+            self._clipping_factor = torch.clamp(
+                optimizer.max_grad_norm / (self._total_norm() + 1e-6), max=1.0
+            )
         if not self.settings.automatic_loss_scaling or self._adapt_loss_scale():
             for step_key, units in self._units.items():
                 parts = [
@@ -217,12 +220,15 @@ class Updates:
         gradients = [part.gradient for part in parts]
         # The loss scale may make gradients overflow. (No check on an accelerator: the host would wait.)
         is_scaled = self._loss_scale != 1 and self.state.device.type == "cpu"
-        if is_scaled and not self.settings.automatic_loss_scaling and not all_finite(gradients):
-            self.call.overflows.append((self.state.random_state[1], self._loss_scale))
+        if is_scaled and not self.settings.automatic_loss_scaling:
+            bounds = (bound for gradient in gradients if gradient.numel() for bound in gradient.aminmax())
+            if not all(map(math.isfinite, bounds)):
+                self.call.overflows.append((self.state.random_state[1], self._loss_scale))
         if self._clipping_factor is not None:
-            scale_(gradients, self._clipping_factor)
+            torch._foreach_mul_(gradients, self._clipping_factor)
         if optimizer.max_grad_value < math.inf:
-            clamp_(gradients, optimizer.max_grad_value)
+            torch._foreach_clamp_min_(gradients, -optimizer.max_grad_value)
+            torch._foreach_clamp_max_(gradients, optimizer.max_grad_value)
         return parts
 
     def _total_norm(self) -> Tensor:
@@ -253,7 +259,7 @@ class Updates:
         """Set the loss factor of the next step; return whether all gradients of this step are finite."""
         seen = self._all_reduce_if_sharded(sum(self._counts, torch.zeros(3, dtype=torch.int64)))
         elements, large, not_finite = seen.tolist()
-        self.state.loss_factor = next_loss_factor(self.state.loss_factor, elements, large, not_finite)
+        self.state.loss_factor *= 2 if not not_finite and large <= _SHARE * elements else 0.5
         return not not_finite
 
     def _rounding_seed(self, unit: Unit) -> int | None:
