@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .. import ir
 from ..settings import Optimizer, Settings
-from ..update.group_update import Chunk, ParameterUpdate, UpdateStep
+from ..update.group_update import Chunk, ParameterUpdate, UpdateStep, cut_into_chunks
 from .call import EngineCall
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from .instances.process_group import FIRST_TAG, ProcessGroup
@@ -72,8 +72,8 @@ class Updates:
             self._units.setdefault(step_key, []).append(unit)
         for step_key, units in sorted(self._units.items()):
             parts = [self._parameter_update(unit, [state.weight(unit)]) for unit in units]
-            chunks = UpdateStep(self._optimizer, {}, parts).chunks
-            self._chunks.setdefault(step_key[0], []).extend((step_key, chunk) for chunk in chunks)
+            chunks = ((step_key, chunk) for chunk in cut_into_chunks(parts))
+            self._chunks.setdefault(step_key[0], []).extend(chunks)
         # Values of the running step:
         self._norms: dict[Unit, Tensor] = {}
         self._counts: list[Tensor] = []  # all, large, and not finite elements of a gradient: int64 [3]

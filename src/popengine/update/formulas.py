@@ -30,12 +30,12 @@ class Step(NamedTuple):
     gradients: list[Tensor]
     states: list[State]
 
+    def state(self, name: str) -> list[Tensor]:
+        """Return the state tensor called `name` of each parameter."""
+        return [state[name] for state in self.states]
+
 
 Formula = Callable[[Step], None]
-
-
-def _state_tensors(states: list[State], name: str) -> list[Tensor]:
-    return [state[name] for state in states]
 
 
 def negate_to_maximize(step: Step) -> None:
@@ -50,9 +50,9 @@ def _decay_gradients(step: Step) -> None:
         torch._foreach_add_(step.gradients, step.parameters, alpha=step.group["weight_decay"])
 
 
-def _counts_of_updates(states: list[State]) -> list[float]:
+def _counts_of_updates(step: Step) -> list[float]:
     """Return the number of updates of each parameter, this update included, from the state "step"."""
-    return [step.item() for step in _state_tensors(states, "step")]
+    return [count.item() for count in step.state("step")]
 
 
 def sgd(step: Step) -> None:
@@ -61,18 +61,20 @@ def sgd(step: Step) -> None:
     Nesterov: w ← w − lr·(g + λ·w + μ·v). g: gradient, v: velocity, μ: momentum, d: dampening, λ: weight
     decay. With the flag `torch_dampening`, as in torch.optim.SGD, d is 0 in the first update and if μ is 0.
     """
-    optimizer, group, parameters, gradients, states = step
+    optimizer, group, parameters, gradients, _ = step
     lr, momentum, dampening = group["lr"], group["momentum"], group.get("dampening", 0.0)
     negate_to_maximize(step)
     _decay_gradients(step)
     if momentum != 0:
-        velocities = _state_tensors(states, "velocity")
+        velocities = step.state("velocity")
         torch._foreach_mul_(velocities, momentum)
         torch._foreach_add_(velocities, gradients, alpha=1 - dampening)
         if optimizer.flags.get("torch_dampening"):
-            for state, gradient, count in zip(states, gradients, _counts_of_updates(states), strict=True):
+            for velocity, gradient, count in zip(
+                velocities, gradients, _counts_of_updates(step), strict=True
+            ):
                 if count == 1:
-                    state["velocity"].copy_(gradient)
+                    velocity.copy_(gradient)
         if group.get("nesterov"):
             torch._foreach_add_(gradients, velocities, alpha=momentum)
         else:
@@ -100,19 +102,19 @@ def adamw(step: Step) -> None:
 
 def _step_by_moments(step: Step) -> None:
     """Update the moments, then the weights: w ← w − lr·m̂ / (√v̂ + eps). The gradients are overwritten."""
-    _, group, parameters, gradients, states = step
+    _, group, parameters, gradients, _ = step
     corrections1, corrections2 = _update_moments(step)
     roots = gradients  # no longer needed; an allocation would cost more than the computation
     if all(root.is_cpu for root in roots):
-        for root, square in zip(roots, _state_tensors(states, "exp_avg_sq"), strict=True):
+        for root, square in zip(roots, step.state("exp_avg_sq"), strict=True):
             torch.sqrt(square, out=root)
     else:
-        torch._foreach_copy_(roots, _state_tensors(states, "exp_avg_sq"))
+        torch._foreach_copy_(roots, step.state("exp_avg_sq"))
         torch._foreach_sqrt_(roots)
     torch._foreach_div_(roots, [correction**0.5 for correction in corrections2])
     torch._foreach_add_(roots, group["eps"])
     sizes = [-(group["lr"] / correction) for correction in corrections1]
-    torch._foreach_addcdiv_(parameters, _state_tensors(states, "exp_avg"), roots, sizes)
+    torch._foreach_addcdiv_(parameters, step.state("exp_avg"), roots, sizes)
 
 
 def _update_moments(step: Step) -> tuple[list[float], list[float]]:
@@ -120,13 +122,13 @@ def _update_moments(step: Step) -> tuple[list[float], list[float]]:
     of the second moments: one for each parameter, 1.0 without the flag `bias_correction`."""
     optimizer, group, _, gradients, states = step
     beta1, beta2 = group["beta1"], group["beta2"]
-    torch._foreach_lerp_(_state_tensors(states, "exp_avg"), gradients, 1 - beta1)
-    squares = _state_tensors(states, "exp_avg_sq")
+    torch._foreach_lerp_(step.state("exp_avg"), gradients, 1 - beta1)
+    squares = step.state("exp_avg_sq")
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
     if not optimizer.flags.get("bias_correction", True):
         return [1.0] * len(states), [1.0] * len(states)
-    counts = _counts_of_updates(states)
+    counts = _counts_of_updates(step)
     return [1 - beta1**count for count in counts], [1 - beta2**count for count in counts]
 
 
@@ -136,16 +138,16 @@ def rmsprop(step: Step) -> None:
     Flag `use_tf_variant`: b ← μ·b + lr·g / √(s + eps);  w ← w − b. g: gradient + λ·w; s: running mean of g²,
     minus, if the flag `centered` is on, the square of the running mean of g.
     """
-    optimizer, group, parameters, gradients, states = step
+    optimizer, group, parameters, gradients, _ = step
     lr, alpha, eps, momentum = group["lr"], group["alpha"], group["eps"], group["momentum"]
     tf_variant = optimizer.flags.get("use_tf_variant")
     negate_to_maximize(step)
     _decay_gradients(step)
-    squares = _state_tensors(states, "square_avg")
+    squares = step.state("square_avg")
     torch._foreach_mul_(squares, alpha)
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - alpha)
     if optimizer.flags.get("centered"):
-        means = _state_tensors(states, "grad_avg")
+        means = step.state("grad_avg")
         torch._foreach_lerp_(means, gradients, 1 - alpha)
         squares = torch._foreach_addcmul(squares, means, means, -1)
     if tf_variant:
@@ -154,7 +156,7 @@ def rmsprop(step: Step) -> None:
         roots = torch._foreach_sqrt(squares)
         torch._foreach_add_(roots, eps)
     if momentum > 0:
-        buffers = _state_tensors(states, "momentum_buffer")
+        buffers = step.state("momentum_buffer")
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_addcdiv_(buffers, gradients, roots, lr if tf_variant else 1)
         torch._foreach_add_(parameters, buffers, alpha=-1 if tf_variant else -lr)
@@ -164,13 +166,13 @@ def rmsprop(step: Step) -> None:
 
 def compute_lamb_steps(step: Step) -> None:
     """Update the moments, overwrite gradients with steps u = m̂ / (√v̂ + eps) + λ·w, without trust ratio."""
-    _, group, _, gradients, states = step
+    _, group, _, gradients, _ = step
     negate_to_maximize(step)
     corrections1, corrections2 = _update_moments(step)
-    roots = torch._foreach_sqrt(_state_tensors(states, "exp_avg_sq"))
+    roots = torch._foreach_sqrt(step.state("exp_avg_sq"))
     torch._foreach_div_(roots, [correction**0.5 for correction in corrections2])
     torch._foreach_add_(roots, group["eps"])
-    torch._foreach_copy_(gradients, _state_tensors(states, "exp_avg"))
+    torch._foreach_copy_(gradients, step.state("exp_avg"))
     torch._foreach_div_(gradients, corrections1)
     torch._foreach_div_(gradients, roots)
     _decay_gradients(step)
@@ -182,12 +184,12 @@ def lamb_trust_ratios(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
     Args: sizes: the norms ‖w‖ of the weights; lengths: the norms ‖u‖ of the steps that `compute_lamb_steps` computed
     """
     sizes = sizes.clamp(max=group["max_weight_norm"])
-    return _with_one_at_zero_norms(sizes / lengths, sizes, lengths)
+    return torch.where((sizes == 0) | (lengths == 0), 1.0, sizes / lengths)
 
 
 def lamb(step: Step) -> None:
     """Update the weights by LAMB: w ← w − lr·trust·u. `step.gradients` are u, which `compute_lamb_steps` computed."""
-    torch._foreach_mul_(step.gradients, _state_tensors(step.states, "trust"))
+    torch._foreach_mul_(step.gradients, step.state("trust"))
     torch._foreach_add_(step.parameters, step.gradients, alpha=-step.group["lr"])
 
 
@@ -197,12 +199,7 @@ def lars_trust_ratios(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
     Args: group: has η ("eta") and β ("weight_decay"); sizes: norms of the weights; lengths: of the gradients
     """
     ratios = group["eta"] * sizes / (lengths + group["weight_decay"] * sizes + group["eps"])
-    return _with_one_at_zero_norms(ratios, sizes, lengths)
-
-
-def _with_one_at_zero_norms(ratios: Tensor, sizes: Tensor, lengths: Tensor) -> Tensor:
-    """Return `ratios` with 1 for each parameter whose weight or step has norm 0 (in `sizes` or `lengths`)."""
-    return torch.where((sizes == 0) | (lengths == 0), torch.ones_like(ratios), ratios)
+    return torch.where((sizes == 0) | (lengths == 0), 1.0, ratios)
 
 
 def lars(step: Step) -> None:
@@ -216,7 +213,7 @@ def lars(step: Step) -> None:
     if chosen:
         _decay_gradients(step._replace(parameters=[parameters[i] for i in chosen], gradients=steps))
         torch._foreach_mul_(steps, [states[i]["trust"] for i in chosen])
-    velocities = _state_tensors(states, "velocity")
+    velocities = step.state("velocity")
     torch._foreach_mul_(velocities, group["momentum"])
     torch._foreach_add_(velocities, gradients, alpha=group["lr"])
     torch._foreach_sub_(parameters, velocities)
@@ -224,21 +221,18 @@ def lars(step: Step) -> None:
 
 # ---- torch's fused kernels -----------------------------------------------------------------------------------
 
-# A fused kernel updates all parameters; its results differ from the formula's by rounding. The states' "step"
-# counts this update already.
-Kernel = Callable[[Rates, list[Tensor], list[Tensor], list[State]], None]
+# One kernel updates all parameters; its results differ from those of the formula above by rounding.
 
 
-def _run_fused_adam(
-    kernel: str, rates: Rates, parameters: list[Tensor], gradients: list[Tensor], states: list[State]
-) -> None:
+def _run_fused_adam(kernel: str, step: Step) -> None:
+    _, rates, parameters, gradients, _ = step
     getattr(torch, kernel)(
         parameters,
         gradients,
-        _state_tensors(states, "exp_avg"),
-        _state_tensors(states, "exp_avg_sq"),
+        step.state("exp_avg"),
+        step.state("exp_avg_sq"),
         [],
-        [step.to(parameters[0].device) for step in _state_tensors(states, "step")],
+        [count.to(parameters[0].device) for count in step.state("step")],
         lr=rates["lr"],
         beta1=rates["beta1"],
         beta2=rates["beta2"],
@@ -252,14 +246,15 @@ def _run_fused_adam(
 fused_adam, fused_adamw = (partial(_run_fused_adam, name) for name in ("_fused_adam_", "_fused_adamw_"))
 
 
-def fused_sgd(rates: Rates, parameters: list[Tensor], gradients: list[Tensor], states: list[State]) -> None:
+def fused_sgd(step: Step) -> None:
+    _, rates, parameters, gradients, _ = step
     rate, momentum, dampening = rates["lr"], rates["momentum"], rates.get("dampening", 0.0)
     if momentum == 0 and dampening != 0:
         rate = rate * (1 - dampening)  # the kernel dampens velocities only; see `sgd`
     torch._fused_sgd_(
         parameters,
         gradients,
-        _state_tensors(states, "velocity") if momentum != 0 else [],
+        step.state("velocity") if momentum != 0 else [],
         weight_decay=rates["weight_decay"],
         momentum=momentum,
         lr=rate,

@@ -62,11 +62,12 @@ def update(
     columns = zip(parameters, gradients, states, seeds or [None] * len(parameters), strict=True)
     step = UpdateStep(optimizer, group, [ParameterUpdate(p, g, s, seed=seed) for p, g, s, seed in columns])
     step.increment_counts()
+    chunks = cut_into_chunks(step.parts)
     if step.trust_ratios is not None:
-        for chunk in step.chunks:
+        for chunk in chunks:
             step.measure_norms(step.views(chunk))
         step.compute_trust_ratios()
-    for chunk in step.chunks:
+    for chunk in chunks:
         step.apply(step.views(chunk))
 
 
@@ -115,6 +116,7 @@ class ParameterUpdate:
             gradient=_flat_view(self.gradient, start, stop),
             state={name: _flat_view(value, start, stop) for name, value in self.state.items()},
             others=tuple(_flat_view(value, start, stop) for value in self.others),
+            seed=None if self.seed is None else self.seed + start,
             start=start,
             step=None if self.step is None else _flat_view(self.step, start, stop),
         )
@@ -131,7 +133,7 @@ Span = tuple[int, int, int]  # index of a parameter, first element, end; (index,
 Chunk = list[Span]
 
 
-def chunks(parts: Sequence[ParameterUpdate]) -> list[Chunk]:
+def cut_into_chunks(parts: Sequence[ParameterUpdate]) -> list[Chunk]:
     """Return the chunks of a list of parameters. Chunks may be updated in any order, or at the same time.
 
     On an accelerator all parameters are one chunk, because one kernel updates many parameters.
@@ -177,11 +179,6 @@ class UpdateStep:
             parts = [replace(part, is_fused=has_fused_kernel(optimizer, part.parameter)) for part in parts]
         self.parts = parts
 
-    @property
-    def chunks(self) -> list[Chunk]:
-        """The chunks of all parameters of the step. Threads may update different chunks at the same time."""
-        return chunks(self.parts)
-
     def views(self, chunk: Chunk) -> list[ParameterUpdate]:
         """Return the parameters of a chunk, each with views of the elements that belong to the chunk."""
         return [
@@ -199,18 +196,13 @@ class UpdateStep:
         """For each parameter of a chunk: update the moments (LAMB), write the step without trust ratio into
         `step`, and store the norms of the weight and of this step in `norms`, unless `norms` is None."""
         assert self.trust_ratios is not None
-        steps = [view.step for view in views if view.step is not None]
-        for view, step in zip(views, steps, strict=True):
-            if step.dtype != view.gradient.dtype:
-                step.copy_(view.gradient)
-        weights = [view.parameter.to(step.dtype) for view, step in zip(views, steps, strict=True)]
-        self._run_formula(self.trust_ratios.steps, views, weights, steps)
-        chosen = [i for i, view in enumerate(views) if view.norms is not None]
-        if chosen:
-            sizes = torch._foreach_norm([weights[i] for i in chosen])
-            lengths = torch._foreach_norm([steps[i] for i in chosen])
-            for i, size, length in zip(chosen, sizes, lengths, strict=True):
-                views[i].norms[views[i].start] = size, length  # pyright: ignore[reportOptionalSubscript]
+        weights, steps = self._run_formula(self.trust_ratios.steps, views, [view.gradient for view in views])
+        norms = zip(torch._foreach_norm(weights), torch._foreach_norm(steps), strict=True)
+        for view, step, pair in zip(views, steps, norms, strict=True):
+            if view.step is not None and view.step.dtype != view.gradient.dtype:
+                view.step.copy_(step)
+            if view.norms is not None:
+                view.norms[view.start] = pair
 
     def compute_trust_ratios(self) -> None:
         """Set the state "trust" of each parameter that has `norms` to the trust ratio."""
@@ -229,45 +221,36 @@ class UpdateStep:
         fused = [view for view in views if view.is_fused]
         if fused:
             assert self.rule.fused is not None
-            weights, gradients = [part.parameter for part in fused], [part.gradient for part in fused]
-            self.rule.fused(self.rates, weights, gradients, [part.state for part in fused])
-        if len(fused) < len(views):
-            self._apply_formula([view for view in views if not view.is_fused])
-
-    def _apply_formula(self, parts: Sequence[ParameterUpdate]) -> None:
-        """Run the formula in float32 (float64 parameters: float64); round results to the tensors' dtypes."""
-        types = [torch.promote_types(part.parameter.dtype, torch.float32) for part in parts]
-        # .to returns the tensor itself if it has the dtype already: then nothing is to be written back.
-        floats = [part.parameter.to(dtype) for part, dtype in zip(parts, types, strict=True)]
-        steps = (part.gradient if part.step is None else part.step for part in parts)
-        gradients = [step.to(dtype) for step, dtype in zip(steps, types, strict=True)]
-        self._run_formula(self.rule.formula, parts, floats, gradients)
-        for part, result in zip(parts, floats, strict=True):
-            if result is not part.parameter:
-                if part.seed is None:
-                    part.parameter.copy_(result)
-                else:
-                    generator = torch.Generator(result.device).manual_seed(part.seed + part.start)
-                    stochastic_round_(part.parameter, result, generator)
+            weights, gradients = [view.parameter for view in fused], [view.gradient for view in fused]
+            states = [view.state for view in fused]
+            self.rule.fused(Step(self.optimizer, self.rates, weights, gradients, states))
+        others = [view for view in views if not view.is_fused]
+        if others:
+            steps = [view.gradient if view.step is None else view.step for view in others]
+            weights, _ = self._run_formula(self.rule.formula, others, steps)
+            for view, weight in zip(others, weights, strict=True):
+                if weight is not view.parameter:
+                    round_into(view.parameter, weight, view.seed)
 
     def _run_formula(
-        self,
-        formula: Formula,
-        parts: Sequence[ParameterUpdate],
-        weights: list[Tensor],
-        gradients: list[Tensor],
-    ) -> None:
-        """Run a formula on `weights` and `gradients`, which have one dtype for each parameter, and update the
-        states of `parts` in place; the formula reads and writes states of another dtype through copies."""
+        self, formula: Formula, views: Sequence[ParameterUpdate], gradients: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Run a formula in float32 (of float64 parameters: float64). Update the states in place; return the new
+        weights and gradients, which are the tensors themselves unless they are of half precision."""
+        types = [torch.promote_types(view.parameter.dtype, torch.float32) for view in views]
+        # .to returns the tensor itself if it has the dtype already: then nothing is to be written back.
+        weights = [view.parameter.to(dtype) for view, dtype in zip(views, types, strict=True)]
+        wide = [gradient.to(dtype) for gradient, dtype in zip(gradients, types, strict=True)]
         states = [
-            {name: value if name in SCALARS else value.to(weight.dtype) for name, value in part.state.items()}
-            for part, weight in zip(parts, weights, strict=True)
+            {name: value if name in SCALARS else value.to(dtype) for name, value in view.state.items()}
+            for view, dtype in zip(views, types, strict=True)
         ]
-        formula(Step(self.optimizer, self.rates, weights, gradients, states))
-        for part, results in zip(parts, states, strict=True):
-            for name, value in part.state.items():
+        formula(Step(self.optimizer, self.rates, weights, wide, states))
+        for view, results in zip(views, states, strict=True):
+            for name, value in view.state.items():
                 if results[name] is not value:
                     value.copy_(results[name])
+        return weights, wide
 
 
 def _zero_state(optimizer: Optimizer, name: str, parameter: Tensor) -> Tensor:
@@ -289,13 +272,12 @@ def _total_norm(part: ParameterUpdate, which: int) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator) -> Tensor:
-    """Round `source` stochastically, without bias, into a float16 or bfloat16 `target`, and return `target`.
-
-    Adds noise, then floors. Infinities and NaN are copied. A target of another dtype receives a plain copy.
-    """
-    if target.dtype not in (torch.float16, torch.bfloat16):
+def round_into(target: Tensor, source: Tensor, seed: int | None) -> Tensor:
+    """Copy `source` into `target`, and return `target`. With a seed, round to float16 or bfloat16 stochastically,
+    without bias: add noise, then floor. Infinities and NaN stay."""
+    if seed is None or target.dtype not in (torch.float16, torch.bfloat16):
         return target.copy_(source)
+    generator = torch.Generator(source.device).manual_seed(seed)
     narrow, wide = torch.finfo(target.dtype), torch.finfo(torch.float32)
     source = source.float()
     # The power of two at or below |source|: a float32 with its mantissa cleared.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..settings import Optimizer
 from . import formulas
-from .formulas import Formula, Kernel, Rates
+from .formulas import Formula, Rates
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Rule:
         rates:  keys of a parameter group that may change from call to call
         states: the state tensors of each parameter
         flags:  properties that are fixed at compilation, by name
-        fused:  torch's single kernel for the whole update, if there is one
+        fused:  the formula as one kernel of torch, if there is one
         trust_ratios: functions that compute trust ratios; None: the rule has none
         torch_class: the torch optimizer that updates by this rule, if there is one
     """
@@ -92,7 +92,7 @@ class Rule:
     rates: tuple[str, ...]
     states: tuple[RuleState, ...]
     flags: Mapping[str, Flag] = field(default_factory=dict)
-    fused: Kernel | None = None
+    fused: Formula | None = None
     trust_ratios: TrustRatios | None = None
     torch_class: type[torch.optim.Optimizer] | None = None
 

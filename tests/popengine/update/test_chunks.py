@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from popengine.settings import Optimizer
-from popengine.update.group_update import CHUNK, ParameterUpdate, chunks, init_state, update
+from popengine.update.group_update import CHUNK, ParameterUpdate, cut_into_chunks, init_state, update
 
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -16,7 +16,7 @@ def part(*shape):
 
 def test_large_parameters_are_cut_and_small_neighbours_share_a_chunk():
     parts = [part(3), part(2 * CHUNK + 5), part(7), part(2, 2)]
-    assert chunks(parts) == [
+    assert cut_into_chunks(parts) == [
         [(0, 0, 0)],
         [(1, 0, CHUNK)],
         [(1, CHUNK, 2 * CHUNK)],
@@ -27,10 +27,10 @@ def test_large_parameters_are_cut_and_small_neighbours_share_a_chunk():
 def test_tensors_that_lie_in_memory_in_different_orders_are_not_cut():
     weight = torch.empty(1024, 512)
     parts = [ParameterUpdate(weight, torch.empty(512, 1024).t(), {})]
-    assert chunks(parts) == [[(0, 0, 0)]]
+    assert cut_into_chunks(parts) == [[(0, 0, 0)]]
     images = torch.empty(256, 256, 5, 5).to(memory_format=torch.channels_last)
     parts = [ParameterUpdate(images, torch.empty_like(images), {})]
-    assert len(chunks(parts)) == 2
+    assert len(cut_into_chunks(parts)) == 2
 
 
 def trained(kind, rates, weights, dtype=torch.float32, seed=None, **fields):
