@@ -204,6 +204,7 @@ class SignedStore(dist.Store):
         self, host: str, port: int, secret: str, patience: float, timeout: float | None = None
     ) -> None:
         super().__init__()
+        self.address = f"{host}:{port}"
         self._patience, self._lock = patience, threading.Lock()
         until = time.monotonic() + patience
         while True:

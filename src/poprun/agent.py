@@ -146,7 +146,7 @@ class Agent:
             # The round's number, equal on all nodes: `popdist.init` puts it into its keys of the store.
             "TORCHELASTIC_RESTART_COUNT": str(current.number),
             "PANDO_RESTARTS": str(int(os.environ.get("PANDO_RESTARTS", "0")) + current.number),
-            STORE: self.nodes.address,
+            STORE: self.nodes.store.address,
             SECRET: self.nodes.secret,
             STACK: stack_path(self.folder, current, instance),
         }

@@ -49,10 +49,10 @@ class FirstNode:
         self.name, self.host = str(node.rank), node.address
         self.secret = os.environ.get(SECRET) or (secrets.token_hex(32) if node.count == 1 else "")
 
-    def join(self) -> tuple[Server | None, SignedStore, str]:
+    def connect(self) -> tuple[Server | None, SignedStore]:
         """Connect to the store of node 0; on node 0 start the store's server first.
 
-        Returns: the store's server (None: not on this node), the connection to the store, the store's address
+        Returns: the store's server (None: not on this node), the connection to the store
         Raises: TrainingLost, if node 0 can't be reached in time, or can't listen at its address
         """
         node, until = self._node, time.monotonic() + self._node.patience
@@ -62,8 +62,7 @@ class FirstNode:
         if node.count > 1:
             self._log.info(f"node {node.rank} of {node.count} waits for the others at {address}")
         try:
-            patience = max(until - time.monotonic(), 0.0)
-            return server, SignedStore(node.address, port, self.secret, patience), address
+            return server, SignedStore(node.address, port, self.secret, max(until - time.monotonic(), 0.0))
         except StoreError as error:
             raise TrainingLost(
                 f"node 0 is not to be reached at {address}: {error}\n"
@@ -93,6 +92,12 @@ class FirstNode:
             self._log.warning(server.warning)
         return server
 
+    def check_is_leader(self) -> None:
+        """Do nothing: node 0 is the leader as long as its store exists."""
+
+    def remove_leader_files(self) -> None:
+        """Do nothing: node 0 needs no file."""
+
 
 class Election:
     """Connects this node to the leader of an elastic training: another node, or this node itself."""
@@ -119,24 +124,24 @@ class Election:
         self._digest = hmac.digest(self.secret.encode(), command.encode(), "sha256").hex()
         self._number = 0  # of the newest leader's file
 
-    def join(self) -> tuple[Server | None, SignedStore, str]:
+    def connect(self) -> tuple[Server | None, SignedStore]:
         """Connect to the leader's store; if no leader can be reached, become the leader, with a new store.
 
-        Returns: the store's server (None: not on this node), the connection to the store, the store's address
+        Returns: the store's server (None: not on this node), the connection to the store
         Raises: JoinError, if the leader runs another command, has another secret, or serves its own host only
         """
         while True:
             number, newest = self._newest_leader()
-            store = self._connect(newest) if newest else None
+            store = self._connect_to(newest) if newest else None
             if store is not None:
                 self._number, self.leader = number, newest["node"]
-                return None, store, newest["address"]
+                return None, store
             server = Server(self.host, 0, self.secret)
             address = f"{self.host}:{server.port}"
             own = {"node": self.name, "host": _HOST, "address": address, "digest": self._digest}
             if self._create_file(f"leader-{number + 1}", json.dumps(own)):
                 self._number, self.leader = number + 1, self.name
-                return server, SignedStore(self.host, server.port, self.secret, _PATIENCE), address
+                return server, SignedStore(self.host, server.port, self.secret, _PATIENCE)
             server.close()
 
     def check_is_leader(self) -> None:
@@ -150,7 +155,7 @@ class Election:
             for number in range(self._number + 1):
                 (self._folder / f"leader-{number}").unlink(missing_ok=True)
 
-    def _connect(self, leader: dict[str, str]) -> SignedStore | None:
+    def _connect_to(self, leader: dict[str, str]) -> SignedStore | None:
         """Return a connection to the store of a leader; None, if nothing or another program answers there.
 
         Args:   leader: the contents of the leader's file

@@ -20,7 +20,7 @@ from .guard import shell_exit_code
 from .topology import PORT
 
 _HERE = ("localhost", socket.gethostname())
-_PATIENCE = 8  # seconds for a host to end after another has failed: longer than `agent.PATIENCE`
+_PATIENCE = 16  # seconds for a host to end after another has failed: longer than `agent.PATIENCE`
 _PATIENCE_FOR_CAUSE = 30  # seconds for the host that failed first to end, after another has ended
 WATCH = "POPRUN_ENDS_WITH_STDIN"  # environment variable: if set, poprun ends when its standard input ends
 CONSEQUENCE = 75  # exit code of a poprun with WATCH that ended because another host failed
@@ -39,7 +39,7 @@ def run_on_hosts(request: CommandLine, words: Sequence[str], log: Log) -> int:
         for rank in range(len(request.hosts)):
             running[rank] = _start_poprun(request, rank, words, secret, log)
         deadline = float("inf")
-        while running and time.monotonic() < deadline:
+        while running and code in (0, CONSEQUENCE) and time.monotonic() < deadline:
             time.sleep(0.05)
             for rank in [rank for rank, process in running.items() if process.poll() is not None]:
                 host, ended = request.hosts[rank], shell_exit_code(running.pop(rank).returncode)
@@ -51,27 +51,20 @@ def run_on_hosts(request: CommandLine, words: Sequence[str], log: Log) -> int:
                     deadline = min(deadline, time.monotonic() + _PATIENCE_FOR_CAUSE)
                 elif ended and code in (0, CONSEQUENCE):
                     code = ended
-                    deadline = time.monotonic() + _PATIENCE
                     log.error(f"host {host} failed first, with exit code {ended}")
                     if ended == 255:
                         log.error(
                             "ssh could not connect\n  fix: `ssh HOST true` has to work without a question"
                         )
-                    _close_stdin(running)
     finally:
-        _close_stdin(running)
+        for process in running.values():
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.close()  # which ends the poprun there: ssh does not forward signals
         for process in running.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_PATIENCE)
     return 1 if code == CONSEQUENCE else code
-
-
-def _close_stdin(running: dict[int, subprocess.Popen[bytes]]) -> None:
-    """Close the standard input of each process, which ends its poprun: ssh does not forward signals."""
-    for process in running.values():
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):
-            process.stdin.close()
 
 
 def _start_poprun(

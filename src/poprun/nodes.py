@@ -44,11 +44,10 @@ class Round:
     """One start of all instances; `Round()` stands for the time before the first one.
 
     The leader sets the state:
-        runs                   nodes start and run their instances
-        lost, failed, grown    nodes stop their instances: a node is lost, an instance has failed, or a node
-                               can be added
-        stopped                follows "failed", when the failure has been counted
-        finished               all instances have succeeded
+        runs        nodes start and run their instances
+        failed      nodes stop their instances, since an instance has failed
+        stopped     nodes stop their instances, since a node is lost or can be added
+        finished    all instances have succeeded
     """
 
     number: int = -1
@@ -82,7 +81,6 @@ class Nodes:
 
     def __init__(self, request: CommandLine, node: Node, log: Log) -> None:
         self.round = Round()  # the newest round in which this node has instances
-        self.address = ""  # HOST:PORT of the store
         self._request, self._node, self._log = request, node, log
         self._election = Election(request) if request.is_elastic else FirstNode(node, log)
         self.name, self.secret = self._election.name, self._election.secret
@@ -115,7 +113,12 @@ class Nodes:
                 return None
             except StoreError:
                 self._disconnect()
-                self._report_lost_leader()
+                if self._request.is_elastic:
+                    self._log.warning("the leader is lost: another node takes its place")
+                elif self._node.rank == 0 or self.round.number >= self._request.max_restarts:
+                    raise TrainingLost(_lost_message("0")) from None
+                else:
+                    self._log.warning(f"{_lost_message('0')}; {_wait_message(self._node.patience)}")
 
     def must_stop_instances(self) -> bool:
         """Return whether this node's instances have to stop: the round has ended, or the store is lost."""
@@ -146,7 +149,7 @@ class Nodes:
             until = time.monotonic() + _LEAVE_PATIENCE
             while self._leader is not None and time.monotonic() < until and len(self.store.find("node/")) > 1:
                 time.sleep(_POLL)
-        if self._leader is not None and isinstance(self._election, Election):
+        if self._leader is not None:
             self._election.remove_leader_files()
         self._disconnect()
 
@@ -155,11 +158,11 @@ class Nodes:
     def _connect(self) -> None:
         """Connect to the store; if this node leads, start the store's server and create the `Leader`, too."""
         survivors = set(self.round.counts) - {self._election.leader}
-        self._server, self._store, self.address = self._election.join()
+        self._server, self._store = self._election.connect()
         if self._server is not None:
             expected = len(survivors) or self._node.count
             self._leader = Leader(self._store, self.name, self._request, self._node, expected, self._log)
-            self._log.info(f"{self.name} leads the training at {self.address}")
+            self._log.info(f"{self.name} leads the training at {self._store.address}")
 
     def _disconnect(self) -> None:
         """Close the connection to the store, and the server if this node leads."""
@@ -167,15 +170,6 @@ class Nodes:
             if connection is not None:
                 connection.close()
         self._store = self._server = self._leader = None
-
-    def _report_lost_leader(self) -> None:
-        """Log that the leader is lost. Raise `TrainingLost` if the training can't have another round."""
-        if self._request.is_elastic:
-            self._log.warning("the leader is lost: another node takes its place")
-        elif self._node.rank == 0 or self.round.number >= self._request.max_restarts:
-            raise TrainingLost(_lost_message("0"))
-        else:
-            self._log.warning(f"{_lost_message('0')}; {_wait_message(self._node.patience)}")
 
     def _write_record(self, state: str) -> None:
         """Write this node's record into the store. Raises: TrainingLost, if another node has its name.
@@ -213,11 +207,10 @@ class Nodes:
                 "" if is_own else f"another node has given up: the poprun of node {failed} says why"
             )
         newest = Round(**json.loads(text)) if text else Round()
-        if self._leader is not None:
-            if isinstance(self._election, Election):
-                self._election.check_is_leader()
-            newest = self._leader.advance_round(newest)
-        return newest
+        if self._leader is None:
+            return newest
+        self._election.check_is_leader()
+        return self._leader.advance_round(newest)
 
 
 class Leader:
@@ -245,28 +238,27 @@ class Leader:
         """
         records = _read_records(self._store)
         if current.state == "runs":
-            state = self._decide_state(current, records)
-            if state != "runs":
-                self._waits_since = self._next_warning = time.monotonic()
-                return self._write_round(replace(current, state=state))
+            newest = replace(current, state=self._decide_state(current, records))
         elif current.state == "finished" or any(record["state"] != "stopped" for record in records.values()):
             return current
-        elif current.state == "failed":
-            if self._request.is_elastic and not current.lost_nodes(records):
-                self._count_failure()
-            return self._write_round(replace(current, state="stopped"))
-        elif counts := self._decide_next_counts(records):
-            self._grow_after = None
-            number = max(record["round"] for record in records.values()) + 1
-            address = records[next(iter(counts))]["address"]
-            ids = {name: records[name]["id"] for name in counts}
-            return self._write_round(Round(number, "runs", address, counts, ids))
-        return current
+        else:
+            newest = self._begin_round(current, records)
+        if newest != current:
+            self._waits_since = self._next_warning = time.monotonic()
+            self._store.set("round", json.dumps(vars(newest)))
+        return newest
 
-    def _write_round(self, current: Round) -> Round:
-        """Write a round into the store, for the other nodes, and return it."""
-        self._store.set("round", json.dumps(vars(current)))
-        return current
+    def _begin_round(self, current: Round, records: Mapping[str, Record]) -> Round:
+        """Return the round that follows the ended round `current`; `current`, if no round can begin (yet)."""
+        counts = self._decide_next_counts(records)
+        is_failure = current.state == "failed" and not current.lost_nodes(records)
+        if not counts or (is_failure and self._request.is_elastic and not self._can_restart()):
+            return current
+        self._grow_after = None
+        number = max(record["round"] for record in records.values()) + 1
+        address = records[next(iter(counts))]["address"]
+        ids = {name: records[name]["id"] for name in counts}
+        return Round(number, "runs", address, counts, ids)
 
     def _end_training(self, node: str, why: str = "") -> None:
         """End the training on all nodes, which name `node` as the cause; log `why`, unless it is empty."""
@@ -275,10 +267,8 @@ class Leader:
         self._store.set("failed", node)
 
     def _decide_state(self, current: Round, records: Mapping[str, Record]) -> str:
-        """Return the next state of a running round ("runs": no change), and log lost nodes.
-
-        After a loss or a failure, `_end_training` if `max_restarts` allows no further round.
-        """
+        """Return the next state of a running round ("runs": no change), and log lost nodes. End the training
+        after a loss or failure in the last round that `max_restarts` allows."""
         states = {
             name: record["state"] for name, record in records.items() if record["round"] == current.number
         }
@@ -294,18 +284,21 @@ class Leader:
             self._end_training(first or failed[0])
         elif list(states.values()) == ["done"] * len(current.counts):
             return "finished"
-        elif not failed:
-            return "grown" if "done" not in states.values() and self._can_grow(current, records) else "runs"
-        return "lost" if missing else "failed"
+        elif not failed and ("done" in states.values() or not self._can_grow(current, records)):
+            return "runs"
+        return "failed" if failed and not missing else "stopped"
 
-    def _count_failure(self) -> None:
-        """Count a failure of an elastic training; end it after more than `max_restarts` without a checkpoint."""
+    def _can_restart(self) -> bool:
+        """Count a failure of an elastic training. After more than `max_restarts` without a new checkpoint end
+        the training, and return False."""
         newest = self._newest_checkpoint()
         self._failures = self._failures + 1 if newest == self._newest_call else 1
         self._newest_call = newest
-        if self._failures > self._request.max_restarts:
-            times = f"{self._failures} times without a new checkpoint (--max-restarts)"
-            self._end_training(self._name, f"instances have failed {times}")
+        if self._failures <= self._request.max_restarts:
+            return True
+        times = f"{self._failures} times without a new checkpoint (--max-restarts)"
+        self._end_training(self._name, f"instances have failed {times}")
+        return False
 
     def _newest_checkpoint(self) -> int:
         """Return the number of the call after which the newest checkpoint was written; -1: no checkpoint."""
@@ -316,7 +309,7 @@ class Leader:
         checkpoint has been written since the first of them came, which is logged."""
         if not self._request.is_elastic or not records.keys() - current.counts.keys():
             return False
-        counts = instances_by_node(self._request, _slots_of(records))
+        counts = instances_by_node(self._request, {name: record["slots"] for name, record in records.items()})
         if sorted(counts.values()) == sorted(current.counts.values()):
             return False
         newest = self._newest_checkpoint()
@@ -331,7 +324,7 @@ class Leader:
         While there is room for too few instances, warn each minute, and after
         `Node.patience` seconds end the training.
         """
-        now, slots = time.monotonic(), _slots_of(records)
+        now, slots = time.monotonic(), {name: record["slots"] for name, record in records.items()}
         counts = instances_by_node(self._request, slots)
         if counts:
             is_complete = len(records) >= self._expected or now > self._leads_since + _FIRST_ROUND_PATIENCE
@@ -361,10 +354,6 @@ def _wait_message(seconds: float) -> str:
     """Return a message that this node waits up to `seconds` for lost or missing nodes, with a fix."""
     text = f"this one waits for {seconds:.0f} s (POPRUN_NODE_TIMEOUT)"
     return f"{text}\n  fix: start the same command there again"
-
-
-def _slots_of(records: Mapping[str, Record]) -> dict[str, int]:
-    return {name: record["slots"] for name, record in records.items()}
 
 
 def _read_records(store: SignedStore) -> dict[str, Record]:
