@@ -32,7 +32,7 @@ from ..options import Options
 from . import compilation_log
 from .arguments import BoundCall, CompiledInputs, has_float64_weights, samples_of, weights_of
 from .losses import choose_loss
-from .outputs import Anchors, Note, make_notes, requested_anchors, resolve_anchors, split_outputs
+from .outputs import Anchors, Note, make_notes, resolve_anchors, split_outputs
 from .runs import Run
 from .traced_functions import replace_untraceable_functions
 from .tune import NO_HINTS, Hints, measure_hints, with_balanced_stages
@@ -130,9 +130,7 @@ def _capture_model(
 
     Args: samples: the inputs of one micro-batch
     """
-    requests = requested_anchors(options)
-    wanted = {long_name for long_name, *_ in requests.values()}
-    forward = _TracedForward(model, call, options, settings.training, wanted)
+    forward = _TracedForward(model, call, options, settings.training)
     _call_hooks("Pre")
     options._execution_strategy.onStartTracing()
     try:
@@ -150,7 +148,7 @@ def _capture_model(
         options._execution_strategy.onEndTracing()
         _call_hooks("Post")
     _check_overlap(graph, options)
-    graph, anchors, names = resolve_anchors(graph, forward.traced, requests, settings.training)
+    graph, anchors, names = resolve_anchors(graph, forward.names, forward.indices, options, settings.training)
     kernels = options.Precision.half_kernels
     if settings.device == "cpu" and kernels != "native":
         is_chosen = is_faster_in_float32 if kernels == "auto" else lambda operation, dtype: True
@@ -172,20 +170,20 @@ class _TracedForward:
     """A callable for `capture`: runs forward, returns the graph's outputs, and sets the fields with defaults.
 
     Args:
-        wanted:   the names of inputs and losses that are added to the outputs
         template: forward's return value, with an empty tensor on "meta" in place of each output
         returned: the number of outputs
-        traced:   by name of an input or loss, its index in the graph's outputs; -1 if not in `wanted`
+        names:    the names of the inputs and losses
+        indices:  by short name of an anchor of an input or loss, the tensor's index in the graph's outputs
     """
 
     model: nn.Module
     call: BoundCall
     options: Options
     training: bool
-    wanted: set[str]
     template: Any = None
     returned: int = 0
-    traced: dict[str, int] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    indices: dict[str, int] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -205,9 +203,11 @@ class _TracedForward:
         named = dict(zip(self.call.named_tensors, tensors, strict=True))
         for index, (loss, *_) in enumerate(state.losses):
             named |= {f"loss:{index}": loss, "loss": loss}
-        for name, tensor in named.items():
-            self.traced[name] = len(outputs) if name in self.wanted else -1
-            outputs += [tensor] if name in self.wanted else []
+        self.names = tuple(named)
+        for short, (long_name, *_) in self.options.anchored_tensors.items():
+            if long_name in named:
+                self.indices[short] = len(outputs)
+                outputs.append(named[long_name])
         self.notes = make_notes(state.notes, outputs, where)
         return outputs
 

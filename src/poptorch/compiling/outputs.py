@@ -11,7 +11,7 @@ finalLossScale        the loss scaling of the call's last weight update         
 """
 
 import warnings
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +22,9 @@ from popengine.compile.recording.current_capture import current, is_traced, reco
 from popengine.compile.recording.graph_recorder import check_dense
 from popengine.compile.recording.leftovers import fake_tensors_in
 from popengine.errors import CaptureError, Error, did_you_mean
-from popengine.ir import Graph, Result
+from popengine.ir import Graph
 from popengine.run.call import Results
-from popengine.settings import Anchor, Counts, Outputs
+from popengine.settings import Anchor, Counts
 
 from ..enums import OutputMode
 from ..logs import logger
@@ -33,16 +33,31 @@ from ..options import Options
 from ..options.freeze_options import OUTPUTS
 
 GRADIENT, UPDATED, LOSS_SCALE = "Gradient___", "UpdatedVar___", "finalLossScale"
-Request = tuple[str, Outputs, int]  # of `Options.anchorTensor`: the long name, the output mode and its period
 Anchors = dict[str, Anchor | None]  # by short name; None: the loss scaling
 
 
-def requested_anchors(options: Options) -> dict[str, Request]:
-    """Return the anchors that `Options.anchorTensor` requested, by short name.
+def resolve_anchors(
+    graph: Graph, traced: Collection[str], indices: dict[str, int], options: Options, training: bool
+) -> tuple[Graph, Anchors, tuple[str, ...]]:
+    """Return the graph with the requested gradients as further outputs, the anchors that
+    `Options.anchorTensor` requested, and the names of all tensors that could be anchored.
 
-    Raises: Error, if an output_return_period is more than the device iterations of a call
+    Args:
+        traced:  the names of the inputs and losses
+        indices: by short name of an anchor of an input or loss, the tensor's index in the graph's outputs
+    Raises: Error, if no tensor has a requested name, or a return period is more than the device iterations
     """
-    requests = {}
+    gradients = {result.key: result for result in graph.results if result.kind == "gradient"}
+    # By name: the source of an anchor, and the weight's name.
+    sources: dict[str, tuple[Any, str]] = {name: ("output", "") for name in traced}
+    for slot in graph.parameters_and_buffers:
+        sources.setdefault(slot.key, ("weight", slot.key))
+    if training:
+        sources |= {GRADIENT + key: ("gradient", key) for key in gradients}
+        sources |= {UPDATED + key: ("updated", key) for key in gradients}
+        sources[LOSS_SCALE] = "", ""
+    results = list(graph.results)
+    anchors: Anchors = {}
     for short, (long_name, use_default, mode, period) in options.anchored_tensors.items():
         if use_default:
             mode, period = options.output_mode, options.output_return_period
@@ -51,47 +66,21 @@ def requested_anchors(options: Options) -> dict[str, Request]:
                 f"anchorTensor({short!r}, ...): output_return_period {period} is more than the deviceIterations of"
                 f" a call, which are {options.device_iterations}: nothing would be kept"
             )
-        requests[short] = long_name, OUTPUTS[OutputMode(mode)], period
-    return requests
-
-
-def resolve_anchors(
-    graph: Graph, traced: dict[str, int], requests: dict[str, Request], training: bool
-) -> tuple[Graph, Anchors, tuple[str, ...]]:
-    """Return the graph with requested gradients, inputs and losses as further outputs; the anchors; and the
-    names of all tensors that could be anchored.
-
-    Args: traced: by name, the index of each input and loss in the graph's outputs; -1: not requested
-    Raises: Error, if no tensor has a requested name
-    """
-    gradients = [result for result in graph.results if result.kind == "gradient"]
-    # By name: the kind of anchor, and the result to be returned as an output, or the weight.
-    sources: dict[str, tuple[Any, Result | str]] = {
-        name: ("output", graph.results[index] if index >= 0 else name) for name, index in traced.items()
-    }
-    for slot in graph.parameters_and_buffers:
-        sources.setdefault(slot.key, ("weight", slot.key))
-    if training:
-        sources |= {GRADIENT + result.key: ("gradient", result) for result in gradients}
-        sources |= {UPDATED + result.key: ("updated", result.key) for result in gradients}
-        sources[LOSS_SCALE] = "", ""
-    added: list[Result] = []
-    anchors: Anchors = {}
-    for short, (long_name, mode, period) in requests.items():
         name = _find_tensor_name(long_name, sources, traced)
         if name is None:
             raise Error(
                 f"anchorTensor({short!r}, {long_name!r}): no tensor has that name{did_you_mean(long_name, sources)}\n"
                 f"  fix: getTensorNames() of the compiled model lists what can be anchored: {', '.join(sources)}"
             )
-        kind, source = sources[name]
-        if isinstance(source, Result):  # once more, as an output with its own mode
-            position = str(len(graph.results) + len(added))
-            added.append(replace(source, kind="output", key=position))
-            source = position
-        anchors[short] = None if name == LOSS_SCALE else Anchor(kind, source, mode, period)
-    graph = replace(graph, results=(*graph.results, *added)) if added else graph
-    return graph, anchors, tuple(sources)
+        source, key = sources[name]
+        if source == "gradient":
+            gradient, key = gradients[key], str(len(results))
+            results.append(replace(gradient, kind="output", key=key))
+        elif source == "output":
+            key = str(indices[short])
+        outputs = OUTPUTS[OutputMode(mode)]
+        anchors[short] = None if name == LOSS_SCALE else Anchor(source, key, outputs, period)
+    return replace(graph, results=tuple(results)), anchors, tuple(sources)
 
 
 def _find_tensor_name(name: str, names: Container[str], traced: Container[str]) -> str | None:
