@@ -5,7 +5,6 @@ warning. The table `popengine.update.optimizer_rules.RULES` has the rates, state
 """
 
 import inspect
-import logging
 import math
 from typing import Any
 
@@ -15,10 +14,9 @@ import torch.optim.optimizer as torch_optimizer
 from popengine import settings
 from popengine.errors import Error
 from popengine.update.optimizer_rules import RULES, Rule
+from poptorch.logs import logger
 from poptorch.optim.optimizer_base import Optimizer
 from poptorch.optim.optimizer_state import as_float, rates_of
-
-logger = logging.getLogger("poptorch::python")
 
 _TORCH_KINDS: dict[type, str] = {
     rule.torch_class: kind for kind, rule in RULES.items() if rule.torch_class is not None

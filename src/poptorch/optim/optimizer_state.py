@@ -12,7 +12,6 @@ ipu_param   <rate>___specific___<parameter>   a rate of the parameter's group
 torch's optimizers keep torch's own format, so a checkpoint can be loaded in plain PyTorch, and the other way round.
 """
 
-import logging
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -24,10 +23,9 @@ from torch import Tensor
 from popengine import settings
 from popengine.settings import Hyper
 from popengine.update.optimizer_rules import RULES, Rule
+from poptorch.logs import logger
 
 State = dict[str, Tensor]
-
-logger = logging.getLogger("poptorch::python")
 
 _SQUARES = ("exp_avg_sq", "square_avg")  # states of which an update takes the root
 MAX_WEIGHT_NORM = 65500.0  # the default of LAMB

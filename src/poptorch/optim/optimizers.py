@@ -4,7 +4,6 @@
 `fused=True` executors call torch's fused kernel, whose last bits differ from those of the default formula.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +12,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from popengine.update.group_update import init_state, update
+from poptorch.logs import logger
 from poptorch.optim.freeze_optimizer import freeze_optimizer
 from poptorch.optim.optimizer_base import Optimizer, VariableAttributes
 from poptorch.optim.optimizer_state import MAX_WEIGHT_NORM
 
 __all__ = ["LAMB", "LARS", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]
-
-logger = logging.getLogger("poptorch::python")
 
 
 @torch.no_grad()
