@@ -9,7 +9,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from textwrap import indent
 
 import torch
@@ -120,22 +119,40 @@ def check_hardware_rules(plan: Plan, settings: Settings, rounds: bool) -> None:
 # ---- the overview ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Overview:
     """A compiled model as text.
 
     Args:
+        title:     the numbers of stages, ipus, replicas, device iterations and micro-batches
         stages:    (number, ipu, names of blocks, number of parameters)
         transfers: (from ipu, to ipu, bytes, "micro-batch" or "step", time in words): bytes per micro-batch or
-            step, None for a loaded executable
+            step, None for an executable that was loaded without its graph
         pieces:    (name, ipu, Python source)
     """
 
-    title: str
-    stages: tuple[tuple[int, int, str, int], ...]
-    transfers: tuple[tuple[int, int, int | None, str, str], ...]
-    schedule: str
-    pieces: tuple[tuple[str, int, str], ...]
+    def __init__(self, plan: Plan, settings: Settings, graph: Graph | None) -> None:
+        partition, counts = plan.partition, settings.counts
+        sizes = dict.fromkeys(range(partition.stages), 0)
+        for slot in partition.signature.slots:
+            if slot.role == "parameter" and slot.name in partition.home:
+                sizes[partition.home[slot.name]] += torch.Size(slot.shape).numel()
+        kind = "training" if settings.training else "inference"
+        self.title = (
+            f"{kind}, {settings.strategy.mode}: {counted(partition.stages, 'stage')}"
+            f" on {counted(len(set(partition.ipus)), 'ipu')}, {counted(counts.replicas, 'replica')}; a call is"
+            f" {counted(counts.iterations, 'device iteration')} of {counted(counts.accumulation, 'micro-batch')}"
+        )
+        self.stages = [(s, partition.ipus[s], names, sizes[s]) for s, names in enumerate(partition.names)]
+        self.transfers = [
+            (part.ipu, part.peer, part.bytes if graph else None, *part.frequency_and_time)
+            for part in profiled_instructions(plan, graph)
+            if part.kind == "send"
+        ]
+        self.schedule = schedule_text(plan, settings)
+        self.pieces = [
+            (f"{piece.phase}{piece.stage}", partition.ipus[piece.stage], piece.source)
+            for piece in partition.pieces
+        ]
 
     def __str__(self) -> str:
         lines = [self.title, ""]
@@ -154,33 +171,3 @@ class Overview:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-
-def make_overview(plan: Plan, settings: Settings, graph: Graph | None) -> Overview:
-    """Return the overview of a compiled model. Without a graph, the bytes of its transfers are None."""
-    partition, counts = plan.partition, settings.counts
-    sizes = dict.fromkeys(range(partition.stages), 0)
-    for slot in partition.signature.slots:
-        if slot.role == "parameter" and slot.name in partition.home:
-            sizes[partition.home[slot.name]] += torch.Size(slot.shape).numel()
-    kind = "training" if settings.training else "inference"
-    title = (
-        f"{kind}, {settings.strategy.mode}: {counted(partition.stages, 'stage')}"
-        f" on {counted(len(set(partition.ipus)), 'ipu')}, {counted(counts.replicas, 'replica')}; a call is"
-        f" {counted(counts.iterations, 'device iteration')} of {counted(counts.accumulation, 'micro-batch')}"
-    )
-    transfers = tuple(
-        (part.ipu, part.peer, part.bytes if graph else None, *part.frequency_and_time)
-        for part in profiled_instructions(plan, graph)
-        if part.kind == "send"
-    )
-    return Overview(
-        title,
-        tuple((s, partition.ipus[s], names, sizes[s]) for s, names in enumerate(partition.names)),
-        transfers,
-        schedule_text(plan, settings),
-        tuple(
-            (f"{piece.phase}{piece.stage}", partition.ipus[piece.stage], piece.source)
-            for piece in partition.pieces
-        ),
-    )

@@ -17,7 +17,7 @@ from popengine.errors import Error
 
 from ..annotating.blocks import module_repr
 from ..annotating.replica_groups import GroupableParameter
-from ..compiling.compilation_log import Overview, make_overview
+from ..compiling.compilation_log import Overview
 from ..logs import logger
 from ..options import Options
 from . import marked_model
@@ -173,7 +173,7 @@ class PublicNames:
         Raises: Error, before compilation. `poptorch.describe` returns an overview without a compiled model.
         """
         compiled = self._plans.require_executable()
-        return make_overview(compiled.plan, compiled.settings, compiled.graph)
+        return Overview(compiled.plan, compiled.settings, compiled.graph)
 
     @property
     def memory_format(self) -> str:

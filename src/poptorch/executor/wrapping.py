@@ -12,7 +12,7 @@ from popengine.errors import Error
 from popengine.settings import Settings
 
 from ..compiling.arguments import bind
-from ..compiling.compilation_log import Overview, make_overview
+from ..compiling.compilation_log import Overview
 from ..compiling.executable import compile_model
 from ..compiling.runs import Run
 from ..logs import logger
@@ -118,7 +118,7 @@ def describe(
     """
     with _compile_arguments(model, options, batch, training) as (_, program):
         compiled = compile_model(*program, is_plan_only=True)
-        return make_overview(compiled.plan, compiled.settings, compiled.graph)
+        return Overview(compiled.plan, compiled.settings, compiled.graph)
 
 
 @outside_inference_mode
