@@ -27,72 +27,26 @@ from ..update.optimizer_rules import rule_of
 
 def make_plan(partition: Partition, settings: Settings) -> Plan:
     """Return the plan of a partition: with the table of a step, and the slots that each ipu holds."""
-    counts, flow = settings.counts, _DataFlow(partition)
-    rows = _TableWriter(flow, settings).write()
+    counts, writer = settings.counts, _TableWriter(partition, settings)
     micro_batches = counts.accumulation if settings.training else counts.iterations
-    return Plan(partition, rows, micro_batches, settings.strategy.mode, flow.state)
+    return Plan(partition, writer.write(), micro_batches, settings.strategy.mode, writer.state)
 
 
-class _DataFlow:
-    """The data flow of a partition: the piece that makes each value, and the pieces that read it.
+class _TableWriter:
+    """The writer of a table's rows. Within a micro-batch a row waits for earlier rows only.
 
     A piece is given by its index in `pieces`, a value by the name of its node or slot in the graph.
     """
 
-    def __init__(self, partition: Partition) -> None:
-        self.partition, self.pieces = partition, partition.pieces
-        self.ipus = sorted(set(partition.ipus))
+    def __init__(self, partition: Partition, settings: Settings) -> None:
+        self.partition, self.pieces, self.settings = partition, partition.pieces, settings
         signature = partition.signature
-        self.fixed = signature.constant_slots
-        self.inputs, self.maker = signature.inputs, partition.makers
-        self.is_of_micro_batch = partition.is_of_micro_batch
+        self.inputs, self.fixed = signature.inputs, signature.constant_slots
         gradients = {result.key for result in signature.results if result.kind == "gradient"}
         # By slot name of each trained weight: its canonical name.
         self.trained = {
             s.name: s.key for s in signature.slots if s.role == "parameter" and s.key in gradients
         }
-        self.home = {name: partition.ipus[stage] for name, stage in partition.home.items()}
-        # For each value and ipu, the pieces that read it and don't make it, in order of the data.
-        self.readers: dict[tuple[str, int], list[int]] = {}
-        # For each ipu, the trained weights that it holds, and the untrained state that its pieces read.
-        state = {ipu: {name for name in self.trained if self.home[name] == ipu} for ipu in self.ipus}
-        for i, piece in enumerate(self.pieces):
-            for name in partition.names_read_by(piece):
-                if self.maker.get(name) != i:
-                    self.readers.setdefault((name, self.ipu_of(i)), []).append(i)
-                if name not in self.trained and not self.is_of_micro_batch(name, i):
-                    state[self.ipu_of(i)].add(name)
-        self.state = {
-            ipu: tuple(slot.name for slot in signature.slots if slot.name in names)
-            for ipu, names in state.items()
-        }
-        # For each piece, the values that the piece sends to each ipu, and the pieces from which it receives values.
-        self.sends: list[dict[int, tuple[str, ...]]] = [{} for _ in self.pieces]
-        self.receives: list[list[int]] = [[] for _ in self.pieces]
-        for i, piece in enumerate(self.pieces):
-            for ipu in self.ipus:
-                names = tuple(n for n in piece.writes if n in self.maker and (n, ipu) in self.readers)
-                if names and ipu != self.ipu_of(i):
-                    self.sends[i][ipu] = names
-                    self.receives[min(self.readers[name, ipu][0] for name in names)].append(i)
-
-    def ipu_of(self, piece: int) -> int:
-        return self.partition.ipus[self.pieces[piece].stage]
-
-
-class _TableWriter:
-    """The writer of a table's rows. Within a micro-batch a row waits for earlier rows only."""
-
-    def __init__(self, flow: _DataFlow, settings: Settings) -> None:
-        self.flow, self.settings = flow, settings
-        self.rows: list[Task] = []
-        self.row_of: dict[int, int] = {}  # piece -> its row
-        self.sums: dict[int, int] = {}  # piece -> the row of its sums
-        self.loader: dict[str, int] = {}  # an input -> the row that loads it
-        self.writer: dict[str, int] = {}  # a changed buffer's slot -> the row that writes its next value
-        # Of each value of a micro-batch, the rows that make or read it.
-        self.users: dict[str, set[int]] = {}
-        signature = flow.partition.signature
         self.buffers = {slot.key: slot.name for slot in signature.slots if slot.role == "buffer"}
         self.results = [  # kind, name, and the key that instructions have: see `Instruction`
             (r.kind, r.name, r.key if r.kind in ("gradient", "buffer") else str(position))
@@ -100,12 +54,37 @@ class _TableWriter:
         ]
         modes = (settings.outputs, *(anchor.outputs for anchor in settings.anchors))
         self.adds_outputs = "sum" in modes
+        # For each value and ipu, the pieces that read it and don't make it, in order of the data.
+        self.readers: dict[tuple[str, int], list[int]] = {}
+        # For each ipu, the trained weights that it holds, and the untrained state that its pieces read.
+        held: dict[int, set[str]] = {ipu: set() for ipu in sorted(set(partition.ipus))}
+        for name in self.trained:
+            held[partition.ipus[partition.home[name]]].add(name)
+        for i, piece in enumerate(self.pieces):
+            ipu = partition.ipus[piece.stage]
+            for name in partition.names_read_by(piece):
+                if partition.makers.get(name) != i:
+                    self.readers.setdefault((name, ipu), []).append(i)
+                if name not in self.trained and not partition.is_of_micro_batch(name, i):
+                    held[ipu].add(name)
+        self.state = {
+            ipu: tuple(slot.name for slot in signature.slots if slot.name in names)
+            for ipu, names in held.items()
+        }
+        self.rows: list[Task] = []
+        self.row_of: dict[int, int] = {}  # piece -> its row
+        self.sums: dict[int, int] = {}  # piece -> the row of its sums
+        self.loader: dict[str, int] = {}  # an input -> the row that loads it
+        self.writer: dict[str, int] = {}  # a changed buffer's slot -> the row that writes its next value
+        self.receives: dict[int, list[Instruction]] = {}  # piece -> how it receives values of other ipus
+        # Of each value of a micro-batch, the rows that make or read it.
+        self.users: dict[str, set[int]] = {}
 
     def write(self) -> tuple[Task, ...]:
         """Write all rows of the table, and return them. May be called once."""
-        flow = self.flow
-        for source, target in permutations(flow.ipus, 2):
-            names = tuple(n for n in flow.trained if flow.home[n] == source and (n, target) in flow.readers)
+        for source, target in permutations(self.state, 2):
+            held = self.state[source]
+            names = tuple(n for n in held if n in self.trained and (n, target) in self.readers)
             if names:
                 channel = f"weights of {source}"
                 send = Instruction("send", names, channel=channel, peer=target)
@@ -114,10 +93,10 @@ class _TableWriter:
                 self._append(
                     Task("copy", target, index="step", after=(After(sent),), instructions=(receive,))
                 )
-        for number in range(len(flow.pieces)):
+        for number in range(len(self.pieces)):
             self._add_piece(number)
         self._add_frees()
-        if flow.trained and self.settings.part.ends_step:
+        if self.trained and self.settings.part.ends_step:
             self._add_updates()
         return tuple(self.rows)
 
@@ -136,12 +115,12 @@ class _TableWriter:
 
     def _add_piece(self, number: int) -> None:
         """Append the row of a piece; also a `sum` row if the piece writes gradients, or outputs to sum."""
-        flow, piece = self.flow, self.flow.pieces[number]
-        flowing = [name for name in piece.reads if flow.is_of_micro_batch(name, number)]
-        makers = [flow.maker[name] for name in flowing if name in flow.maker]
+        partition, piece = self.partition, self.pieces[number]
+        flowing = [name for name in piece.reads if partition.is_of_micro_batch(name, number)]
+        makers = [partition.makers[name] for name in flowing if name in partition.makers]
         makers_rows = {self.row_of[maker] for maker in makers}
         makers_rows |= {self.loader[name] for name in flowing if name in self.loader}
-        group = max(1, piece.gather_group_size, *(flow.pieces[maker].gather_group_size for maker in makers))
+        group = max(1, piece.gather_group_size, *(self.pieces[maker].gather_group_size for maker in makers))
         after = [After(row, 0, group) for row in sorted(makers_rows)]
         row = self.row_of[number] = len(self.rows)
         if self.settings.finite_checks or has_side_effects(piece):
@@ -153,11 +132,11 @@ class _TableWriter:
         sums = _instruction_if_any("accumulate", self._graph_results_of(piece, "gradient"))
         sums += stores if self.adds_outputs else []
         own, freed = self._instructions_of_piece(number, [] if self.adds_outputs else stores)
-        task = Task(kind, flow.ipu_of(number), piece.stage, piece.phase, piece=number)
+        task = Task(kind, partition.ipus[piece.stage], piece.stage, piece.phase, piece=number)
         instructions = (*own, *(() if sums else freed))
         self._append(replace(task, after=tuple(after), instructions=instructions), [*flowing, *piece.writes])
         for name in flowing:
-            if name in flow.inputs:
+            if name in self.inputs:
                 self.loader.setdefault(name, row)
         self.writer.update({self.buffers[key]: row for _, key in self._graph_results_of(piece, "buffer")})
         if sums:
@@ -170,18 +149,21 @@ class _TableWriter:
     ) -> tuple[list[Instruction], list[Instruction]]:
         """Return two lists: the instructions of a piece, which end with `stores`; and the `free` of the values that
         no later piece of its ipu reads (one instruction or none)."""
-        flow, ipu, piece = self.flow, self.flow.ipu_of(number), self.flow.pieces[number]
-        readers = {name: flow.readers.get((name, ipu), [-1]) for name in (*piece.reads, *piece.writes)}
-        fresh = [(n, flow.inputs[n]) for n in piece.reads if n in flow.inputs and readers[n][0] == number]
-        last = tuple(n for n in piece.reads if flow.is_of_micro_batch(n, number) and readers[n][-1] == number)
-        done = tuple(n for n in piece.writes if n in flow.fixed or readers[n][-1] <= number)
-        found = [
-            Instruction("receive", flow.sends[i][ipu], channel=str(flow.pieces[i]), peer=flow.ipu_of(i))
-            for i in flow.receives[number]
-        ]
-        found += [*_instruction_if_any("load", fresh), Instruction("compute", last, piece=number)]
-        for other, names in flow.sends[number].items():
-            found.append(Instruction("send", names, channel=str(piece), peer=other))
+        partition, piece, inputs = self.partition, self.pieces[number], self.inputs
+        ipu = partition.ipus[piece.stage]
+        readers = {name: self.readers.get((name, ipu), [-1]) for name in (*piece.reads, *piece.writes)}
+        loads = [(n, inputs[n]) for n in piece.reads if n in inputs and readers[n][0] == number]
+        last = (n for n in piece.reads if partition.is_of_micro_batch(n, number) and readers[n][-1] == number)
+        done = tuple(n for n in piece.writes if n in self.fixed or readers[n][-1] <= number)
+        found = [*self.receives.get(number, ()), *_instruction_if_any("load", loads)]
+        found.append(Instruction("compute", tuple(last), piece=number))
+        for other in self.state:
+            names = tuple(n for n in piece.writes if n in partition.makers and (n, other) in self.readers)
+            if names and other != ipu:
+                channel, first = str(piece), min(self.readers[name, other][0] for name in names)
+                found.append(Instruction("send", names, channel=channel, peer=other))
+                receive = Instruction("receive", names, channel=channel, peer=ipu)
+                self.receives.setdefault(first, []).append(receive)
         found += [*_instruction_if_any("keep", self._graph_results_of(piece, "buffer")), *stores]
         return found, [Instruction("free", done)] if done else []
 
@@ -190,11 +172,10 @@ class _TableWriter:
 
         Rows that use a changed buffer also wait for the row that writes it in the previous micro-batch.
         """
-        flow = self.flow
         writers: dict[int, set[int]] = {}  # row -> the rows that write the changed buffers which the row uses
         for number, row in self.row_of.items():
-            piece = flow.pieces[number]
-            read = [name for name in piece.reads if not flow.is_of_micro_batch(name, number)]
+            piece = self.pieces[number]
+            read = [name for name in piece.reads if not self.partition.is_of_micro_batch(name, number)]
             writers[row] = {self.writer[name] for name in read if name in self.writer}
             writers[row] |= {row}.intersection(self.writer.values())
             if piece.gather_group_size:  # another replica stacks the values that it gathers
@@ -226,8 +207,7 @@ class _TableWriter:
 
     def _add_updates(self) -> None:
         """Append the rows that end a step, from `exchange` to `end`."""
-        settings, flow = self.settings, self.flow
-        optimizer, counts = settings.optimizer, settings.counts
+        settings, counts, optimizer = self.settings, self.settings.counts, self.settings.optimizer
         assert optimizer is not None
         ends = (*self.row_of.values(), *self.sums.values())
         ready = [After(row, None, counts.replicas) for row in ends]
@@ -236,7 +216,7 @@ class _TableWriter:
             before = [
                 After(row, None)
                 for row, t in enumerate(self.rows)
-                if t.kind == "gather" and flow.pieces[t.piece].gather_group_size > counts.replicas
+                if t.kind == "gather" and self.pieces[t.piece].gather_group_size > counts.replicas
             ]
             for number, row in self.sums.items():
                 if any(x.kind == "accumulate" for x in self.rows[row].instructions):
@@ -248,8 +228,8 @@ class _TableWriter:
         begin = self._add_step_row("begin", ready)
         updated = {
             ipu: (Instruction("update", keys=keys),)
-            for ipu in flow.ipus
-            if (keys := tuple(flow.trained[n] for n in flow.state[ipu] if n in flow.trained))
+            for ipu, names in self.state.items()
+            if (keys := tuple(self.trained[n] for n in names if n in self.trained))
         }
         # A process that keeps no optimizer state of an ipu has no chunks there, so later rows wait for `begin`, too.
         first = begin
