@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from popengine.compile.piece_parts import BUCKET
+from popengine.compile.partition import BUCKET
 from popengine.run.instances.all_reduce import AllReduce
 
 

@@ -8,8 +8,7 @@ from ..errors import Error
 from ..ir import Graph, Partition, Plan
 from ..piece import GATHER
 from ..settings import Settings
-from .partition import partition
-from .piece_parts import cut_pieces
+from .partition import cut_pieces, partition
 from .tasks import make_plan
 
 

@@ -126,7 +126,7 @@ class _TableWriter:
         if self.settings.finite_checks or has_side_effects(piece):
             after.append(After(row, 1))
         kind: TaskKind = "forward" if piece.phase == "F" else "backward"
-        if piece.gather_group_size:  # and does nothing else: see `piece_parts.py`
+        if piece.gather_group_size:  # and does nothing else: see `cut_pieces`
             kind = "gather"
         stores = _instruction_if_any("store", self._graph_results_of(piece, "output", "input"))
         sums = _instruction_if_any("accumulate", self._graph_results_of(piece, "gradient"))

@@ -10,7 +10,7 @@
     end        finish the step
 
 A bucket is the gradients of one piece that processes exchange together. They are complete at about the same
-time, because pieces are cut there (`piece_parts.py`), and the rest of the backward runs meanwhile. Their sums
+time, because pieces are cut there (`compile/partition.py`), and the rest of the backward runs meanwhile. Their sums
 are views of a flat tensor, so that the exchange copies nothing before or after.
 
 All sums are in a fixed order, so that every layout and run gives the same bits. A new operation between the

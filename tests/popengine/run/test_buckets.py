@@ -1,10 +1,12 @@
 """Buckets of gradients: cut in the order of the backward, and one after another in memory."""
 
+import importlib
+
 import pytest
 import torch
 from engine_models import graph_of, net, stages
 
-from popengine.compile import compile_graph, piece_parts
+from popengine.compile import compile_graph
 from popengine.run.state import State
 from popengine.run.updating import buckets_of
 from popengine.settings import Counts, Optimizer, Settings
@@ -14,7 +16,7 @@ BACKWARD = ["d", "c", "b", "norm", "a"]  # the layers, as their gradients come
 
 def made(monkeypatch, size, least=None, replicas=1):
     """The state of a model whose blocks are all in one piece, and its buckets of about `size` bytes."""
-    monkeypatch.setattr(piece_parts, "BUCKET", size)
+    monkeypatch.setattr(importlib.import_module("popengine.compile.partition"), "BUCKET", size)
     names = {name: 0 for name, _ in net().named_parameters()}
     settings = Settings(
         True,
