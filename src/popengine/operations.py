@@ -1,7 +1,7 @@
 """The engine's own operations: a branch, a loop, and a gather of the values of all replicas of a group.
 
 A branch or loop runs bodies, graphs inside a graph. A body is passed to its operation as text, since the operations of
-a graph take tensors and plain values only. `compile/recording/branches_and_loops.py` makes bodies, and
+a graph take tensors and plain values only. `compile/recording/functional.py` makes bodies, and
 `run/backends/eager.py` runs them. Gathering over replicas is a task of its own in a plan; outside a plan the operation
 returns `size` copies of its value, as if all replicas had the same value.
 """

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from popengine.compile.recording.branches_and_loops import trace_body
 from popengine.compile.recording.current_capture import Capture, current
+from popengine.compile.recording.functional import trace_body
 from popengine.errors import Error
 
 from .host import as_list

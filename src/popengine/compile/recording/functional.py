@@ -1,4 +1,7 @@
-"""Make a recorded graph functional: without in-place operations, aliases and dead code; number its random draws."""
+"""Make a recorded graph functional: without in-place operations, aliases and dead code; number its random draws.
+
+The same holds for sub-graphs: the bodies of branches and loops, traced while the surrounding forward is traced.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import CaptureError
 from ...ir import Graph, Key, Result, Slot, Visit
+from ...operations import Body
+from ..partition import make_piece
+from .current_capture import Capture, recording_paused
 from .graph_recorder import (
     PLACE,
     GraphRecorder,
@@ -24,6 +30,7 @@ from .graph_recorder import (
 )
 
 aten = torch.ops.aten
+_BODY = -1  # in place of a stage: a failing line is looked up in the piece that runs the body
 _REPLAYED_META = (*PLACE, "scope", "attributes", "group", "numbers")  # what a replay copies of a node's meta
 _OVERWRITES = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default)
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
@@ -226,3 +233,42 @@ def _check_lost_writes(written: dict[fx.Node, fx.Node]) -> None:
                 "  why: a compiled model starts with the same value at every micro-batch; what was written is lost\n"
                 "  fix: `self.register_buffer(name, tensor)`, which makes it a part of the model's state"
             )
+
+
+# ---- the bodies of branches and loops -----------------------------------------------------------------------
+
+
+def trace_body(
+    capture: Capture,
+    body: Callable[[list[Tensor]], Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+) -> tuple[Body, list[Tensor]]:
+    """Run the body of a branch or loop once, on new tensors like `inputs`, and record its operations in a graph of
+    their own. In-place operations of the body do not change tensors outside of it.
+
+    Returns: the body, and the tensors of the surrounding forward that it reads: its inputs after `inputs`
+    """
+    block = capture.block
+    with recording_paused() as fake, fake:
+        recorder = GraphRecorder(capture.node_meta, outer_role="outer")
+        given = [empty_like(value) for value in inputs]
+        for position, value in enumerate(given):
+            recorder.add_placeholder(f"input_{position}", value, role="input", key=str(position))
+        with recorder:
+            outputs = list(body(given))
+        nodes = [recorder.node_of(value) for value in outputs]
+        capture.block = block
+        recorder.graph.output(tuple(nodes))
+        graph, outer = recorder.graph, recorder.constants
+        if any(map(is_write, graph.nodes)):
+            with torch._C.DisableTorchFunction():
+                graph = functionalize_graph(graph, {}).graph
+    drop_aliases_and_dead_code(graph)
+    name_of = {node.meta["key"]: node.name for node in graph.find_nodes(op="placeholder")}
+    reads = [name_of[key] for key in (*map(str, range(len(inputs))), *outer)]
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    draws = [node.meta.pop("draw") for node in calls if "draw" in node.meta]  # the whole body has one key
+    results: Any = graph.output_node().args[0]
+    piece = make_piece("F", _BODY, reads, [node.name for node in results], calls)
+    shapes = tuple((tuple(node.meta["val"].shape), node.meta["val"].dtype) for node in results)
+    return Body(piece, shapes, bool(draws)), list(outer.values())
