@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 
 import poptorch
+from popvision.virtual import Change
 
 THREADS = torch.get_num_threads()
 
@@ -32,11 +31,13 @@ class Case:
     adam: bool = False  # else SGD, which has no state
     threads: int = 0  # 0: as many as the program has
 
-    def changed(self, setting: Mapping[str, Any]) -> Case:
-        setting = dict(setting)
-        if "iterations" in setting:
-            setting["accumulation"] = setting.pop("iterations")
-        return replace(self, **setting)
+    def changed(self, change: Change) -> Case:
+        if change.kind == "pipeline":
+            return replace(self, pipelined=True)
+        count = int(change.what.partition("(")[2].rstrip(")"))
+        return (
+            replace(self, replicas=count) if change.kind == "replicas" else replace(self, accumulation=count)
+        )
 
     def __str__(self) -> str:
         kind = "training" if self.training else "inference"

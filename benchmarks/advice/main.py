@@ -12,7 +12,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,8 @@ def ratio(before: Callable[[], float], after: Callable[[], float], rounds: int) 
     return statistics.median(found)
 
 
-def gain_here(case: Case, setting: Mapping[str, Any], rounds: int) -> float:
-    runners = Runner(case), Runner(case.changed(setting))
+def gain_here(case: Case, change: Change, rounds: int) -> float:
+    runners = Runner(case), Runner(case.changed(change))
     found = ratio(runners[0].once, runners[1].once, rounds)
     for runner in runners:
         runner.executor.destroy()
@@ -80,7 +80,7 @@ def main() -> None:
         said = [(change, promises(change, found)) for change in found.changes]
         for change, machines in said:
             for machine, least in machines:
-                measured = gain_here(case, change.setting, args.rounds)
+                measured = gain_here(case, change, args.rounds)
                 rows.append([number, str(case), change.what, machine, least, measured])
                 print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
         if not any(machines for _, machines in said):

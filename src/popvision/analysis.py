@@ -67,7 +67,7 @@ def compute_figures(profile: Profile) -> Figures:
     computed = sum(totals) > 0 and all((piece.phase, piece.stage) in seen for piece in profile.pieces)
     cores = facts.get("threads", 0) if facts.get("device", "cpu") == "cpu" else 0
     here = virtual.ns_on_host(step, cores) if computed and cores else None
-    apart = virtual.ns_on_devices(step) if computed else None
+    apart = virtual.simulated_ns(step) if computed else None
     calls, steps, ns, ns_with_gaps = _sum_warm_calls(profile)
     factors = ("micro_batch_size", "accumulation", "groups", "iterations", "instances")
     rows_per_call = math.prod(profile.counts.get(name, 1) for name in factors)
@@ -172,49 +172,29 @@ class Row:
     """One figure of two runs."""
 
     name: str
-    first: float | None
-    second: float | None
-    in_words: Callable[[float | None], str]  # returns a value with its unit
-    spread: float = 0.0  # the share by which the figure differs between equal runs
-
-    @property
-    def ratio(self) -> float | None:
-        """Return `second` / `first`; None if either is None, or `first` is 0."""
-        return self.second / self.first if self.first and self.second is not None else None
-
-    @property
-    def better_run(self) -> Literal["first", "second", ""]:
-        """Return which run has the better figure; "" if a run lacks the figure, or if the two figures differ
-        by at most `spread` or 1 %, whichever is more."""
-        if self.first is None or self.second is None:
-            return ""
-        top = max(abs(self.first), abs(self.second))
-        if abs(self.first - self.second) <= max(0.01, self.spread) * top:
-            return ""
-        more_is_better = self.in_words is rate_text
-        return "second" if (self.second > self.first) == more_is_better else "first"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row for JSON; `first` and `second` are texts with units."""
-        words = {"first": self.in_words(self.first), "second": self.in_words(self.second)}
-        return {
-            "name": self.name,
-            **words,
-            "ratio": self.ratio,
-            "spread": self.spread,
-            "better": self.better_run,
-        }
+    first: str  # with a unit; "–" if the run lacks the figure
+    second: str
+    ratio: float | None  # second / first; None if a run lacks the figure
+    spread: float  # the share by which the figure differs between equal runs
+    better: Literal[
+        "first", "second", ""
+    ]  # "" if the figures differ by at most `spread` or 1 %, or one is missing
 
 
 def compare_figures(a: Figures, b: Figures) -> list[Row]:
-    """Return a row for each figure of two runs: totals, then the times of each stage and block. The value of
-    a run that lacks the stage or block is None."""
-    first, second, rows = _compared_values(a), _compared_values(b), []
-    for name in {**first, **second}:
+    """Return a row for each figure of two runs: totals, then the times of each stage and block. A run may lack
+    a stage or block of the other run."""
+    runs, rows = (_compared_values(a), _compared_values(b)), []
+    for name in {**runs[0], **runs[1]}:
         (one, in_words, spread), (other, _, other_spread) = (
-            values.get(name, (None, seconds_text, 0.0)) for values in (first, second)
+            run.get(name, (None, seconds_text, 0.0)) for run in runs
         )
-        rows.append(Row(name, one, other, in_words, spread + other_spread))
+        spread, ratio, better = spread + other_spread, None, ""
+        if one is not None and other is not None:
+            ratio = other / one if one else None
+            if abs(one - other) > max(0.01, spread) * max(abs(one), abs(other)):
+                better = "second" if (other > one) == (in_words is rate_text) else "first"
+        rows.append(Row(name, in_words(one), in_words(other), ratio, spread, better))
     return rows
 
 
@@ -253,8 +233,8 @@ def comparison_text(rows: Sequence[Row], names: tuple[str, str]) -> str:
     lines = [["", names[0][-24:], names[1][-24:], "ratio", "spread"]]
     for row in rows:
         cells = [
-            row.in_words(value) + (" <" if row.better_run == side else "")
-            for side, value in (("first", row.first), ("second", row.second))
+            text + (" <" if row.better == side else "")
+            for side, text in (("first", row.first), ("second", row.second))
         ]
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         lines.append([row.name[:40], *cells, ratio, f"± {row.spread:.0%}" if row.spread >= 0.005 else ""])

@@ -69,7 +69,7 @@ def profiles_page(
     Args:
         entries:     a dictionary for each profile, as `profile_entry` returns it
         comparisons: a dictionary for each comparison: "first" and "second" are indices in `entries`, "rows"
-            the compared figures, as `Row.to_dict` returns them
+            the compared figures, each the fields of an `analysis.Row`
     """
     viewer = files("popvision") / "viewer"
     data = json.dumps(
@@ -141,7 +141,7 @@ def write_comparison(first: Path, second: Path, target: Path) -> str:
         runs = [compute_figures(profiles[kind][1]) for profiles in found]
         rows = compare_figures(*runs)
         at = {"first": len(entries), "second": len(entries) + 1}
-        comparisons.append({**at, "rows": [row.to_dict() for row in rows]})
+        comparisons.append({**at, "rows": [asdict(row) for row in rows]})
         texts.append(comparison_text(rows, (str(first), str(second))))
         for profiles, run in zip(found, runs, strict=True):
             label, profile = profiles[kind]

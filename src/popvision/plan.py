@@ -196,7 +196,7 @@ def estimate_plan(profile: Profile, machine: Machine, replicas: int, micro_batch
     else:
         costs = Costs(profile, machine, replicas)
         step = costs.step_model(micro_batches)
-        ns = virtual.ns_on_devices(step)
+        ns = virtual.simulated_ns(step)
         taken, bubble = ns / 1e9, step.bubble(ns)
         spent = max(costs.seconds_by_ipu(micro_batches).values(), key=lambda spent: sum(spent.values()))
         # A chip has its program, and of the optimizer's state only what the options keep there.
@@ -345,7 +345,7 @@ def _timeline(drawn: Estimate, costs: Costs) -> str:
     micro_batches = min(drawn.accumulation, max(1, _DRAWN // len(actions)))
     step = costs.step_model(micro_batches)
     tasks, found = virtual.simulate_step(step)
-    rows, width, tall = sorted(set(step.ipus)), 1000, 30
+    rows, width, tall = sorted({action.ipu for action in step.actions}), 1000, 30
     unit = width / (found.length or 1)
     boxes = [f'<text x="0" y="{i * tall + 17}">ipu {ipu}</text>' for i, ipu in enumerate(rows)]
     for (row, micro_batch), start, end in zip(tasks, found.starts, found.ends, strict=False):

@@ -245,7 +245,7 @@ def step_model(profile: Profile, events: list[Event], times: list[StageTime]) ->
         updates=updates,
         micro_batches=profile.facts.get("schedule_micro_batches", 1),
         replicas=profile.counts.get("replicas", 1),
-        ordered=frozenset(event.stage for event in events if event.kind == "keep"),
+        ordered={event.stage for event in events if event.kind == "keep"},
         between=_ns_between_tasks(events),
         fixed=_ns_outside_steps(profile),
         sharing={count: (low, high) for count, low, high, _ in sharing},

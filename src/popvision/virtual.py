@@ -9,7 +9,7 @@ To find what a change of the program gains, a changed `StepModel` is simulated a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -30,14 +30,12 @@ _SAFETY = 0.75  # share of a simulated gain that is promised; caches and memory 
 class StepModel:
     """The computations of a step, their costs in ns, and the rules for their order."""
 
-    ipus: tuple[int, ...]  # of each stage
-    forward: tuple[float, ...]  # ns of one micro-batch, by stage
-    backward: tuple[float, ...]  # the same; empty: inference
+    actions: tuple[Action, ...]  # the computations of a micro-batch, each of which waits for the one before
+    costs: tuple[float, ...]  # ns of each action
     updates: Mapping[int, float]  # ns of the weight update, by ipu
     micro_batches: int  # of a replica
     replicas: int = 1
     mode: str = "pipelined"  # a key of `popengine.order.ORDERS`
-    ordered: frozenset[int] = frozenset()  # stages that must take micro-batches in ascending order
     between: float = 0.0  # ns between two tasks of a host's core
     fixed: float = 0.0  # ns that a call on a host spends outside its steps, for each step
     # By number of cores: the lowest and the highest measured speed of these cores together, relative to one core.
@@ -45,30 +43,34 @@ class StepModel:
     keeps_order: bool = True  # on separate devices: whether each ipu runs its program in a fixed order
 
     @classmethod
-    def of(cls, profile: Profile, costs: Mapping[tuple[str, int], float], **more: Any) -> StepModel:
-        """Return the model of a profile's step. `costs`: ns by (phase, stage); `more`: fields of the model
-        that the profile does not give."""
-        forward, backward = (tuple(costs[phase, i] for i in range(len(profile.ipus))) for phase in "FB")
-        mode = profile.facts.get("mode", "sharded")
-        return cls(profile.ipus, forward, backward if profile.training else (), mode=mode, **more)
+    def of(
+        cls,
+        profile: Profile,
+        costs: Mapping[tuple[str, int], float],
+        ordered: Collection[int] = (),
+        **more: Any,
+    ) -> StepModel:
+        """Return the model of a profile's step.
 
-    @property
-    def actions(self) -> list[Action]:
-        """Return the computations of a micro-batch in their order, each of which waits for the one before.
-        The forward of a stage in `ordered` also waits for the same forward of the previous micro-batch."""
-        stages = range(len(self.ipus))
-        phases = [("F", s) for s in stages] + [("B", s) for s in reversed(stages) if self.backward]
-        found = []
+        Args:
+            costs:   ns by (phase, stage)
+            ordered: the stages whose forwards must run in the order of the micro-batches
+            more:    fields of the model that the profile does not give
+        """
+        stages = range(len(profile.ipus))
+        phases = [("F", i) for i in stages] + [("B", i) for i in reversed(stages) if profile.training]
+        actions = []
         for row, (phase, stage) in enumerate(phases):
             after = [After(row - 1)] if row else []
-            after += [After(row, 1)] if phase == "F" and stage in self.ordered else []
-            found.append(Action(phase, stage, self.ipus[stage], tuple(after)))
-        return found
+            after += [After(row, 1)] if phase == "F" and stage in ordered else []
+            actions.append(Action(phase, stage, profile.ipus[stage], tuple(after)))
+        mode = profile.facts.get("mode", "sharded")
+        return cls(tuple(actions), tuple(costs[key] for key in phases), mode=mode, **more)
 
     @property
-    def costs(self) -> list[float]:
-        """Return the ns of each computation in `actions`."""
-        return [*self.forward, *reversed(self.backward)]
+    def tasks(self) -> list[int]:
+        """Return the number of tasks of each action: a backward and its gradient sum are two."""
+        return [1 + (action.phase == "B") for action in self.actions]
 
     @property
     def work_ns(self) -> float:
@@ -77,19 +79,13 @@ class StepModel:
 
     @property
     def task_count(self) -> int:
-        """Return the number of tasks of a replica in a step: each forward is one, each backward two (with its
-        gradient sum), and each ipu's update one if it has a cost."""
-        each = len(self.forward) + 2 * len(self.backward)
-        return each * self.micro_batches + sum(map(bool, self.updates.values()))
+        """Return the number of tasks of a replica in a step. An update without a cost is no task."""
+        return sum(self.tasks) * self.micro_batches + sum(map(bool, self.updates.values()))
 
     def bubble(self, length: float) -> float:
         """Return the share of time in which the ipus wait, in a step of `length` ns on separate devices."""
-        return max(0.0, 1 - self.work_ns / (length * len(set(self.ipus)))) if length else 0.0
-
-
-def ns_on_devices(step: StepModel) -> float:
-    """Return the ns of a step on separate devices."""
-    return _simulated_ns(step)
+        ipus = {action.ipu for action in self.actions}
+        return max(0.0, 1 - self.work_ns / (length * len(ipus))) if length else 0.0
 
 
 def ns_on_host(step: StepModel, cores: int) -> float | None:
@@ -128,7 +124,7 @@ def _ns_on_cores(step: StepModel, cores: int, end: int, least_task: float = WORT
     if cores not in step.sharing:
         return None
     speed = [1 + (step.sharing[cores][end] - 1) * others / (cores - 1) for others in range(cores)]
-    return step.fixed + _simulated_ns(step, cores, speed)
+    return step.fixed + simulated_ns(step, cores, speed)
 
 
 def _stretched_length(found: Timeline, speed: Sequence[float]) -> float:
@@ -143,10 +139,10 @@ def _stretched_length(found: Timeline, speed: Sequence[float]) -> float:
     return length
 
 
-def _simulated_ns(step: StepModel, cores: int = 0, speed: Sequence[float] = ()) -> float:
-    """Return the ns of a step: simulated, or if the step is long, extrapolated from two shorter simulations.
+def simulated_ns(step: StepModel, cores: int = 0, speed: Sequence[float] = ()) -> float:
+    """Return the ns of a step, simulated by `simulate_step`. A long step is extrapolated from two short ones.
 
-    Args: cores: as in `simulate_step`; speed: as in `_stretched_length`; empty: n cores are n times as fast
+    Args: speed: as in `_stretched_length`; empty: n cores are n times as fast as one
     """
 
     def run(micro_batches: int) -> float:
@@ -163,8 +159,7 @@ def simulate_step(step: StepModel, cores: int = 0) -> tuple[list[tuple[int, int]
     Args: cores: the number of cores that share the ipus of all replicas; 0: an ipu is a device (1 replica)
     """
     between, replicas = (step.between, step.replicas) if cores else (0.0, 1)
-    tasks = [1] * len(step.forward) + [2] * len(step.backward)
-    costs = [cost + count * between for cost, count in zip(step.costs, tasks, strict=True)]
+    costs = [cost + count * between for cost, count in zip(step.costs, step.tasks, strict=True)]
     updates = {ipu: cost + between for ipu, cost in step.updates.items() if cost}  # one for all replicas
     order, keeps_order = ORDERS[step.mode][bool(cores)], step.keeps_order and not cores
     return timeline(step.actions, step.micro_batches, order, cores, costs, replicas, updates, keeps_order)
@@ -182,9 +177,6 @@ class Change:
     apart: float  # speedup on separate devices
     here: float | None  # speedup on this host's cores; None: unknown
     also: str  # other effects of the change
-    setting: Mapping[
-        str, Any
-    ]  # the change as data: {"accumulation": 8}, {"pipelined": True}, {"replicas": 2} ...
 
     @property
     def best_speedup(self) -> float:
@@ -210,13 +202,13 @@ def advised_changes(profile: Profile, step: StepModel, spread: float) -> list[Ch
     # With more tasks, operations that use several cores would use fewer: how fast they are then is not measured.
     is_host = facts.get("device", "cpu") == "cpu" and facts.get("threads_inside", 1) == 1
     cores = facts.get("threads", 0) if is_host else 0
-    before, by_kind = ns_on_devices(step), defaultdict(list)
-    for kind, changed, what, also, setting in _candidate_changes(profile, step, cores):
-        faster = before / ns_on_devices(changed) * changed.micro_batches / step.micro_batches
+    before, by_kind = simulated_ns(step), defaultdict(list)
+    for kind, changed, what, also in _candidate_changes(profile, step, cores):
+        faster = before / simulated_ns(changed) * changed.micro_batches / step.micro_batches
         # More replicas take more separate devices, and then each row takes as long as before.
         on_devices = faster if changed.replicas == step.replicas else 1.0
         on_cores = speedup_on_host(step, changed, cores) if cores else None
-        by_kind[kind].append(Change(kind, what, on_devices, on_cores, also, setting))
+        by_kind[kind].append(Change(kind, what, on_devices, on_cores, also))
     found = []
     for same in by_kind.values():
         least = 1 + 0.7 * max(0.0, max(one.best_speedup for one in same) - 1)
@@ -229,34 +221,30 @@ def advised_changes(profile: Profile, step: StepModel, spread: float) -> list[Ch
 
 def _candidate_changes(
     profile: Profile, step: StepModel, cores: int
-) -> Iterator[tuple[str, StepModel, str, str, dict[str, Any]]]:
-    """Yield (kind, changed step, what, also, setting) of each change to simulate; see the fields of `Change`.
+) -> Iterator[tuple[str, StepModel, str, str]]:
+    """Yield (kind, changed step, what, also) of each change to simulate; see the fields of `Change`.
 
     The changes are more micro-batches, a pipeline in place of sharded stages, and more replicas of a single
     process, so that each core has one.
     """
     for factor in (2, 4, 8, 16):
-        count, option, name = factor * step.micro_batches, "options.deviceIterations", "iterations"
+        count, option = factor * step.micro_batches, "options.deviceIterations"
         also = f"a call takes {factor} times the rows"
-        if step.backward:
-            option, name = "options.Training.gradientAccumulation", "accumulation"
+        if profile.training:
+            option = "options.Training.gradientAccumulation"
             also = f"the effective batch becomes {factor} times as large, so the learning rate may have to change"
-        more = replace(step, micro_batches=count)
-        yield "micro-batches", more, f"{option}({count})", also, {name: count}
+        yield "micro-batches", replace(step, micro_batches=count), f"{option}({count})", also
 
-    stages = len(step.ipus)
-    least = 2 * stages - 1 if step.backward else stages  # micro-batches of a pipeline
-    is_in_order = list(step.ipus) == sorted(step.ipus)
-    if profile.facts.get("mode") == "sharded" and is_in_order and step.micro_batches >= least > 1:
+    stages, ipus = len(profile.ipus), list(profile.ipus)
+    least = 2 * stages - 1 if profile.training else stages  # micro-batches of a pipeline
+    if profile.facts.get("mode") == "sharded" and ipus == sorted(ipus) and step.micro_batches >= least > 1:
         also = "up to as many micro-batches as there are stages are held at the same time"
-        pipelined = replace(step, mode="pipelined")
-        yield "pipeline", pipelined, "poptorch.PipelinedExecution", also, {"pipelined": True}
+        yield "pipeline", replace(step, mode="pipelined"), "poptorch.PipelinedExecution", also
 
     factor, held_by = cores // step.replicas, profile.facts.get("capacity") or {}
     limit, wanted = memory.capacity_and_need(profile, memory.memory_needs(profile))
     fits = not (limit and held_by.get("shared") and factor * wanted > limit)
     if factor > 1 and profile.counts.get("instances", 1) == 1 and fits:
         count, also = factor * step.replicas, f"a call takes {factor} times the rows"
-        also += ", and the effective batch becomes as many times as large" if step.backward else ""
-        more = replace(step, replicas=count)
-        yield "replicas", more, f"options.replicationFactor({count})", also, {"replicas": count}
+        also += ", and the effective batch becomes as many times as large" if profile.training else ""
+        yield "replicas", replace(step, replicas=count), f"options.replicationFactor({count})", also

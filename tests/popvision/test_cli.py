@@ -129,9 +129,9 @@ def test_what_differs_by_less_than_runs_do_is_no_difference(tmp_path):
     def row(first, second):
         return next(row for row in rows(first, second) if row.name == "time of a step")
 
-    assert row(profile, slower).better_run == "first"
+    assert row(profile, slower).better == "first"
     unsure = row(jittering(profile), jittering(slower))
-    assert unsure.better_run == "" and unsure.spread > 0.1
+    assert unsure.better == "" and unsure.spread > 0.1
     assert f"± {unsure.spread:.0%}" in comparison_text(
         rows(jittering(profile), jittering(slower)), ("a", "b")
     )
