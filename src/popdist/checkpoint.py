@@ -16,7 +16,7 @@ import atexit
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,13 +138,13 @@ class Checkpoint:
         its shard), and its own buffers, rates, random state, and states of the objects given to `restore`.
         """
         training = training_state(self._model)
-        has_shard = training.pop("shares_state")
-        differing = getattr(self._model, "per_replica_params", {})  # their values differ between instances
-        for kind in ("weights", "optimizer"):
+        kinds = ("weights",) if training.pop("shares_state") else ("weights", "optimizer")
+        for kind in kinds:
             names = sorted(training[kind])
-            chosen = {*names[self._launch.instance :: self._launch.instances], *differing}
-            if kind == "weights" or not has_shard:
-                training[kind] = {name: training[kind][name] for name in names if name in chosen}
+            share = names[self._launch.instance :: self._launch.instances]
+            # The values of per-replica parameters differ between instances.
+            chosen = {*share, *self._model.per_replica_params}
+            training[kind] = {name: training[kind][name] for name in names if name in chosen}
         return {
             **training,
             "calls": self.calls,
@@ -163,11 +163,10 @@ class Checkpoint:
         # The index of the saved replica for each replica of this instance.
         replicas = [(self._launch.instance * here + i) % count for i in range(here)]
         own = saved[replicas[0] // each]
-        differing = getattr(self._model, "per_replica_params", {})
         state = dict(own)
         for kind in ("weights", "optimizer"):
-            state[kind] = {name: value for file in saved for name, value in file[kind].items()}
-            state[kind] |= {name: value for name, value in own[kind].items() if name in differing}
+            # Own last, since the values of per-replica parameters differ between instances.
+            state[kind] = {name: value for file in (*saved, own) for name, value in file[kind].items()}
         # Before the first call there is one set of buffers for all replicas of an instance.
         sets = [(saved[r // each]["buffers"], r % each) for r in replicas]
         state["buffers"] = [dict(found[i if i < len(found) else 0]) for found, i in sets]
@@ -196,8 +195,7 @@ def resumable(
     Args: loader, executor, others: as in `Checkpoint.restore`
     """
     checkpoint.restore(executor, loader, **others)
-    state_of: Callable[[], dict[str, Any]] = loader.state_dict  # pyright: ignore[reportAttributeAccessIssue]
-    while state_of()["epoch"] < epochs:
+    while loader.state_dict()["epoch"] < epochs:  # pyright: ignore[reportAttributeAccessIssue]
         for batch in loader:
             yield batch
             checkpoint.step()

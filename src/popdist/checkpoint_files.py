@@ -34,7 +34,8 @@ _FORMAT = 1
 def write_checkpoint(
     folder: Path, instance: int, instances: int, state: dict[str, Any], replicas: int, keep: int
 ) -> str:
-    """Write one instance's file of a checkpoint; instance 0 also completes the checkpoint, or removes it.
+    """Write one instance's file of a checkpoint, then `done`, or after an error `failed` with the reason.
+    Instance 0 also waits for the others, and completes the checkpoint; if an instance failed, it removes it.
 
     Args:
         folder:   the unfinished folder, the same in all instances
@@ -43,11 +44,20 @@ def write_checkpoint(
         keep:     number of complete checkpoints that are kept
     Returns: the text of the first error; "" after success
     """
-    failure = ""
+    path, failure = folder / f"instance-{instance}.pt", ""
     try:
-        _write_file(folder, instance, state)
+        folder.mkdir(parents=True, exist_ok=True)
+        written = {path.name: _save_state(path, state)}
+        _write_text(path.with_suffix(".done"), json.dumps(written))
     except Exception as error:
+        if isinstance(error, OSError):
+            error = OSError(error.errno, error.strerror, str(folder.parent))
         failure = str(error)
+        with suppress(OSError):  # on a full disk, this takes the space of the partial file
+            path.write_text(f"instance {instance}: {failure}")
+        with suppress(OSError):
+            path.rename(path.with_suffix(".failed"))
+    state.clear()
     if instance == 0 and folder.exists():
         try:
             _complete_checkpoint(folder, instances, replicas, keep)
@@ -55,25 +65,6 @@ def write_checkpoint(
             shutil.rmtree(folder, ignore_errors=True)
             failure = failure or str(error)
     return failure
-
-
-def _write_file(folder: Path, instance: int, state: dict[str, Any]) -> None:
-    """Write one instance's file, then `done`; after an error write `failed`, and raise. Empties `state`."""
-    part = folder / f"instance-{instance}.pt"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        written = {part.name: _save_state(part, state)}
-        _write_text(part.with_suffix(".done"), json.dumps(written))
-    except Exception as error:
-        if isinstance(error, OSError):
-            error = OSError(error.errno, error.strerror, str(folder.parent))
-        with suppress(OSError):  # on a full disk, this takes the space of the partial file
-            part.write_text(f"instance {instance}: {error}")
-        with suppress(OSError):
-            part.rename(part.with_suffix(".failed"))
-        raise error from None
-    finally:
-        state.clear()
 
 
 def _complete_checkpoint(folder: Path, instances: int, replicas: int, keep: int) -> None:
@@ -135,7 +126,7 @@ def find_faults(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
         manifest = json.loads((folder / _MANIFEST).read_text())
         sums = sorted(manifest["files"].items())
         if manifest["format"] != _FORMAT:
-            return [f"it is of format {manifest['format']}, and this is {_FORMAT}"] if reader == 0 else []
+            raise ValueError(f"it is of format {manifest['format']}, and this is {_FORMAT}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         return [f"{_MANIFEST}: {error}"] if reader == 0 else []
     return [

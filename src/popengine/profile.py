@@ -273,40 +273,32 @@ def load(path: Path) -> Profile:
     Raises:
         ProfileError: the file is missing, no profile, damaged, cut short, or of a newer version
     """
+    again = "\n  fix: run the program again with profiling on"
     try:
-        return parse(path.read_text())
+        data = json.loads(path.read_text())
     except OSError as error:
         raise ProfileError(
             f"{path} can't be read: {error.strerror}\n  fix: name a profile.pop, or a folder of them"
         ) from error
     except UnicodeDecodeError as error:
-        raise ProfileError(f"{path} is not a profile: it isn't text") from error
-    except ProfileError as error:
-        raise ProfileError(f"{path} {error}") from error
-
-
-def parse(text: str) -> Profile:
-    """Return the profile in the text of a file. Raises: ProfileError, as `load`, without the file's name."""
-    again = "\n  fix: run the program again with profiling on"
-    try:
-        data = json.loads(text)
+        raise ProfileError(f"{path} is not a profile: it isn't text{again}") from error
     except json.JSONDecodeError as error:
-        kind = "is damaged or cut short" if text.lstrip().startswith("{") else "is not a profile"
-        raise ProfileError(
-            f"{kind}: line {error.lineno}, column {error.colno}: {error.msg}{again}"
-        ) from error
+        kind = "is damaged or cut short" if error.doc.lstrip().startswith("{") else "is not a profile"
+        why = f"line {error.lineno}, column {error.colno}: {error.msg}"
+        raise ProfileError(f"{path} {kind}: {why}{again}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise ProfileError(f"is not a profile: it does not say it is a {FORMAT!r}{again}")
+        raise ProfileError(f"{path} is not a profile: it does not say it is a {FORMAT!r}{again}")
     version = data.get("version")
     if not isinstance(version, int) or version > VERSION:
         raise ProfileError(
-            f"has version {version}, and this program reads up to {VERSION}\n  fix: update this installation of Pando"
+            f"{path} has version {version}, and this program reads up to {VERSION}\n"
+            "  fix: update this installation of Pando"
         )
     try:
         profile = Profile(**{entry.name: _parse_field(entry.name, data) for entry in fields(Profile)})
         _check_tables(profile)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ProfileError(f"is damaged: {type(error).__name__}: {error}{again}") from error
+        raise ProfileError(f"{path} is damaged: {type(error).__name__}: {error}{again}") from error
     return profile
 
 

@@ -16,7 +16,6 @@ from popengine.profile import (
     Tensor,
     Track,
     load,
-    parse,
 )
 
 PROFILE = Profile(
@@ -64,13 +63,14 @@ def test_the_file_says_its_format_version_and_columns():
     assert data["calls"] == {"columns": ["call", "start", "end", "steps"], "rows": [[0, 900, 1100, 1]]}
 
 
-def test_columns_that_this_program_does_not_know_are_passed_over():
+def test_columns_that_this_program_does_not_know_are_passed_over(tmp_path):
     data = json.loads(PROFILE.to_json())
     data["calls"] = {
         "columns": ["mood", "call", "start", "end", "steps"],
         "rows": [["good", 0, 900, 1100, 1]],
     }
-    assert parse(json.dumps(data)) == PROFILE
+    (tmp_path / "profile.pop").write_text(json.dumps(data))
+    assert load(tmp_path / "profile.pop") == PROFILE
 
 
 @pytest.mark.parametrize(

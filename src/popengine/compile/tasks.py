@@ -22,7 +22,7 @@ from typing import Any
 
 from ..ir import After, Index, Instruction, InstructionKind, Key, Partition, Piece, Plan, Task, TaskKind
 from ..settings import Settings
-from ..update.optimizer_rules import rule_of
+from ..update.optimizer_rules import RULES
 
 
 def make_plan(partition: Partition, settings: Settings) -> Plan:
@@ -233,7 +233,7 @@ class _TableWriter:
         }
         # A process that keeps no optimizer state of an ipu has no chunks there, so later rows wait for `begin`, too.
         first = begin
-        if rule_of(optimizer).trust_ratios is not None:
+        if RULES[optimizer.kind].trust_ratios is not None:
             measured = [self._add_step_row("measure", [begin], ipu=ipu, index="chunk") for ipu in updated]
             first = self._add_step_row("trust", [begin, *measured])
         done = [begin] + [

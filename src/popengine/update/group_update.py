@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..settings import Optimizer
 from .formulas import Formula, Rates, State, Step
-from .optimizer_rules import TrustRatios, rule_of
+from .optimizer_rules import RULES, TrustRatios
 
 SCALARS = ("step", "trust")  # names of the states that have one number per parameter
 # Elements of each tensor: 4 MB of float32. Smaller chunks fit a core's own cache, but an operation costs more
@@ -29,7 +29,7 @@ CHUNK = 1 << 20
 def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
     """Return the optimizer state of one parameter before its first update."""
     state = {}
-    for kept in rule_of(optimizer).initial_states(optimizer):
+    for kept in RULES[optimizer.kind].initial_states(optimizer):
         if kept.name == "step":  # on the CPU: the host reads it
             state[kept.name] = torch.zeros((), dtype=torch.float32)
         else:
@@ -41,7 +41,7 @@ def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
 
 def has_fused_kernel(optimizer: Optimizer, parameter: Tensor) -> bool:
     """Return whether the rule has a fused kernel, all tensors are float32, and all flags at default."""
-    rule = rule_of(optimizer)
+    rule = RULES[optimizer.kind]
     types = {parameter.dtype, optimizer.accumulator_type, *optimizer.state_types.values()}
     return rule.fused is not None and types == {torch.float32} and not rule.nondefault_flags(optimizer)
 
@@ -164,7 +164,7 @@ class UpdateStep:
     """
 
     def __init__(self, optimizer: Optimizer, rates: Rates, parts: Sequence[ParameterUpdate]) -> None:
-        self.optimizer, self.rates, self.rule = optimizer, rates, rule_of(optimizer)
+        self.optimizer, self.rates, self.rule = optimizer, rates, RULES[optimizer.kind]
         self.trust_ratios: TrustRatios | None = self.rule.trust_ratios
         for part in parts:
             for state in self.rule.states:

@@ -179,8 +179,3 @@ RULES: dict[str, Rule] = {
         trust_ratios=TrustRatios(formulas.negate_to_maximize, formulas.lars_trust_ratios, min_dims=2),
     ),
 }
-
-
-def rule_of(optimizer: Optimizer) -> Rule:
-    """Return the update rule of an optimizer, by its `kind`."""
-    return RULES[optimizer.kind]

@@ -24,7 +24,7 @@ from popengine.run.instances.all_reduce import all_gather_rows
 from popengine.run.instances.process_group import FIRST_TAG, group_of_size
 from popengine.run.piece_costs import call_with_threads, measure, measure_sharing, measure_speedup, sample_of
 from popengine.settings import Settings, StagePlan, Strategy
-from popengine.update.optimizer_rules import rule_of
+from popengine.update.optimizer_rules import RULES
 
 from ..annotating.replica_groups import first_rows_only
 from ..logs import logger
@@ -151,7 +151,9 @@ def _block_costs(
     size = [held * settings.strategy.ipus for held in bytes_held_for_backward(graph, parts)]
     optimizer = settings.optimizer
     states = (
-        [state for state in rule_of(optimizer).initial_states(optimizer) if state.dtype] if optimizer else []
+        [state for state in RULES[optimizer.kind].initial_states(optimizer) if state.dtype]
+        if optimizer
+        else []
     )
     copies = 2 + len(states) if optimizer else 1
     for slot in graph.slots:
