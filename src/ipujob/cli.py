@@ -28,6 +28,14 @@ _LOCAL = """Run the file's workers as processes here. The file isn't changed: HO
 conda print that they were skipped, and `git clone URL` copies the folder given by --clone URL=FOLDER. These stand-ins
 are found by PATH only, so this is NOT a sandbox: a script that writes /usr/bin/apt gets the real one."""
 
+_FILE, _NAME, _DEVICE, _NAMESPACE = "file", "--name", "--device", "-n --namespace"
+_SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
+    _FILE: {"metavar": "FILE"},
+    _NAME: {"help": "in place of the file's name or generateName"},
+    _DEVICE: {"choices": ("cpu", "cuda"), "default": "cpu", "help": "of jobs without the annotation"},
+    _NAMESPACE: {"help": "else the file's, else the kubeconfig's"},
+}
+
 Command = Callable[[argparse.Namespace], int]  # returns the exit code
 
 
@@ -68,85 +76,65 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ipujob of Pando {pando_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    assignments: dict[str, Any] = {"type": _parse_assignment, "action": "append", "default": []}
 
-    def command(name: str, run: Command, summary: str, more: str = "") -> argparse.ArgumentParser:
+    def command(name: str, run: Command, summary: str, *shared: str, more: str = "") -> Callable[..., Any]:
         added = commands.add_parser(name, help=summary, description=more or summary)
         added.set_defaults(run=run)
-        return added
+        for option in shared:
+            added.add_argument(*option.split(), **_SHARED[option])
+        return added.add_argument
 
-    _add_file_commands(command)
-    _add_cluster_commands(command)
-    return parser
-
-
-def _add_file_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    assignments: dict[str, Any] = {"type": _parse_assignment, "action": "append", "default": []}
-    add = command(
-        "check", check_files, "print everything that is wrong with files; needs no cluster"
-    ).add_argument
+    add = command("check", check_files, "print everything that is wrong with files; needs no cluster")
     add("files", nargs="+", metavar="FILE", help="- is standard input")
 
-    add = command("render", render_file, "print plain objects for clusters without our operator").add_argument
-    add("file", metavar="FILE")
+    summary = "print plain objects for clusters without our operator"
+    add = command("render", render_file, summary, _FILE, _NAME, _DEVICE)
     add("--as", dest="way", choices=("job", "pod", "jobset"), default="job")
-    add("--name", help="in place of the file's name or generateName")
     add("--image", **assignments, metavar="OLD=NEW", help="OLD may hold *")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="of jobs without the annotation")
     add("--drop", default="", metavar="resources,security", help="leave these of the template away")
 
-    add = command("run", run_file, "run a file's workers here, as processes", _LOCAL).add_argument
-    add("file", metavar="FILE")
+    add = command("run", run_file, "run a file's workers here, as processes", _FILE, _NAME, more=_LOCAL)
     add("--local", action="store_true", help="as processes here; the one way so far")
-    add("--name", help="in place of the file's name or generateName")
     add("--command", metavar="TEXT", help="run this text by bash instead of the file's command and args")
     add("--clone", **assignments, metavar="URL=FOLDER")
     add("--env", **assignments, metavar="NAME=VALUE")
     add("--real", default="", metavar="NAME,...", help="take stand-ins away: apt, pip, git, ...")
     add("--keep", action="store_true", help="leave the folder with the workers' homes and logs")
 
-    add = command(
-        "manifest", print_operator, "print the CRD and the operator: ipujob manifest | kubectl apply -f -"
-    ).add_argument
+    summary = "print the CRD and the operator: ipujob manifest | kubectl apply -f -"
+    add = command("manifest", print_operator, summary, _DEVICE)
     add("--namespace", default="ipujob-system", help="of the operator")
     add("--image", default="pando:latest", help="with Pando in it")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="of jobs without the annotation")
 
-
-def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    def in_namespace(name: str, run: Command, summary: str) -> Callable[..., Any]:
-        add = command(name, run, summary).add_argument
-        add("-n", "--namespace", help="else the file's, else the kubeconfig's")
-        return add
-
-    add = in_namespace("submit", remote.submit_file, "create the jobs of a file in a cluster")
-    add("file", metavar="FILE")
-    add("--name", help="in place of the file's name or generateName")
+    summary = "create the jobs of a file in a cluster"
+    add = command("submit", remote.submit_file, summary, _FILE, _NAME, _NAMESPACE)
     add("--follow", action="store_true", help="print the log of worker 0 until the job ends")
     add("--wait", action="store_true", help="until the job ends: exit code 0 Completed, 1 Failed")
 
-    add = in_namespace("status", remote.print_status, "print the jobs, or all about one")
+    add = command("status", remote.print_status, "print the jobs, or all about one", _NAMESPACE)
     add("name", nargs="?", metavar="NAME")
     add("--watch", action="store_true", help="print again whenever it changes")
 
-    add = in_namespace("logs", remote.print_logs, "print the output of workers")
+    add = command("logs", remote.print_logs, "print the output of workers", _NAMESPACE)
     add("name", metavar="NAME")
     add("--worker", type=int, default=0, metavar="K")
     add("--all", action="store_true", help="all workers, with their names before each line")
     add("--follow", action="store_true")
     add("--previous", action="store_true", help="of the container before its restart in the same pod")
 
-    add = in_namespace("delete", remote.delete_jobs, "delete jobs and their pods")
+    add = command("delete", remote.delete_jobs, "delete jobs and their pods", _NAMESPACE)
     add("names", nargs="+", metavar="NAME")
     add("--keep-pods", action="store_true", help="leave the pods, without an owner")
 
-    parser = command("operator", operator.run_operator, "bring a cluster's IPUJobs to their ends, for ever")
-    where = parser.add_mutually_exclusive_group()
+    summary = "bring a cluster's IPUJobs to their ends, for ever"
+    add = command("operator", operator.run_operator, summary, _DEVICE)
+    where = commands.choices["operator"].add_mutually_exclusive_group()
     where.add_argument("--namespace", help="this one only; else the kubeconfig's")
     where.add_argument("--all-namespaces", action="store_true")
-    add = parser.add_argument
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="of jobs without the annotation")
     add("--images", metavar="FILE", help="lines OLD=NEW: images that stand for others")
     add("--alive", metavar="FILE", help="touch this file in every round")
+    return parser
 
 
 # ---- commands that need no cluster --------------------------------------------------------------------------------
