@@ -191,10 +191,7 @@ def render_file(arguments: argparse.Namespace) -> int:
 
 
 def run_file(arguments: argparse.Namespace) -> int:
-    """Run a file's jobs on this machine, one after another, until one fails; return its exit code, else 0.
-
-    Raises: Faults, before the first job starts, if an argument or a job of the file is wrong
-    """
+    """Run a file's jobs on this machine, one after another, until one fails; return its exit code, else 0."""
     if not arguments.local:
         fix = "--local; or ipujob submit, which runs it in a cluster"
         raise Faults([f"ipujob: run is for this machine\n  fix: {fix}"])

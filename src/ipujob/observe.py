@@ -144,10 +144,8 @@ def _spec_change_error(value: Object, own_pods: Sequence[Object]) -> str:
 def _status_and_message(
     total: int, states: Counter[str], restarts: int, remaining: Sequence[Object]
 ) -> tuple[str, str]:
-    """Return the job's `launcherStatus`, and the `lastMessage` that explains it in one line.
-
-    Args: total: number of instances; states: number of instances in each state; remaining: pods that stay
-    """
+    """Return the job's `launcherStatus`, and the `lastMessage` that explains it in one line, from the number
+    of instances, in `total` and in each state, and the pods that stay."""
     if not total:
         return "Pending", "no instances wanted"
     if states["Succeeded"] == total:
@@ -184,10 +182,8 @@ def _updated_conditions(old: Object, messages: Mapping[str, str], now: datetime)
 
 
 def _status_patch(old: Object, new: Object, now: datetime) -> Object:
-    """Return the merge patch that gives the status `old` the fields `new`; {}, if it has them already.
-
-    The patch deletes the instances that `new` lacks, and sets `lastReconcileTime` to `now`.
-    """
+    """Return the merge patch that gives the status `old` the fields `new`; {}, if it has them already. The
+    patch deletes the instances that `new` lacks, and sets `lastReconcileTime` to `now`."""
     change = {key: item for key, item in new.items() if old.get(key) != item}
     if "instances" in change:
         change["instances"] = {**dict.fromkeys(old.get("instances", ())), **new["instances"]}  # None deletes
@@ -220,10 +216,7 @@ def _next_instance_records(
 def _next_instance_record(
     job: Job, record: Object, own_pods: Sequence[Object]
 ) -> tuple[Object, list[int], Sequence[Object]]:
-    """Return an instance's next record {"state", "restarts"}, its workers to create, and its pods to delete.
-
-    Args: record: the instance's record now; own_pods: the instance's pods
-    """
+    """Return an instance's next record, the workers to create, and its pods to delete."""
     state, restarts = record["state"], record["restarts"]
     if state in ENDED:
         return record, [], _pods_to_delete(state, own_pods)
@@ -250,10 +243,7 @@ def _next_instance_record(
 
 
 def _should_restart(job: Job, culprit: Object | None) -> bool:
-    """Return whether the job's restartPolicy restarts an ended instance.
-
-    Args: culprit: the pod that failed first; None: the instance has succeeded
-    """
+    """Return whether restartPolicy restarts an instance after the pod `culprit` failed (None: success)."""
     if job.restart_policy == "ExitCode":
         return culprit is not None and pods.exit_code(culprit) in job.exit_codes
     return job.restart_policy == "Always" or (job.restart_policy == "OnFailure" and culprit is not None)

@@ -94,10 +94,8 @@ class Operator:
                 self._log(job, f"a fault of the operator: {type(error).__name__}: {error}")
 
     def _run_actions(self, job: Object, owned: Sequence[Object]) -> None:
-        """Decide about a job by `observe`: write its status, then delete and create objects.
-
-        The first refused creation ends the actions; it is logged, and tried again after a growing delay.
-        """
+        """Run the actions that `observe` returns for a job. The first refused creation ends them; it is
+        logged, and tried again after a growing delay."""
         uid, now = job["metadata"]["uid"], datetime.now(UTC)
         refusal = self.refusals.get(uid)
         said = refusal.message if refusal else None
@@ -132,10 +130,7 @@ class Operator:
             self.refusals.pop(uid, None)
 
     def _report_change(self, job: Object, patch: Object, when: str) -> None:
-        """Log a job's restart or end, and create an Event about it; do nothing if `patch` has neither.
-
-        Args: patch: of the job's status; when: the time of the Event, as `utc_stamp` writes it
-        """
+        """If a status patch restarts or ends a job, log this and create an Event with the time `when`."""
         reason, said = patch.get("launcherStatus"), patch.get("lastMessage")
         if patch.get("restartCount"):
             reason, said = "Restarting", f"restart {patch['restartCount']}"

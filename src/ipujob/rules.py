@@ -193,10 +193,7 @@ def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -
 
 
 def _check_name(job: Job, named: str) -> Iterator[Fault]:
-    """Yield a fault if the job's name can't be in the names of its pods and Service.
-
-    Args: named: the field that holds the name: "name" or "generateName"
-    """
+    """Yield a fault if the job's name (field `named`) can't be in the names of its pods and Service."""
     path, name, said = ("metadata", named), job.name, f'name "{job.name}"'
     if named == "generateName":  # an API server adds five letters
         name, said = name + "bcdfg", f"{said} with five letters added"

@@ -17,9 +17,9 @@ from .topology import local_instance_count, node_from_variables, topology_table
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run poprun with command-line arguments (None: those of this process); return its exit code.
+    """Run poprun with command-line arguments (None: those of this process). Return the exit code of
+    `run_node` or `run_on_hosts`; 2, if poprun can't start here.
 
-    The exit code is 2 if poprun can't start here.
     Raises: SystemExit with code 2, if an argument is wrong; with code 0, after --help and --version
     """
     words = sys.argv[1:] if words is None else words
@@ -56,10 +56,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _print_summary(request: CommandLine, names: Sequence[str], log: Log) -> None:
-    """Log options without effect, the number of instances and the program; print the topology if requested.
-
-    Args: names: names of the hosts or nodes, in the order of their instances
-    """
+    """Log options without effect, the instances and the program; print the topology if requested."""
     if request.recorded:
         options = ", ".join(f"--{name}" for name in request.recorded)
         log.warning(f"of no effect without IPUs: {options}")

@@ -72,9 +72,7 @@ class FirstNode:
 
     def _start_server(self, until: float) -> Server:
         """Start the store's server and return it; retry until `until` while the node's name has no address.
-
-        Raises: TrainingLost, if the server can't listen at the node's address
-        """
+        Raises: TrainingLost, if the server can't listen there"""
         node, server = self._node, None
         while server is None:
             try:
@@ -156,9 +154,8 @@ class Election:
                 (self._folder / f"leader-{number}").unlink(missing_ok=True)
 
     def _connect_to(self, leader: dict[str, str]) -> SignedStore | None:
-        """Return a connection to the store of a leader; None, if nothing or another program answers there.
+        """Return a connection to the store of the leader that a file describes; None, if none answers.
 
-        Args:   leader: the contents of the leader's file
         Raises: JoinError, if the leader runs another command, has another secret, or serves its own host only
         """
         host, _, port = leader["address"].rpartition(":")

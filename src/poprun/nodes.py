@@ -66,10 +66,8 @@ class Round:
         return sum(self.counts[name] for name in names[: names.index(node)])
 
     def lost_nodes(self, records: Mapping[str, Record]) -> str:
-        """Return the names of this round's lost nodes, joined by commas; "" if none is lost.
-
-        A node is lost if its record is missing, or belongs to a poprun that started after the round began.
-        """
+        """Return the names of this round's lost nodes, joined by commas; "" if none is lost. A lost node's
+        record is missing, or belongs to a poprun that started after the round began."""
         return ", ".join(name for name, id in self.ids.items() if records.get(name, {}).get("id") != id)
 
 
@@ -236,7 +234,8 @@ class Leader:
 
         Returns: `current`, or the changed or new round, which has been written into the store
         """
-        records = _read_records(self._store)
+        found = [(key[5:], json.loads(text)) for key, text in self._store.find("node/").items()]
+        records = dict(sorted(found, key=lambda item: item[1]["rank"]))  # in this order nodes get instances
         if current.state == "runs":
             newest = replace(current, state=self._decide_state(current, records))
         elif current.state == "finished" or any(record["state"] != "stopped" for record in records.values()):
@@ -321,8 +320,7 @@ class Leader:
     def _decide_next_counts(self, records: Mapping[str, Record]) -> dict[str, int]:
         """Return the number of instances by node for the next round; {}, if the round can't begin yet.
 
-        While there is room for too few instances, warn each minute, and after
-        `Node.patience` seconds end the training.
+        While there is room for too few, warn each minute; after `Node.patience` seconds end the training.
         """
         now, slots = time.monotonic(), {name: record["slots"] for name, record in records.items()}
         counts = instances_by_node(self._request, slots)
@@ -354,9 +352,3 @@ def _wait_message(seconds: float) -> str:
     """Return a message that this node waits up to `seconds` for lost or missing nodes, with a fix."""
     text = f"this one waits for {seconds:.0f} s (POPRUN_NODE_TIMEOUT)"
     return f"{text}\n  fix: start the same command there again"
-
-
-def _read_records(store: SignedStore) -> dict[str, Record]:
-    """Return the records of all nodes, by name, sorted by rank: in this order nodes get instances."""
-    records = {key[5:]: json.loads(text) for key, text in store.find("node/").items()}
-    return dict(sorted(records.items(), key=lambda item: item[1]["rank"]))
