@@ -256,9 +256,8 @@ class CaptureRecorder(GraphRecorder):
         self.stand_in_of = stand_in_of
         # By memory, lists of one tensor each, which autograd saved for its backward.
         self._saved: dict[int, list[list[Tensor]]] = {}
-        # The values of the operations that `value_of` has run; None if they depend on more than constants.
+        # The values of the nodes that `value_of` has run; None if they depend on more than constants.
         self._values: dict[fx.Node, Any] = {}
-        self._calls_run = 0
 
     def saved_tensors_listed(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return a context in which a list of the tensors that autograd saves for backward is kept in `_saved`."""
@@ -364,17 +363,20 @@ class CaptureRecorder(GraphRecorder):
     def value_of(self, value: Tensor) -> Tensor | None:
         """Return a copy of the value of a recorded tensor; None if the tensor depends on more than constants."""
         with torch._C.DisableTorchFunction(), _disable_current_modes():
-            calls = [node for node in self.graph.nodes if node.op == "call_function"]
-            for node in calls[self._calls_run :]:
-                self._compute_value(node)
-            self._calls_run = len(calls)
-            known = self._value_if_known(self.node_of(value))
+            wanted = self.node_of(value)
+            for node in self.graph.nodes:
+                if node not in self._values:
+                    self._compute_value(node)
+            known = self._values[wanted]
             return None if known is None else known.clone()
 
     def _compute_value(self, node: fx.Node) -> None:
         """Set a node's value in `_values`, None if it is unknown; then the values in memory that it writes are, too."""
-        operands = [self._value_if_known(operand) for operand in node.all_input_nodes]
-        is_known = all(value is not None for value in operands)
+        if node.op == "placeholder":  # a copy, since operations in place are run, too
+            is_constant = node.meta["role"] == "constant"
+            self._values[node] = materialized_copy(self.constants[node.meta["key"]]) if is_constant else None
+            return
+        is_known = all(self._values[operand] is not None for operand in node.all_input_nodes)
         if is_known and _is_deterministic(node.target):
             self._values[node] = run_node(node, self._values)
             return
@@ -383,12 +385,6 @@ class CaptureRecorder(GraphRecorder):
             written = _written_arguments(node.target, node.args, node.kwargs)
             memory = {storage_of(operand) for operand in written if isinstance(operand, fx.Node)} - {None}
             self._values.update(dict.fromkeys([n for n in self._values if storage_of(n) in memory]))
-
-    def _value_if_known(self, node: fx.Node) -> Any:
-        if node not in self._values:  # a placeholder; a copy, since operations in place are run, too
-            is_constant = node.meta["role"] == "constant"
-            self._values[node] = materialized_copy(self.constants[node.meta["key"]]) if is_constant else None
-        return self._values[node]
 
 
 def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
