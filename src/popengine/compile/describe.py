@@ -10,7 +10,7 @@ import math
 import operator
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from ..ir import Graph, Instruction, Line, Partition, Plan, Task
+from ..ir import Graph, Line, Partition, Plan, Visit
 from ..order import ORDERS, Action, step_duration, timeline
 from ..profile import Operation, Profile, ProfiledBlock, ProfiledInstruction, ProfiledPiece, Tick
 from ..programs import actions, programs
@@ -71,11 +71,10 @@ def _memory_of_values(graph: Graph) -> dict[str, tuple[Any, int | None]]:
 
 def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
     """Return a profile without measurements: what follows from a plan, its settings and its graph (None: unknown)."""
-    tables, partition, counts = _PlanTables(plan, graph), plan.partition, settings.counts
-    operations, pieces = tables.operations(_memory_of_values(graph) if graph else {})
-    parts = tables.instructions()
-    index_of = {part: index for index, part in enumerate(dict.fromkeys(chain(*parts)))}
-    indices = [[index_of[part] for part in own] for own in parts]
+    partition, counts = plan.partition, settings.counts
+    operations, pieces = _operations_and_pieces(plan, graph)
+    rows = profiled_instructions(plan, graph)
+    index_of = {part: index for index, part in enumerate(dict.fromkeys(chain(*rows)))}
     found, _ = actions(plan)
     schedule, ticks = _schedule(found, plan)
     batches = [slot.shape for slot in partition.signature.slots if slot.role == "input" and slot.shape]
@@ -106,12 +105,12 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
             ipu: [
                 value
                 for entry in program.entries
-                for index in indices[entry.row]
-                for value in (index, entry.micro_batch)
+                for part in rows[entry.row]
+                for value in (index_of[part], entry.micro_batch)
             ]
             for ipu, program in programs(plan).items()
         },
-        blocks=tuple(tables.blocks()),
+        blocks=tuple(_blocks(plan, graph)),
         pieces=tuple(pieces),
         operations=tuple(operations),
         parts=tuple(index_of),
@@ -119,117 +118,95 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
     )
 
 
-def profiled_instructions(plan: Plan, graph: Graph | None) -> list[ProfiledInstruction]:
-    """Return the instructions of a plan's rows as a profile shows them, without repetition. Without a graph
-    (None), computed values have 0 bytes."""
-    return list(dict.fromkeys(chain(*_PlanTables(plan, graph).instructions())))
+def profiled_instructions(plan: Plan, graph: Graph | None) -> list[list[ProfiledInstruction]]:
+    """Return the instructions of each row of a plan, as a profile describes them. Without a graph (None), computed
+    values have 0 bytes."""
+    slots, sizes = plan.partition.signature.slots, _sizes_of_values(plan, graph)
+    found = []
+    for task in plan.tasks:
+        found.append(own := list[ProfiledInstruction]())
+        for kind, names, keys, channel, peer, _ in task.instructions:
+            if kind == "update":
+                names = [slot.name for slot in slots if slot.key in keys]
+            size = 0 if kind == "compute" else sum(sizes.get(name, 0) for name in names)
+            own.append(ProfiledInstruction(task.ipu, kind, task.phase, task.stage, peer, size, channel))
+    return found
 
 
-class _PlanTables:
-    """The operations, pieces, instructions and blocks of a profile, made from a plan and its graph."""
+def _sizes_of_values(plan: Plan, graph: Graph | None) -> dict[str, int]:
+    """Return the bytes of each slot and, with a graph, of each computed value, by name."""
+    values = _fake_tensors(graph.code.nodes if graph else ())
+    slots = {slot.name: slot.nbytes for slot in plan.partition.signature.slots}
+    return slots | {name: value.nbytes for name, value in values.items()}
 
-    def __init__(self, plan: Plan, graph: Graph | None) -> None:
-        self.plan, self.partition = plan, plan.partition
-        self._nodes: dict[str, fx.Node] = {node.name: node for node in graph.code.nodes} if graph else {}
-        self._slots = {slot.name: slot for slot in plan.partition.signature.slots}
-        self._sizes = {slot.name: slot.nbytes for slot in self._slots.values()}
-        self._sizes |= {name: value.nbytes for name, value in _fake_tensors(self._nodes.values()).items()}
 
-    # ---- operations --------------------------------------------------------------------------------------
+def _operations_and_pieces(plan: Plan, graph: Graph | None) -> tuple[list[Operation], list[ProfiledPiece]]:
+    """Return all operations, in the order of the pieces and their lines, and all pieces."""
+    operations, pieces, partition = [], [], plan.partition
+    memories = _memory_of_values(graph) if graph else {}
+    nodes = {node.name: node for node in graph.code.nodes} if graph else {}
+    sizes = _sizes_of_values(plan, graph)
+    ends = {  # by piece, its inputs that are freed in it
+        instruction.piece: instruction.names
+        for task in plan.tasks
+        for instruction in task.instructions
+        if instruction.kind == "compute"
+    }
+    for index, piece in enumerate(partition.pieces):
+        # `held` counts the values that the piece frees or makes.
+        held, freed, stage = _HeldBytes(memories), ends.get(index, ()), piece.stage
+        own = {*freed, *(line.name for line in piece.lines)}
+        held.add(freed)
+        first = piece.lines[0].where if piece.lines else "?"
+        pieces.append(ProfiledPiece(piece.phase, stage, partition.ipus[stage], first, held.bytes))
+        read = {name for line in piece.lines for name in line.operands()}
+        held.add(set(freed) - read - set(piece.writes), by=-1)
+        for line, dying in zip(piece.lines, piece.values_to_free, strict=True):
+            held.add([line.name])
+            kind = line.call.split("::")[-1].removeprefix("aten.").removesuffix(".default")
+            found = Operation(index, line.name, kind, partition.names[stage], line.where, live=held.bytes)
+            if line.name in nodes:
+                found = _with_facts_of_node(found, nodes[line.name], line, sizes, partition.signature.visits)
+            operations.append(found)
+            held.add(own.intersection(dying), by=-1)
+    return operations, pieces
 
-    def operations(self, memories: dict[str, Any]) -> tuple[list[Operation], list[ProfiledPiece]]:
-        """Return all operations, in the order of the pieces and their lines, and all pieces.
 
-        Args: memories: the result of `_memory_of_values`, or {}: then no bytes are counted as live
-        """
-        found, pieces = [], []
-        ends = {  # by piece, its inputs that are freed in it
-            instruction.piece: instruction.names
-            for task in self.plan.tasks
-            for instruction in task.instructions
-            if instruction.kind == "compute"
-        }
-        for index, piece in enumerate(self.partition.pieces):
-            # `held` counts the values that the piece frees or makes.
-            held, freed = _HeldBytes(memories), ends.get(index, ())
-            own = {*freed, *(line.name for line in piece.lines)}
-            held.add(freed)
-            first = piece.lines[0].where if piece.lines else "?"
-            pieces.append(
-                ProfiledPiece(piece.phase, piece.stage, self.partition.ipus[piece.stage], first, held.bytes)
-            )
-            read = {name for line in piece.lines for name in line.operands()}
-            held.add(set(freed) - read - set(piece.writes), by=-1)
-            for line, dying in zip(piece.lines, piece.values_to_free, strict=True):
-                held.add([line.name])
-                found.append(self._operation_of(index, line, held.bytes))
-                held.add(own.intersection(dying), by=-1)
-        return found, pieces
+def _with_facts_of_node(
+    operation: Operation, node: fx.Node, line: Line, sizes: Mapping[str, int], visits: Sequence[Visit]
+) -> Operation:
+    """Return an operation with its FLOPs, bytes, width, block and module."""
+    parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    results = _fake_tensors([node, *parts.values()])
+    return operation._replace(
+        block=_block_of(node, visits) or operation.block,
+        flops=_flops(node, parts),
+        bytes=sum(sizes.get(name, 0) for name in (*dict.fromkeys(line.operands()), *results)),
+        width=next((value.element_size() for value in results.values()), 4),
+        module=node.meta.get("module", "?"),
+    )
 
-    def _operation_of(self, piece: int, line: Line, live: int) -> Operation:
-        kind = line.call.split("::")[-1].removeprefix("aten.").removesuffix(".default")
-        stage = self.partition.names[self.partition.pieces[piece].stage]
-        node = self._nodes.get(line.name)
-        if node is None:
-            return Operation(piece, line.name, kind, stage, line.where, live=live)
-        parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-        results = _fake_tensors([node, *parts.values()])
-        return Operation(
-            piece,
-            line.name,
-            kind,
-            self._block_of(node) or stage,
-            line.where,
-            flops=_flops(node, parts),
-            bytes=self._bytes(dict.fromkeys(line.operands())) + self._bytes(results),
-            live=live,
-            width=next((value.element_size() for value in results.values()), 4),
-            module=node.meta.get("module", "?"),
-        )
 
-    def _block_of(self, node: fx.Node) -> str | None:
-        """Return the name of a node's block; None for a node before the first block, or of no known block."""
-        block = node.meta.get("block")
-        return self.partition.signature.visits[block].name if block is not None and block >= 0 else None
+def _block_of(node: fx.Node, visits: Sequence[Visit]) -> str | None:
+    """Return the name of a node's block; None for a node before the first block, or of no known block."""
+    block = node.meta.get("block")
+    return visits[block].name if block is not None and block >= 0 else None
 
-    def _bytes(self, names: Iterable[str]) -> int:
-        return sum(self._sizes.get(name, 0) for name in names)
 
-    # ---- instructions and blocks ---------------------------------------------------------------------------
-
-    def instructions(self) -> list[list[ProfiledInstruction]]:
-        """Return the instructions of each row of the plan, as a profile describes them."""
-        return [
-            [self._part_of(task, instruction) for instruction in task.instructions]
-            for task in self.plan.tasks
-        ]
-
-    def _part_of(self, task: Task, instruction: Instruction) -> ProfiledInstruction:
-        kind, names = instruction.kind, instruction.names
-        if kind == "update":
-            names = tuple(slot.name for slot in self._slots.values() if slot.key in instruction.keys)
-        size = 0 if kind == "compute" else self._bytes(names)
-        return ProfiledInstruction(
-            task.ipu, kind, task.phase, task.stage, instruction.peer, size, instruction.channel
-        )
-
-    def blocks(self) -> list[ProfiledBlock]:
-        """Return the blocks of each stage. The block "no block" has the operations before all blocks."""
-        visits = {str(visit.name): visit.where for visit in reversed(self.partition.signature.visits)}
-        used: dict[str, set[str]] = {}
-        for node in self._nodes.values():
-            if node.meta.get("phase") == "F" and (node.meta.get("block") or 0) >= 0:
-                used.setdefault(str(self._block_of(node)), set()).update(n.name for n in node.all_input_nodes)
-        found = []
-        for stage, names in enumerate(self.partition.names):
-            for name in names.split(", "):
-                key = "None" if name == "no block" else name
-                slots = [self._slots[n] for n in used.get(key, ()) if n in self._slots]
-                size = sum(math.prod(slot.shape) for slot in slots if slot.role == "parameter")
-                found.append(
-                    ProfiledBlock(name, stage, self.partition.ipus[stage], visits.get(key, "?"), size)
-                )
-        return found
+def _blocks(plan: Plan, graph: Graph | None) -> Iterator[ProfiledBlock]:
+    """Yield the blocks of each stage. The block "no block" has the operations before all blocks."""
+    partition, visits = plan.partition, plan.partition.signature.visits
+    lines = {str(visit.name): visit.where for visit in reversed(visits)}
+    used: dict[str, set[str]] = {}
+    for node in graph.code.nodes if graph else ():
+        if node.meta.get("phase") == "F" and (node.meta.get("block") or 0) >= 0:
+            used.setdefault(str(_block_of(node, visits)), set()).update(n.name for n in node.all_input_nodes)
+    parameters = [slot for slot in partition.signature.slots if slot.role == "parameter"]
+    for stage, names in enumerate(partition.names):
+        for name in names.split(", "):
+            key = "None" if name == "no block" else name
+            size = sum(math.prod(slot.shape) for slot in parameters if slot.name in used.get(key, ()))
+            yield ProfiledBlock(name, stage, partition.ipus[stage], lines.get(key, "?"), size)
 
 
 def _schedule(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:

@@ -145,7 +145,8 @@ class Overview:
         self.stages = [(s, partition.ipus[s], names, sizes[s]) for s, names in enumerate(partition.names)]
         self.transfers = [
             (part.ipu, part.peer, part.bytes if graph else None, *part.frequency_and_time)
-            for part in profiled_instructions(plan, graph)
+            for row in profiled_instructions(plan, graph)
+            for part in row
             if part.kind == "send"
         ]
         self.schedule = schedule_text(plan, settings)
