@@ -7,6 +7,7 @@ profiles in the directory, `<directory>/report.html`. At the end of the program 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import platform
@@ -24,7 +25,7 @@ import torch
 from popengine import profile
 from popengine.compile.describe import describe
 from popengine.run.engine import Engine, threads_per_operation
-from popengine.run.recorder import ProgramTimes, Recorder, StepDetail
+from popengine.run.recorder import Recorder, StepDetail
 from popengine.settings import Optimizer
 from popengine.update.optimizer_rules import RULES
 
@@ -87,7 +88,7 @@ class Reporter:
     def _make_profile(self, engine: Engine, executable: Executable) -> profile.Profile:
         """Return the profile of the plan, with the times recorded so far."""
         recorder, options, settings = self.recorder, self.options, engine.settings
-        detail, origin = recorder.detail, recorder.origin
+        detail = recorder.detail
         found = describe(engine.plan, settings, executable.graph)
         name = options("model_name") if options.exists("model_name") else found.name
         strategy, mode = type(options._execution_strategy).__name__, settings.strategy.mode
@@ -119,14 +120,8 @@ class Reporter:
             passes=tuple(profile.Pass(name, round(seconds, 6)) for name, seconds in self.passes.items()),
             operations=tuple(_add_times(found.operations, detail)),
             tracks=tuple(_recorded_tracks(recorder)),
-            calls=tuple(
-                profile.Call(call, start - origin, end - origin, steps)
-                for call, start, end, steps in recorder.in_calls
-            ),
-            host=tuple(
-                profile.HostEvent(kind, start - origin, end - origin, size)
-                for kind, start, end, size in recorder.host
-            ),
+            calls=tuple(recorder.in_calls),
+            host=tuple(recorder.host),
             memory=tuple(
                 engine.state.memory(replica, ipu)
                 for replica in range(settings.counts.replicas)
@@ -195,27 +190,19 @@ def recording_event(reporter: Reporter | None, kind: str) -> Iterator[None]:
 def _recorded_tracks(recorder: Recorder) -> list[profile.Track]:
     """Return a track for each ipu and each recorded step, sorted; a failed step's tracks end before the first
     instruction that did not end."""
-    steps = [step for steps in recorder.kept for step in steps.items()]
-    steps += [(key, times) for key, times in recorder.broken.items() if any(times.ends[:1])]
-    found = [_track_of_step(recorder, key, times) for key, times in steps]
-    return sorted(found, key=lambda track: (track.call, track.step, track.replica, track.ipu))
-
-
-def _track_of_step(recorder: Recorder, key: tuple[int, int], times: ProgramTimes) -> profile.Track:
-    """Return the times of one step on the ipu `key`, (replica, ipu), as a track that ends before the first
-    unfinished instruction."""
-    length = next((index for index, end in enumerate(times.ends) if not end), times.length)
-    begins, ends = times.begins[:length], times.ends[:length]
-    return profile.Track(
-        times.call,
-        times.step,
-        *key,
-        begins[0] - recorder.origin,
-        [end - begin for begin, end in zip(begins, ends, strict=True)],
-        [0, *(begin - end for end, begin in zip(ends, begins[1:], strict=False))],
-        list(times.cores[:length]),
-        list(times.computed[:length]),
-    )
+    found = []
+    steps = (*recorder.kept, recorder.broken)
+    for key, times in itertools.chain.from_iterable(step.items() for step in steps):
+        length = next((index for index, end in enumerate(times.ends) if not end), times.length)
+        if length:
+            begins, ends = times.begins[:length], times.ends[:length]
+            start = begins[0] - recorder.origin
+            durations = [end - begin for begin, end in zip(begins, ends, strict=True)]
+            gaps = [0, *(begin - end for end, begin in zip(ends, begins[1:], strict=False))]
+            cores, computed = list(times.cores[:length]), list(times.computed[:length])
+            when = times.call, times.step, *key, start
+            found.append(profile.Track(*when, durations, gaps, cores, computed))
+    return sorted(found)
 
 
 def _add_times(operations: Sequence[profile.Operation], detail: StepDetail | None) -> list[profile.Operation]:

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from ..ir import Task
+from ..profile import Call, HostEvent
 from ..profile import Tensor as Row
 from ..programs import programs
 from .backends.eager import Code, build
@@ -174,9 +175,8 @@ class Recorder:
         self.kept: list[dict[tuple[int, int], ProgramTimes]] = []
         self.broken: dict[tuple[int, int], ProgramTimes] = {}
         self.detail: StepDetail | None = None  # of the latest step that was recorded in detail
-        # (call, start, end, steps) of the first and the last calls; (kind, start, end, bytes) of host events.
-        self.in_calls: list[tuple[int, int, int, int]] = []
-        self.host: deque[tuple[str, int, int, int]] = deque(maxlen=4 * _CALLS)
+        self.in_calls: list[Call] = []  # the first and the last calls
+        self.host: deque[HostEvent] = deque(maxlen=4 * _CALLS)
         self.calls = self.failed_calls = self.steps = self.ns_in_calls = 0
         self._call, self._started = -1, 0
         self._times: dict[tuple[int, int], ProgramTimes] = {}  # of the running step, by replica and ipu
@@ -192,21 +192,21 @@ class Recorder:
 
     def begin_call(self) -> None:
         self._call += 1
-        self._started = perf_counter_ns()
+        self._started = perf_counter_ns() - self.origin
 
     def end_call(self, steps: int, failed: bool = False) -> None:
         """Store begin and end of a call that has run `steps` steps. If the call failed, only count it."""
-        end = perf_counter_ns()
         if failed:
             self.failed_calls += 1
             return
+        call = Call(self._call, self._started, perf_counter_ns() - self.origin, steps)
         self.calls, self.steps = self.calls + 1, self.steps + steps
-        self.ns_in_calls += end - self._started
-        _append_bounded(self.in_calls, (self._call, self._started, end, steps), _CALLS)
+        self.ns_in_calls += call.end - call.start
+        _append_bounded(self.in_calls, call, _CALLS)
 
     def record_host_event(self, kind: str, start: int, size: int = 0) -> None:
         """Store work or a wait of the host, from `start` (perf_counter_ns) until now; `size`: bytes moved."""
-        self.host.append((kind, start, perf_counter_ns(), size))
+        self.host.append(HostEvent(kind, start - self.origin, perf_counter_ns() - self.origin, size))
 
     # ---- the queue's side --------------------------------------------------------------------------------
 

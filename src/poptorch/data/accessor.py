@@ -71,16 +71,17 @@ class AsynchronousDataAccessor:
     ) -> None:
         _check_arguments(dataset, buffer_size, miss_sleep_time_in_ms, rebatched_size)
         self._length = _batch_count(dataset, rebatched_size)  # a reference to the dataset could keep it alive
-        slots = max(2, buffer_size)
-        prefilled_slots = slots if early_preload else 1
+        slots, preloaded = max(2, buffer_size), max(2, buffer_size) if early_preload else 1
         strategy = SharingStrategy(member_by_name(SharingStrategy, sharing_strategy))
-        feeder = Feeder(dataset, slots, prefilled_slots, load_indefinitely, rebatched_size)
+        feeder = Feeder(dataset, slots, load_indefinitely, rebatched_size)
         self._process, self._connection = _start_worker(strategy, feeder)
         # Before multiprocessing's own exit handler (priority 0), which would wait for the worker for ever.
         self._stop = Finalize(self, _stop_worker, args=(self._process, self._connection), exitpriority=10)
         self._restart_count = 0
-        # Slots to return to the worker with the next batch: the latest batch's; at first all that aren't prefilled.
-        self._slots_to_release = list(range(prefilled_slots, slots))
+        for slot in range(preloaded):
+            self._send_message(slot)
+        # Slots to send to the worker with the next batch: the latest batch's; at first all that aren't preloaded.
+        self._slots_to_release = list(range(preloaded, slots))
         self._is_epoch_ended = False  # whether next() raises StopIteration until iter()
         # Whether iter() sends a Restart: after the first batch of an epoch, or if the worker waits.
         self._needs_restart = False

@@ -1,7 +1,8 @@
 """The worker process of an AsynchronousDataAccessor: loads batches ahead into slots of shared memory.
 
     worker                                        consumer
-    Tensor: the slots          ───────────────►
+                               ◄───────────────   int: a free slot
+    Tensor: all slots          ───────────────►
     Loaded(slot, ...)          ───────────────►   reads the slot ...
                                ◄───────────────   int: ... and returns it
     EpochEnd(is_continuing)    ───────────────►
@@ -173,14 +174,12 @@ class Feeder:
     Args:
         dataset:          an iterable over batches
         slots:            number of slots
-        prefilled_slots:  number of slots that are filled before the consumer takes the first batch
         load_indefinitely: load the next epoch's first batches as soon as an epoch has ended
         rebatched_size:   rows of a batch, if the dataset's batches are to be regrouped; else None
     """
 
     dataset: Any
     slots: int
-    prefilled_slots: int
     load_indefinitely: bool
     rebatched_size: int | None
     parsers: dict[type, ICustomArgParser] = field(default_factory=registered_parsers)
@@ -201,7 +200,7 @@ class Feeder:
         set_random_state(self.random)
         self.connection = connection
         self.memory: Tensor | None = None  # uint8 [slots, bytes of a slot], as large as the first batch
-        self.free_slots = deque(range(self.prefilled_slots))
+        self.free_slots = deque[int]()
         self.batches: Any = None  # an iterator over the rest of the current epoch; None between two epochs
         self.is_loading, self.restart_count = True, 0
         is_empty, end = True, object()  # whether the current epoch has yielded no batch so far

@@ -209,9 +209,8 @@ class MultiConv:
     def availableMemoryProportions(self, value: float | list[float] | None) -> MultiConv:
         """Set the proportion of tile memory that each convolution may use."""
         valid = _all_valid(value, lambda item: isinstance(item, int | float) and not isinstance(item, bool))
-        return self._set_property(
-            "available_memory_proportions", value, valid, "available memory proportion! A number or a list"
-        )
+        words = "available memory proportion! A number or a list"
+        return self._set_property("available_memory_proportions", value, valid, words)
 
     def partialsTypes(self, value: torch.dtype | list[torch.dtype] | None) -> MultiConv:
         """Set the type of partial sums: torch.float or torch.half."""
@@ -222,16 +221,13 @@ class MultiConv:
     def enableConvDithering(self, value: bool | list[bool] | None) -> MultiConv:
         """Set whether convolutions with different parameters begin on different tiles of an IPU."""
         valid = _all_valid(value, lambda flag: isinstance(flag, bool))
-        return self._set_property(
-            "conv_dithering", value, valid, "convolution dithering: a bool or a list of bools", ValueError
-        )
+        words = "convolution dithering: a bool or a list of bools"
+        return self._set_property("conv_dithering", value, valid, words, ValueError)
 
     def planType(self, value: MultiConvPlanType | None) -> MultiConv:
         """Set whether the convolutions run in parallel or one after another."""
-        valid = isinstance(value, MultiConvPlanType | None)
-        return self._set_property(
-            "plan_type", value, valid, "plan type! A member of poptorch.MultiConvPlanType"
-        )
+        valid, words = isinstance(value, MultiConvPlanType | None), "plan type! A poptorch.MultiConvPlanType"
+        return self._set_property("plan_type", value, valid, words)
 
     def perConvReservedTiles(self, value: int | None) -> MultiConv:
         """Set the number of tiles that are reserved for each convolution."""
@@ -240,9 +236,8 @@ class MultiConv:
 
     def cycleBackOff(self, value: float | None) -> MultiConv:
         """Set by which share (0.1: 10 %) a convolution may need more cycles than with its fastest plan."""
-        return self._set_property(
-            "cycle_back_off", value, isinstance(value, float | None), "cycle back-off! A float"
-        )
+        valid = isinstance(value, float | None)
+        return self._set_property("cycle_back_off", value, valid, "cycle back-off! A float")
 
     def _set_property(
         self, name: str, value: Any, valid: bool, words: str, error: type[Exception] = AssertionError
