@@ -1,13 +1,13 @@
 """The link of executor and optimizer: `setOptimizer` copies the rates; the state is on the devices.
 
-While an executor trains with an optimizer, `optimizer.state` is empty. `state_dict()` reads the state from
-the devices, and a state loaded by `load_state_dict()` is uploaded before the next call. poptorch's optimizers
-have attributes for this (`optimizer_base.py`), torch's get hooks.
+During training the state is on the devices, and `optimizer.state` is empty: `state_dict()` reads the devices. A
+state loaded by `load_state_dict()` is uploaded before the next call. Optimizers of poptorch have attributes for
+this (`optimizer_base.py`); the attribute `state` of torch's optimizers becomes a `DeviceStates`.
 """
 
-import copy
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -36,8 +36,28 @@ from .loaded_plans import LoadedPlans
 from .marked_model import WrappedModel
 
 _LOSS_FACTOR = "lossScaleUpdateFactor"  # key of "ipu_state": the factor of automatic loss scaling
-_LOST = "_pando_lost_state"  # attribute of a torch optimizer whose state is lost: the handle of the hook that raises
-_PICKLED = "__getstate__"  # set on a torch optimizer itself: copies and pickles use it instead of the class's
+
+
+class DeviceStates(dict[Any, Any]):
+    """`optimizer.state` of a torch optimizer: empty while the states are on the devices of an executor.
+
+    Then `items()`, which `state_dict()` calls, and copies return the devices' states. `find_reader` returns the
+    function that reads these, or None: the executor has released the optimizer, and the states are here.
+    """
+
+    def __init__(self, find_reader: Callable[[], Callable[[], dict[Any, Any]] | None]) -> None:
+        super().__init__()
+        self.find_reader = find_reader
+
+    def __missing__(self, parameter: Any) -> Any:
+        return self.setdefault(parameter, {})
+
+    def items(self) -> Any:
+        read = self.find_reader()
+        return super().items() if read is None else read().items()
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self.items()))  # as torch makes `optimizer.state`
 
 
 class OptimizerLink:
@@ -52,8 +72,7 @@ class OptimizerLink:
         self._model, self._plans = model, plans
         self.optimizer: Any = None
         self.hyper: settings.Hyper | None = None
-        self._hooks: list[Any] = []  # handles of the hooks on a torch optimizer
-        self._loaded: dict[str, dict[str, Tensor]] = {}  # states of a torch optimizer, to be uploaded
+        self._device_states: DeviceStates | None = None  # of a torch optimizer that is connected
         self._has_warned = False  # of rates that changed without `setOptimizer`
         options = model.options
         scaling = bool(options._Popart.options.get("automaticLossScalingSettings.enabled", False))
@@ -103,118 +122,82 @@ class OptimizerLink:
             optimizer._has_loaded_rates = False
 
     def connect(self, take: bool = True) -> None:
-        """Make the optimizer's `state_dict()` read the devices' state, and `load_state_dict()` upload one.
+        """Make the optimizer's `state_dict()` read the devices' state, and `load_state_dict()` check a state.
 
-        Empties a torch optimizer's state. Does nothing in inference, or if its hooks are set already.
+        Does nothing in inference, or if the optimizer is connected already.
 
         Args: take: whether the next call uploads the optimizer's present state
         """
-        if isinstance(self.optimizer, PoptorchOptimizer):
-            if take and self.optimizer._state_reader is None:
-                self.optimizer._reload_kept_state(self._model.parameter_names())
+        optimizer = self.optimizer
+        if isinstance(optimizer, PoptorchOptimizer):
+            if take and optimizer._state_reader is None:
+                optimizer._reload_kept_state(self._model.parameter_names())
             if self._plans.executable is not None:
                 link = weakref.ref(self)
-                self.optimizer._state_check = lambda entries: (it := link()) and it._check_states(entries)
-                self.optimizer._state_reader = lambda: ((it := link()) and it._read_state()) or (None, None)
-        elif self._model.training and not self._hooks:
-            self._add_hooks()
-            if take:
-                self._load_torch_state()
-            self.optimizer.state.clear()
+                optimizer._state_check = lambda entries: (it := link()) and it._check_states(entries)
+                optimizer._state_reader = lambda: ((it := link()) and it._read_state()) or (None, None)
+        elif self._model.training and self._device_states is None:
+            is_lost = getattr(optimizer.state, "find_reader", None) is _raise_lost
+            if take and not is_lost:
+                self._host_states()  # raises an error for a wrong state
+            check = functools.partial(check_torch_state, self.frozen.kind)
+            self._load_hook = optimizer.register_load_state_dict_pre_hook(check)
+            self._device_states = DeviceStates(weakref.WeakMethod(self._torch_states))
+            if is_lost or not take:
+                optimizer.state = self._device_states
 
     def release(self) -> None:
         """Copy the optimizer state from the devices into the optimizer, and undo `connect`.
 
         A state that is sharded over instances is not copied: `state_dict()` then raises Error.
         """
-        lost, optimizer = self._plans.is_optimizer_sharded, self.optimizer
-        if isinstance(optimizer, PoptorchOptimizer):
-            optimizer._unlink_executor(self._model.parameter_names(), _raise_lost if lost else None)
-        elif self._hooks:
-            if lost:
-                vars(optimizer)[_LOST] = optimizer.register_state_dict_pre_hook(lambda _: _raise_lost())
-                vars(optimizer)[_PICKLED] = _raise_lost
-            else:
-                self._write_torch_state()
-                vars(optimizer).pop(_PICKLED, None)
-            for handle in self._hooks:
-                handle.remove()
-            self._hooks = []
+        lost, states = self._plans.is_optimizer_sharded, self._device_states
+        if isinstance(self.optimizer, PoptorchOptimizer):
+            self.optimizer._unlink_executor(self._model.parameter_names(), _raise_lost if lost else None)
+        elif states is not None:
+            if not lost:
+                states.update(self._torch_states())
+            states.find_reader, self._device_states = _raise_lost if lost else lambda: None, None
+            self._load_hook.remove()
 
     # ---- a torch optimizer ---------------------------------------------------------------------------------
 
-    def _add_hooks(self) -> None:
-        """Set hooks and `__getstate__` of a torch optimizer: state_dict(), copies and pickles read the
-        devices' state, and load_state_dict() uploads. The hooks have no effect once the executor is gone."""
-        optimizer: torch.optim.Optimizer = self.optimizer
-        link = weakref.ref(self)
+    def _torch_states(self) -> dict[Tensor, dict[str, Tensor]]:
+        """Return the devices' states by parameter, in torch's format; no states before the first update."""
+        _, steps = self._plans.random_state
+        states, names = self._plans.optimizer_states() or {}, self._model.parameter_names()
+        found = {}
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+            name = names.get(id(parameter))
+            if steps and name in states and (state := to_torch_state(self.frozen.kind, states[name], steps)):
+                found[parameter] = state
+        return found
 
-        def hook(method: Callable[[OptimizerLink], None]) -> Callable[..., None]:
-            def call(*_: Any) -> None:
-                if (it := link()) is not None:
-                    method(it)
+    def _host_states(self) -> dict[str, dict[str, Tensor]]:
+        """Return the states in `optimizer.state` by canonical name, checked and in the engine's format.
 
-            return call
-
-        fill, empty = hook(OptimizerLink._write_torch_state), hook(lambda it: it.optimizer.state.clear())
-
-        def pickled() -> dict[str, Any]:
-            fill()
-            attributes = dict(type(optimizer).__getstate__(optimizer))
-            attributes["state"] = copy.copy(attributes["state"])
-            empty()
-            return attributes
-
-        if (lost := vars(optimizer).pop(_LOST, None)) is not None:
-            lost.remove()
-        vars(optimizer)[_PICKLED] = pickled
-        self._hooks = [
-            optimizer.register_state_dict_pre_hook(fill),
-            optimizer.register_state_dict_post_hook(empty),
-            optimizer.register_load_state_dict_pre_hook(
-                functools.partial(check_torch_state, self.frozen.kind)
-            ),
-            optimizer.register_load_state_dict_post_hook(hook(OptimizerLink._load_torch_state)),
-        ]
-
-    def _load_torch_state(self) -> None:
-        """Move the states in `optimizer.state` to `_loaded`, which the next call uploads, as checked copies.
-
-        States of parameters that are not the model's are dropped.
+        States of parameters that are not the model's are left out.
         """
         names = self._model.parameter_names()
-        loaded = {
+        states = {
             names[id(parameter)]: from_torch_state(self.frozen, state)
             for parameter, state in self.optimizer.state.items()
             if id(parameter) in names
         }
-        check_states(self.frozen.kind, loaded)
-        self._loaded.update(loaded)
-        self.optimizer.state.clear()
-
-    def _write_torch_state(self) -> None:
-        """Copy the states of the devices (after a first update) and of `_loaded` to `optimizer.state`."""
-        _, steps = self._plans.random_state
-        on_devices, names = self._plans.optimizer_states() or {}, self._model.parameter_names()
-        states = {name: dict(state) for name, state in on_devices.items()} if steps else {}
-        for name, state in self._loaded.items():
-            states.setdefault(name, {}).update(state)
-        for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
-            name = names.get(id(parameter))
-            if name in states and (state := to_torch_state(self.frozen.kind, states[name], steps)):
-                self.optimizer.state[parameter] = state
+        check_states(self.frozen.kind, states)
+        return states
 
     # ---- state -------------------------------------------------------------------------------------------
 
     def discard_host_states(self) -> None:
         """Discard the optimizer's states on the host, also loaded states that were not uploaded yet."""
-        self._loaded = {}
-        self.optimizer.state.clear()
         if isinstance(self.optimizer, PoptorchOptimizer):
             self.optimizer._pending_state = self.optimizer._kept_state = None
             self.optimizer._has_torch_state = False
+            self.optimizer.state.clear()
         else:
             self.connect(take=False)
+            self.optimizer.state = self._device_states
 
     def _read_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
         """Return ("ipu_state", "ipu_param") for a poptorch optimizer's state_dict(); None without a state."""
@@ -235,11 +218,12 @@ class OptimizerLink:
         optimizer, state = self.optimizer, self._plans.require_engine().state
         is_ours = isinstance(optimizer, PoptorchOptimizer)
         if is_ours and optimizer._has_torch_state:
-            self._load_torch_state()
+            state.write_optimizer(self._host_states())
+            optimizer.state.clear()
             optimizer._has_torch_state = False
-        if self._loaded:
-            state.write_optimizer(self._loaded)
-            self._loaded = {}
+        elif self._device_states is not None and optimizer.state is not self._device_states:
+            state.write_optimizer(self._host_states())
+            optimizer.state = self._device_states
         if is_ours and optimizer._pending_state is not None:
             kind, entries = self.frozen.kind, optimizer._pending_state[0] or {}
             self._check_states(entries)
