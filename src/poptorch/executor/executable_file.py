@@ -30,7 +30,7 @@ from .marked_model import WrappedModel
 
 _HASH = hashlib.sha256().digest_size  # bytes of the hash that a file begins with
 DEFAULT_NAME = "model.poptorch"
-_VERSIONS = {"pando": __version__, "torch": torch.__version__}
+_VERSIONS = f"pando {__version__}, torch {torch.__version__}"
 TrainingState = dict[str, Any]
 _PLAIN_TYPES = (int, float, bool, str, tuple, list, type(None))
 
@@ -46,11 +46,14 @@ class SavedExecutor:
 
     executables: tuple[Executable, ...]
     options: Options
-    training: bool
     per_replica_params: dict[str, Grouping]
     model: Any = None
     optimizer: Any = None
     kept: KeptState = field(default_factory=KeptState)
+
+    @property
+    def training(self) -> bool:
+        return self.executables[0].settings.training
 
 
 def write_file(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
@@ -114,7 +117,7 @@ def write_to_cache_folder(
     try:
         if not path.exists():
             without_graph = (replace(executable, graph=None),)
-            write_file(path, SavedExecutor(without_graph, options, settings.training, per_replica_params))
+            write_file(path, SavedExecutor(without_graph, options, per_replica_params))
     except (OSError, AssertionError, Error) as error:
         logger.warning(
             "enableExecutableCaching: the compiled model is not written to %s: %s", path.parent, error
@@ -138,7 +141,7 @@ def read_file(filename: str | os.PathLike[str]) -> SavedExecutor:
     except Exception as error:  # reading another program's pickle can raise any error
         raise AssertionError(f"Invalid file {path}: {type(error).__name__}: {error}") from error
     assert versions == _VERSIONS, (
-        f"Invalid file {path}: written by {_listed(versions)}, this is {_listed(_VERSIONS)}\n"
+        f"Invalid file {path}: written by {versions}, this is {_VERSIONS}\n"
         "  fix: compile and save the model again"
     )
     if saved.options.connection_type == ConnectionType.Never:
@@ -162,10 +165,6 @@ def check_same_model(filename: str, saved: SavedExecutor, model: WrappedModel) -
             f"Invalid file {filename}: it is of another model, which has {', '.join(other)}\n"
             "  fix: wrap the model that was saved, or compile this one"
         )
-
-
-def _listed(versions: Any) -> str:
-    return ", ".join(f"{name} {version}" for name, version in dict(versions).items())
 
 
 # ---- the state of a training, which `popdist.Checkpoint` writes and restores -----------------------------------

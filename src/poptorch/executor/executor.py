@@ -333,7 +333,6 @@ class PoplarExecutor(PublicNames):
         saved = executable_file.SavedExecutor(
             tuple(replace(executable, graph=None) for executable in (first, *others)),
             self.options,
-            self._wrapped.training,
             self.per_replica_params,
             self._user_model if export_model else None,
             self._optimizer if export_model else None,

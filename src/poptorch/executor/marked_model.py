@@ -7,7 +7,7 @@ executor's `copyWeightsToHostIfNeeded`. Deep copies and pickles have the origina
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ from ..annotating.replica_groups import Grouping
 from ..compiling.arguments import weights_of
 from ..logs import listed, logger
 from ..options import Options
+
+_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
 def _refresh_weights(owner: weakref.ref[Any] | None) -> Any:
@@ -40,9 +42,15 @@ class _Marked:
         for value in (*args, *(kwargs or {}).values()):
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(item, _Marked):
-                    _refresh_weights(item.__dict__.get("_owner"))
-        if func in _HOOKS:
-            _refuse_hook_after_compilation(args[0])
+                    executor = _refresh_weights(item.__dict__.get("_owner"))
+                    if func in _HOOKS and executor is not None and executor.isCompiled():
+                        raise Error(
+                            "a hook is set on a parameter of a compiled model, and would never be called\n"
+                            "  why: the backward was compiled at the first call, with the hooks that parameters had"
+                            " then\n"
+                            "  fix: call register_hook before the first call; or executor.destroy(), register_hook,"
+                            " and call it again"
+                        )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -58,20 +66,6 @@ class _Marked:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._unmarked().__reduce_ex__(protocol)
-
-
-_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
-
-
-def _refuse_hook_after_compilation(value: Any) -> None:
-    """Raise Error if the weight `value` is of a compiled model, whose backward never calls a later hook."""
-    executor = _refresh_weights(value.__dict__.get("_owner"))
-    if executor is not None and executor.isCompiled():
-        raise Error(
-            "a hook is set on a parameter of a compiled model, and would never be called\n"
-            "  why: the backward was compiled at the first call, with the hooks that parameters had then\n"
-            "  fix: call register_hook before the first call; or executor.destroy(), register_hook, and call it again"
-        )
 
 
 class PoptorchParameter(_Marked, nn.Parameter):
@@ -173,7 +167,7 @@ def check_not_wrapped(model: Any) -> None:
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Raise Error if a buffer of the model is a subclass of Tensor: `mark_model` could not replace its class."""
+    """Raise Error if a buffer of the model is of a subclass of Tensor, which `mark_model` does not mark."""
     for name, buffer in model.named_buffers():
         if type(buffer) not in (Tensor, PoptorchBuffer):
             raise Error(
@@ -271,24 +265,19 @@ class WrappedModel:
     training: bool
     per_replica: dict[str, Grouping] = field(default_factory=dict)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the host's parameters and buffers by canonical name; the devices may have newer values."""
-        return weights_of(self.traced)
-
     def shapes(self, groups: Container[str]) -> dict[str, tuple[int, ...]]:
         """Return, by name, the shape of each weight in a replica.
 
         Args: groups: names of per-replica parameters, which on the host have one row per group of replicas
         """
         with torch._C.DisableTorchFunctionSubclass():
-            return {n: tuple(w.shape[1:] if n in groups else w.shape) for n, w in self.weights().items()}
-
-    def parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        # The user class's method, which may leave out a wrapper's prefix; a marked model's copies weights.
-        return plain_class(self.user).named_parameters(self.user)
+            return {
+                n: tuple(w.shape[1:] if n in groups else w.shape) for n, w in weights_of(self.traced).items()
+            }
 
     def parameter_names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self.parameters()}
+        """Return {id(parameter): its canonical name}."""
+        return {id(parameter): name for name, parameter in self.traced.named_parameters()}
 
     def updatable_buffers(self) -> list[str]:
         """Return the names in `Options.updatableNamedBuffers`. Raises Error if a name is not a buffer's."""

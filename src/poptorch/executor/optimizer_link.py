@@ -41,8 +41,8 @@ _LOSS_FACTOR = "lossScaleUpdateFactor"  # key of "ipu_state": the factor of auto
 class DeviceStates(dict[Any, Any]):
     """`optimizer.state` of a torch optimizer: empty while the states are on the devices of an executor.
 
-    Then `items()`, which `state_dict()` calls, and copies return the devices' states. `find_reader` returns the
-    function that reads these, or None: the executor has released the optimizer, and the states are here.
+    Then `items()`, which `state_dict()` calls, and copies return the devices' states. `find_reader` returns
+    the function that reads these; None: the executor has released the optimizer, and the states are here.
     """
 
     def __init__(self, find_reader: Callable[[], Callable[[], dict[Any, Any]] | None]) -> None:
@@ -108,7 +108,8 @@ class OptimizerLink:
                 update.setMeanAccumulationAndReplicationReductionStrategy(MeanReductionStrategy.Running)
                 self._model.options._freeze()
             with torch._C.DisableTorchFunctionSubclass():
-                trained = [name for name, parameter in self._model.parameters() if parameter.requires_grad]
+                parameters = self._model.traced.named_parameters()
+                trained = [name for name, parameter in parameters if parameter.requires_grad]
             lost = [name for name in trained if name not in frozen.group_of]
             if lost:
                 logger.warning("parameters in no group of the optimizer are not updated: %s", ", ".join(lost))
@@ -168,7 +169,7 @@ class OptimizerLink:
         states, names = self._plans.optimizer_states() or {}, self._model.parameter_names()
         found = {}
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
-            name = names.get(id(parameter))
+            name = names.get(id(parameter), "")
             if steps and name in states and (state := to_torch_state(self.frozen.kind, states[name], steps)):
                 found[parameter] = state
         return found
@@ -191,13 +192,14 @@ class OptimizerLink:
 
     def discard_host_states(self) -> None:
         """Discard the optimizer's states on the host, also loaded states that were not uploaded yet."""
-        if isinstance(self.optimizer, PoptorchOptimizer):
-            self.optimizer._pending_state = self.optimizer._kept_state = None
-            self.optimizer._has_torch_state = False
+        optimizer = self.optimizer
+        if isinstance(optimizer, PoptorchOptimizer):
+            optimizer._pending_state = optimizer._kept_state = None
+            optimizer._has_torch_state = False
             self.optimizer.state.clear()
         else:
             self.connect(take=False)
-            self.optimizer.state = self._device_states
+            optimizer.state = self._device_states
 
     def _read_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
         """Return ("ipu_state", "ipu_param") for a poptorch optimizer's state_dict(); None without a state."""
@@ -216,15 +218,16 @@ class OptimizerLink:
         Loaded "ipu_state" is checked. Missing states stay as they are on the devices; a warning names them.
         """
         optimizer, state = self.optimizer, self._plans.require_engine().state
-        is_ours = isinstance(optimizer, PoptorchOptimizer)
-        if is_ours and optimizer._has_torch_state:
+        if not isinstance(optimizer, PoptorchOptimizer):
+            if self._device_states is not None and optimizer.state is not self._device_states:
+                state.write_optimizer(self._host_states())
+                optimizer.state = self._device_states
+            return
+        if optimizer._has_torch_state:
             state.write_optimizer(self._host_states())
-            optimizer.state.clear()
+            self.optimizer.state.clear()
             optimizer._has_torch_state = False
-        elif self._device_states is not None and optimizer.state is not self._device_states:
-            state.write_optimizer(self._host_states())
-            optimizer.state = self._device_states
-        if is_ours and optimizer._pending_state is not None:
+        if optimizer._pending_state is not None:
             kind, entries = self.frozen.kind, optimizer._pending_state[0] or {}
             self._check_states(entries)
             missing = sorted(set(to_ipu_state(kind, state.read_optimizer())) - set(entries))
@@ -235,17 +238,15 @@ class OptimizerLink:
             factor = entries.get(_LOSS_FACTOR)
             state.write_optimizer(from_ipu_state(kind, entries), None if factor is None else float(factor))
             optimizer._pending_state = None
-        if is_ours and optimizer._has_loaded_rates:
+        if optimizer._has_loaded_rates:
             names = self._model.parameter_names()
             _, self.hyper = self._guard.check_and_freeze(self.optimizer, names, compiled=True)
             optimizer._has_loaded_rates = False
 
     def _check_states(self, entries: Mapping[str, Tensor]) -> None:
         """Raise RuntimeError if a state in an "ipu_state" has invalid values or another shape."""
-        with torch._C.DisableTorchFunctionSubclass():
-            shapes = {name: tuple(parameter.shape) for name, parameter in self._model.parameters()}
         grouped = self._model.per_replica  # on the host these have one row per group of replicas
-        shapes = {name: shape for name, shape in shapes.items() if name not in grouped}
+        shapes = {n: shape for n, shape in self._model.shapes(()).items() if n not in grouped}
         check_states(self.frozen.kind, from_ipu_state(self.frozen.kind, entries), shapes)
 
     # ---- rates -------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from popengine.errors import Error
 
+from ..compiling.arguments import weights_of
 from ..logs import listed, logger
 from ..reporter import recording_event
 from .loaded_plans import LoadedPlans
@@ -61,7 +62,7 @@ class WeightSync:
 
         Raises: Error, if a weight of the compiled model was removed, or has another shape or dtype
         """
-        host, executable = self._model.weights(), self._plans.executable
+        host, executable = weights_of(self._model.traced), self._plans.executable
         if executable is None:
             return host
         slots = executable.plan.partition.signature.parameters_and_buffers
