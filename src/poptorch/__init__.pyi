@@ -19,11 +19,12 @@ from .annotating.blocks import (
     Block,
     BlockFunction,
     LegacyBeginBlockFn,
+    annotate,
     module_repr,
     print,
     removeBlocks,
+    split,
 )
-from .annotating.placing import annotate, split
 from .annotating.strategies import (
     AutoBalance,
     ParallelPhasedExecution,

@@ -1,17 +1,30 @@
-"""Blocks: marks that name the parts of a model. They have an effect only while a model is captured."""
+"""Blocks: marks that name the parts of a model, and place them on ipus, in the model's code or from outside.
+
+Blocks have an effect only while a model is captured.
+"""
 
 import builtins
 import contextlib
+import copy
 import itertools
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
 
 from popengine.compile.recording.current_capture import current
-from popengine.errors import Error
+from popengine.errors import Error, did_you_mean
+from popengine.settings import Strategy
+
+from ..enums import AutoStage
+from .strategies import AutoBalance, ExecutionStrategy, PipelinedExecution
 
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
+_RANGE = re.compile(r"\b(\d+)-(\d+)\b")
+_Mark = tuple[nn.Module, str, int | None]  # a module, the id of the block that begins there, and its ipu
 _auto_ids: Iterator[int] = itertools.count()  # restarted by Block.useAutoId
 
 
@@ -161,3 +174,193 @@ def module_repr(module: nn.Module) -> str:
 def print(module: nn.Module) -> None:
     """Print a module; its submodules that begin a block have the prefix "BeginBlock(...): "."""
     builtins.print(module_repr(module))
+
+
+# ---- modules placed by their names --------------------------------------------------------------------------
+
+
+def annotate(
+    model: M, marks: Mapping[str | type, int] | None = None, *, layers_per_ipu: Sequence[int] | None = None
+) -> M:
+    """Place modules of a model on ipus, by hooks that begin blocks, and return the same model. (Pando.)
+
+    >>> poptorch.annotate(model, {"bert.encoder.layer.0-5": 0, "bert.encoder.layer.*": 1, "cls": 0})
+    >>> poptorch.annotate(model, layers_per_ipu=[3, 7, 7, 7])
+
+    Each key is a block, which begins at each module that the key names and ends where another block begins.
+    The default strategy makes each block a stage; several stages may be on one ipu. In other strategies the
+    keys are the ids of the blocks.
+
+    Args:
+        marks: the ipu of each module. A key is a name as in `named_modules`, in which `0-5` is each of the
+            numbers and `*` any text without a dot; or a key is a class. If several keys name a module, a name
+            wins over a range, and a range over `*` and classes; among `*` and classes the first key wins.
+        layers_per_ipu: instead of marks: the number of repeated layers on ipu 0, on ipu 1, ...
+    Raises:
+        Error: neither or both arguments are given; a key, or a number of its range, places no module; two
+            names, or two ranges, place one module; a module begins a block already; the counts fit no stack
+    """
+    if bool(marks) == bool(layers_per_ipu):
+        raise Error(
+            "poptorch.annotate takes either marks or layers_per_ipu\n"
+            '  fix: poptorch.annotate(model, {"encoder.layer.0-5": 0, "encoder.layer.*": 1}), or'
+            " poptorch.annotate(model, layers_per_ipu=[6, 6])"
+        )
+    found = _marks_by_key(model, marks) if marks else _marks_by_count(model, layers_per_ipu or [])
+    _register_hooks(found, PipelinedExecution(AutoStage.AutoIncrement))
+    return model
+
+
+def split(model: M, ipus: int) -> M:
+    """Make each repeated layer of a model a block, by hooks, and return the same model. (Pando.)
+
+    The default strategy becomes `PipelinedExecution(AutoBalance(ipus)).orSharded()`, which places the blocks.
+    Raises Error if the model has fewer repeated layers than ipus, or a layer begins a block already.
+    """
+    layers = _repeated_layers(model)
+    if len(layers) < ipus:
+        raise Error(
+            f"poptorch.split can't place the model on {ipus} ipus: its repeated layers are {_describe_stacks(model)}\n"
+            '  fix: place its parts by name: poptorch.annotate(model, {"name": 0, "other": 1})'
+        )
+    _register_hooks(layers, PipelinedExecution(AutoBalance(ipus)).orSharded())
+    return model
+
+
+def strategy_of_marks(model: nn.Module, strategy: ExecutionStrategy) -> ExecutionStrategy:
+    """Return the strategy that `annotate` or `split` chose for the model, if `strategy` is the default
+    strategy, with or without `orSharded()`, which is carried over; else return `strategy`."""
+    default = ("pipelined", AutoStage.SameAsIpu)
+    if not isinstance(strategy, PipelinedExecution) or (strategy._mode, strategy._auto) != default:
+        return strategy
+    hooks = filter(None, map(find_begin_hook, model.modules()))
+    found = next((hook.strategy for hook in hooks if hook.strategy is not None), strategy)
+    return copy.copy(found).orSharded() if strategy._or_sharded else found
+
+
+@contextlib.contextmanager
+def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
+    """Make each repeated layer a block, inside the `with`, if the strategy is `AutoBalance` and no layer has
+    a `BeginBlockHook`. A layer that is called inside a `Block` of the model's code begins no block."""
+    wanted = strategy.auto == "balance" and not any(map(find_begin_hook, model.modules()))
+    layers = _repeated_layers(model) if wanted else []
+    names = {None, *(name for _, name, _ in layers)}
+
+    def begin_block(name: str, module: nn.Module, inputs: Any) -> None:
+        capture = current()
+        if capture is not None and capture.block >= 0 and capture.visits[capture.block].name in names:
+            capture.enter_block(name, None)
+
+    with contextlib.ExitStack() as hooks:
+        for module, name, _ in layers:
+            hooks.enter_context(module.register_forward_pre_hook(partial(begin_block, name)))
+        yield
+
+
+def _layer_stacks(model: nn.Module) -> dict[str, list[_Mark]]:
+    """Return {name of a stack: its layers, as marks without an ipu} for each outermost stack.
+
+    A stack is a ModuleList of layers, or a Sequential with layers of one class. A layer has parameters.
+    """
+    found: dict[str, list[_Mark]] = {}
+    for name, module in model.named_modules():
+        is_nested = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and not is_nested:
+            layers: list[_Mark] = [
+                (child, f"{name}.{n}".lstrip("."), None)
+                for n, child in module.named_children()
+                if next(child.parameters(), None) is not None
+            ]
+            kinds = 1 if isinstance(module, nn.ModuleList) else len({type(child) for child, *_ in layers})
+            if kinds < len(layers):
+                found[name] = layers
+    return found
+
+
+def _repeated_layers(model: nn.Module) -> list[_Mark]:
+    return list(itertools.chain.from_iterable(_layer_stacks(model).values()))
+
+
+def _describe_stacks(model: nn.Module) -> str:
+    """Return the names and lengths of a model's `_layer_stacks` as text; "none" if there are none."""
+    found = _layer_stacks(model).items()
+    return ", ".join(f"{n or 'the model itself'} ({len(layers)} layers)" for n, layers in found) or "none"
+
+
+def _register_hooks(marks: list[_Mark], strategy: PipelinedExecution) -> None:
+    """Register a `BeginBlockHook` on each module. If a mark is invalid, raise Error and register none."""
+    for module, *_ in marks:
+        check_unmarked(module)
+    hooks = [(module, BeginBlockHook(block, ipu, strategy)) for module, block, ipu in marks]
+    for module, hook in hooks:
+        module.register_forward_pre_hook(hook)
+
+
+def _marks_by_count(model: nn.Module, counts: Sequence[int]) -> list[_Mark]:
+    """Return marks that place counts[i] consecutive layers on ipu i, as one block.
+
+    If exactly one of the `_layer_stacks` has sum(counts) layers, its layers are placed, else the layers of
+    all stacks. Raises Error if neither one stack nor all stacks have sum(counts) layers.
+    """
+    fitting = [layers for layers in _layer_stacks(model).values() if len(layers) == sum(counts)]
+    layers = fitting[0] if len(fitting) == 1 else _repeated_layers(model)
+    if len(layers) != sum(counts):
+        raise Error(
+            f"layers_per_ipu={list(counts)} places {sum(counts)} layers; the model's repeated layers are"
+            f" {_describe_stacks(model)}\n"
+            "  fix: numbers whose sum is the layers of one of these, or of all; or place modules by name:"
+            ' poptorch.annotate(model, {"name.0-5": 0, "name.*": 1})'
+        )
+    marks: list[_Mark] = []
+    for ipu, count in enumerate(counts):
+        group = layers[len(marks) : len(marks) + count]
+        block = " to ".join(dict.fromkeys(name for _, name, _ in (*group[:1], *group[-1:])))
+        marks += [(module, block, ipu) for module, *_ in group]
+    return marks
+
+
+def _marks_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> list[_Mark]:
+    """Return a mark for each module that keys name, from the key that wins. Raises Error as `annotate`."""
+    found: dict[nn.Module, tuple[int, str | type]] = {}
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    ranked = [(*_modules_of_key(key, model, names), key) for key in marks]
+    for rank, modules, key in sorted(ranked, key=lambda each: -each[0]):
+        for module in modules:
+            first_rank, first = found.setdefault(module, (rank, key))
+            if first is not key and first_rank == rank > 0:
+                raise Error(
+                    f"poptorch.annotate: {first!r} and {key!r} place the same {type(module).__name__}\n"
+                    "  fix: ranges that do not overlap; a single name precedes a range, and a range precedes '*'"
+                )
+    unused = set(marks) - {key for _, key in found.values()}
+    if unused:
+        raise Error(f"poptorch.annotate: other keys place all modules of {', '.join(map(repr, unused))}")
+    return [(m, key if isinstance(key, str) else key.__name__, marks[key]) for m, (_, key) in found.items()]
+
+
+def _modules_of_key(key: str | type, model: nn.Module, names: Sequence[str]) -> tuple[int, list[nn.Module]]:
+    """Return a key's rank (2: a name, 1: a range, 0: `*` or a class), and the modules that the key names.
+
+    Args: names: of the model's modules. Raises: Error, if the key, or a number of its range, names no module
+    """
+    if not isinstance(key, str):
+        modules = [module for module in model.modules() if isinstance(module, key)]
+        if not modules:
+            classes = sorted({type(module).__name__ for module in model.modules()})
+            raise Error(f"poptorch.annotate: no module is a {key.__name__}; there are {', '.join(classes)}")
+        return 0, modules
+    span = _RANGE.search(key)
+    numbers = range(int(span[1]), int(span[2]) + 1) if span else ()
+    patterns = [f"{key[: span.start()]}{n}{key[span.end() :]}" for n in numbers] if span else [key]
+    found: list[str] = []
+    for pattern in patterns:
+        expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]*"))
+        matching = [name for name in names if expression.fullmatch(name)]
+        if not matching:
+            near = did_you_mean(pattern, [*names, *(re.sub(r"\d+", "*", name) for name in names)])
+            raise Error(
+                f"poptorch.annotate: no module is named {pattern!r}{f', of {key!r}' if span else ''}{near}\n"
+                "  fix: a name of model.named_modules(), in which 0-5 stands for these numbers and * for any part"
+            )
+        found += matching
+    return 0 if "*" in key else 1 if span else 2, list(dict.fromkeys(map(model.get_submodule, found)))

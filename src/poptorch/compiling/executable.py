@@ -22,7 +22,7 @@ from popengine.errors import Error
 from popengine.ir import Graph, Plan
 from popengine.settings import Settings
 
-from ..annotating.placing import layers_as_blocks
+from ..annotating.blocks import layers_as_blocks
 from ..annotating.replica_groups import first_rows_only
 from ..annotating.strategies import PipelinedExecution, ShardedExecution
 from ..autocasting import using_policy

@@ -125,7 +125,7 @@ def write_to_cache_folder(
 
 
 def read_file(filename: str | os.PathLike[str]) -> SavedExecutor:
-    """Return the contents of a file from `write_file`; connection type `Never` in its options becomes `Always`.
+    """Return the contents of a file from `write_file`; connection type `Never` becomes `Always`.
 
     Args: filename: a file, or a folder with `model.poptorch`
     Raises: AssertionError, for a file that is missing, damaged, or from another program or version
@@ -231,10 +231,7 @@ def set_training_state(executor: Any, state: TrainingState) -> None:
 
 
 def _check_state(executor: Any, state: TrainingState) -> None:
-    """Raise Error if names or shapes of weights, or the number of parameter groups, are not the executor's.
-
-    Per-replica parameters are not compared.
-    """
+    """Raise Error if names or shapes of weights (except per-replica), or the count of groups, are others."""
     saved = {**state["buffers"][0], **state["weights"]}
     with torch._C.DisableTorchFunctionSubclass():
         here, there = (

@@ -96,9 +96,7 @@ class LoadedPlans:
             self.current, self.first = plan, plan.executable
 
     def make_current(self, plan: LoadedPlan, weights: Mapping[str, Tensor]) -> None:
-        """Make `plan` current. If the previous plan has an engine, both engines share that engine's tensors.
-
-        If `plan` has no engine then, the engine is created here.
+        """Make `plan` current. If the previous plan has an engine, its tensors pass to an engine of `plan`.
 
         Args: weights: the host's, by canonical name, for those that the previous engine does not have
         Raises: Error, in a fork of the process that attached the model
@@ -122,10 +120,7 @@ class LoadedPlans:
         self._close_engine(self.by_key.pop(key))
 
     def remove_oldest(self, keys: list[Any], most: int) -> None:
-        """Remove all plans except the `most` plans that were used last, and log each removal.
-
-        Args: keys: those of the plans that the latest call used, in order
-        """
+        """Remove all but the `most` plans used last. `keys` are of the latest call's plans, in order."""
         used = {key: number for number, key in enumerate(keys, 1)}
         plans = sorted(self.by_key.items(), key=lambda item: (item[1] is self.current, used.get(item[0], 0)))
         self.by_key = dict(plans)  # one assignment: no plan is lost by an interrupt
@@ -156,10 +151,7 @@ class LoadedPlans:
     def _new_engine(
         self, plan: LoadedPlan, weights: Mapping[str, Tensor], previous: Engine | None = None
     ) -> Engine:
-        """Return a new engine for a plan, and let the plan's reporter, if there is one, record the engine.
-
-        Args: previous: an engine whose tensors the new engine shares
-        """
+        """Return a new engine for a plan, with the tensors of engine `previous`."""
         executable = plan.executable
         # An executable from a file runs on the device that this program's options name.
         device = chosen_device(self._options, executable.settings.training)
@@ -171,10 +163,8 @@ class LoadedPlans:
         return engine
 
     def detach(self) -> None:
-        """Store the current engine's state, except weights, in `kept`; save profiles; close all engines.
-
-        In a fork of the process that attached the model, only remove the references to the engines.
-        """
+        """Store the current engine's state, except weights, in `kept`; save profiles; close all engines. In a
+        fork of the process that attached the model, only remove the references to the engines."""
         if not self.is_forked:
             self.kept = self.state_to_keep()
         for plan in self.by_key.values():

@@ -175,10 +175,7 @@ class OptimizerLink:
         return found
 
     def _host_states(self) -> dict[str, dict[str, Tensor]]:
-        """Return the states in `optimizer.state` by canonical name, checked and in the engine's format.
-
-        States of parameters that are not the model's are left out.
-        """
+        """Return the checked states in `optimizer.state`, by name of the parameter, in the engine's format."""
         names = self._model.parameter_names()
         states = {
             names[id(parameter)]: from_torch_state(self.frozen, state)

@@ -122,7 +122,7 @@ class WeightSync:
     # ---- to the devices ----------------------------------------------------------------------------------
 
     def copyWeightsToDevice(self) -> None:
-        """Upload the user's parameters and buffers. Updates on the devices since the last copy to the host are lost.
+        """Upload the user's parameters and buffers. Updates since the last copy to the host are lost.
 
         Raises: Error, if the model is not compiled or not attached
         """
@@ -155,10 +155,8 @@ class WeightSync:
     # ---- what is changed on the host ---------------------------------------------------------------------
 
     def hostWeightsChanged(self) -> bool:
-        """*Pando*: return whether weights were written on the host since the last upload or download.
-
-        False while the devices have newer weights. Writes into `weight.data` are not detected.
-        """
+        """*Pando*: return whether weights were written on the host since the last upload or download. False
+        while the devices have newer weights. Writes into `weight.data` are not detected."""
         return bool(self._synced and not self.host_is_stale and self._changed_names(self.host_weights()))
 
     def warn_of_changes(self) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from popengine.errors import Error
 from popengine.run import devices
 from popengine.settings import DeviceKind, Optimizer, Outputs, ReplicaGroups, Settings
-from poptorch.annotating.placing import strategy_of_marks
+from poptorch.annotating.blocks import strategy_of_marks
 from poptorch.annotating.strategies import PipelinedExecution
 from poptorch.enums import ConnectionType, MeanReductionStrategy, OutputMode, ReductionType
 from poptorch.logs import logger
