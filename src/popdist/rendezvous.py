@@ -44,7 +44,7 @@ def connect(launch: Launch) -> None:
     except ValueError:
         raise Error(f"{TIMEOUT} is {os.environ[TIMEOUT]!r}, and must be a number of seconds") from None
     atexit.register(_disconnect_at_exit)
-    process_group.await_result(process_group.start_in_thread(lambda: _connect_instances(launch, seconds)))
+    process_group.call_in_thread(lambda: _connect_instances(launch, seconds))
 
 
 def _disconnect_at_exit() -> None:

@@ -79,7 +79,8 @@ def of_shared_state(elements: Mapping[torch.dtype, Sequence[int]], place: int) -
     for dtype, shares in elements.items():
         flat, cuts = torch.empty(sum(shares), dtype=dtype, device="meta"), [0, *accumulate(shares)]
         sums.reduce_scatter([flat], cuts)
-        sums.all_gather(flat, cuts)
+        weights = [torch.empty(count, dtype=dtype, device="meta") for count in shares]
+        sums.broadcast_by_owners(weights, range(instances))
     return nobody.traffic
 
 

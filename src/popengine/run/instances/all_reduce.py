@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -90,7 +89,7 @@ def _node_positions(instances: int, replicas: int) -> _Positions:
 
 
 class AllReduce:
-    """The all-reduce over all instances of a group, and its two halves: reduce-scatter and all-gather.
+    """The all-reduce, reduce-scatter and broadcast over all instances of a group.
 
     Args:
         group: connections to the other instances
@@ -113,7 +112,11 @@ class AllReduce:
         elements = flats[0].numel()
         share = -(-elements // (self._size * _ALIGNED)) * _ALIGNED
         cuts = [min(rank * share, elements) for rank in range(self._size + 1)]
-        begun = self._reduce(flats, cuts, gathers=True) + self._receive_shards(flats[0], cuts)
+        begun = self._reduce(flats, cuts, gathers=True)
+        begun += [
+            self._group.receive(flats[0][start:stop], peer, self._tag + 1)
+            for peer, start, stop in self._shards_of_peers(cuts)
+        ]
         self._group.wait(begun, _SUM)
 
     def reduce_scatter(self, flats: Sequence[Tensor], cuts: Sequence[int]) -> None:
@@ -126,32 +129,18 @@ class AllReduce:
         """
         self._group.wait(self._reduce(flats, cuts, gathers=False), _SUM)
 
-    def all_gather(self, flat: Tensor, cuts: Sequence[int]) -> None:
-        """Send this instance's shard of `flat` to all peers, and receive the peers' shards into `flat`."""
-        segments = self._segments(cuts, self._rank)
-        begun = [message for segment in segments for message in self._send_to_all(flat, *segment)]
-        self._group.wait(begun + self._receive_shards(flat, cuts), _GATHER)
-
-    def broadcast_by_owners(self, values: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """Overwrite each tensor, in place, by the same tensor of the instance that owns it.
+    def broadcast_by_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+        """Overwrite each contiguous tensor, in place, by the same tensor of the instance that owns it.
 
         Args: owners: the rank of each tensor's owner, equal in all instances
         """
-        for dtype in dict.fromkeys(value.dtype for value in values):
-            shards: list[list[Tensor]] = [[] for _ in range(self._size)]
-            for value, owner in zip(values, owners, strict=True):
-                if value.dtype == dtype:
-                    shards[owner].append(value)
-            cuts = [0, *accumulate(sum(value.numel() for value in shard) for shard in shards)]
-            flat = torch.empty(cuts[-1], dtype=dtype)
-            flats = flat.tensor_split(cuts[1:-1])
-            if shards[self._rank]:
-                torch.cat([value.reshape(-1) for value in shards[self._rank]], out=flats[self._rank])
-            self.all_gather(flat, cuts)
-            for peer in self._group.peers:
-                parts = flats[peer].split([value.numel() for value in shards[peer]])
-                for value, part in zip(shards[peer], parts, strict=True):
-                    value.copy_(part.view(value.shape))
+        begun: list[Message] = []
+        for tensor, owner in zip(tensors, owners, strict=True):
+            if owner == self._rank:
+                begun += self._send_to_all(tensor)
+            else:
+                begun.append(self._group.receive(tensor, owner, self._tag + 1))
+        self._group.wait(begun, _GATHER)
 
     def _reduce(self, flats: Sequence[Tensor], cuts: Sequence[int], gathers: bool) -> list[Message]:
         """Sum this instance's shard over all replicas into `flats[0]`, and return the messages that are still
@@ -173,7 +162,7 @@ class AllReduce:
             if turn >= _AHEAD:
                 start, stop = owned[turn - _AHEAD]
                 self._add_nodes(positions, [node[start:stop] for node in nodes], coming.popleft())
-                begun += self._send_to_all(target, start, stop) if gathers else ()
+                begun += self._send_to_all(target[start:stop]) if gathers else ()
         return begun
 
     def _receive_nodes(self, positions: _Positions, number: int, like: Tensor, length: int) -> _Incoming:
@@ -199,16 +188,9 @@ class AllReduce:
         if result is not own[0]:
             own[0].copy_(result)
 
-    def _send_to_all(self, flat: Tensor, start: int, stop: int) -> list[Message]:
-        """Start to send `flat[start:stop]` to all peers, and return the messages."""
-        return [self._group.send(flat[start:stop], peer, self._tag + 1) for peer in self._group.peers]
-
-    def _receive_shards(self, flat: Tensor, cuts: Sequence[int]) -> list[Message]:
-        """Start to receive all peers' shards into `flat`, and return the messages."""
-        return [
-            self._group.receive(flat[start:stop], peer, self._tag + 1)
-            for peer, start, stop in self._shards_of_peers(cuts)
-        ]
+    def _send_to_all(self, value: Tensor) -> list[Message]:
+        """Start to send a tensor to all peers, and return the messages."""
+        return [self._group.send(value, peer, self._tag + 1) for peer in self._group.peers]
 
     def _shards_of_peers(self, cuts: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return (peer, start, stop) of all segments of peers' shards, ordered by segment, then by peer."""

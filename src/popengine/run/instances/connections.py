@@ -162,7 +162,7 @@ class Connections:
                 count = count + 1 if waits else 0
                 news = [{"for": wait.peer, "what": wait.what, "count": count} for wait in waits[:1]]
                 text = json.dumps(news[0]) if news else ""
-                publisher = TorchThread(self._publish_wait, text)
+                publisher = TorchThread(self.publish, f"waits/{self.ranks[self.rank]}", text)
                 publisher.start()
             for wait in waits:
                 if now - wait.since > (limit := WARN_AFTER * (wait.warnings + 1)):
@@ -171,9 +171,10 @@ class Connections:
                     )
                     wait.warnings += 1
 
-    def _publish_wait(self, text: str) -> None:
+    def publish(self, key: str, text: str) -> None:
+        """Set a key of the store, if the store can be reached; block while its process is stopped."""
         with suppress(RuntimeError):
-            self._store.set(f"waits/{self.ranks[self.rank]}", text)
+            self._store.set(key, text)
 
     # ---- connecting --------------------------------------------------------------------------------------
 

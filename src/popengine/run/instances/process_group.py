@@ -12,8 +12,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 import torch
@@ -34,31 +34,21 @@ _READING = "the reading of "
 T = TypeVar("T")
 
 
-def start_in_thread(work: Callable[[], T]) -> SimpleQueue[tuple[T, BaseException | None]]:
-    """Call `work` in a new thread, because an interrupt can't end a wait in torch. Return a queue, into which
-    the thread puts (the result of `work`, None) or (None, the exception of `work`)."""
-    outcome: SimpleQueue = SimpleQueue()
+def call_in_thread(work: Callable[[], T]) -> T:
+    """Call `work` in a new thread, and return its result or raise its exception. An interrupt ends the wait for
+    the thread, but not `work`, because it can't end a wait in torch."""
+    future: Future[T] = Future()
 
     def call_work() -> None:
         try:
-            outcome.put((work(), None))
+            future.set_result(work())
         except BaseException as error:  # whatever it is, the caller raises it
-            outcome.put((None, error))
+            future.set_exception(error)
 
     TorchThread(call_work).start()
-    return outcome
-
-
-def await_result(outcome: SimpleQueue[tuple[T, BaseException | None]]) -> T:
-    """Wait for the outcome of `work` in the queue of `start_in_thread`; return the result of `work` or raise
-    its exception. An interrupt ends this wait, but not `work`."""
-    while True:
-        with suppress(Empty):
-            value, error = outcome.get(timeout=_PATIENCE)
-            break
-    if error is not None:
-        raise error
-    return value
+    while not future.done():
+        wait([future], timeout=_PATIENCE)
+    return future.result()
 
 
 OptimizerStates = dict[str, OptimizerState]  # by canonical name of the parameter
@@ -107,7 +97,7 @@ class ProcessGroup(Connections):
 
         with self._barrier_lock:
             try:
-                return await_result(start_in_thread(barrier_and_work))
+                return call_in_thread(barrier_and_work)
             except KeyboardInterrupt:
                 is_abandoned.set()
                 self.abort(f"was interrupted at {what}")
@@ -248,6 +238,6 @@ def announce_end() -> None:
         if has_shard and not hasattr(sys, "last_value"):  # the program has not failed
             with suppress(Error):
                 _current.barrier("the end of the program")
-        store, rank = _current._store, _current.rank
-        with suppress(Empty):
-            start_in_thread(lambda: store.set(f"left/{rank}", "1")).get(timeout=1.0)
+        publishing = TorchThread(_current.publish, f"left/{_current.rank}", "1")
+        publishing.start()
+        publishing.join(1.0)  # the store may be in a process that is stopped
