@@ -71,11 +71,14 @@ class Updates:
             step_key = state.ipu_of[unit.key], self._optimizer.group_of[unit.key]
             self._units.setdefault(step_key, []).append(unit)
         for step_key, units in sorted(self._units.items()):
-            parts = [self._parameter_update(unit, [state.weight(unit)]) for unit in units]
-            chunks = ((step_key, chunk) for chunk in cut_into_chunks(parts))
+            # The gradients will have the weights' layouts.
+            weights = [state.weight(unit) for unit in units]
+            states = [state.optimizer[unit] for unit in units]
+            updates = [ParameterUpdate(w, w, s) for w, s in zip(weights, states, strict=True)]
+            chunks = ((step_key, chunk) for chunk in cut_into_chunks(updates))
             self._chunks.setdefault(step_key[0], []).extend(chunks)
         # Values of the running step:
-        self._norms: dict[Unit, Tensor] = {}
+        self._norms: dict[Unit, Tensor] = {}  # of the gradients that this process measures
         self._counts: list[Tensor] = []  # all, large, and not finite elements of a gradient: int64 [3]
         self._steps: dict[_StepKey, UpdateStep] = {}  # empty: a gradient overflowed, and no weight changes
         self._clipping_factor: Tensor | None = None  # of clipping by norm
@@ -153,10 +156,13 @@ class Updates:
         unit = self.state.units[index]
         if not self.state.is_updated_here(unit.key):
             return
-        part = self._parameter_update(unit, self._gradient_sums(unit))
-        self._reduce([part])
-        gradient = part.gradient
-        if self.settings.automatic_loss_scaling and self._is_counted_here(unit):
+        update = self._parameter_update(unit)
+        self._reduce([update])
+        # Each gradient counts once: if processes sum norms and counts, one of them counts unsharded parameters.
+        owner, gradient = self.state.owner, update.gradient
+        if owner and owner.get(unit.key, 0) != self.settings.counts.instance:
+            return
+        if self.settings.automatic_loss_scaling:
             large = int((gradient.abs() > _LARGE / self._loss_scale).sum())
             not_finite = gradient.numel() - int(gradient.isfinite().sum())
             self._counts.append(torch.tensor([gradient.numel(), large, not_finite]))
@@ -165,18 +171,14 @@ class Updates:
             dtype = torch.promote_types(gradient.dtype, torch.float32)
             self._norms[unit] = torch.linalg.vector_norm(gradient, dtype=dtype)
 
-    def _gradient_sums(self, unit: Unit) -> list[Tensor]:
-        """Return the gradient sum of each replica of a unit; with several processes only that of the first
-        replica, into which row "exchange" has added all others."""
-        members = self.settings.members(unit.key, unit.replica) if self._group is None else (unit.replica,)
-        return [self.state.sums[replica][unit.key] for replica in members]
-
-    def _parameter_update(
-        self, unit: Unit, sums: Sequence[Tensor], seed: int | None = None
-    ) -> ParameterUpdate:
-        """Return what a unit's update reads and writes: `sums[0]` as gradient, the other sums as `others`."""
-        state = self.state.optimizer.get(unit, {})
-        return ParameterUpdate(self.state.weight(unit), sums[0], state, tuple(sums[1:]), seed)
+    def _parameter_update(self, unit: Unit, is_reduced: bool = False) -> ParameterUpdate:
+        """Return the tensors of a unit's update. The gradient is the sum of the unit's first replica; the other
+        replicas' sums are `others`, unless they are in the first one: row "exchange" or "norm" has run."""
+        is_reduced = is_reduced or self._group is not None
+        members = (unit.replica,) if is_reduced else self.settings.members(unit.key, unit.replica)
+        gradient, *others = (self.state.sums[replica][unit.key] for replica in members)
+        state, seed = self.state.optimizer.get(unit, {}), self._rounding_seed(unit)
+        return ParameterUpdate(self.state.weight(unit), gradient, state, tuple(others), seed)
 
     # ---- the updates -----------------------------------------------------------------------------------------
 
@@ -188,7 +190,6 @@ class Updates:
         """
         optimizer, hyper = self._optimizer, self.call.hyper
         assert hyper is not None
-        count = 1 if self.settings.measures_gradients else None  # row "norm" has added all sums to the first
         if optimizer.max_grad_norm < math.inf:
             # torch's own epsilon. A factor of 1 changes no bits, so the host need not wait for the norm.
             self._clipping_factor = torch.clamp(
@@ -196,11 +197,8 @@ class Updates:
             )
         if not self.settings.automatic_loss_scaling or self._adapt_loss_scale():
             for step_key, units in self._units.items():
-                parts = [
-                    self._parameter_update(unit, self._gradient_sums(unit)[:count], self._rounding_seed(unit))
-                    for unit in units
-                ]
-                self._steps[step_key] = UpdateStep(optimizer, hyper.groups[step_key[1]], parts)
+                updates = [self._parameter_update(unit, self.settings.measures_gradients) for unit in units]
+                self._steps[step_key] = UpdateStep(optimizer, hyper.groups[step_key[1]], updates)
         if self._group is None:
             self.call.commit()
         else:
@@ -235,19 +233,14 @@ class Updates:
         """Return the norm of all gradients as torch.nn.utils.get_total_norm does: the norm of their norms,
         stacked in the order of the model's parameters."""
         ordered = sorted(self.state.units, key=lambda unit: (self._slot_index[unit.key], unit.replica))
+        # Gradients that a peer measures count 0 here: with sharded state the norms are summed over processes.
         found = [
             self._norms[unit]
-            if self._is_counted_here(unit)
-            else torch.zeros((), dtype=torch.promote_types(self._gradient_sums(unit)[0].dtype, torch.float32))
+            if unit in self._norms
+            else torch.zeros((), dtype=torch.promote_types(self.state.weight(unit).dtype, torch.float32))
             for unit in ordered
         ]
         return torch.linalg.vector_norm(self._all_reduce_if_sharded(torch.stack(found)))
-
-    def _is_counted_here(self, unit: Unit) -> bool:
-        """Return whether this process adds a unit's gradient to the norm and counts: with sharded optimizer
-        state, where these are summed over processes, only one process does."""
-        owner = self.state.owner
-        return not owner or owner.get(unit.key, 0) == self.settings.counts.instance
 
     def _all_reduce_if_sharded(self, values: Tensor) -> Tensor:
         """Sum values over all processes, in place, if the optimizer state is sharded; return `values`."""
