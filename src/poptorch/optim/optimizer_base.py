@@ -116,15 +116,13 @@ class Optimizer:
                         "required optimization parameter lr\n"
                         f"  fix: poptorch.optim.{type(self).__name__}(params, lr=...), or an 'lr' in every group"
                     )
-        accepted = self._defaults or inspect.signature(super().__init__).parameters
-        torch_arguments = {name: value for name, value in given.items() if name in accepted}
-        if self._defaults is None:
-            super().__init__(**torch_arguments)
-        else:
-            super().__init__(given["params"], self._defaults | torch_arguments)  # type: ignore[call-arg]
-        for name in given.keys() - torch_arguments.keys():
-            if not name.startswith("_") and hasattr(type(self), name):
-                setattr(self, name, given[name])
+        if self._defaults is not None:
+            given["defaults"] = {name: given.get(name, value) for name, value in self._defaults.items()}
+        accepted = inspect.signature(super().__init__).parameters
+        super().__init__(**{name: value for name, value in given.items() if name in accepted})
+        for name, value in given.items():
+            if name not in accepted and not name.startswith("_") and hasattr(type(self), name):
+                setattr(self, name, value)
         allowed = (*RULES[self._kind].group_keys, *self._more_rates, "loss_scaling")
         self.variable_attrs = VariableAttributes((name for name in allowed if name in given), allowed)
 

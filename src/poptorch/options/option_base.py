@@ -91,7 +91,8 @@ class Freezable:
     @property
     def _values(self) -> dict[str, Any]:
         """Return the public values by name."""
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        # Parts of options, such as `Training`, begin with a capital.
+        return {name: value for name, value in vars(self).items() if name[0].islower()}
 
     def _printed_fields(self) -> list[str]:
         """Return "name=value" of each value, for `repr`."""

@@ -67,10 +67,6 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
                 error.add_note(f"in the environment variable POPTORCH_DEFAULT_OPTIONS: {defaults}")
                 raise
 
-    @property
-    def _values(self) -> dict[str, Any]:
-        return {name: value for name, value in super()._values.items() if not isinstance(value, Freezable)}
-
     def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:
         """Apply a file with one setting per line, written as after `options.`, such as `deviceIterations(4)`.
 
