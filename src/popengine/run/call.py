@@ -135,6 +135,10 @@ class Results:
         """Return the values of an anchor, as `ResultBuffer.copy_to_host` does."""
         return (self.weights[anchor] if anchor.is_weight else self._outputs[int(anchor.key)]).copy_to_host()
 
+    def rows(self, anchor: Anchor) -> Tensor:
+        """Return the values of an anchored output on the CPU: a row, of the value's own type, for each value."""
+        return self._outputs[int(anchor.key)].values.cpu()
+
     def outputs(self) -> list[Tensor]:
         """Return the outputs of forward, then the tensors that are outputs only because of an anchor."""
         return [buffer.copy_to_host() for buffer in self._outputs.values()]

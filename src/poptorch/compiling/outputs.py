@@ -24,7 +24,7 @@ from popengine.compile.recording.leftovers import fake_tensors_in
 from popengine.errors import CaptureError, Error, did_you_mean
 from popengine.ir import Graph
 from popengine.run.call import Results
-from popengine.settings import Anchor, Counts
+from popengine.settings import Anchor
 
 from ..enums import OutputMode
 from ..logs import logger
@@ -143,16 +143,10 @@ class Note:
     what: Any
     template: Any  # the value, with an empty "meta" tensor in place of each tensor of a call
     anchors: tuple[Anchor, ...]
-    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of one micro-batch
 
-    def value(self, results: Results, counts: Counts) -> Any:
+    def value(self, results: Results) -> Any:
         """Return the noted value of a call, with tensors [micro-batches of all replicas, *shape]."""
-        n = counts.iterations * counts.accumulation * counts.replicas
-        columns = iter(
-            results.anchor_values(anchor).reshape(n, *shape).to(dtype)
-            for anchor, (shape, dtype) in zip(self.anchors, self.shapes, strict=True)
-        )
-        return fill_template(self.template, columns)
+        return fill_template(self.template, map(results.rows, self.anchors))
 
 
 def split_traced(value: Any, where: str) -> tuple[Any, list[Tensor]]:
@@ -212,6 +206,6 @@ def make_notes(captured: Sequence[tuple[Any, Any]], outputs: list[Tensor], where
         template, tensors = split_traced(value, where)
         places = range(len(outputs), len(outputs) + len(tensors))
         anchors = tuple(Anchor("output", str(place), "all") for place in places)
-        notes.append(Note(what, template, anchors, tuple((tuple(t.shape), t.dtype) for t in tensors)))
+        notes.append(Note(what, template, anchors))
         outputs += tensors
     return tuple(notes)

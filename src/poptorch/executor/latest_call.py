@@ -75,9 +75,7 @@ def join_runs(finished: Sequence[tuple[Run, LoadedPlan, Results]]) -> LatestCall
         anchored[name] = _join_values(values, mode, [run.counts.replicas for run, _, _ in chosen])
     notes = []
     for parts in zip(*(plan.executable.notes for _, plan, _ in finished), strict=True):
-        values = [
-            note.value(results, run.counts) for note, (run, _, results) in zip(parts, finished, strict=True)
-        ]
+        values = [note.value(results) for note, (_, _, results) in zip(parts, finished, strict=True)]
         tensors = zip(*map(tensors_of, values), strict=True)
         joined = (_join_values(of_runs, "all", replicas) for of_runs in tensors)
         notes.append((parts[0].what, with_tensors(values[0], joined)))

@@ -33,10 +33,6 @@ class VariableAttributes:
         """Iterate over the names that can be marked."""
         return iter(self._allowed)
 
-    def __repr__(self) -> str:
-        marks = (f"{name}={'constant' if self.isConstant(name) else 'variable'}" for name in self)
-        return f"VariableAttributes({', '.join(marks)})"
-
     def isConstant(self, name: str) -> bool:
         """Return whether a change of the attribute after compilation is an error."""
         return self._checked_name(name) not in self._variable
