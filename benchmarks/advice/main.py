@@ -19,7 +19,7 @@ from typing import Any
 from cases import Case, Runner, random_case  # pyright: ignore[reportMissingImports]
 
 from popengine.profile import Profile, load
-from popvision.analysis import Figures, compute_figures
+from popvision.analysis import Figures
 from popvision.virtual import Change, promised_speedup
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -76,7 +76,7 @@ def main() -> None:
     for number in range(args.first, args.first + args.cases):
         case = random_case(random.Random(args.seed * 1000 + number))
         profile = profile_of(case)
-        found = compute_figures(profile)
+        found = Figures(profile)
         said = [(change, promises(change, found)) for change in found.changes]
         for change, machines in said:
             for machine, least in machines:

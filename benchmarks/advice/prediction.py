@@ -19,7 +19,7 @@ from typing import Any
 from cases import Case, Runner, random_case  # pyright: ignore[reportMissingImports]
 
 from popengine.profile import load
-from popvision.analysis import compute_figures
+from popvision.analysis import Figures
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import environment, markdown  # pyright: ignore[reportMissingImports]
@@ -56,7 +56,7 @@ def on_one_core(case: Case, rounds: int) -> tuple[float, float, float]:
             for runner in runners:
                 runner.once()
         recorded.executor.detachFromDevice()
-        said = compute_figures(load(next(Path(folder).glob("*/profile.pop")))).step_here
+        said = Figures(load(next(Path(folder).glob("*/profile.pop")))).step_here
         for runner in plain:
             runner.executor.destroy()
     assert said

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from popvision.machine import load_machine
-from popvision.plan import compile_profiles, estimate_plan
+from popvision.plan import Estimate, compile_profiles
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BERT = (str(EXAMPLES / "bert_pretraining/run_pretraining.py"), "--dataset", "generated", "--config")
@@ -152,7 +152,7 @@ def main() -> None:
                 found, streaming=own["streaming"], efficiency={**(found.efficiency or {}), **kinds}
             )
         micro_batches = profile.facts["schedule_micro_batches"]
-        return estimate_plan(profile, found, profile.counts["replicas"], micro_batches).items_per_second
+        return Estimate(profile, found, profile.counts["replicas"], micro_batches).items_per_second
 
     own = fitted(predict) if does_fit else {}
     for name, value in own.items():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from popengine.profile import Profile
-
 from .analysis import Figures
 from .times import has_only_partial_steps, whole_steps
 from .units import sharing_cores_text, size_text
@@ -21,10 +19,10 @@ _CAUSES = {
 }
 
 
-def advice_sentences(profile: Profile, figures: Figures) -> list[str]:
+def advice_sentences(figures: Figures) -> list[str]:
     """Return all sentences of advice about a profile, the most serious first."""
     topics = (_fault_sentences, _speed_sentences, _note_sentences)
-    return [text for topic in topics for text in topic(profile, figures)]
+    return [text for topic in topics for text in topic(figures)]
 
 
 def machine_sentence(figures: Figures) -> str:
@@ -47,7 +45,7 @@ def stages_sentence(figures: Figures) -> str:
     return f"The slowest stage takes {figures.unevenness:.2f} times the average one."
 
 
-def _fault_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
+def _fault_sentences(figures: Figures) -> Iterator[str]:
     """Yield a sentence for each of these faults that the run has: too little memory, failed calls, and a
     stage of several blocks that is much slower than the average stage."""
     if figures.fits is False and figures.capacity:
@@ -56,11 +54,11 @@ def _fault_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
             f' {size_text(figures.capacity)}. Recomputation (options._Popart.set("autoRecomputation", 3)), a smaller'
             " micro-batch or more stages need less."
         )
-    if failed := profile.facts.get("failed_calls", 0):
+    if failed := figures.profile.facts.get("failed_calls", 0):
         yield f"{failed} call(s) failed and are not part of the figures."
     if figures.slowest is not None and figures.unevenness >= _UNEVEN:
         slowest, count = figures.stages[figures.slowest], len(figures.stages)
-        if sum(block.stage == slowest.stage for block in profile.blocks) > 1:
+        if sum(block.stage == slowest.stage for block in figures.profile.blocks) > 1:
             yield (
                 f"Stage {slowest.stage} ({slowest.blocks}) takes {figures.unevenness:.1f} times the average stage,"
                 " for which separate devices wait. Move one of its blocks,"
@@ -68,7 +66,7 @@ def _fault_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
             )
 
 
-def _speed_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
+def _speed_sentences(figures: Figures) -> Iterator[str]:
     """Yield a sentence for each change in `figures.changes`, and for each option that made computations at
     least 5 % faster when it was measured at compilation."""
     for change in figures.changes:
@@ -83,7 +81,7 @@ def _speed_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
         unsure = [f"; nothing is promised {where}" for where, gain in gains.items() if not gain]
         said = f"{change.what} would make it {', and '.join(sure)}{''.join(unsure)}"
         yield f"{_CAUSES[change.kind]}: {said}. Then {change.also}."
-    for option, gain in profile.facts.get("hints", {}).items():
+    for option, gain in figures.profile.facts.get("hints", {}).items():
         if gain > _WORTH:
             yield (
                 f"{option} makes the computations of a micro-batch at least {gain:.2f} times as fast on this machine,"
@@ -91,9 +89,10 @@ def _speed_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
             )
 
 
-def _note_sentences(profile: Profile, figures: Figures) -> Iterator[str]:
+def _note_sentences(figures: Figures) -> Iterator[str]:
     """Yield a sentence for each of these that applies: ipus run as separate devices only while a profile is
     recorded; the ipus wait for the host between calls; the trace lacks steps or parts of them."""
+    profile = figures.profile
     ipus = len(profile.devices) * profile.counts.get("replicas", 1)
     if figures.step_here is not None and figures.calls and ipus > 1:
         yield (

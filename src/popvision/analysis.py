@@ -14,97 +14,60 @@ from . import memory, times, virtual
 from .units import rate_text, seconds_text, share_text, sharing_cores_text, size_text, table_text
 
 
-@dataclass(frozen=True)
 class Figures:
-    """All figures of a profile. Shares are fractions. Times are in seconds, except in `usages`, `stages`,
-    `copies` and `groups`, where they are in ns.
+    """All figures of a profile. A figure whose events were not recorded is None, empty or 0.
 
-    A recorded run uses its ipus as separate devices, each of which does one thing at a time; without a
-    recorder the host's cores share all ipus. `step_apart` and `step_here` are the simulated times of a step
-    in these two cases, with measured costs.
+    Shares are fractions. Times are in seconds, except in `usages`, `stages`, `copies` and `groups`, where
+    they are in ns. A recorded run uses its ipus as separate devices, each of which does one thing at a time;
+    without a recorder the host's cores share all ipus. `step_apart` and `step_here` are the simulated times
+    of a step in these two cases, with measured costs.
     """
 
-    samples_per_call: int  # rows, over all instances
-    samples_per_second: float | None  # in the time of calls, without the first call if there are more
-    samples_per_second_overall: float | None  # the same, with the time between calls
-    calls: int
-    steps: int
-    step_seconds: float | None  # without the first call if there are more
-    step_spread: float  # of a step's seconds in different calls, see `times.relative_spread`
-    step_apart: float | None
-    step_here: float | None  # None: the run was not on a host, or nothing was computed
-    here_is: str  # the host in words
-    compile_seconds: float
-    bubble_ideal: float | None
-    bubble_measured: float | None
-    bubble_apart: float | None
-    core_share: float | None  # see `times.core_share`
-    usages: list[times.Usage]
-    stages: list[times.StageTime]
-    slowest: int | None
-    unevenness: float  # cost of the slowest stage, divided by the average stage's
-    spread: float  # of the costs of equal computations, see `times.cost_spread`
-    changes: list[virtual.Change]
-    needs: list[memory.Need]
-    wanted: int  # bytes that must fit into the capacity
-    capacity: int | None  # bytes; None: unknown
-    capacity_of: str  # the memory in words
-    fits: bool | None
-    host: dict[str, float]  # see `_host_seconds`
-    copies: dict[str, dict[str, float]]  # see `_copies_per_step`
-    groups: dict[str, list[dict[str, Any]]]  # see `_operation_sums`; by "block", "module", "where" and "kind"
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        facts, events = profile.facts, times.steady_events(profile)
+        calls, steps, ns, ns_with_gaps = _sum_warm_calls(profile)
+        factors = ("micro_batch_size", "accumulation", "groups", "iterations", "instances")
+        rows = math.prod(profile.counts.get(name, 1) for name in factors)
+        self.samples_per_call = rows  # over all instances
+        self.samples_per_second = calls * rows / ns * 1e9 if ns > 0 else None  # in the time of calls
+        self.samples_per_second_overall = calls * rows / ns_with_gaps * 1e9 if ns_with_gaps > 0 else None
+        self.calls, self.steps = facts.get("calls", 0), facts.get("steps", 0)
+        self.step_seconds = ns / steps / 1e9 if steps else None
+        of_step = [(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps]
+        self.step_spread = times.relative_spread(of_step)
 
+        self.stages = times.stage_times(profile, events)
+        self.spread = times.cost_spread(events)
+        totals = [stage.total for stage in self.stages]
+        seen = {(event.phase, event.stage) for event in events if event.kind == "compute"}
+        computed = sum(totals) > 0 and all((piece.phase, piece.stage) in seen for piece in profile.pieces)
+        self.slowest = totals.index(max(totals)) if computed else None
+        self.unevenness = max(totals) * len(totals) / sum(totals) if computed else 1.0  # slowest / average
+        step = times.step_model(profile, events, self.stages)
+        cores = facts.get("threads", 0) if facts.get("device", "cpu") == "cpu" else 0
+        here = virtual.ns_on_host(step, cores) if computed and cores else None
+        apart = virtual.simulated_ns(step) if computed else None
+        self.step_apart, self.step_here = (None if ns is None else ns / 1e9 for ns in (apart, here))
+        self.here_is = f"here, where {sharing_cores_text(profile)} all ipus"  # the host in words
+        self.changes = virtual.advised_changes(profile, step, self.spread) if computed else []
 
-def compute_figures(profile: Profile) -> Figures:
-    """Return all figures of a profile. A figure whose events were not recorded is None, empty or 0
-    (`unevenness`: 1)."""
-    facts, events = profile.facts, times.steady_events(profile)
-    usages = [] if times.has_only_partial_steps(profile) else times.usages(events)
-    stages, spread = times.stage_times(profile, events), times.cost_spread(events)
-    step, timed = times.step_model(profile, events, stages), times.with_stage_costs(profile, stages)
-    totals = [stage.total for stage in stages]
-    seen = {(event.phase, event.stage) for event in events if event.kind == "compute"}
-    computed = sum(totals) > 0 and all((piece.phase, piece.stage) in seen for piece in profile.pieces)
-    cores = facts.get("threads", 0) if facts.get("device", "cpu") == "cpu" else 0
-    here = virtual.ns_on_host(step, cores) if computed and cores else None
-    apart = virtual.simulated_ns(step) if computed else None
-    calls, steps, ns, ns_with_gaps = _sum_warm_calls(profile)
-    factors = ("micro_batch_size", "accumulation", "groups", "iterations", "instances")
-    rows_per_call = math.prod(profile.counts.get(name, 1) for name in factors)
-    needs, held_by = memory.memory_needs(profile), facts.get("capacity") or {}
-    limit, wanted = memory.capacity_and_need(profile, needs)
-    of_step = [(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps]
-    return Figures(
-        samples_per_call=rows_per_call,
-        samples_per_second=calls * rows_per_call / ns * 1e9 if ns > 0 else None,
-        samples_per_second_overall=calls * rows_per_call / ns_with_gaps * 1e9 if ns_with_gaps > 0 else None,
-        calls=facts.get("calls", 0),
-        steps=facts.get("steps", 0),
-        step_seconds=ns / steps / 1e9 if steps else None,
-        step_spread=times.relative_spread(of_step),
-        step_apart=None if apart is None else apart / 1e9,
-        step_here=None if here is None else here / 1e9,
-        here_is=f"here, where {sharing_cores_text(profile)} all ipus",
-        compile_seconds=sum(entry.seconds for entry in profile.passes),
-        bubble_ideal=times.ideal_bubble(profile),
-        bubble_measured=times.measured_bubble(usages),
-        bubble_apart=None if apart is None else step.bubble(apart),
-        core_share=times.core_share(events),
-        usages=usages,
-        stages=stages,
-        slowest=totals.index(max(totals)) if computed else None,
-        unevenness=max(totals) * len(totals) / sum(totals) if computed else 1.0,
-        spread=spread,
-        changes=virtual.advised_changes(profile, step, spread) if computed else [],
-        needs=needs,
-        wanted=wanted,
-        capacity=limit,
-        capacity_of=held_by.get("of", "") + (", which all ipus share" if held_by.get("shared") else ""),
-        fits=wanted <= limit if limit and needs else None,
-        host=_host_seconds(profile),
-        copies=_copies_per_step(events),
-        groups={by: _operation_sums(timed, by) for by in ("block", "module", "where", "kind")},
-    )
+        self.compile_seconds = sum(entry.seconds for entry in profile.passes)
+        self.usages = [] if times.has_only_partial_steps(profile) else times.usages(events)
+        self.bubble_ideal = times.ideal_bubble(profile)
+        self.bubble_measured = times.measured_bubble(self.usages)
+        self.bubble_apart = None if apart is None else step.bubble(apart)
+        self.core_share = times.core_share(events)
+
+        self.needs, held_by = memory.memory_needs(profile), facts.get("capacity") or {}
+        limit, self.wanted = memory.capacity_and_need(profile, self.needs)
+        self.capacity, self.fits = limit, self.wanted <= limit if limit and self.needs else None
+        self.capacity_of = held_by.get("of", "") + (", which all ipus share" if held_by.get("shared") else "")
+
+        self.host = _host_seconds(profile)
+        self.copies = _copies_per_step(events)
+        timed = times.with_stage_costs(profile, self.stages)
+        self.groups = {by: _operation_sums(timed, by) for by in ("block", "module", "where", "kind")}
 
 
 def _sum_warm_calls(profile: Profile) -> tuple[int, int, int, int]:
@@ -182,8 +145,8 @@ class Row:
 
 
 def compare_figures(a: Figures, b: Figures) -> list[Row]:
-    """Return a row for each figure of two runs: totals, then the times of each stage and block. A run may lack
-    a stage or block of the other run."""
+    """Return a row for each figure of two runs: totals, then the times of each stage and block. A run may
+    lack a stage or block of the other run."""
     runs, rows = (_compared_values(a), _compared_values(b)), []
     for name in {**runs[0], **runs[1]}:
         (one, in_words, spread), (other, _, other_spread) = (

@@ -16,7 +16,7 @@ from typing import Any
 from popengine.profile import Profile, ProfileError, load
 
 from .advice import advice_sentences, machine_sentence, stages_sentence
-from .analysis import Figures, compare_figures, comparison_text, compute_figures
+from .analysis import Figures, compare_figures, comparison_text
 from .memory import bytes_curve, tracks_of_detailed_step
 from .times import with_stage_costs
 
@@ -69,12 +69,11 @@ def profiles_page(
     Args:
         entries:     a dictionary for each profile, as `profile_entry` returns it
         comparisons: a dictionary for each comparison: "first" and "second" are indices in `entries`, "rows"
-            the compared figures, each the fields of an `analysis.Row`
+            a list of `analysis.Row`
     """
     viewer = files("popvision") / "viewer"
-    data = json.dumps(
-        {"title": title, "entries": entries, "comparisons": comparisons or []}, separators=(",", ":")
-    )
+    content = {"title": title, "entries": entries, "comparisons": comparisons or []}
+    data = json.dumps(content, separators=(",", ":"), default=asdict)
     # A profile's names may contain these, which could end the script element.
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     parts = {
@@ -93,28 +92,28 @@ def profile_entry(path: Path) -> dict[str, Any]:
     label = path.parent.name
     try:
         profile = load(path)
-        return {"label": label, **page_data(profile, compute_figures(profile))}
+        return {"label": label, **page_data(Figures(profile))}
     except ProfileError as error:
         return {"label": label, "error": str(error)}
     except (KeyError, TypeError, ValueError, IndexError, ArithmeticError, AttributeError) as error:
         return {"label": label, "error": f"{path} is damaged: {type(error).__name__}: {error}"}
 
 
-def page_data(profile: Profile, found: Figures) -> dict[str, Any]:
+def page_data(found: Figures) -> dict[str, Any]:
     """Return a profile, its figures, its sums over operations, and the memory curves of its ipus, as a
-    dictionary of plain values for the page's scripts."""
-    plain = asdict(found)
-    for row, need in zip(plain["needs"], found.needs, strict=True):
-        row |= {"always": need.always, "total": need.total}
-    said = {
-        "warnings": advice_sentences(profile, found),
+    dictionary for the page's scripts."""
+    profile = found.profile
+    figures = {name: value for name, value in vars(found).items() if name not in ("profile", "groups")}
+    figures |= {
+        "needs": [{**asdict(need), "always": need.always, "total": need.total} for need in found.needs],
+        "warnings": advice_sentences(found),
         "machine_says": machine_sentence(found),
         "stages_say": stages_sentence(found),
     }
     return {
         "profile": json.loads(with_stage_costs(profile, found.stages).to_json()),
-        "groups": plain.pop("groups"),
-        "figures": {**plain, **said},
+        "groups": found.groups,
+        "figures": figures,
         "curves": {
             str(ipu): [number for point in bytes_curve(profile, track) for number in point]
             for ipu, track in tracks_of_detailed_step(profile).items()
@@ -138,14 +137,13 @@ def write_comparison(first: Path, second: Path, target: Path) -> str:
             found[-1][profile.training] = label, profile
     entries, comparisons, texts = [], [], []
     for kind in sorted(found[0].keys() & found[1].keys(), reverse=True):  # training first
-        runs = [compute_figures(profiles[kind][1]) for profiles in found]
+        runs = [Figures(profiles[kind][1]) for profiles in found]
         rows = compare_figures(*runs)
         at = {"first": len(entries), "second": len(entries) + 1}
-        comparisons.append({**at, "rows": [asdict(row) for row in rows]})
+        comparisons.append({**at, "rows": rows})
         texts.append(comparison_text(rows, (str(first), str(second))))
         for profiles, run in zip(found, runs, strict=True):
-            label, profile = profiles[kind]
-            entries.append({"label": label, **page_data(profile, run)})
+            entries.append({"label": profiles[kind][0], **page_data(run)})
     if not entries:
         raise ProfileError(
             f"{first} and {second} have no profile of the same kind: one trains, the other does not"

@@ -29,33 +29,53 @@ _DRAWN = 600  # tasks; in a wider picture they are too small to see
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8794a3")
 
 
-@dataclass(frozen=True)
 class Estimate:
-    """The estimated time and memory of a program on a machine."""
+    """The estimated time and memory of a program on a machine.
 
-    profile: Profile
-    machine: Machine
-    replicas: int
-    accumulation: int  # micro-batches of a step and replica
-    seconds_per_update: float
-    items_per_second: float
-    bubble: float  # share of the time in which the ipus (on this host: the cores) wait
-    spent: Spent  # seconds of the busiest ipu (on this host: of a core) by category
-    needs: list[Need]  # of one replica
-    problems: tuple[str, ...]  # reasons why the program would fail on the machine; empty: it fits
-    costs: Costs | None  # None: on this host, which is measured
+    Args:
+        profile: a plan, as `compile_profiles` returns it for this kind of machine
+        accumulation: micro-batches of a step and replica
+    """
 
-    @property
-    def fits(self) -> bool:
-        return not self.problems
-
-    @property
-    def bound_by(self) -> str:
-        return max(CATEGORIES, key=lambda category: self.spent[category])
-
-    @property
-    def memory_per_ipu(self) -> list[int]:
-        return [need.total for need in self.needs]
+    def __init__(self, profile: Profile, machine: Machine, replicas: int, accumulation: int) -> None:
+        self.profile, self.machine = profile, machine
+        self.replicas, self.accumulation = replicas, accumulation
+        self.needs, self.costs = memory_needs(profile), None  # of a replica; no costs on this host
+        self.problems: list[str] = []  # reasons why the program would fail on the machine; empty: it fits
+        if any(need.activations is None for need in self.needs):
+            self.problems.append("a kernel needs memory of a size that only it knows")
+        loaded = accumulation * sum(part.bytes for part in profile.parts if part.kind == "load")
+        # `bubble`: share of time in which the ipus (on this host: the cores) wait. `spent`: seconds of the
+        # busiest ipu (on this host: of a core), by category.
+        if machine.kind == "here":
+            taken, self.bubble, self.spent = _step_seconds_on_host(profile, replicas, accumulation)
+            self.problems += _problems_on_host(profile, self.needs, replicas, loaded)
+        else:
+            self.costs = Costs(profile, machine, replicas)
+            step = self.costs.step_model(accumulation)
+            ns = virtual.simulated_ns(step)
+            taken, self.bubble = ns / 1e9, step.bubble(ns)
+            by_ipu = self.costs.seconds_by_ipu(accumulation)
+            self.spent = max(by_ipu.values(), key=lambda spent: sum(spent.values()))
+            # A chip has its program, and of the optimizer's state only what the options keep there.
+            shards = replicas if profile.facts.get("shards_optimizer") else 1
+            is_on_chip, code = not profile.facts.get("optimizer_off_chip"), round(machine.code)
+            self.needs = [
+                replace(need, optimizer=is_on_chip * -(-need.optimizer // shards), code=code)
+                for need in self.needs
+            ]
+            self.problems += _problems_on_chips(self.needs, machine, replicas)
+            if loaded / machine.host > taken:  # a replica's rows reach its first ipu
+                taken = self.spent["host input"] = loaded / machine.host
+        counts = profile.counts
+        # With a group for each replica, other numbers of replicas have as many groups.
+        groups = counts.get("groups", 1)
+        groups = replicas if groups == counts.get("replicas", 1) else groups
+        self.fits = not self.problems
+        self.memory_per_ipu = [need.total for need in self.needs]
+        self.bound_by = max(CATEGORIES, key=lambda category: self.spent[category])
+        self.seconds_per_update = taken
+        self.items_per_second = counts.get("micro_batch_size", 1) * accumulation * groups / taken
 
     def to_dict(self) -> dict[str, Any]:
         """Return the estimate as `popvision plan --json` prints it."""
@@ -100,7 +120,7 @@ class Estimates:
         for machine in machines:
             profile = profiles[machine.kind]
             choices = [
-                estimate_plan(profile, machine, count, micro_batches)
+                Estimate(profile, machine, count, micro_batches)
                 for count in replicas or [profile.counts.get("replicas", 1)]
                 for micro_batches in accumulation or [profile.facts["schedule_micro_batches"]]
             ]
@@ -180,46 +200,13 @@ def compile_profiles(program: Sequence[str], kinds: Sequence[str]) -> dict[str, 
     )
 
 
-def estimate_plan(profile: Profile, machine: Machine, replicas: int, micro_batches: int) -> Estimate:
-    """Return the estimate of a plan on a machine.
-
-    Args: micro_batches: of each replica in a step
-    """
-    counts, facts, costs, needs = profile.counts, profile.facts, None, memory_needs(profile)
-    problems = []
-    if any(need.activations is None for need in needs):
-        problems.append("a kernel needs memory of a size that only it knows")
-    loaded = micro_batches * sum(part.bytes for part in profile.parts if part.kind == "load")
-    if machine.kind == "here":
-        taken, bubble, spent = _step_seconds_on_host(profile, replicas, micro_batches)
-        problems += _problems_on_host(profile, needs, replicas, loaded)
-    else:
-        costs = Costs(profile, machine, replicas)
-        step = costs.step_model(micro_batches)
-        ns = virtual.simulated_ns(step)
-        taken, bubble = ns / 1e9, step.bubble(ns)
-        spent = max(costs.seconds_by_ipu(micro_batches).values(), key=lambda spent: sum(spent.values()))
-        # A chip has its program, and of the optimizer's state only what the options keep there.
-        shards = replicas if facts.get("shards_optimizer") else 1
-        for index, need in enumerate(needs):
-            state = 0 if facts.get("optimizer_off_chip") else -(-need.optimizer // shards)
-            needs[index] = replace(need, optimizer=state, code=round(machine.code))
-        if (chips := len(needs) * replicas) > machine.chips:
-            problems.append(f"needs {chips} chips, and has {machine.chips}")
-        problems += [
-            f"ipu {need.ipu} needs up to {size_text(need.total)}, and has {size_text(machine.memory)}"
-            for need in needs
-            if need.total > machine.memory
-        ]
-        if loaded / machine.host > taken:  # a replica's rows reach its first ipu
-            taken = spent["host input"] = loaded / machine.host
-    groups = replicas if counts.get("groups", 1) == counts.get("replicas", 1) else counts.get("groups", 1)
-    items = counts.get("micro_batch_size", 1) * micro_batches * groups / taken
-    return Estimate(
-        *(profile, machine, replicas, micro_batches, taken, items, bubble, spent, needs),
-        tuple(problems),
-        costs,
-    )
+def _problems_on_chips(needs: Sequence[Need], machine: Machine, replicas: int) -> Iterator[str]:
+    """Yield each reason why a plan fails on a machine with a chip per ipu."""
+    if (chips := len(needs) * replicas) > machine.chips:
+        yield f"needs {chips} chips, and has {machine.chips}"
+    for need in needs:
+        if need.total > machine.memory:
+            yield f"ipu {need.ipu} needs up to {size_text(need.total)}, and has {size_text(machine.memory)}"
 
 
 # ---- this machine ----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 from popengine.profile import Profile, load
 
 from .advice import advice_sentences, machine_sentence
-from .analysis import Figures, compute_figures
+from .analysis import Figures
 from .html import find_profiles, report_page
 from .memory import memory_table
 from .units import layout_text, rate_text, seconds_text, share_text, size_text, table_text
@@ -43,9 +43,9 @@ class Report:
         texts; and "advice", a list of sentences."""
         rows = []
         for label, profile in self._profiles().items():
-            found = compute_figures(profile)
+            found = Figures(profile)
             plain = {name: value for name, value in vars(found).items() if isinstance(value, _PLAIN)}
-            rows.append({"profile": label, **plain, "advice": advice_sentences(profile, found)})
+            rows.append({"profile": label, **plain, "advice": advice_sentences(found)})
         return rows
 
     def trace(self) -> list[dict[str, Any]]:
@@ -69,7 +69,7 @@ class Report:
 
 def summary(profile: Profile) -> str:
     """Return a profile's figures, tables and advice as a text for the terminal, about a screen long."""
-    found = compute_figures(profile)
+    found = Figures(profile)
     lines = [f"{profile.name}: {layout_text(profile)}"]
     lines += [f"  {said}"] if (said := machine_sentence(found)) else []
     if found.calls:
@@ -96,7 +96,7 @@ def summary(profile: Profile) -> str:
     if found.capacity and found.needs:
         verdict = {True: "fits into", False: "DOES NOT FIT into", None: "held against"}[found.fits]
         lines.append(f"  {verdict} {size_text(found.capacity)}: {found.capacity_of}")
-    lines += [f"  ! {warning}" for warning in advice_sentences(profile, found)]
+    lines += [f"  ! {warning}" for warning in advice_sentences(found)]
     return "\n".join(lines) + "\n"
 
 

@@ -5,7 +5,7 @@ import pytest
 import test_runs
 
 from popengine.profile import load
-from popvision.analysis import compute_figures
+from popvision.analysis import Figures
 from popvision.times import with_stage_costs
 
 
@@ -37,5 +37,5 @@ def raw(folder):
     found = {**data, **{name: table(name) for name in tables}}
     # An operation's share was measured, and what it is a share of is the stage's cost.
     profile = load(folder / "training" / "profile.pop")
-    scaled = with_stage_costs(profile, compute_figures(profile).stages).operations
+    scaled = with_stage_costs(profile, Figures(profile).stages).operations
     return {**found, "operations": [row._asdict() for row in scaled]}

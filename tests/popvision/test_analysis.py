@@ -10,7 +10,7 @@ from popengine.order import IN_TURNS
 from popengine.profile import HostEvent, Profile
 from popvision import memory, virtual
 from popvision.advice import advice_sentences, machine_sentence, stages_sentence
-from popvision.analysis import compare_figures, compute_figures
+from popvision.analysis import Figures, compare_figures
 from popvision.html import page_data
 from popvision.report import summary
 from popvision.units import size_text
@@ -20,20 +20,20 @@ PERFECT = {2: (2.0, 2.0)}  # two cores compute twice as much as one
 
 
 def told(profile):
-    return advice_sentences(profile, compute_figures(profile))
+    return advice_sentences(Figures(profile))
 
 
 @pytest.mark.parametrize("stages, micro_batches", [(1, 4), (2, 4), (4, 8), (4, 32), (8, 16), (3, 1)])
 @pytest.mark.parametrize("training", [True, False])
 def test_the_bubble_of_an_ideal_pipeline_is_p_minus_1_over_m_plus_p_minus_1(stages, micro_batches, training):
-    found = compute_figures(simulated(stages, micro_batches, training=training))
+    found = Figures(simulated(stages, micro_batches, training=training))
     expected = (stages - 1) / (micro_batches + stages - 1)
     assert found.bubble_ideal == pytest.approx(expected, abs=1e-9)
     assert found.bubble_measured == pytest.approx(expected, rel=0.01, abs=1e-9)
 
 
 def test_a_sharded_run_has_one_ipu_busy_at_a_time():
-    found = compute_figures(simulated(4, 8, order=IN_TURNS))
+    found = Figures(simulated(4, 8, order=IN_TURNS))
     assert found.bubble_ideal == pytest.approx(0.75)
     assert found.bubble_measured == pytest.approx(0.75)
 
@@ -42,7 +42,7 @@ def test_a_step_in_virtual_time_takes_as_long_as_the_run():
     costs = {("F", 0): 1.0, ("F", 1): 3.0, ("F", 2): 2.0, ("B", 0): 2.0, ("B", 1): 7.0, ("B", 2): 4.0}
     profile = simulated(3, 6, cost=lambda phase, stage: int(costs[phase, stage] * MS))
     length = profile.calls[0].end - profile.calls[0].start
-    assert compute_figures(profile).step_apart == pytest.approx(length / 1e9)
+    assert Figures(profile).step_apart == pytest.approx(length / 1e9)
 
 
 def test_a_long_step_is_as_long_as_all_its_micro_batches():
@@ -57,7 +57,7 @@ def test_a_long_step_is_as_long_as_all_its_micro_batches():
 
 
 def test_the_slowest_stage_is_named_with_its_time():
-    found = compute_figures(simulated(3, 8, cost=lambda phase, stage: (5 if stage == 1 else 1) * MS))
+    found = Figures(simulated(3, 8, cost=lambda phase, stage: (5 if stage == 1 else 1) * MS))
     assert found.slowest == 1
     assert [stage.forward for stage in found.stages] == [1 * MS, 5 * MS, 1 * MS]
     assert found.unevenness == pytest.approx(15 / 7)
@@ -79,12 +79,12 @@ def test_a_stage_of_several_blocks_that_others_wait_for_is_advised_to_be_cut():
 
 def test_an_advice_says_for_which_machine_it_holds():
     profile = shared(simulated(4, 4), (2, 2.0, 2.0, 1.0))
-    found = compute_figures(profile)
+    found = Figures(profile)
     (change,) = [change for change in found.changes if change.kind == "micro-batches"]
     assert change.apart > 1.4 and change.here == pytest.approx(
         1, rel=0.1
     )  # both cores have work all the time
-    (text,) = [text for text in advice_sentences(profile, found) if "gradientAccumulation" in text]
+    (text,) = [text for text in advice_sentences(found) if "gradientAccumulation" in text]
     assert (
         "times as fast on separate devices; nothing is promised here, where 2 of 64 cores share all ipus"
         in text
@@ -98,16 +98,14 @@ def shared(profile, *sharing, **more):
 
 
 def of_kind(profile, kind):
-    return next((change for change in compute_figures(profile).changes if change.kind == kind), None)
+    return next((change for change in Figures(profile).changes if change.kind == kind), None)
 
 
 def test_the_cores_that_share_all_ipus_are_said_of_those_of_the_machine():
     profile = simulated(2, 4)
 
     def words(threads, cores):
-        return compute_figures(
-            replace(profile, facts={**profile.facts, "threads": threads, "cores": cores})
-        ).here_is
+        return Figures(replace(profile, facts={**profile.facts, "threads": threads, "cores": cores})).here_is
 
     assert words(1, 2) == "here, where 1 of 2 cores runs all ipus"
     assert words(1, 1) == "here, where 1 core runs all ipus"
@@ -149,12 +147,12 @@ def test_cores_that_compute_at_the_same_time_are_not_what_a_stage_costs():
     profile = replace(shared(profile, (2, 1.2, 1.2, 1.6)), tracks=computed)
     # The one micro-batch of stage 1 that ran alone took as long here, and is a part of the mean.
     alone = 1 - 1 / 1.6
-    assert [stage.forward for stage in compute_figures(profile).stages] == [
+    assert [stage.forward for stage in Figures(profile).stages] == [
         pytest.approx(MS / 1.6, abs=1),
         pytest.approx(MS / 1.6 + MS * alone / 32, abs=1),
     ]
     alone = shared(simulated(1, 32), (2, 1.2, 1.2, 1.6))
-    assert compute_figures(alone).stages[0].forward == MS
+    assert Figures(alone).stages[0].forward == MS
 
 
 def test_work_of_other_programs_is_not_a_stages_cost_and_waiting_of_its_own_is():
@@ -164,13 +162,13 @@ def test_work_of_other_programs_is_not_a_stages_cost_and_waiting_of_its_own_is()
         for track in profile.tracks
     ]
     computed = [track._replace(computed=profile.tracks[0].durations) for track in disturbed]
-    found = compute_figures(replace(profile, tracks=tuple(computed)))
+    found = Figures(replace(profile, tracks=tuple(computed)))
     assert found.stages[0].forward == MS
     asleep = [
         track._replace(computed=[0 if ns == 0 else 1000 for ns in track.durations])
         for track in profile.tracks
     ]
-    found = compute_figures(replace(profile, tracks=tuple(asleep)))
+    found = Figures(replace(profile, tracks=tuple(asleep)))
     assert found.stages[0].forward == MS
 
 
@@ -180,21 +178,19 @@ def test_blocks_and_operations_add_up_to_their_stages_on_a_busy_machine():
     # Other programs had the cores for most of the time in which single operations were measured.
     operations = [row._replace(ns=row.ns * (30 if row.block == "B" else 10)) for row in profile.operations]
     busy = replace(profile, tracks=tuple(computed), operations=tuple(operations))
-    found = compute_figures(busy)
-    sums = {(row["block"], row["phase"]): row["ns"] for row in page_data(busy, found)["groups"]["block"]}
+    found = Figures(busy)
+    sums = {(row["block"], row["phase"]): row["ns"] for row in page_data(found)["groups"]["block"]}
     for phase, name in (("F", "forward"), ("B", "backward")):
         of_stage = [4 * getattr(stage, name) for stage in found.stages]
         assert [sums["A", phase] + sums["B", phase], sums["C", phase]] == pytest.approx(of_stage)
         assert sums["B", phase] == pytest.approx(3 * sums["A", phase])
-    (row,) = [
-        row for row in compare_figures(found, compute_figures(profile)) if row.name == "block C, forward"
-    ]
+    (row,) = [row for row in compare_figures(found, Figures(profile)) if row.name == "block C, forward"]
     assert row.first == row.second == "1 ms"
 
 
 def test_a_sentence_says_how_busy_the_machine_was():
     profile = simulated(2, 4, steps=6)
-    assert machine_sentence(compute_figures(profile)) == ""  # not measured
+    assert machine_sentence(Figures(profile)) == ""  # not measured
 
     def computing(share):
         tracks = [
@@ -202,17 +198,17 @@ def test_a_sentence_says_how_busy_the_machine_was():
         ]
         return replace(profile, tracks=tuple(tracks))
 
-    assert machine_sentence(compute_figures(computing(1))).startswith(
+    assert machine_sentence(Figures(computing(1))).startswith(
         "The machine was free: computations had a core for 100% of their time."
     )
-    text = machine_sentence(compute_figures(computing(0.25)))
+    text = machine_sentence(Figures(computing(0.25)))
     assert text.startswith(
         "The machine was busy, or computations waited by themselves: computations had a core for 25% of"
     )
     assert "Times of stages, blocks and operations count that time alone" in text
     assert summary(computing(0.25)).splitlines()[1] == f"  {text}"
     busy = computing(0.25)
-    assert page_data(busy, compute_figures(busy))["figures"]["machine_says"] == text
+    assert page_data(Figures(busy))["figures"]["machine_says"] == text
 
 
 def test_nothing_is_advised_below_the_spread_of_equal_computations():
@@ -222,7 +218,7 @@ def test_nothing_is_advised_below_the_spread_of_equal_computations():
         track._replace(durations=[ns * numbers.randint(1, 9) for ns in track.durations])
         for track in profile.tracks
     ]
-    found = compute_figures(replace(profile, tracks=tuple(noisy)))
+    found = Figures(replace(profile, tracks=tuple(noisy)))
     assert found.spread > 0.3 and found.changes == []
 
 
@@ -234,11 +230,11 @@ def test_of_steps_that_were_cut_off_no_share_of_time_is_said():
         return replace(profile, tracks=tuple(short))
 
     cut = cut_after(9)
-    found = compute_figures(cut)
+    found = Figures(cut)
     assert found.bubble_measured is None and found.usages == []
     assert found.bubble_apart == pytest.approx(1 / 9)  # by what each stage costs
-    assert "Steps are too long to be kept whole" in " ".join(advice_sentences(cut, found))
-    assert compute_figures(cut_after(4)).bubble_apart is None  # not even one backward of each stage
+    assert "Steps are too long to be kept whole" in " ".join(advice_sentences(found))
+    assert Figures(cut_after(4)).bubble_apart is None  # not even one backward of each stage
 
 
 def test_throughput_leaves_out_the_first_call():
@@ -246,7 +242,7 @@ def test_throughput_leaves_out_the_first_call():
     slow = profile.calls[0]._replace(start=-1_000 * MS)
     calls = (slow, *profile.calls[1:])
     facts = {**profile.facts, "ns_in_calls": sum(call.end - call.start for call in calls)}
-    found = compute_figures(replace(profile, calls=calls, facts=facts))
+    found = Figures(replace(profile, calls=calls, facts=facts))
     assert found.samples_per_second == pytest.approx(1000)
     assert found.samples_per_second_overall == pytest.approx(500)
 
@@ -262,30 +258,30 @@ def test_memory_held_follows_the_tensors():
 def test_what_does_not_fit_is_said_first():
     profile = simulated(2, 4)
     small = {"bytes": 1000, "of": "a device", "shared": False}
-    found = compute_figures(replace(profile, facts={**profile.facts, "capacity": small}))
+    found = Figures(replace(profile, facts={**profile.facts, "capacity": small}))
     assert found.fits is False
-    assert advice_sentences(profile, found)[0].startswith("Does not fit")
+    assert advice_sentences(found)[0].startswith("Does not fit")
 
 
 def test_memory_that_replicas_share_is_needed_by_each_of_them():
     profile = simulated(2, 4)
-    one = sum(need.total for need in compute_figures(profile).needs)
+    one = sum(need.total for need in Figures(profile).needs)
     shared = {"bytes": 3 * one - 1, "of": "this machine's memory", "shared": True}
     counts, facts = {**profile.counts, "replicas": 3}, {**profile.facts, "capacity": shared}
     large = replace(profile, counts=counts, facts=facts)
-    found = compute_figures(large)
+    found = Figures(large)
     assert (found.fits, found.wanted) == (False, 3 * one)
-    assert f"Does not fit: {size_text(3 * one)} are needed" in advice_sentences(large, found)[0]
+    assert f"Does not fit: {size_text(3 * one)} are needed" in advice_sentences(found)[0]
 
 
 def test_few_micro_batches_for_the_stages_are_warned_about():
-    (change,) = compute_figures(simulated(4, 4)).changes
+    (change,) = Figures(simulated(4, 4)).changes
     assert change.what == "options.Training.gradientAccumulation(16)"
     assert change.apart == pytest.approx((7 / 4) / (19 / 16), rel=0.01)
     assert change.also.startswith("the effective batch becomes 4 times as large")
-    (change,) = compute_figures(simulated(4, 4, training=False)).changes
+    (change,) = Figures(simulated(4, 4, training=False)).changes
     assert change.what == "options.deviceIterations(16)"
-    assert compute_figures(simulated(4, 128)).changes == []
+    assert Figures(simulated(4, 128)).changes == []
 
 
 def test_waiting_for_a_loader_is_told_from_other_time_between_calls():
@@ -295,11 +291,11 @@ def test_waiting_for_a_loader_is_told_from_other_time_between_calls():
     assert any("the program between calls" in text for text in told(profile))
     waiting = replace(profile, host=host)
     assert any("the data loader" in text for text in told(waiting))
-    assert compute_figures(waiting).host["loader"] == pytest.approx(3 * gap / 1e9)
+    assert Figures(waiting).host["loader"] == pytest.approx(3 * gap / 1e9)
 
 
 def test_a_profile_without_calls_has_no_figures_and_no_fault():
-    found = compute_figures(Profile("training", True))
+    found = Figures(Profile("training", True))
     assert (found.calls, found.samples_per_second, found.bubble_measured, found.slowest) == (
         0,
         None,
@@ -312,5 +308,5 @@ def test_a_step_that_failed_half_way_is_left_out():
     profile = simulated(2, 4, steps=4)
     broken = profile.tracks[3]._replace(durations=profile.tracks[3].durations[:3])
     tracks = (*profile.tracks[:3], broken, *profile.tracks[4:])
-    found = compute_figures(replace(profile, tracks=tracks))
+    found = Figures(replace(profile, tracks=tracks))
     assert found.bubble_measured == pytest.approx(1 / 5, rel=0.01)

@@ -9,7 +9,7 @@ from simulated import MS, simulated
 from test_runs import train
 
 from popengine.profile import load
-from popvision.analysis import compare_figures, comparison_text, compute_figures
+from popvision.analysis import Figures, compare_figures, comparison_text
 from popvision.cli import main
 
 
@@ -124,7 +124,7 @@ def test_what_differs_by_less_than_runs_do_is_no_difference(tmp_path):
         return dataclasses.replace(profile, calls=tuple(calls), facts={**profile.facts, "ns_in_calls": ns})
 
     def rows(first, second):
-        return compare_figures(compute_figures(first), compute_figures(second))
+        return compare_figures(Figures(first), Figures(second))
 
     def row(first, second):
         return next(row for row in rows(first, second) if row.name == "time of a step")

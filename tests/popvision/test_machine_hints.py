@@ -9,7 +9,7 @@ from popengine.profile import load
 from popengine.run.piece_costs import measure_speedup
 from poptorch.compiling import tune
 from popvision.advice import advice_sentences
-from popvision.analysis import compute_figures
+from popvision.analysis import Figures
 
 LAYOUT = 'options.memoryFormat("channels_last")'
 
@@ -59,7 +59,7 @@ def measured(monkeypatch):
 def test_a_profile_says_what_another_layout_would_give(tmp_path, measured):
     _, profile = hinted(tmp_path, poptorch.Options().enableProfiling(tmp_path))
     assert profile.facts["hints"] == {LAYOUT: pytest.approx(1.5)}
-    said = [text for text in advice_sentences(profile, compute_figures(profile)) if text.startswith(LAYOUT)]
+    said = [text for text in advice_sentences(Figures(profile)) if text.startswith(LAYOUT)]
     assert len(said) == 1
     assert "at least 1.50 times as fast on this machine" in said[0]
 

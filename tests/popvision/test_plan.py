@@ -17,7 +17,7 @@ import poptorch
 from popvision.cli import main
 from popvision.costs import all_reduce_seconds, operation_kind, operation_seconds
 from popvision.machine import MachineError, load_machine, load_machines
-from popvision.plan import Estimates, estimate_plan
+from popvision.plan import Estimate, Estimates
 
 PROGRAM = """
 import poptorch, sys, torch
@@ -192,9 +192,9 @@ def test_a_large_model_is_planned_on_all_cores_of_this_machine():
     profile = heavy(2, 4)
     measured = {"pieces": [0.01] * 4, "updates": [0.0] * 2, "sharing": [[2, 2.0, 2.0]]}
     facts = profile.facts | {"measured": measured, "threads": 2, "base": 0, "available": 10**12}
-    found = estimate_plan(dataclasses.replace(profile, facts=facts), load_machine("this-machine"), 1, 4)
+    found = Estimate(dataclasses.replace(profile, facts=facts), load_machine("this-machine"), 1, 4)
     assert found.seconds_per_update == pytest.approx(4 * 4 * 0.01 / 2)
-    assert (found.bubble, found.problems) == (pytest.approx(0.0), ())
+    assert (found.bubble, found.problems) == (pytest.approx(0.0), [])
 
 
 def test_the_replicas_of_several_processes_are_planned_as_those_of_one():
@@ -298,9 +298,9 @@ def test_an_all_reduce_is_a_ring_within_racks_and_one_over_them():
 
 
 def test_a_pipeline_of_equal_stages_has_the_known_bubble_and_scales_with_the_clock():
-    found = estimate_plan(heavy(4, 8), load_machine("bow-pod4"), 1, 8)
+    found = Estimate(heavy(4, 8), load_machine("bow-pod4"), 1, 8)
     assert found.bubble == pytest.approx(3 / 11, rel=0.02)  # of stages that take as long forward as backward
-    slower = estimate_plan(heavy(4, 8), load_machine("mk2-pod16"), 1, 8)
+    slower = Estimate(heavy(4, 8), load_machine("mk2-pod16"), 1, 8)
     assert slower.seconds_per_update / found.seconds_per_update == pytest.approx(1.85 / 1.33, rel=0.02)
 
 
@@ -312,7 +312,7 @@ def test_what_does_not_fit_is_said_with_the_reason():
     assert found.estimates[0].to_dict()["fits"] is False
     assert "DOES NOT FIT: ipu 0 needs up to 1.0 GiB, and has 897.4 MiB" in str(found)
     unknown = dataclasses.replace(profile, facts=profile.facts | {"activations": [None] * 4})
-    assert apart(unknown).estimates[0].problems == ("a kernel needs memory of a size that only it knows",)
+    assert apart(unknown).estimates[0].problems == ["a kernel needs memory of a size that only it knows"]
 
 
 def test_a_reader_that_has_seen_enough_ends_the_program_quietly(tmp_path):

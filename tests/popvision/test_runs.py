@@ -17,7 +17,7 @@ from popengine.run import recorder as recording
 from popengine.run.recorder import Recorder
 from popvision import memory
 from popvision.advice import advice_sentences
-from popvision.analysis import compute_figures
+from popvision.analysis import Figures
 
 WIDTH, ROWS = 48, 4
 SLOW = 0.03  # seconds
@@ -75,7 +75,7 @@ def test_a_slowed_block_is_found_with_the_time_that_it_takes(tmp_path):
     train(tmp_path, slow_block=1)
     most = 1.7 * max(slept)  # on a loaded machine a sleep lasts longer than it was meant to
     profile = load(tmp_path / "training" / "profile.pop")
-    found = compute_figures(profile)
+    found = Figures(profile)
     assert found.slowest == 1
     assert SLOW <= found.stages[1].forward / 1e9 < most
     operation = max(profile.operations, key=lambda operation: operation.ns)
@@ -133,7 +133,7 @@ def test_counts_bytes_and_options_are_those_of_the_run(tmp_path):
     train(tmp_path, calls=3)
     profile = load(tmp_path / "training" / "profile.pop")
     assert (profile.facts["calls"], profile.facts["steps"]) == (3, 6)
-    found = compute_figures(profile)
+    found = Figures(profile)
     assert found.samples_per_call == 2 * 5 * ROWS
     assert (
         found.copies["load"]["bytes"] == 5 * ROWS * WIDTH * 4
@@ -191,7 +191,7 @@ def test_every_replica_and_ipu_has_its_row(tmp_path):
     places = {(track.replica, track.ipu) for track in profile.tracks}
     assert places == {(replica, ipu) for replica in range(2) for ipu in range(3)}
     assert {(row.replica, row.ipu) for row in profile.memory} == places
-    assert {(use.replica, use.ipu) for use in compute_figures(profile).usages} == places
+    assert {(use.replica, use.ipu) for use in Figures(profile).usages} == places
 
 
 def test_a_long_training_keeps_its_first_and_last_steps_and_says_so(tmp_path, monkeypatch):
@@ -201,10 +201,7 @@ def test_a_long_training_keeps_its_first_and_last_steps_and_says_so(tmp_path, mo
     steps = sorted({track.step for track in profile.tracks})
     assert 0 in steps and 39 in steps and len(steps) < 20
     assert sum(len(track.durations) for track in profile.tracks) <= 800
-    assert any(
-        f"holds {len(steps)} of 40 steps" in text
-        for text in advice_sentences(profile, compute_figures(profile))
-    )
+    assert any(f"holds {len(steps)} of 40 steps" in text for text in advice_sentences(Figures(profile)))
 
 
 def test_a_failed_call_is_counted_apart(tmp_path):
@@ -225,7 +222,7 @@ def test_a_failed_call_is_counted_apart(tmp_path):
     inference.destroy()
     profile = load(tmp_path / "inference" / "profile.pop")
     assert (profile.facts["calls"], profile.facts["failed_calls"]) == (3, 1)
-    assert any("1 call(s) failed" in text for text in advice_sentences(profile, compute_figures(profile)))
+    assert any("1 call(s) failed" in text for text in advice_sentences(Figures(profile)))
 
 
 def test_waiting_for_the_loader_is_noted(tmp_path):
@@ -244,7 +241,7 @@ def test_waiting_for_the_loader_is_noted(tmp_path):
     for batch in poptorch.DataLoader(options, Slowly(), batch_size=2):
         inference(batch)
     inference.destroy()
-    assert compute_figures(load(tmp_path / "inference" / "profile.pop")).host["loader"] >= 0.24
+    assert Figures(load(tmp_path / "inference" / "profile.pop")).host["loader"] >= 0.24
 
 
 def test_a_program_that_never_detaches_has_its_profile_when_it_ends(tmp_path):
@@ -286,9 +283,9 @@ def test_of_a_call_that_failed_half_way_there_is_what_was_done_until_then(tmp_pa
     broken = {track.ipu: len(track.durations) for track in profile.tracks if track.call == 2}
     whole = {ipu: len(program) // 2 for ipu, program in profile.programs.items()}
     assert broken[0] > 0 and broken.get(2, 0) < whole[2]
-    found = compute_figures(profile)
+    found = Figures(profile)
     assert (found.calls, found.steps) == (2, 2)
-    assert advice_sentences(profile, found)[0] == "1 call(s) failed and are not part of the figures."
+    assert advice_sentences(found)[0] == "1 call(s) failed and are not part of the figures."
 
 
 def test_sigterm_leaves_a_profile_and_ends_the_program_by_the_signal(tmp_path):
@@ -323,5 +320,5 @@ def test_a_capacity_that_auto_balance_was_told_is_what_an_ipu_is_held_against(tm
     trainer = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=0.01))
     trainer(torch.randn(4 * ROWS, WIDTH))
     trainer.detachFromDevice()
-    found = compute_figures(load(tmp_path / "training" / "profile.pop"))
+    found = Figures(load(tmp_path / "training" / "profile.pop"))
     assert (found.capacity, found.capacity_of, found.fits) == (10**9, "the capacity of an ipu", True)
