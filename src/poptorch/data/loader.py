@@ -91,22 +91,23 @@ class DataLoader(torch.utils.data.DataLoader):
         assert "rebatched_size" not in (async_options or {}), (
             "'rebatched_size' is what the loader computes: use mode=poptorch.DataLoaderMode.AsyncRebatched"
         )
-
-        if batch_sampler is not None and (batch_size != 1 or shuffle):
-            raise DataError(
-                "batch_sampler is mutually exclusive with batch_size and shuffle: it decides both\n"
-                "  fix: DataLoader(options, dataset, batch_sampler=sampler)"
-            )
         micro_batch_count = options._counts().product  # micro-batches of a combined batch
-        # Elements of the sampler per combined batch.
-        self._elements_per_batch = 1 if batch_sampler is None else micro_batch_count
-        # Rows of a micro-batch; None: not known.
-        self._micro_batch = batch_size
+        self._micro_batch = batch_size  # rows of a micro-batch; None: not known
+        self._elements_per_batch = 1  # elements of the sampler per combined batch
         if batch_sampler is not None:
+            if batch_size != 1 or shuffle:
+                raise DataError(
+                    "batch_sampler is mutually exclusive with batch_size and shuffle: it decides both\n"
+                    "  fix: DataLoader(options, dataset, batch_sampler=sampler)"
+                )
             self._micro_batch = getattr(batch_sampler, "batch_size", None)
+            self._elements_per_batch = micro_batch_count
         self._combined_batch_size = self._micro_batch and self._micro_batch * micro_batch_count
         self._worker_size = self._worker_batch_size(rebatched_worker_size, batch_sampler)
-        self._share_count = options.Distributed.numProcesses  # processes that count batches separately
+        is_shared = auto_distributed_partitioning and options.Distributed.rows_by_replica
+        self._share_count = (
+            1 if is_shared else options.Distributed.numProcesses
+        )  # that count batches separately
         if batch_sampler is not None:
             kwargs["batch_sampler"] = batch_sampler
         else:
@@ -117,8 +118,6 @@ class DataLoader(torch.utils.data.DataLoader):
             sampler = sampler_of_process(options, dataset, batch_size, bool(shuffle), drop_last, kwargs)
             if sampler is not None:
                 kwargs |= {"sampler": sampler, "shuffle": None}
-            if options.Distributed.rows_by_replica:
-                self._share_count = 1
         num_workers = _limit_worker_count(num_workers, dataset, kwargs.get("worker_init_fn"))
         super().__init__(
             dataset,
@@ -131,8 +130,8 @@ class DataLoader(torch.utils.data.DataLoader):
         if self.mode != DataLoaderMode.Sync:
             if self.pin_memory:
                 self.pin_memory = False
-                why = "batches arrive in shared memory"
-                logger.warning("pin_memory=True has no effect in mode %s: %s", self.mode.name, why)
+                words = "pin_memory=True has no effect in mode %s: batches arrive in shared memory"
+                logger.warning(words, self.mode.name)
             self._accessor = AsynchronousDataAccessor(self, **(async_options or {}))
 
     @property

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from popengine.compile.recording.current_capture import Capture, current
+from popengine.compile.recording.current_capture import current
 from popengine.compile.recording.functional import trace_body
 from popengine.errors import Error
 
 from .host import as_list
-from .library import check_tensors, shapes_of, shapes_text
+from .library import check_tensors, raise_in_training, shapes_of, shapes_text
+
+_FIX_IN_TRAINING = "torch.where over both results, or a Python loop, which is unrolled"
 
 
 def cond(
@@ -42,7 +44,7 @@ def cond(
     if capture is None:
         body, given = (then_body, then_inps) if bool(condition) else (else_body, else_inps)
         return _call_body("cond", body, tree_map_only(Tensor, torch.clone, given))
-    _raise_in_training(capture, "cond")
+    raise_in_training(capture, "poptorch.cond()", _FIX_IN_TRAINING)
     words = "poptorch.cond() takes a bool tensor with one element as condition"
     check_tensors(words, condition)
     if condition.numel() != 1:
@@ -90,7 +92,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
         for _ in range(count):
             values = _call_body("for_loop", body, tree_map_only(Tensor, torch.clone, values))
         return values
-    _raise_in_training(capture, "for_loop")
+    raise_in_training(capture, "poptorch.for_loop()", _FIX_IN_TRAINING)
     if not inputs:
         raise Error(
             "poptorch.for_loop() takes at least one input: it returns what the last turn has made of it"
@@ -110,15 +112,6 @@ def _raise_unless_list(name: str, value: Any) -> None:
     if not isinstance(value, list):
         raise ValueError(
             f"(Object is not list) {name} must be a list of tensors; found {type(value).__name__}"
-        )
-
-
-def _raise_in_training(capture: Capture, name: str) -> None:
-    if capture.training:
-        raise Error(
-            f"poptorch.{name}() is only supported in inference.\n"
-            "  why: it has no gradient\n"
-            "  fix: torch.where over both results, or a Python loop, which is unrolled"
         )
 
 

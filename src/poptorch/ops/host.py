@@ -23,7 +23,7 @@ from popengine.ir import Plan
 from popengine.operations import called_operations
 
 from .known_operations import KNOWN, compute_known_operation
-from .library import check_tensors, register_computed, shapes_of, shapes_text
+from .library import check_tensors, raise_in_training, register_computed, shapes_of, shapes_text
 
 
 @dataclass(frozen=True)
@@ -248,23 +248,19 @@ class CPU:
     """
 
     def __init__(self, layer_to_call: Callable[..., Any], ID: str, writes: Sequence[int] = ()) -> None:
-        self._layer, self._name, self._writes = layer_to_call, ID, tuple(writes)
+        self._function = HostFunction(f"poptorch.CPU {ID!r}", layer_to_call, writes=tuple(writes))
         if isinstance(layer_to_call, nn.Module):
             layer_to_call.requires_grad_(False)
 
     def __call__(self, *inputs: Tensor) -> Any:
         capture = current()
         if capture is None:
-            return self._layer(*inputs)
-        if capture.training:
-            raise Error(
-                f"poptorch.CPU ({self._name!r}) is only supported in inference\n"
-                "  why: it has no gradient\n  fix: poptorch.registerCustomOp, with a backward of your own"
-            )
-        check_tensors(f"poptorch.CPU {self._name!r} takes tensors", *inputs)
+            return self._function.forward(*inputs)
+        fix = "poptorch.registerCustomOp, with a backward of your own"
+        raise_in_training(capture, self._function.name, fix)
+        check_tensors(f"{self._function.name} takes tensors", *inputs)
         example = self._example_outputs(inputs)
-        function = HostFunction(f"poptorch.CPU {self._name!r}", self._layer, writes=self._writes)
-        made = function(inputs, as_list(example))
+        made = self._function(inputs, as_list(example))
         return type(example)(made) if isinstance(example, (list, tuple)) else made[0]
 
     def _example_outputs(self, inputs: Sequence[Tensor]) -> Any:
@@ -273,9 +269,10 @@ class CPU:
         with hidden_from_capture() as fake, torch.no_grad():
             try:
                 with fake:  # during capture the model's weights are fake
-                    return self._layer(*(torch.empty_like(value) for value in inputs))
+                    return self._function.forward(*map(torch.empty_like, inputs))
             except Exception:
-                return self._layer(*(torch.zeros(value.shape, dtype=value.dtype) for value in inputs))
+                zeros = (torch.zeros(value.shape, dtype=value.dtype) for value in inputs)
+                return self._function.forward(*zeros)
 
 
 def as_list(value: Any) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from popengine.compile.recording.current_capture import Capture
 from popengine.errors import Error
 
 LIBRARY = torch.library.Library("poptorch", "DEF")
@@ -77,6 +78,12 @@ def check_tensors(rule: str, *values: Any, error: type[Exception] = Error) -> No
     wrong = [type(value).__name__ for value in values if not isinstance(value, Tensor)]
     if wrong:
         raise error(f"{rule}; found {', '.join(wrong)}")
+
+
+def raise_in_training(capture: Capture, name: str, fix: str) -> None:
+    """Raise Error, which says that `name` works in inference only, if a model is captured for training."""
+    if capture.training:
+        raise Error(f"{name} is only supported in inference.\n  why: it has no gradient\n  fix: {fix}")
 
 
 def shapes_of(values: Iterable[Tensor]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
