@@ -147,8 +147,7 @@ class StandIns:
         ]
         try:
             for _, shelf, before in shelves:
-                given = {name: real for name, real in before.items() if real is not None}
-                shelf.update({name: self._by_id[id(real)].fake for name, real in given.items()})
+                shelf.update({name: self.stand_in_of(real) for name, real in before.items()})
             _refresh_flat_weights(self._module)
             yield
             for prefix, shelf, before in shelves:
@@ -171,10 +170,10 @@ class StandIns:
                 f"{title} is removed from the model by its forward\n"
                 "  fix: keep it; a compiled model's state has a fixed set of names"
             )
-        if real is None or shelf[name] is self._by_id[id(real)].fake:
+        if real is None or shelf[name] is self.stand_in_of(real):
             return
         if name == "num_batches_tracked" and shelf[name] is not None:
-            self._by_id[id(real)].fake.copy_(shelf[name])  # BatchNorm's counter is exempt
+            self.stand_in_of(real).copy_(shelf[name])  # BatchNorm's counter is exempt
             return
         raise CaptureError(
             f"{title} is reassigned within the model\n"

@@ -1,1 +1,1 @@
-"""Passes from graph to graph: float types, products of half precision, memory layout."""
+"""Passes from graph to graph: products of half precision, memory layout."""
