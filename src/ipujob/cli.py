@@ -21,7 +21,6 @@ from . import local, operator, remote, skipped_programs
 from .client import Refused, Unreachable
 from .files import Faults, load_job, read_documents, with_overrides
 from .render import render as make_objects
-from .render import with_namespace
 from .rules import crd, pluralize
 
 _LOCAL = """Run the file's workers as processes here. The file isn't changed: HOME is a new folder, apt, sudo, pip and
@@ -183,7 +182,10 @@ def render_file(arguments: argparse.Namespace) -> int:
             objects, left_out = make_objects(job, arguments.way)
         except ValueError as error:
             raise Faults([document.located_message(("spec", "restartPolicy"), str(error))]) from None
-        made += [with_namespace(each, document.value) for each in objects]
+        if namespace := document.value["metadata"].get("namespace"):
+            for each in objects:
+                each["metadata"]["namespace"] = namespace
+        made += objects
         for text in left_out:
             print(document.located_message((), f"warning: {text}"), file=sys.stderr)
     print(_yaml_text(made), end="")

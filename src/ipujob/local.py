@@ -21,12 +21,11 @@ from popengine.environment import SECRET, path_with_aliases
 from . import pods
 from .observe import observe
 from .pods import ATTEMPT, INSTANCE, PORT, Object
-from .rules import Fault, Job
+from .rules import POD, Fault, Job
 
 _POLL = 0.05  # seconds between two checks of a job
 _POLL_END = 0.01  # seconds between two checks of processes that are being ended
 _FIELDS = r"metadata\.(name|namespace|labels\['.+'\])"
-_TEMPLATE = ("spec", "workers", "template", "spec")
 _IGNORED_FIELDS = ("nodeSelector", "affinity", "tolerations", "securityContext", "hostIPC", "initContainers")
 
 
@@ -232,7 +231,7 @@ def _expand_variables(text: str, known: Mapping[str, str]) -> str:
 def unsupported_fields(job: Job, overrides: Mapping[str, str]) -> Iterator[Fault]:
     """Yield a fault for each field of a job that can't be kept here: variables from secrets (unless they are
     in `overrides`), mounts of missing folders, an image's own command."""
-    path, container = (*_TEMPLATE, "containers", 0), job.container
+    path, container = (*POD, "containers", 0), job.container
     if container.get("envFrom") and not overrides:
         message = "variables of a ConfigMap or Secret can't be had here"
         yield Fault((*path, "envFrom"), message, "--env NAME=VALUE")

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,31 +43,18 @@ class RefusedCreation(NamedTuple):
     until: float  # the time of the next try, by the monotonic clock
 
 
+@dataclass
 class Operator:
-    """The operator of a cluster's IPUJobs.
+    """The operator of a cluster's IPUJobs."""
 
-    Args:
-        namespace: the namespace of the IPUJobs; None: those of all namespaces
-        device:    cpu or cuda, for jobs without a device in their annotations
-        images:    a file of image replacements, which is read again for each job; None: no replacements
-        log:       is called with a line for each action
-        clock:     returns seconds, for the delay after a refused creation
-        beat:      is called before each job; touches the file of a liveness probe
-    """
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        namespace: str | None = None,
-        device: str = "cpu",
-        images: str | None = None,
-        log: Callable[[str], Any] = print,
-        clock: Callable[[], float] = time.monotonic,
-        beat: Callable[[], Any] = lambda: None,
-    ) -> None:
-        self.cluster, self.namespace, self.device, self.images = cluster, namespace, device, images
-        self.log, self.clock, self.beat = log, clock, beat
-        self.refusals: dict[str, RefusedCreation] = {}  # by the job's uid, to delay the next try
+    cluster: Cluster
+    namespace: str | None = None  # of the IPUJobs; None: all namespaces
+    device: str = "cpu"  # or cuda: of jobs without a device in their annotations
+    images: str | None = None  # a file of image replacements, which is read again for each job
+    log: Callable[[str], Any] = print  # is called with a line for each action
+    clock: Callable[[], float] = time.monotonic  # returns seconds, for the delay after a refused creation
+    beat: Callable[[], Any] = lambda: None  # is called before each job; touches the file of a liveness probe
+    refusals: dict[str, RefusedCreation] = field(default_factory=dict)  # by the job's uid
 
     def reconcile(self) -> None:
         """List all objects, and run the next actions of each job; log an error of one job, and go on.

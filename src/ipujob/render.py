@@ -116,9 +116,3 @@ def _job_set(job: Job, instance: int) -> Object:
     if job.restart_policy != "Never":
         spec["failurePolicy"] = {"maxRestarts": job.restart_limit}
     return _kubernetes_object(job, instance, "jobset.x-k8s.io/v1alpha2", "JobSet", name, spec)
-
-
-def with_namespace(made: Object, value: Object) -> Object:
-    """Return a copy of an object with the namespace of the IPUJob `value`, unless that has none."""
-    namespace = value["metadata"].get("namespace")
-    return {**made, "metadata": made["metadata"] | ({"namespace": namespace} if namespace else {})}

@@ -27,7 +27,7 @@ _ANNOTATIONS = {
     TTL: {"type": "string", "pattern": "^[0-9]{1,9}$"},
 }
 _MPI_LAUNCHERS = ("mpirun", "mpiexec", "horovodrun")
-_POD = ("spec", "workers", "template", "spec")
+POD = ("spec", "workers", "template", "spec")
 _NO_TEMPLATE = {"spec": {"containers": [{"image": "", "command": ["true"]}]}}
 
 Images = Sequence[tuple[str, str]]  # (pattern, image): the first match replaces the template's image
@@ -189,7 +189,7 @@ def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -
         yield Fault(("spec", "launcher", "command", 0), message, fix)
     if job.mode == "joined" and not job.container.get("command") and job.ttl is None:
         message = "several workers need a command in their template: an image's own can't be put under poprun"
-        yield Fault((*_POD, "containers", 0), message, "write the container's command")
+        yield Fault((*POD, "containers", 0), message, "write the container's command")
 
 
 def _check_name(job: Job, named: str) -> Iterator[Fault]:
@@ -218,7 +218,7 @@ def job_warnings(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[KeyPath, 
     policy = job.template["spec"].get("restartPolicy", "Never")
     if policy != "Never":
         message = f"the template's restartPolicy {policy} is not used: the job's own is {job.restart_policy}"
-        yield (*_POD, "restartPolicy"), message
+        yield (*POD, "restartPolicy"), message
     if spec["workers"].get("strategy"):
         yield ("spec", "workers", "strategy"), "workers.strategy has no effect: pods of a job don't change"
     if job.restart_policy != "ExitCode" and (spec.get("restartPolicy") or {}).get("exitCodes"):
@@ -227,7 +227,7 @@ def job_warnings(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[KeyPath, 
     if job.image.startswith(("graphcore/", "docker.io/graphcore/")):
         fix = f"name one with Pando by {_IMAGE} or --image"
         message = f"image {job.image} holds Graphcore's PopTorch, which looks for IPUs: {fix}"
-        yield (*_POD, "containers", 0, "image"), message
+        yield (*POD, "containers", 0, "image"), message
 
 
 # ---- the schema ----------------------------------------------------------------------------------------------------

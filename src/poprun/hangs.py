@@ -16,6 +16,7 @@ import sysconfig
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +44,20 @@ def stack_path(folder: str, current: Round, instance: int) -> str:
     return f"{folder}/stack-{current.number}-{instance}"
 
 
+@dataclass
 class HangDetector:
-    """Finds and kills hanging instances of this node during one round.
+    """Finds and kills hanging instances of this node during one round."""
 
-    Args:
-        store:  the store into which each instance writes the peer that it waits for
-        folder: the folder with the instances' stack files
-    """
-
-    def __init__(
-        self, store: SignedStore, current: Round, folder: str, request: CommandLine, log: Log
-    ) -> None:
-        self._store, self._round, self._folder = store, current, folder
-        self._request, self._log = request, log
-        # By instance: its newest record of a wait, as JSON, and the time of its last change.
-        self._waits: dict[int, tuple[str, float]] = {}
-        # By instance: the time of its last progress, and its processor time then.
-        self._progress: dict[int, tuple[float, float]] = {}
-        self._next = 0.0
+    store: SignedStore  # into which each instance writes the peer that it waits for
+    round: Round
+    folder: str  # with the instances' stack files
+    request: CommandLine
+    log: Log
+    # By instance: its newest record of a wait, as JSON, and the time of its last change.
+    waits: dict[int, tuple[str, float]] = field(default_factory=dict)
+    # By instance: the time of its last progress, and its processor time then.
+    progress: dict[int, tuple[float, float]] = field(default_factory=dict)
+    next_check: float = 0.0
 
     def kill_hanging(self, running: Mapping[int, int]) -> None:
         """Kill each instance that has made no progress for `hang_timeout`, and log at which line it hangs.
@@ -69,30 +66,30 @@ class HangDetector:
         peer waits for it. A call less than a second after the last check does nothing.
         Args: running: process ids, by instance
         """
-        now, limit = time.monotonic(), self._request.hang_timeout
-        if not limit or now < self._next:
+        now, limit = time.monotonic(), self.request.hang_timeout
+        if not limit or now < self.next_check:
             return
-        self._next = now + min(1.0, limit / 4)
+        self.next_check = now + min(1.0, limit / 4)
         waits = self._read_peer_waits(now)
         for instance, pid in running.items():
             peers = [peer for peer, wait in waits.items() if wait["for"] == instance]
-            if instance in waits or not (peers or self._request.ends_idle):
-                self._progress.pop(instance, None)
+            if instance in waits or not (peers or self.request.ends_idle):
+                self.progress.pop(instance, None)
                 continue
             family = _process_tree(pid)
             states, times = zip(*map(_read_state_and_time, family), strict=True)
             used = sum(times)
-            since, used_before = self._progress.setdefault(instance, (now, used))
+            since, used_before = self.progress.setdefault(instance, (now, used))
             if used - used_before > _IDLE * (now - since) + 0.05:
-                self._progress[instance] = (now, used)
+                self.progress[instance] = (now, used)
             elif now - since >= limit:
                 how = next((f" (it is {_STATES[state]})" for state in states if state in _STATES), "")
-                how += _blocked_line_text(Path(stack_path(self._folder, self._round, instance)), family)
+                how += _blocked_line_text(Path(stack_path(self.folder, self.round, instance)), family)
                 if peers:
                     verb = "instances {} wait" if len(peers) > 1 else "instance {} waits"
                     names = ", ".join(map(str, peers))
                     how += f", and {verb.format(names)} for it at {waits[peers[0]]['what']}"
-                self._log.error(
+                self.log.error(
                     f"instance {instance} has made no progress for {limit:g} s{how}: it is killed\n"
                     "  fix: see what it printed last; --hang-timeout SECONDS sets the limit, 0 is none"
                 )
@@ -103,14 +100,14 @@ class HangDetector:
     def _read_peer_waits(self, now: float) -> dict[int, dict[str, Any]]:
         """Return the waits for peers that were recorded in the last `_STALE` seconds, by the instance that
         waits: {"for": index of the peer, "what": the operation}."""
-        prefix = f"attempt/{self._round.number}/pando/waits/"
-        for key, text in self._store.find(prefix).items():
+        prefix = f"attempt/{self.round.number}/pando/waits/"
+        for key, text in self.store.find(prefix).items():
             instance = int(key.removeprefix(prefix))
-            if text != self._waits.get(instance, ("", 0.0))[0]:
-                self._waits[instance] = (text, now)  # "": the instance waits for no peer
+            if text != self.waits.get(instance, ("", 0.0))[0]:
+                self.waits[instance] = (text, now)  # "": the instance waits for no peer
         return {
             instance: json.loads(text)
-            for instance, (text, changed) in self._waits.items()
+            for instance, (text, changed) in self.waits.items()
             if text and now - changed < _STALE
         }
 
