@@ -249,9 +249,15 @@ class Leader:
 
     def _begin_round(self, current: Round, records: Mapping[str, Record]) -> Round:
         """Return the round that follows the ended round `current`; `current`, if no round can begin (yet)."""
-        counts = self._decide_next_counts(records)
+        slots = {name: record["slots"] for name, record in records.items()}
+        counts = instances_by_node(self._request, slots)
+        if not counts:
+            self._report_missing(records, sum(slots.values()))
+            return current
+        if len(records) < self._expected and time.monotonic() < self._leads_since + _FIRST_ROUND_PATIENCE:
+            return current
         is_failure = current.state == "failed" and not current.lost_nodes(records)
-        if not counts or (is_failure and self._request.is_elastic and not self._can_restart()):
+        if is_failure and self._request.is_elastic and not self._can_restart():
             return current
         self._grow_after = None
         number = max(record["round"] for record in records.values()) + 1
@@ -317,20 +323,13 @@ class Leader:
             self._log.info("a node has come, which is added after the next checkpoint")
         return newest > self._grow_after
 
-    def _decide_next_counts(self, records: Mapping[str, Record]) -> dict[str, int]:
-        """Return the number of instances by node for the next round; {}, if the round can't begin yet.
-
-        While there is room for too few, warn each minute; after `Node.patience` seconds end the training.
-        """
-        now, slots = time.monotonic(), {name: record["slots"] for name, record in records.items()}
-        counts = instances_by_node(self._request, slots)
-        if counts:
-            is_complete = len(records) >= self._expected or now > self._leads_since + _FIRST_ROUND_PATIENCE
-            return counts if is_complete else {}
+    def _report_missing(self, records: Mapping[str, Record], room: int) -> None:
+        """Warn each minute that the nodes have room for `room` instances only, and which nodes are missing;
+        after `Node.patience` seconds end the training."""
+        now = time.monotonic()
         waited = min(now - self._waits_since, self._node.patience)
         if self._request.is_elastic:
-            room, fewest = sum(slots.values()), self._request.fewest_instances
-            why = f"there is room for {room} instances, and {fewest} are the fewest"
+            why = f"there is room for {room} instances, and {self._request.fewest_instances} are the fewest"
         else:
             missing = ", ".join(str(rank) for rank in range(self._node.count) if str(rank) not in records)
             why = f"of {self._node.count} nodes these have not come in {waited:.0f} s: {missing}"
@@ -339,7 +338,6 @@ class Leader:
         elif now >= self._next_warning:
             self._next_warning = now + _WARNING_INTERVAL
             self._log.warning(f"{why}; {_wait_message(self._node.patience - waited)}")
-        return {}
 
 
 def _lost_message(names: str) -> str:
