@@ -39,10 +39,10 @@ def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
     return state
 
 
-def has_fused_kernel(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Return whether the rule has a fused kernel, all tensors are float32, and all flags at default."""
+def has_fused_kernel(optimizer: Optimizer) -> bool:
+    """Return whether the rule has a fused kernel, all sums and states are float32, and all flags at default."""
     rule = RULES[optimizer.kind]
-    types = {parameter.dtype, optimizer.accumulator_type, *optimizer.state_types.values()}
+    types = {torch.float32, optimizer.accumulator_type, *optimizer.state_types.values()}
     return rule.fused is not None and types == {torch.float32} and not rule.nondefault_flags(optimizer)
 
 
@@ -80,7 +80,6 @@ class ParameterUpdate:
         others: gradient sums of the other replicas, which the caller adds to `gradient` before the update
         seed:   seed of the random numbers of stochastic rounding; None: no stochastic rounding
         start:  offset of the range's first element in the parameter
-        is_fused: whether torch's fused kernel updates the parameter
         step:   for rules with a trust ratio: a buffer for the step; the gradient itself if not half precision
         norms:  for rules with a trust ratio: (norm of the weight, norm of the step) of each range, by the
             range's `start`; None: the parameter has no ratio
@@ -92,7 +91,6 @@ class ParameterUpdate:
     others: tuple[Tensor, ...] = ()
     seed: int | None = None
     start: int = 0
-    is_fused: bool = False
     step: Tensor | None = None
     norms: dict[int, tuple[Tensor, Tensor]] | None = None
 
@@ -101,11 +99,9 @@ class ParameterUpdate:
         """Whether all tensors but scalars are contiguous, or all channels_last: equal in element order."""
         states = (value for name, value in self.state.items() if name not in SCALARS)
         tensors = [self.parameter, self.gradient, *self.others, *states]
-        return all(tensor.is_contiguous() for tensor in tensors) or all(
-            tensor.stride() == self.parameter.stride()
-            and tensor.dim() == 4
-            and tensor.is_contiguous(memory_format=torch.channels_last)
-            for tensor in tensors
+        return any(
+            all(tensor.is_contiguous(memory_format=order) for tensor in tensors)
+            for order in (torch.contiguous_format, torch.channels_last)
         )
 
     def elements(self, start: int, stop: int) -> ParameterUpdate:
@@ -166,6 +162,7 @@ class UpdateStep:
     def __init__(self, optimizer: Optimizer, rates: Rates, parts: Sequence[ParameterUpdate]) -> None:
         self.optimizer, self.rates, self.rule = optimizer, rates, RULES[optimizer.kind]
         self.trust_ratios: TrustRatios | None = self.rule.trust_ratios
+        self._is_fused = bool(rates.get("fused")) and has_fused_kernel(optimizer)
         for part in parts:
             for state in self.rule.states:
                 if state.when == "momentum" and rates.get("momentum") and state.name not in part.state:
@@ -175,8 +172,6 @@ class UpdateStep:
             parts = [
                 _with_step_buffer(part, part.parameter.dim() >= self.trust_ratios.min_dims) for part in parts
             ]
-        elif rates.get("fused"):
-            parts = [replace(part, is_fused=has_fused_kernel(optimizer, part.parameter)) for part in parts]
         self.parts = parts
 
     def views(self, chunk: Chunk) -> list[ParameterUpdate]:
@@ -218,13 +213,15 @@ class UpdateStep:
 
     def apply(self, views: Sequence[ParameterUpdate]) -> None:
         """Update the weights and states of a chunk, in place, by the fused kernel or by the formula."""
-        fused = [view for view in views if view.is_fused]
+        fused: list[ParameterUpdate] = []
+        others: list[ParameterUpdate] = []
+        for view in views:
+            (fused if self._is_fused and view.parameter.dtype == torch.float32 else others).append(view)
         if fused:
             assert self.rule.fused is not None
             weights, gradients = [view.parameter for view in fused], [view.gradient for view in fused]
             states = [view.state for view in fused]
             self.rule.fused(Step(self.optimizer, self.rates, weights, gradients, states))
-        others = [view for view in views if not view.is_fused]
         if others:
             steps = [view.gradient if view.step is None else view.step for view in others]
             weights, _ = self._run_formula(self.rule.formula, others, steps)
