@@ -79,9 +79,9 @@ class Checkpoint:
         names = [path.name for path in files.complete_checkpoints(self._directory)]
         self._run, *names = _all_gather([secrets.token_hex(4), *names] if self._launch.instance == 0 else [])
         for folder in (self._directory / name for name in names):
-            faults = _all_gather(files.find_faults(folder, self._launch.instance, self._launch.instances))
+            faults = _all_gather(files.find_damage(folder, self._launch.instance, self._launch.instances))
             if not faults:
-                self._load(folder)
+                self._load_checkpoint(folder)
                 return self.calls
             logger.warning("checkpoint %s is damaged: %s; the one before is taken", folder, "; ".join(faults))
         return 0
@@ -102,8 +102,8 @@ class Checkpoint:
                 "popdist.Checkpoint doesn't know what to save\n  fix: call restore(model, loader) before the training"
             )
         self.wait()
-        self._writing = threading.Thread(target=self._write_in_background, args=(self._state(),), daemon=True)
-        self._saved_call = self.calls
+        state, self._saved_call = self._copy_state(), self.calls
+        self._writing = threading.Thread(target=self._write_in_background, args=(state,), daemon=True)
         self._writing.start()
 
     def _write_in_background(self, state: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ class Checkpoint:
 
     # ---- contents ----------------------------------------------------------------------------------------
 
-    def _state(self) -> dict[str, Any]:
+    def _copy_state(self) -> dict[str, Any]:
         """Return copies of the training's state, the contents of this instance's file.
 
         Of n instances each saves the weight and optimizer state of every n-th parameter (of a sharded state
@@ -152,7 +152,7 @@ class Checkpoint:
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
         }
 
-    def _load(self, folder: Path) -> None:
+    def _load_checkpoint(self, folder: Path) -> None:
         """Load a checkpoint of any number of instances into the arguments of `restore`.
 
         Raises: Error, if it is of another model or of other arguments

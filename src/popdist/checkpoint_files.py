@@ -120,7 +120,7 @@ def call_number(checkpoint: Path) -> int:
     return int(checkpoint.name[5:])
 
 
-def find_faults(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
+def find_damage(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
     """Return a text for each damaged file. Each of n readers checks every n-th, reader 0 the manifest."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())

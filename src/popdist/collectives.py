@@ -70,7 +70,7 @@ def broadcast(values: Any, root: int = 0) -> Any:
 
     def work() -> None:
         # As a sum of bytes, all zero in the other instances, so that the root sends each byte once.
-        flat = torch.cat([_bytes_of(value) for value in tensors.values()])
+        flat = torch.cat([_to_bytes(value) for value in tensors.values()])
         if group.ranks[group.rank] != root:
             flat.zero_()
         AllReduce(group, _TAG).all_reduce([flat])
@@ -92,7 +92,7 @@ def all_gather(value: Tensor) -> Tensor:
     if not value.dim():
         raise ValueError("all_gather: the value has no rows; fix: value.unsqueeze(0)")
     row = value.new_empty(1, *value.shape[1:])
-    found = all_gather_bytes(_bytes_of(value).numpy().tobytes(), row)
+    found = all_gather_bytes(_to_bytes(value).numpy().tobytes(), row)
     flat = torch.frombuffer(bytearray(found + b"\0"), dtype=torch.uint8)[:-1]  # a buffer must not be empty
     return flat.view(value.dtype).view(-1, *value.shape[1:]).to(value.device)
 
@@ -109,7 +109,7 @@ def all_gather_bytes(value: bytes, row: Tensor | None = None) -> bytes:
     return b"".join(_after_barrier(group, what, tensors, lambda: group.all_gather_bytes(value, _TAG, what)))
 
 
-def _bytes_of(value: Tensor) -> Tensor:
+def _to_bytes(value: Tensor) -> Tensor:
     """Return the bytes of a tensor, without a copy if possible: [bytes], uint8."""
     return value.detach().cpu().reshape(-1).view(torch.uint8)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from popengine.environment import SECRET, STORE, Launch, is_one_host
+from popengine.environment import SECRET, STORE, Launch, is_on_one_host
 from popengine.errors import Error
 from popengine.run.instances import process_group
 
@@ -119,7 +119,7 @@ def _open_store(launch: Launch, address: str, port: int, seconds: float) -> Any:
     secret, limit = os.environ.get(SECRET, ""), timedelta(seconds=seconds)
     try:
         if launch.instance == 0 and not of_torchrun and STORE not in os.environ:
-            server = Server(address, port, secret, is_open=not is_one_host())
+            server = Server(address, port, secret, is_open=not is_on_one_host())
             if server.warning:
                 logger.warning(server.warning)
         if of_torchrun:
@@ -149,7 +149,7 @@ def _network_interface(address: str) -> str | None:
     names = [name for _, name in socket.if_nameindex()]
     with suppress(OSError):
         own = own_address(address)
-        if is_one_host() or is_loopback(own):
+        if is_on_one_host() or is_loopback(own):
             return next((name for name in ("lo", "lo0") if name in names), None)
         if sys.platform == "linux":
             import fcntl

@@ -55,7 +55,7 @@ class _SignedConnection:
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         own = os.urandom(_NONCE)
         connected.sendall(own)
-        peers = self._read(_NONCE)
+        peers = self._receive_bytes(_NONCE)
         nonces = peers + own if is_server else own + peers
         names = (b"server", b"client") if is_server else (b"client", b"server")
         self._keys = [hmac.digest(secret.encode(), name + nonces, "sha256") for name in names]
@@ -71,10 +71,10 @@ class _SignedConnection:
 
         Raises: OSError, if it is larger than `largest` bytes or wrongly signed, or if the connection is closed
         """
-        (size,) = struct.unpack("!I", self._read(4))
+        (size,) = struct.unpack("!I", self._receive_bytes(4))
         if largest is not None and size > largest:
             raise OSError(f"a message of {size} bytes")
-        signature, body = self._read(_SIGNATURE), self._read(size)
+        signature, body = self._receive_bytes(_SIGNATURE), self._receive_bytes(size)
         if not hmac.compare_digest(signature, self._next_signature(1, body)):
             raise OSError("a message with another secret")
         return json.loads(body)
@@ -85,7 +85,7 @@ class _SignedConnection:
         self._counts[direction] += 1
         return hmac.digest(self._keys[direction], number + body, "sha256")
 
-    def _read(self, size: int) -> bytes:
+    def _receive_bytes(self, size: int) -> bytes:
         """Return the next `size` bytes. Raises: ConnectionError, if the peer has closed the connection."""
         data = self._file.read(size)
         if len(data) < size:
@@ -123,7 +123,7 @@ class Server:
             listening = socket.create_server((each, port), family=family, backlog=1024)
             self._sockets.add(listening)
             self.port: int = listening.getsockname()[1]
-            threading.Thread(target=self._accept, args=(listening,), daemon=True).start()
+            threading.Thread(target=self._accept_connections, args=(listening,), daemon=True).start()
 
     def close(self) -> None:
         """Stop listening, and close all connections."""
@@ -132,16 +132,16 @@ class Server:
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
 
-    def _accept(self, listening: socket.socket) -> None:
+    def _accept_connections(self, listening: socket.socket) -> None:
         """Accept connections, each served by a thread of its own, until the listening socket is closed."""
         with suppress(OSError):  # closed
             while True:
                 connected, _ = listening.accept()
-                threading.Thread(target=self._serve, args=(connected,), daemon=True).start()
+                threading.Thread(target=self._serve_connection, args=(connected,), daemon=True).start()
 
-    def _serve(self, connected: socket.socket) -> None:
+    def _serve_connection(self, connected: socket.socket) -> None:
         """Answer a client's messages until the connection ends or a message is invalid; then delete
-        the keys that `hold` has set for this client."""
+        the keys that `set_while_connected` has set for this client."""
         held: set[str] = set()
         self._sockets.add(connected)
         with connected, suppress(OSError, ValueError, TypeError):
@@ -219,35 +219,35 @@ class SignedStore(dist.Store):
         try:
             self._socket.settimeout(timeout)
             self._channel = _SignedConnection(self._socket, secret, is_server=False)
-            self._call("get", [])
+            self._request("get", [])
         except (OSError, StoreError) as error:
             raise SecretError(
                 f"{host}:{port} does not take this process's secret, or serves something else ({error})"
             ) from None
 
     def close(self) -> None:
-        """Close the connection; the server then deletes the keys that `hold` has set."""
+        """Close the connection; the server then deletes the keys that `set_while_connected` has set."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def hold(self, key: str, value: str) -> bool:
+    def set_while_connected(self, key: str, value: str) -> bool:
         """Set a key until this connection ends; return False, and change nothing, if `set` or another
         connection has set the key."""
-        return self._call("hold", key, value)
+        return self._request("hold", key, value)
 
     def read(self, keys: Sequence[str]) -> list[str | None]:
         """Return the values of these keys, in their order; None for a key that is not set."""
-        return self._call("get", list(keys))
+        return self._request("get", list(keys))
 
     def find(self, prefix: str) -> dict[str, str]:
         """Return all keys with a prefix and their values, oldest keys first."""
-        return self._call("find", prefix)
+        return self._request("find", prefix)
 
     # ---- methods of dist.Store -----------------------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._call("set", key, _to_latin1(value))
+        self._request("set", key, _to_latin1(value))
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -255,14 +255,14 @@ class SignedStore(dist.Store):
         return (value or "").encode("latin-1")
 
     def add(self, key: str, value: int) -> int:
-        return self._call("add", key, value)
+        return self._request("add", key, value)
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         values = _to_latin1(expected_value), _to_latin1(desired_value)
-        return self._call("compare_set", key, *values).encode("latin-1")
+        return self._request("compare_set", key, *values).encode("latin-1")
 
     def delete_key(self, key: str) -> bool:
-        return self._call("delete", key)
+        return self._request("delete", key)
 
     def check(self, keys: Sequence[str]) -> bool:
         return None not in self.read(keys)
@@ -276,7 +276,7 @@ class SignedStore(dist.Store):
             time.sleep(pause)
             pause = min(1.5 * pause, 0.1)
 
-    def _call(self, *message: Any) -> Any:
+    def _request(self, *message: Any) -> Any:
         """Send a message and return the server's answer. Raises: StoreError, if the connection is lost."""
         try:
             with self._lock:

@@ -124,7 +124,7 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     )
 
 
-def is_one_host(environment: Mapping[str, str] = os.environ) -> bool:
+def is_on_one_host(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether the launcher's variables say that all processes of the training are on this host."""
     instances = str(read_launch(environment).instances)
     local = environment.get("LOCAL_WORLD_SIZE") or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")

@@ -60,7 +60,7 @@ class Counts:
         """Return the number of micro-batches in the combined batch of one call."""
         return self.iterations * self.accumulation * self.groups
 
-    def group_of(self, replica: int) -> int:
+    def input_group_of(self, replica: int) -> int:
         """Return the index of a replica's input group."""
         if self.grouping == "orthogonal":
             return replica % self.groups
@@ -211,7 +211,7 @@ class Settings:
         clips_by_norm = self.optimizer is not None and self.optimizer.max_grad_norm < float("inf")
         return clips_by_norm or self.automatic_loss_scaling
 
-    def members(self, key: str, replica: int) -> tuple[int, ...]:
+    def sharing_replicas(self, key: str, replica: int) -> tuple[int, ...]:
         """Return the replicas that share a parameter with `replica`: its replica group, or all replicas."""
         groups = self.replica_groups.get(key)
         return groups.members(replica) if groups is not None else tuple(range(self.counts.replicas))

@@ -186,7 +186,7 @@ class Nodes:
             "state": state,
         }
         until = time.monotonic() + _RECORD_PATIENCE
-        while not self.store.hold(f"node/{self.name}", json.dumps(record)):
+        while not self.store.set_while_connected(f"node/{self.name}", json.dumps(record)):
             if time.monotonic() > until:
                 raise TrainingLost(
                     f"two nodes have the number {self.name}\n  fix: POPRUN_NODE_RANK differs on every node"

@@ -143,7 +143,7 @@ def _update_plain(
     for replica in range(counts.replicas):
         optimizer.zero_grad(set_to_none=True)
         for turn in range(counts.accumulation):
-            index = turn * counts.groups + counts.group_of(replica)
+            index = turn * counts.groups + counts.input_group_of(replica)
             # Copies, since an executor's tensors begin at aligned addresses, on which the kernel depends.
             parts = (t.chunk(counts.accumulation * counts.groups)[index].clone() for t in tensors_of(batch))
             outputs = _call_with_batch(model, with_tensors(batch, parts))

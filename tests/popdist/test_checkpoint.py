@@ -107,7 +107,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken_and_that_is_said(tmp_pa
         assert training.restore() == 2
     assert "call-4 is damaged: " in caplog.text and "; the one before is taken" in caplog.text
     training.train(4)  # and takes its place
-    assert files.find_faults(tmp_path / "call-4") == []
+    assert files.find_damage(tmp_path / "call-4") == []
 
 
 def test_a_full_disk_is_a_warning_the_training_goes_on_and_older_checkpoints_stay(
@@ -162,10 +162,10 @@ def test_on_a_disk_that_is_really_full_older_checkpoints_stay_and_the_next_is_wr
     assert f"the checkpoint of call 6 could not be written: {cause}" in caplog.text
     (small_disk / "another program's").unlink()
     assert sorted(path.name for path in small_disk.iterdir()) == ["call-2", "call-4"]
-    assert files.find_faults(small_disk / "call-4") == []
+    assert files.find_damage(small_disk / "call-4") == []
     training.train(8)
     assert sorted(path.name for path in small_disk.iterdir()) == ["call-4", "call-8"]
-    assert files.find_faults(small_disk / "call-8") == []
+    assert files.find_damage(small_disk / "call-8") == []
 
 
 @pytest.mark.parametrize("late", [0, 1])

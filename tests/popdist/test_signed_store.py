@@ -40,11 +40,15 @@ def test_get_waits_for_a_key_and_names_it_when_it_does_not_come(server):
 
 def test_a_key_that_is_held_is_its_holders_alone_and_vanishes_with_its_connection(server):
     holder, other = connected(server), connected(server)
-    assert holder.hold("node", "1") and holder.hold("node", "2") and not other.hold("node", "3")
+    assert (
+        holder.set_while_connected("node", "1")
+        and holder.set_while_connected("node", "2")
+        and not other.set_while_connected("node", "3")
+    )
     assert other.read(["node"]) == ["2"]
     holder.close()
     until = time.monotonic() + 240
-    while not other.hold("node", "3"):
+    while not other.set_while_connected("node", "3"):
         assert time.monotonic() < until
         time.sleep(0.01)
 

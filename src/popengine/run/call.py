@@ -127,7 +127,7 @@ class Results:
     def put(self, index: int, turn: int, replica: int, value: Tensor) -> None:
         """Store a micro-batch's value of result number `index`: an output, or the new value of an input."""
         if index in self._written:
-            self._written[index].put(turn, self._counts.group_of(replica), value)
+            self._written[index].put(turn, self._counts.input_group_of(replica), value)
         else:
             self._outputs[index].put(turn, replica, value)
 

@@ -133,7 +133,8 @@ class RowFunctions:
 
     def input_on_host(self, key: int, micro_batch: int, replica: int) -> Tensor:
         """Return a replica's micro-batch of the input number `key`, before its upload: [micro-batch, ...]."""
-        return self.call.inputs[key][self._turn_in_call(micro_batch), self.settings.counts.group_of(replica)]
+        group = self.settings.counts.input_group_of(replica)
+        return self.call.inputs[key][self._turn_in_call(micro_batch), group]
 
     def _turn_in_call(self, micro_batch: int) -> int:
         """Return the index in the call of a micro-batch, given its index in the step."""

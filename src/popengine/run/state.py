@@ -99,7 +99,7 @@ class State:
                 Unit(key, replica)
                 for key in self.ipu_of
                 for replica in replicas
-                if settings.members(key, replica)[0] == replica
+                if settings.sharing_replicas(key, replica)[0] == replica
             ]
             if previous is not None:
                 self.take_over(previous)
@@ -213,7 +213,7 @@ class State:
                 values = dict(self.values[replica])
                 after.append(values)
                 for slot in (slot for slot in self._weights if slot.key in given):
-                    first = self.settings.members(slot.key, replica)[0]
+                    first = self.settings.sharing_replicas(slot.key, replica)[0]
                     if slot.role == "parameter" and first != replica:
                         values[slot.name] = after[first][slot.name]
                     else:
@@ -247,7 +247,7 @@ class State:
             self.check_not_lost()
             for key in dict.fromkeys(unit.key for unit in (*self.units, *self.optimizer)):
                 states = [
-                    self.optimizer.get(Unit(key, self.settings.members(key, replica)[0]), {})
+                    self.optimizer.get(Unit(key, self.settings.sharing_replicas(key, replica)[0]), {})
                     for replica in range(self.settings.counts.replicas)
                 ]
                 for name in states[0]:
@@ -293,7 +293,7 @@ class State:
         weights = sum(size for name, size in sizes.items() if self._slots[name].role == "parameter")
         gradients = states = 0
         for unit in self.units:
-            members = self.settings.members(unit.key, unit.replica)
+            members = self.settings.sharing_replicas(unit.key, unit.replica)
             if self.settings.optimizer is not None and self.ipu_of[unit.key] == ipu and replica in members:
                 weight = self.weight(unit)
                 gradients += weight.numel() * self.settings.optimizer.sum_dtype(weight.dtype).itemsize

@@ -175,7 +175,7 @@ class Updates:
         """Return the tensors of a unit's update. The gradient is the sum of the unit's first replica; the other
         replicas' sums are `others`, unless they are in the first one: row "exchange" or "norm" has run."""
         is_reduced = is_reduced or self._group is not None
-        members = (unit.replica,) if is_reduced else self.settings.members(unit.key, unit.replica)
+        members = (unit.replica,) if is_reduced else self.settings.sharing_replicas(unit.key, unit.replica)
         gradient, *others = (self.state.sums[replica][unit.key] for replica in members)
         state, seed = self.state.optimizer.get(unit, {}), self._rounding_seed(unit)
         return ParameterUpdate(self.state.weight(unit), gradient, state, tuple(others), seed)
@@ -332,7 +332,7 @@ def buckets_of(plan: ir.Plan, piece: int, state: State) -> list[Bucket]:
     for unit in (unit for unit in state.units if unit.key in keys):
         assert settings.optimizer is not None
         dtype = settings.optimizer.sum_dtype(state.weight(unit).dtype)
-        kind = settings.members(unit.key, unit.replica), dtype, unit.key in state.owner
+        kind = settings.sharing_replicas(unit.key, unit.replica), dtype, unit.key in state.owner
         kinds.setdefault(kind, []).append(unit)
     return [_make_bucket(units, *kind, state) for kind, units in kinds.items()]
 

@@ -40,7 +40,7 @@ def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
 
 
 def has_fused_kernel(optimizer: Optimizer) -> bool:
-    """Return whether the rule has a fused kernel, all sums and states are float32, and all flags at default."""
+    """Return whether the rule has a fused kernel, sums and states are float32, and flags at default."""
     rule = RULES[optimizer.kind]
     types = {torch.float32, optimizer.accumulator_type, *optimizer.state_types.values()}
     return rule.fused is not None and types == {torch.float32} and not rule.nondefault_flags(optimizer)
