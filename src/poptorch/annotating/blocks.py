@@ -116,7 +116,7 @@ def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None 
     Raises: Error if the module begins a block already, or the layer is neither a module nor a function
     """
     if isinstance(layer_to_call, nn.Module):
-        check_unmarked(layer_to_call)
+        check_begins_no_block(layer_to_call)
         layer_to_call.register_forward_pre_hook(BeginBlockHook(user_id, ipu_id))
         return layer_to_call
     if callable(layer_to_call):
@@ -133,7 +133,7 @@ def find_begin_hook(module: nn.Module) -> BeginBlockHook | None:
     return next((hook for hook in hooks if isinstance(hook, BeginBlockHook)), None)
 
 
-def check_unmarked(module: nn.Module) -> None:
+def check_begins_no_block(module: nn.Module) -> None:
     """Raise Error if the module has a hook that begins a block."""
     hook = find_begin_hook(module)
     if hook is not None:
@@ -290,7 +290,7 @@ def _describe_stacks(model: nn.Module) -> str:
 def _register_hooks(marks: list[_Mark], strategy: PipelinedExecution) -> None:
     """Register a `BeginBlockHook` on each module. If a mark is invalid, raise Error and register none."""
     for module, *_ in marks:
-        check_unmarked(module)
+        check_begins_no_block(module)
     hooks = [(module, BeginBlockHook(block, ipu, strategy)) for module, block, ipu in marks]
     for module, hook in hooks:
         module.register_forward_pre_hook(hook)

@@ -76,7 +76,9 @@ class GroupableParameter(nn.Parameter):
         groupings[name] = _checked_grouping(name, (comm_group_type, shards, variable_retrieval_mode))
 
 
-def make_groups(model: nn.Module, groupings: dict[str, Grouping], replicas: int) -> dict[str, ReplicaGroups]:
+def make_replica_groups(
+    model: nn.Module, groupings: dict[str, Grouping], replicas: int
+) -> dict[str, ReplicaGroups]:
     """Return the engine's groups of replicas by parameter name, checked against the parameters.
 
     Raises:

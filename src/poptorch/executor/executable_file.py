@@ -191,7 +191,7 @@ def training_state(executor: Any) -> TrainingState:
         else:
             values = {name: v.detach().clone() for name, v in executor._weights.host_weights().items()}
             buffers = plans.kept.buffers or [{name: values[name] for name in names}]
-    # Not `state_to_keep`: it also has the other shards, as they were restored.
+    # Not `current_state`: it also has the other shards, as they were restored.
     states = plans.optimizer_states(whole=False) or {}
     return {
         **vars(KeptState(plans.random_state, states, plans.loss_factor, buffers)),

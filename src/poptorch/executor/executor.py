@@ -19,7 +19,7 @@ from popengine.errors import Error
 from popengine.run.call import Results
 from popengine.settings import Settings
 
-from ..annotating.replica_groups import make_groups
+from ..annotating.replica_groups import make_replica_groups
 from ..compiling import arguments
 from ..compiling.compilation_log import log_plan, progress
 from ..compiling.executable import compile_model
@@ -33,7 +33,7 @@ from ..options.freeze_options import engine_settings, resolve_options
 from ..planning import exit_if_only_planning
 from ..reporter import Reporter, start_reporter
 from . import executable_file, marked_model
-from .latest_call import LatestCall, join_runs
+from .latest_call import LatestCall, join_results
 from .loaded_plans import LoadedPlan
 from .marked_model import WrappedModel
 from .public_names import PublicNames, run_methods_outside_inference_mode
@@ -66,7 +66,7 @@ class PoplarExecutor(PublicNames):
         self._lock = threading.RLock()  # calls in several threads run one by one
         self._compiled_plans = 0  # dropped ones included
         if training:
-            marked_model.check_buffers(model)
+            marked_model.check_buffer_classes(model)
             self.setOptimizer(SGD(model.parameters(), lr=0.01) if optimizer is None else optimizer)
             marked_model.mark_model(model, self)
 
@@ -93,7 +93,7 @@ class PoplarExecutor(PublicNames):
             finished: list[tuple[Run, LoadedPlan, Results]] = []
             try:
                 for run in self._split_call(call):
-                    plan, results = self._run_plan(run)
+                    plan, results = self._execute_run(run)
                     finished.append((run, plan, results))
                     if run.counts.replicas == self.options.replication_factor:
                         whole = plan
@@ -103,7 +103,7 @@ class PoplarExecutor(PublicNames):
                     self._plans.make_current(whole, {})
             if self._most_plans:
                 self._plans.remove_oldest([run.key for run, _, _ in finished], self._most_plans)
-            self._latest = join_runs(finished)
+            self._latest = join_results(finished)
             return fill_outputs(finished[0][1].executable.template, list(self._latest.outputs))
 
     def _split_call(self, call: arguments.BoundCall) -> list[Run]:
@@ -113,7 +113,7 @@ class PoplarExecutor(PublicNames):
             return [run]
         return split_into_runs(run, self.options, self._wrapped.training, first and first.inputs)
 
-    def _run_plan(self, run: Run) -> tuple[LoadedPlan, Results]:
+    def _execute_run(self, run: Run) -> tuple[LoadedPlan, Results]:
         """Execute a run of a call, and return the run's plan and results.
 
         A run without a plan is compiled, and a detached model is attached. Optimizer state that was loaded
@@ -133,7 +133,7 @@ class PoplarExecutor(PublicNames):
             if plans.engine is None:
                 self.attachToDevice()
             if not self._wrapped.training:
-                self._weights.upload_if_behind()
+                self._weights.upload_if_host_is_newer()
             self._weights.warn_of_changes()
             self._optimizer_link.warn_of_changes()
             self._optimizer_link.upload_loaded()
@@ -232,7 +232,7 @@ class PoplarExecutor(PublicNames):
         Raises: Error or AssertionError, if the arguments or the model's buffers do not fit the options
         """
         model, training, call = self._wrapped.traced, self._wrapped.training, run.call
-        groups = make_groups(model, self.per_replica_params, options.replication_factor)
+        groups = make_replica_groups(model, self.per_replica_params, options.replication_factor)
         if groups and run.counts.replicas != options.replication_factor:
             raise Error(
                 "an incomplete batch has not a micro-batch for each replica, and the model has parameters with a value"
@@ -260,8 +260,8 @@ class PoplarExecutor(PublicNames):
         assert self.options.connection_type != ConnectionType.Never, (
             "Trying to attach a model to an offline device (ConnectionType.Never)"
         )
-        weights = self._weights.weights_for_engine()
-        self._optimizer_link.connect()
+        weights = self._weights.newest_host_weights()
+        self._optimizer_link.connect_optimizer()
         self._plans.attach(weights)
 
     def detachFromDevice(self) -> None:
@@ -287,7 +287,7 @@ class PoplarExecutor(PublicNames):
     def _release(self) -> None:
         """Copy the newest state to model and optimizer, unmark and unhook them; free devices and plans."""
         self._detach_if_attached()
-        self._optimizer_link.release()  # before the plans are gone: it needs them to read the state
+        self._optimizer_link.release_optimizer()  # before the plans are gone: it needs them to read the state
         self._plans.clear_plans()
         self._latest = LatestCall()
         # The model's weak reference to this executor is None already when `__del__` runs.
@@ -328,7 +328,7 @@ class PoplarExecutor(PublicNames):
         """
         first = self._plans.first or self._plans.require_executable()
         self.copyWeightsToHostIfNeeded()
-        kept = self._plans.state_to_keep(whole=True)
+        kept = self._plans.current_state(whole=True)
         others = (plan.executable for plan in self._plans.by_key.values() if plan.executable is not first)
         saved = executable_file.SavedExecutor(
             tuple(replace(executable, graph=None) for executable in (first, *others)),

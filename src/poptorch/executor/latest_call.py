@@ -49,7 +49,7 @@ class LatestCall:
         return min(spans), max(spans), sum(spans) / len(spans)
 
 
-def join_runs(finished: Sequence[tuple[Run, LoadedPlan, Results]]) -> LatestCall:
+def join_results(finished: Sequence[tuple[Run, LoadedPlan, Results]]) -> LatestCall:
     """Return the results of a call: outputs and anchors joined by output mode; notes and times concatenated.
 
     Raises: Error, if the output mode is Sum, and micro-batches differ in size

@@ -166,7 +166,7 @@ class LoadedPlans:
         """Store the current engine's state, except weights, in `kept`; save profiles; close all engines. In a
         fork of the process that attached the model, only remove the references to the engines."""
         if not self.is_forked:
-            self.kept = self.state_to_keep()
+            self.kept = self.current_state()
         for plan in self.by_key.values():
             self._close_engine(plan)
 
@@ -179,7 +179,7 @@ class LoadedPlans:
             plan.reporter.on_release()
         engine.close()
 
-    def state_to_keep(self, whole: bool = False) -> KeptState:
+    def current_state(self, whole: bool = False) -> KeptState:
         """Return the state of the current engine, except weights and buffers; without an engine `kept`.
 
         Args: whole: gather an optimizer state that is sharded over instances; False: this instance's shard

@@ -54,7 +54,7 @@ class _Marked:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    def _unmarked(self) -> Any:
+    def _as_plain_tensor(self) -> Any:
         """Copy newer values from the devices; return a plain parameter or tensor with the same memory."""
         _refresh_weights(self.__dict__.get("_owner"))
         with torch._C.DisableTorchFunctionSubclass():
@@ -62,10 +62,10 @@ class _Marked:
             return nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._unmarked(), memo)
+        return copy.deepcopy(self._as_plain_tensor(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._unmarked().__reduce_ex__(protocol)
+        return self._as_plain_tensor().__reduce_ex__(protocol)
 
 
 class PoptorchParameter(_Marked, nn.Parameter):
@@ -166,7 +166,7 @@ def check_not_wrapped(model: Any) -> None:
         )
 
 
-def check_buffers(model: nn.Module) -> None:
+def check_buffer_classes(model: nn.Module) -> None:
     """Raise Error if a buffer of the model is of a subclass of Tensor, which `mark_model` does not mark."""
     for name, buffer in model.named_buffers():
         if type(buffer) not in (Tensor, PoptorchBuffer):

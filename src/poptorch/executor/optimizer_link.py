@@ -115,14 +115,14 @@ class OptimizerLink:
                 logger.warning("parameters in no group of the optimizer are not updated: %s", ", ".join(lost))
         optimizer._opt_called = True  # else schedulers warn: calls update weights without step()
         if optimizer is not self.optimizer:
-            self.release()
+            self.release_optimizer()
             self.optimizer = optimizer
-            self.connect(take=not compiled)  # after compilation the state on the devices is newer
+            self.connect_optimizer(take=not compiled)  # after compilation the state on the devices is newer
         self.hyper = hyper
         if isinstance(optimizer, PoptorchOptimizer):
             optimizer._has_loaded_rates = False
 
-    def connect(self, take: bool = True) -> None:
+    def connect_optimizer(self, take: bool = True) -> None:
         """Make the optimizer's `state_dict()` read the devices' state, and `load_state_dict()` check a state.
 
         Does nothing in inference, or if the optimizer is connected already.
@@ -135,10 +135,10 @@ class OptimizerLink:
                 optimizer._reload_kept_state(self._model.parameter_names())
             if self._plans.executable is not None:
                 link = weakref.ref(self)
-                optimizer._state_check = lambda entries: (it := link()) and it._check_states(entries)
-                optimizer._state_reader = lambda: ((it := link()) and it._read_state()) or (None, None)
+                optimizer._state_check = lambda entries: (it := link()) and it._check_ipu_state(entries)
+                optimizer._state_reader = lambda: ((it := link()) and it._read_ipu_state()) or (None, None)
         elif self._model.training and self._device_states is None:
-            is_lost = getattr(optimizer.state, "find_reader", None) is _raise_lost
+            is_lost = getattr(optimizer.state, "find_reader", None) is _raise_lost_state
             if take and not is_lost:
                 self._host_states()  # raises an error for a wrong state
             check = functools.partial(check_torch_state, self.frozen.kind)
@@ -147,18 +147,20 @@ class OptimizerLink:
             if is_lost or not take:
                 optimizer.state = self._device_states
 
-    def release(self) -> None:
-        """Copy the optimizer state from the devices into the optimizer, and undo `connect`.
+    def release_optimizer(self) -> None:
+        """Copy the optimizer state from the devices into the optimizer, and undo `connect_optimizer`.
 
         A state that is sharded over instances is not copied: `state_dict()` then raises Error.
         """
         lost, states = self._plans.is_optimizer_sharded, self._device_states
         if isinstance(self.optimizer, PoptorchOptimizer):
-            self.optimizer._unlink_executor(self._model.parameter_names(), _raise_lost if lost else None)
+            self.optimizer._unlink_executor(
+                self._model.parameter_names(), _raise_lost_state if lost else None
+            )
         elif states is not None:
             if not lost:
                 states.update(self._torch_states())
-            states.find_reader, self._device_states = _raise_lost if lost else lambda: None, None
+            states.find_reader, self._device_states = _raise_lost_state if lost else lambda: None, None
             self._load_hook.remove()
 
     # ---- a torch optimizer ---------------------------------------------------------------------------------
@@ -195,10 +197,10 @@ class OptimizerLink:
             optimizer._has_torch_state = False
             self.optimizer.state.clear()
         else:
-            self.connect(take=False)
+            self.connect_optimizer(take=False)
             optimizer.state = self._device_states
 
-    def _read_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+    def _read_ipu_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
         """Return ("ipu_state", "ipu_param") for a poptorch optimizer's state_dict(); None without a state."""
         assert self.hyper is not None
         states, executable = self._plans.optimizer_states(), self._plans.executable
@@ -226,7 +228,7 @@ class OptimizerLink:
             optimizer._has_torch_state = False
         if optimizer._pending_state is not None:
             kind, entries = self.frozen.kind, optimizer._pending_state[0] or {}
-            self._check_states(entries)
+            self._check_ipu_state(entries)
             missing = sorted(set(to_ipu_state(kind, state.read_optimizer())) - set(entries))
             if missing:
                 logger.warning(
@@ -240,7 +242,7 @@ class OptimizerLink:
             _, self.hyper = self._guard.check_and_freeze(self.optimizer, names, compiled=True)
             optimizer._has_loaded_rates = False
 
-    def _check_states(self, entries: Mapping[str, Tensor]) -> None:
+    def _check_ipu_state(self, entries: Mapping[str, Tensor]) -> None:
         """Raise RuntimeError if a state in an "ipu_state" has invalid values or another shape."""
         grouped = self._model.per_replica  # on the host these have one row per group of replicas
         shapes = {n: shape for n, shape in self._model.shapes(()).items() if n not in grouped}
@@ -279,7 +281,7 @@ class OptimizerLink:
             )
 
 
-def _raise_lost() -> NoReturn:
+def _raise_lost_state() -> NoReturn:
     """Raise Error: the optimizer state was sharded, and is gone with its executor."""
     raise Error(
         "the optimizer's state was shared out over the instances, and has gone with its executor\n"

@@ -60,7 +60,9 @@ def run_methods_outside_inference_mode(kind: type[T]) -> type[T]:
     return kind
 
 
-def _delegated(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+def _forwarding_method(
+    name: str, method: Callable[Concatenate[Any, P], R]
+) -> Callable[Concatenate[Any, P], R]:
     """Return a method of the executor that calls `method` of its attribute `name` with the same arguments."""
 
     @functools.wraps(method)
@@ -85,11 +87,11 @@ class PublicNames:
 
     # ---- weights, optimizer, random state ----------------------------------------------------------------
 
-    copyWeightsToHost = _delegated("_weights", WeightSync.copyWeightsToHost)
-    copyWeightsToDevice = _delegated("_weights", WeightSync.copyWeightsToDevice)
-    copyNamedBuffersToDevice = _delegated("_weights", WeightSync.copyNamedBuffersToDevice)
-    hostWeightsChanged = _delegated("_weights", WeightSync.hostWeightsChanged)
-    setOptimizer = _delegated("_optimizer_link", OptimizerLink.setOptimizer)
+    copyWeightsToHost = _forwarding_method("_weights", WeightSync.copyWeightsToHost)
+    copyWeightsToDevice = _forwarding_method("_weights", WeightSync.copyWeightsToDevice)
+    copyNamedBuffersToDevice = _forwarding_method("_weights", WeightSync.copyNamedBuffersToDevice)
+    hostWeightsChanged = _forwarding_method("_weights", WeightSync.hostWeightsChanged)
+    setOptimizer = _forwarding_method("_optimizer_link", OptimizerLink.setOptimizer)
 
     def copyWeightsToHostIfNeeded(self) -> bool:
         """Copy newer weights from the devices to the host; return whether there were newer weights."""

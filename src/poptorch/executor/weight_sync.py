@@ -117,7 +117,7 @@ class WeightSync:
         self.version += 1
         self._mark_synced(host)
         if self._model.training:
-            self._notify_peers()
+            self._mark_peers_behind()
 
     # ---- to the devices ----------------------------------------------------------------------------------
 
@@ -126,10 +126,10 @@ class WeightSync:
 
         Raises: Error, if the model is not compiled or not attached
         """
-        self._upload()
-        self._notify_peers()
+        self._upload_weights()
+        self._mark_peers_behind()
 
-    def _upload(self, names: Sequence[str] | None = None) -> None:
+    def _upload_weights(self, names: Sequence[str] | None = None) -> None:
         """Upload the user's weights of these canonical names (None: all). Peers are not notified."""
         engine, host = self._plans.require_engine(), self.host_weights()
         weights = host if names is None else {name: host[name] for name in names}
@@ -149,8 +149,8 @@ class WeightSync:
                 "No named buffers marked as updatable\n"
                 "  fix: options.updatableNamedBuffers(['name']) before wrapping"
             )
-        self._upload(names)
-        self._notify_peers()
+        self._upload_weights(names)
+        self._mark_peers_behind()
 
     # ---- what is changed on the host ---------------------------------------------------------------------
 
@@ -234,11 +234,11 @@ class WeightSync:
 
     # ---- other executors of the model ----------------------------------------------------------------------
 
-    def weights_for_engine(self) -> dict[str, Tensor]:
+    def newest_host_weights(self) -> dict[str, Tensor]:
         """Find the peers, copy trained weights of peers to the host, and return the host's weights."""
         _watch_registrations()
         self._find_peers(self._model.user)
-        self._copy_from_trainers()
+        self._copy_peers_weights_to_host()
         host = self.host_weights()
         self._check_flags(host)
         self._mark_synced(host)
@@ -253,20 +253,20 @@ class WeightSync:
                 peer._peers.add(self)
             users.add(self)
 
-    def upload_if_behind(self) -> None:
+    def upload_if_host_is_newer(self) -> None:
         """Upload the host's weights if a peer has trained or uploaded newer weights."""
-        self._copy_from_trainers()
+        self._copy_peers_weights_to_host()
         if self._is_behind:
-            self._upload()
+            self._upload_weights()
 
-    def _copy_from_trainers(self) -> None:
+    def _copy_peers_weights_to_host(self) -> None:
         """Copy the newest weights of all peers that train to the host."""
         for peer in list(self._peers):
             executor = peer._executor() if peer._model.training else None
             if executor is not None:
                 executor.copyWeightsToHostIfNeeded()
 
-    def _notify_peers(self) -> None:
+    def _mark_peers_behind(self) -> None:
         """Record in the peers that the host has new weights.
 
         Peers for inference upload the new weights before their next run. Peers that train keep their own
