@@ -48,6 +48,7 @@ class DeviceStates(dict[Any, Any]):
     def __init__(self, find_reader: Callable[[], Callable[[], dict[Any, Any]] | None]) -> None:
         super().__init__()
         self.find_reader = find_reader
+        self.is_lost = False  # whether the executor has ended with the states, which were sharded
 
     def __missing__(self, parameter: Any) -> Any:
         return self.setdefault(parameter, {})
@@ -57,6 +58,8 @@ class DeviceStates(dict[Any, Any]):
         return super().items() if read is None else read().items()
 
     def __reduce__(self) -> Any:
+        if self.is_lost:
+            _raise_lost_state()
         return defaultdict, (dict, dict(self.items()))  # as torch makes `optimizer.state`
 
 
@@ -138,7 +141,7 @@ class OptimizerLink:
                 optimizer._state_check = lambda entries: (it := link()) and it._check_ipu_state(entries)
                 optimizer._state_reader = lambda: ((it := link()) and it._read_ipu_state()) or (None, None)
         elif self._model.training and self._device_states is None:
-            is_lost = getattr(optimizer.state, "find_reader", None) is _raise_lost_state
+            is_lost = getattr(optimizer.state, "is_lost", False)
             if take and not is_lost:
                 self._host_states()  # raises an error for a wrong state
             check = functools.partial(check_torch_state, self.frozen.kind)
@@ -158,9 +161,11 @@ class OptimizerLink:
                 self._model.parameter_names(), _raise_lost_state if lost else None
             )
         elif states is not None:
-            if not lost:
+            if lost:
+                self.optimizer.register_state_dict_pre_hook(_check_not_lost)
+            else:
                 states.update(self._torch_states())
-            states.find_reader, self._device_states = _raise_lost_state if lost else lambda: None, None
+            states.is_lost, states.find_reader, self._device_states = lost, lambda: None, None
             self._load_hook.remove()
 
     # ---- a torch optimizer ---------------------------------------------------------------------------------
@@ -279,6 +284,12 @@ class OptimizerLink:
                 " param_groups",
                 "; ".join(changes[:3]) or "its parameter groups",
             )
+
+
+def _check_not_lost(optimizer: torch.optim.Optimizer) -> None:
+    """Raise Error if the optimizer's states are lost. A hook of its `state_dict()`."""
+    if getattr(optimizer.state, "is_lost", False):
+        _raise_lost_state()
 
 
 def _raise_lost_state() -> NoReturn:
