@@ -201,7 +201,7 @@ def tensors_for_engine(call: BoundCall, has_float64: bool) -> list[Tensor]:
     return [narrow_float64(tensor, has_float64).contiguous() for tensor in plain]
 
 
-def write_back(call: BoundCall, signature: Signature, values: dict[int, Tensor]) -> None:
+def write_back_inputs(call: BoundCall, signature: Signature, values: dict[int, Tensor]) -> None:
     """Copy new values of inputs that forward writes in place into the caller's tensors.
 
     Args: values: the new values, by index in `signature.results`
@@ -239,7 +239,7 @@ def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> li
     return made
 
 
-def samples_of(call: BoundCall, counts: Counts, has_float64: bool) -> list[Tensor]:
+def first_micro_batches(call: BoundCall, counts: Counts, has_float64: bool) -> list[Tensor]:
     """Return the rows of the first micro-batch of each tensor of a call, converted by `narrow_float64`; 0-d
     tensors whole."""
     return [narrow_float64(_first_micro_batch(tensor, counts), has_float64) for tensor in call.tensors]

@@ -30,7 +30,7 @@ from ..enums import OutputMode, OverlapMode
 from ..logs import logger
 from ..options import Options
 from . import compilation_log
-from .arguments import BoundCall, CompiledInputs, has_float64_weights, samples_of, weights_of
+from .arguments import BoundCall, CompiledInputs, first_micro_batches, has_float64_weights, weights_of
 from .losses import choose_loss
 from .outputs import Anchors, Note, make_notes, resolve_anchors, split_outputs
 from .runs import Run
@@ -90,7 +90,7 @@ def compile_model(
         settings = replace(settings, strategy=earlier[0].settings.strategy)
     settings, call, has_float64 = run.settings(settings), run.call, has_float64_weights(model)
     inputs = CompiledInputs(call.kind, list(call.named_tensors), call.positional, run.counts, has_float64)
-    samples = samples_of(call, run.counts, has_float64)
+    samples = first_micro_batches(call, run.counts, has_float64)
     same = [e for e in earlier if e.graph is not None and e.inputs.micro_batch == inputs.micro_batch]
     layout = earlier[0].memory_format if earlier else None
     new = same[0] if same else _capture_model(model, call, options, settings, samples, layout, is_plan_only)

@@ -150,7 +150,8 @@ class PoplarExecutor(PublicNames):
             raise
         if plan.reporter is not None:
             plan.reporter.after_call()
-        arguments.write_back(run.call, plan.executable.plan.partition.signature, results.written_inputs())
+        signature = plan.executable.plan.partition.signature
+        arguments.write_back_inputs(run.call, signature, results.written_inputs())
         return plan, results
 
     def _engine_inputs(self, call: arguments.BoundCall, plan: LoadedPlan) -> list[Tensor]:
