@@ -281,8 +281,7 @@ def _check_overlap(graph: Graph, options: Options) -> None:
 _hooks: dict[str, OrderedDict[int, Callable[[], Any]]] = {"Pre": OrderedDict(), "Post": OrderedDict()}
 
 
-def _register_hook(time: str, hook: Callable[[], Any]) -> RemovableHandle:
-    """Register a hook of compilations; `time` is "Pre" or "Post". Raises RuntimeError if not callable."""
+def _register_hook(time: Literal["Pre", "Post"], hook: Callable[[], Any]) -> RemovableHandle:
     if not callable(hook):
         raise RuntimeError(f"{time}-compile hook must be callable; found {hook!r}")
     handle = RemovableHandle(_hooks[time])

@@ -91,7 +91,6 @@ def _derived_loss(returned: Any, capture: Capture, where: str) -> Tensor | None:
 
 
 def _is_loss_candidate(value: Tensor) -> bool:
-    """Return whether a tensor is a traced floating point scalar with a gradient."""
     return is_traced(value) and value.is_floating_point() and value.dim() == 0 and value.requires_grad
 
 

@@ -57,7 +57,6 @@ def _mark_as_loss(loss: Tensor) -> Tensor:
 
 
 def _ctc_loss(*args: Any, **kwargs: Any) -> Tensor:
-    """Return torch's ctc_loss, marked as a loss."""
     return _mark_as_loss(ctc_loss(*args, **kwargs))
 
 

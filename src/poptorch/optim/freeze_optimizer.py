@@ -91,7 +91,6 @@ def name_in_messages(optimizer: torch.optim.Optimizer, frozen: settings.Optimize
 
 
 def _flag_values(optimizer: Any, rule: Rule) -> dict[str, bool]:
-    """Return the optimizer's value of each flag of the rule, by the flag's name."""
     values = {}
     for name, flag in rule.flags.items():
         if flag.read is not None:

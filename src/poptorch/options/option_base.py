@@ -76,7 +76,6 @@ class Freezable:
             vars(self)[name] = value
 
     def _freeze(self, frozen: bool = True) -> None:
-        """Freeze, or unfreeze, these options and their parts in place."""
         vars(self)["_is_frozen"] = frozen
         for part in self._parts():
             part._freeze(frozen)
@@ -90,12 +89,10 @@ class Freezable:
 
     @property
     def _values(self) -> dict[str, Any]:
-        """Return the public values by name."""
-        # Parts of options, such as `Training`, begin with a capital.
+        """Return the public values by name, without the parts of options, whose names begin with a capital."""
         return {name: value for name, value in vars(self).items() if name[0].islower()}
 
     def _printed_fields(self) -> list[str]:
-        """Return "name=value" of each value, for `repr`."""
         return [f"{name}={sorted_repr(value)}" for name, value in sorted(self._values.items())]
 
     def __repr__(self) -> str:
