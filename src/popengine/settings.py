@@ -105,18 +105,18 @@ class Anchor:
 
     Args:
         source: "output": an output of the graph; "gradient": an output that is divided by the loss scale;
-            "weight", "updated": a weight at the start of each step, or after its update
+            "weight", "updated": a weight at the start of each step, or after its update; "loss_scale"
         key:    the text of the output's index in the graph's results; of a weight its canonical name
     """
 
-    source: Literal["output", "gradient", "weight", "updated"]
+    source: Literal["output", "gradient", "weight", "updated", "loss_scale"]
     key: str
     outputs: Outputs
     return_period: int = 1
 
     @property
-    def is_weight(self) -> bool:
-        return self.source in ("weight", "updated")
+    def is_output(self) -> bool:
+        return self.source in ("output", "gradient")
 
 
 @dataclass(frozen=True, slots=True)

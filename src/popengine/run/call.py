@@ -100,7 +100,7 @@ class Results:
         self._outputs: dict[int, ResultBuffer] = {}
         self._written: dict[int, ResultBuffer] = {}
         modes: dict[int, tuple[Outputs, int]] = {
-            int(a.key): (a.outputs, a.return_period) for a in settings.anchors if not a.is_weight
+            int(a.key): (a.outputs, a.return_period) for a in settings.anchors if a.is_output
         }
         for index, result in enumerate(signature.results):
             if result.kind == "output":
@@ -110,7 +110,7 @@ class Results:
                 of_groups = replace(counts, replicas=counts.groups)
                 self._written[index] = ResultBuffer(of_groups, "all", 1, result, device)
         self.weights: dict[Anchor, ResultBuffer] = {}  # a turn is an iteration
-        for anchor in (anchor for anchor in settings.anchors if anchor.is_weight):
+        for anchor in (each for each in settings.anchors if each.source in ("weight", "updated")):
             slot = next(slot for slot in signature.parameters_and_buffers if slot.key == anchor.key)
             once = replace(counts, accumulation=1)
             self.weights[anchor] = ResultBuffer(once, anchor.outputs, anchor.return_period, slot, device)
@@ -132,8 +132,10 @@ class Results:
             self._outputs[index].put(turn, replica, value)
 
     def anchor_values(self, anchor: Anchor) -> Tensor:
-        """Return the values of an anchor, as `ResultBuffer.copy_to_host` does."""
-        return (self.weights[anchor] if anchor.is_weight else self._outputs[int(anchor.key)]).copy_to_host()
+        """Return the values of an anchor, as `ResultBuffer.copy_to_host` does, or the latest step's loss scale."""
+        if anchor.source == "loss_scale":
+            return torch.tensor(self.loss_scale)
+        return (self._outputs[int(anchor.key)] if anchor.is_output else self.weights[anchor]).copy_to_host()
 
     def rows(self, anchor: Anchor) -> Tensor:
         """Return the values of an anchored output on the CPU: a row, of the value's own type, for each value."""

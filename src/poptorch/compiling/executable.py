@@ -96,9 +96,8 @@ def compile_model(
     new = same[0] if same else _capture_model(model, call, options, settings, samples, layout, is_plan_only)
     graph = new.graph
     assert graph is not None
-    anchors = [anchor for anchor in new.anchors.values() if anchor is not None]
-    anchors += [anchor for note in new.notes for anchor in note.anchors]
-    settings = replace(settings, anchors=tuple(anchors), products_in_float32=new.settings.products_in_float32)
+    anchors = (*new.anchors.values(), *(anchor for note in new.notes for anchor in note.anchors))
+    settings = replace(settings, anchors=anchors, products_in_float32=new.settings.products_in_float32)
     if settings.counts.replicas > 1 and options.broadcast_buffers:
         _check_buffers(graph, settings.counts.replicas)
     done("capture")

@@ -33,7 +33,7 @@ from ..options import Options
 from ..options.freeze_options import OUTPUTS
 
 GRADIENT, UPDATED, LOSS_SCALE = "Gradient___", "UpdatedVar___", "finalLossScale"
-Anchors = dict[str, Anchor | None]  # by short name; None: the loss scaling
+Anchors = dict[str, Anchor]  # by short name
 
 
 def resolve_anchors(
@@ -55,7 +55,7 @@ def resolve_anchors(
     if training:
         sources |= {GRADIENT + key: ("gradient", key) for key in gradients}
         sources |= {UPDATED + key: ("updated", key) for key in gradients}
-        sources[LOSS_SCALE] = "", ""
+        sources[LOSS_SCALE] = "loss_scale", ""
     results = list(graph.results)
     anchors: Anchors = {}
     for short, (long_name, use_default, mode, period) in options.anchored_tensors.items():
@@ -78,8 +78,8 @@ def resolve_anchors(
             results.append(replace(gradient, kind="output", key=key))
         elif source == "output":
             key = str(indices[short])
-        outputs = OUTPUTS[OutputMode(mode)]
-        anchors[short] = None if name == LOSS_SCALE else Anchor(source, key, outputs, period)
+        outputs = "final" if source == "loss_scale" else OUTPUTS[OutputMode(mode)]
+        anchors[short] = Anchor(source, key, outputs, period)
     return replace(graph, results=tuple(results)), anchors, tuple(sources)
 
 

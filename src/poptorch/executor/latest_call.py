@@ -66,13 +66,9 @@ def join_results(finished: Sequence[tuple[Run, LoadedPlan, Results]]) -> LatestC
     anchored = {}
     for name, anchor in executable.anchors.items():
         # A weight, and the loss scaling, has one value in a step: that of the run which ends the step.
-        is_of_step, mode = (True, "final") if anchor is None else (anchor.is_weight, anchor.outputs)
-        chosen = [each for each in finished if each[0].part.ends_step or not is_of_step]
-        values = [
-            torch.tensor(results.loss_scale) if own is None else results.anchor_values(own)
-            for own, results in ((plan.executable.anchors[name], results) for _, plan, results in chosen)
-        ]
-        anchored[name] = _join_values(values, mode, [run.counts.replicas for run, _, _ in chosen])
+        chosen = [each for each in finished if each[0].part.ends_step or anchor.is_output]
+        values = [results.anchor_values(plan.executable.anchors[name]) for _, plan, results in chosen]
+        anchored[name] = _join_values(values, anchor.outputs, [run.counts.replicas for run, _, _ in chosen])
     notes = []
     for parts in zip(*(plan.executable.notes for _, plan, _ in finished), strict=True):
         values = [note.value(results) for note, (_, _, results) in zip(parts, finished, strict=True)]
