@@ -1,7 +1,7 @@
 """Recording of a LightningModule's step while it is captured.
 
 A step runs once, with fake tensors. `self.log`, torchmetrics, manual optimization, and tensors in lists,
-dictionaries and attributes become notes of the graph (`poptorch.compiling.outputs`), which `replaying.py`
+dictionaries and attributes become notes of the graph (`poptorch.compiling.outputs`), which the strategy
 repeats after each call, with values. Attributes that are replaced during the step are restored at its end.
 """
 
@@ -86,9 +86,12 @@ class Recording:
     actions on the host (see the module's docstring) as notes of the graph."""
 
     def __init__(self, module: Any, step: str, capture: Capture) -> None:
+        from torchmetrics import Metric, MetricCollection
+
         self._module, self._step, self._capture = module, step, capture
         self._calls = itertools.count()  # numbers the calls of metrics
-        self._metrics = _metrics_of(module)
+        named = nn.Module.named_modules(module)  # a collection precedes its metrics
+        self._metrics = {path: part for path, part in named if isinstance(part, (Metric, MetricCollection))}
         self._log_signature = inspect.signature(module.log)
         self._is_manual = step == "training_step" and not module.automatic_optimization
         self._manual_calls: list[str] = []  # "backward" and "step", in the order of the calls
@@ -236,14 +239,6 @@ class Recording:
                 "  fix: sum the losses, or use automatic optimization and return the loss; accumulate with"
                 " Trainer(accumulate_grad_batches=...)"
             )
-
-
-def _metrics_of(module: Any) -> dict[str, Any]:
-    """Return a module's metrics and metric collections, by path. A collection precedes its metrics."""
-    from torchmetrics import Metric, MetricCollection
-
-    kinds = (Metric, MetricCollection)
-    return {path: part for path, part in nn.Module.named_modules(module) if isinstance(part, kinds)}
 
 
 class MetricValue:

@@ -148,7 +148,7 @@ def _plan_program(args: argparse.Namespace) -> None:
         raise ProfileError("popvision plan needs a program\n  fix: popvision plan train.py")
     chosen = load_machines(args.on)
     profiles = compile_profiles(args.program, list(dict.fromkeys(machine.kind for machine in chosen)))
-    found = Estimates.make(profiles, chosen, args.replicas, args.accumulation)
+    found = Estimates(profiles, chosen, args.replicas, args.accumulation)
     if args.json:
         print(found.to_json())
         return

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -97,26 +97,23 @@ class Estimate:
         }
 
 
-@dataclass(frozen=True)
 class Estimates:
-    """The estimates of one program, machine by machine; the estimates of a machine begin with the best."""
+    """An estimate of a program for each machine and combination of `replicas` and `accumulation`, machine by
+    machine; the estimates of a machine begin with the best.
 
-    estimates: tuple[Estimate, ...]
+    Args:
+        profiles: by kind of machine, as `compile_profiles` returns them
+        replicas, accumulation: numbers to compare; empty: the program's own number
+    """
 
-    @staticmethod
-    def make(
+    def __init__(
+        self,
         profiles: Mapping[str, Profile],
         machines: Iterable[Machine],
         replicas: Sequence[int] = (),
         accumulation: Sequence[int] = (),
-    ) -> Estimates:
-        """Return an estimate for each machine and combination of `replicas` and `accumulation`.
-
-        Args:
-            profiles: by kind of machine, as `compile_profiles` returns them
-            replicas, accumulation: numbers to compare; empty: the program's own number
-        """
-        found = []
+    ) -> None:
+        self.estimates: list[Estimate] = []
         for machine in machines:
             profile = profiles[machine.kind]
             choices = [
@@ -124,8 +121,7 @@ class Estimates:
                 for count in replicas or [profile.counts.get("replicas", 1)]
                 for micro_batches in accumulation or [profile.facts["schedule_micro_batches"]]
             ]
-            found += sorted(choices, key=lambda one: (not one.fits, -one.items_per_second))
-        return Estimates(tuple(found))
+            self.estimates += sorted(choices, key=lambda one: (not one.fits, -one.items_per_second))
 
     def to_json(self) -> str:
         return json.dumps([one.to_dict() for one in self.estimates], indent=1)

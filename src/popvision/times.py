@@ -88,10 +88,8 @@ def usages(events: list[Event]) -> list[Usage]:
 def ideal_bubble(profile: Profile) -> float | None:
     """Return the share of the ipus' time that is idle in a schedule in which each action takes the same time:
     (p-1)/(m+p-1) for a pipeline of p stages and m micro-batches. None if the schedule is unknown."""
-    length, actions = profile.facts.get("schedule_length"), profile.facts.get("schedule_actions")
-    if not length or not actions:
-        return None
-    return 1 - actions / (length * len(profile.devices))
+    length, actions = (profile.facts.get(name, 0) for name in ("schedule_length", "schedule_actions"))
+    return 1 - actions / (length * len(profile.devices)) if length and actions else None
 
 
 def measured_bubble(usages: list[Usage]) -> float | None:
@@ -165,7 +163,8 @@ def cost_spread(events: list[Event]) -> float:
     that ran at least four times; 0 without such pieces."""
     computing = (event for event in events if event.kind == "compute")
     runs = _group_by(computing, lambda event: (event.phase, event.stage)).values()
-    return _median([relative_spread([event.cost for event in same]) for same in runs if len(same) >= 4])
+    found = [relative_spread([event.cost for event in same]) for same in runs if len(same) >= 4]
+    return median(found or [0.0])
 
 
 def relative_spread(values: Sequence[float]) -> float:
@@ -189,10 +188,10 @@ def _instruction_cost(events: Sequence[Event]) -> float:
 
 
 def _median_of_steps(values: Iterable[tuple[Event, float]]) -> float:
-    """Return the median over steps of each step's mean; 0 without values. `values`: pairs (event, value); a
+    """Return the median over steps of each step's mean. `values`: at least one pair (event, value); a
     value belongs to the step of its event."""
     steps = _group_by(values, lambda pair: (pair[0].call, pair[0].step)).values()
-    return _median([fmean(value for _, value in own) for own in steps])
+    return median([fmean(value for _, value in own) for own in steps])
 
 
 def _group_by(values: Iterable[_V], key: Callable[[_V], _K]) -> dict[_K, list[_V]]:
@@ -201,11 +200,6 @@ def _group_by(values: Iterable[_V], key: Callable[[_V], _K]) -> dict[_K, list[_V
     for value in values:
         found[key(value)].append(value)
     return found
-
-
-def _median(values: Sequence[float]) -> float:
-    """Return the median; 0 without values."""
-    return median(values) if values else 0.0
 
 
 def _without_contention(profile: Profile, events: Sequence[Event]) -> Iterator[Event]:
@@ -283,4 +277,4 @@ def _ns_outside_steps(profile: Profile) -> float:
         steps = [max(times) - min(times) for times in spans[call.call].values()]
         if steps and len(steps) == call.steps:
             found.append((call.end - call.start - sum(steps)) / call.steps)
-    return max(0.0, _median(found))
+    return max(0.0, median(found or [0.0]))

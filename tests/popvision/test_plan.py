@@ -61,7 +61,7 @@ def heavy(*args, **more):
 
 
 def apart(profile, name="bow-pod4", **choices):
-    return Estimates.make({"apart": profile}, load_machines(name), **choices)
+    return Estimates({"apart": profile}, load_machines(name), **choices)
 
 
 def test_the_page_shows_machines_stages_the_timeline_and_what_bounds_it(tmp_path):

@@ -152,7 +152,7 @@ def plan(
     kinds = list(dict.fromkeys(machine.kind for machine in chosen))
     with _compile_arguments(model, options, batch, training) as (executor, program):
         found = profiles(*program, executor._optimizer_link.hyper, kinds)
-    return Estimates.make(found, chosen, replicas, accumulation)
+    return Estimates(found, chosen, replicas, accumulation)
 
 
 def arguments_of(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
