@@ -34,7 +34,7 @@ from popengine.ir import Graph, Line, Piece, Plan, Value
 from popengine.piece import GETITEM
 from popengine.profile import Profile
 from popengine.run.engine import Engine
-from popengine.run.piece_costs import Sample, call_with_threads, measure_sharing
+from popengine.run.piece_costs import Sample, call_in_one_thread, measure_sharing
 from popengine.run.ready_queue import JUDGED
 from popengine.run.state import State
 from popengine.settings import Hyper, Settings
@@ -306,8 +306,8 @@ def _measure_operations(found: Executable, hyper: Hyper | None) -> dict[str, Any
         return known[key]
 
     pieces = found.plan.partition.pieces
-    costs = call_with_threads(
-        1, lambda: [sum(seconds(piece, line) for line in piece.lines) for piece in pieces]
+    costs = call_in_one_thread(
+        lambda: [sum(seconds(piece, line) for line in piece.lines) for piece in pieces]
     )
     threads, shared = torch.get_num_threads(), []
     for alone, operation in longest if threads > 1 else []:

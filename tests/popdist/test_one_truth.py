@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import processes
 import pytest
@@ -43,7 +44,9 @@ def balanced_stages():
 
     popdist.init()
     heavy = popdist.getInstanceIndex()
-    tune.measure = lambda parts, *given: [9.0 if p.stage == heavy else 1.0 for p in parts.pieces]
+    tune.sample_of = lambda parts, *given: SimpleNamespace(
+        seconds_of_pieces=lambda: [9.0 if p.stage == heavy else 1.0 for p in parts.pieces]
+    )
     torch.manual_seed(0)
     blocks = [poptorch.BeginBlock(torch.nn.Linear(4, 4), name) for name in "abcd"]
     opts = popdist.poptorch.Options().setExecutionStrategy(

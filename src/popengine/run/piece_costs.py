@@ -66,15 +66,6 @@ class Sample:
         return perf_counter() - start
 
 
-def measure(
-    partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], rounds: int = 3
-) -> list[float]:
-    """Return the seconds of each piece in one thread: the fastest of `rounds` runs. Args: see `sample_of`"""
-    sample = sample_of(partition, weights, inputs)
-    times = call_with_threads(1, lambda: [sample.seconds_of_pieces() for _ in range(rounds)])
-    return [min(of_piece) for of_piece in zip(*times, strict=True)]
-
-
 def measure_speedup(
     first: Callable[[int], float], second: Callable[[int], float], alone: float, rounds: int = 7
 ) -> SpeedupRange:
@@ -123,15 +114,15 @@ def measure_sharing(
             list(pool.map(run_alone_or_together, [count] * threads, [True] * threads))
             return (perf_counter() - start) / threads
 
-        factor = call_with_threads(1, lambda: measure_speedup(run_alone_or_together, together, alone))
+        factor = call_in_one_thread(lambda: measure_speedup(run_alone_or_together, together, alone))
     return factor, median(spent[True]) / median(spent[False])
 
 
-def call_with_threads(count: int, work: Callable[[], T]) -> T:
-    """Call `work` in a new thread, in which operations use `count` threads, and return its result."""
+def call_in_one_thread(work: Callable[[], T]) -> T:
+    """Call `work` in a new thread, in which operations use no other threads, and return its result."""
     before = torch.get_num_threads()
     # Ctrl-C does not interrupt a thread other than the main one.
-    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(count,)) as apart:
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as apart:
         try:
             return apart.submit(work).result()
         finally:

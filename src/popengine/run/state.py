@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Error
-from ..ir import Plan, Slot
+from ..ir import Plan
 from ..profile import Memory
 from ..settings import Settings
 from ..update.group_update import init_state
@@ -78,8 +78,12 @@ class State:
         self.trained = [r.key for r in signature.results if r.kind == "gradient"]
         replicas, trained = range(settings.counts.replicas), set(self.trained)
         with devices.as_current_device(device):
-            others = [slot for slot in self._slots.values() if slot.role not in WEIGHTS]
-            fixed = {slot.name: self._initial_value(slot) for slot in others}
+            fixed = {}  # constants, and the loss scale, which is 1 at first
+            for slot in (slot for slot in self._slots.values() if slot.role not in WEIGHTS):
+                if slot.role == "constant":
+                    fixed[slot.name] = with_aligned_start(signature.constants[slot.key].to(device))
+                else:
+                    fixed[slot.name] = torch.ones(slot.shape, dtype=slot.dtype, device=device)
             self.values: list[dict[str, Tensor]] = [dict(fixed) for _ in replicas]
             known = () if previous is None else previous.slot_of
             new = {key: value for key, value in weights.items() if key not in known}
@@ -110,12 +114,6 @@ class State:
                     if is_updated_here and unit not in self.optimizer:
                         self.optimizer[unit] = init_state(optimizer, self.weight(unit))
         devices.synchronize(device)
-
-    def _initial_value(self, slot: Slot) -> Tensor:
-        """Return the value of a constant on the device, aligned; of the slot of the loss scale, 1."""
-        if slot.role == "constant":
-            return with_aligned_start(self.plan.partition.signature.constants[slot.key].to(self.device))
-        return torch.ones(slot.shape, dtype=slot.dtype, device=self.device)
 
     def _owners(self) -> dict[str, int]:
         """Return the owner process of each sharded parameter, by canonical name. Processes own about the same

@@ -22,7 +22,7 @@ from popengine.errors import PartitionError
 from popengine.ir import Graph
 from popengine.run.instances.all_reduce import all_gather_rows
 from popengine.run.instances.process_group import FIRST_TAG, group_of_size
-from popengine.run.piece_costs import call_with_threads, measure, measure_sharing, measure_speedup, sample_of
+from popengine.run.piece_costs import call_in_one_thread, measure_sharing, measure_speedup, sample_of
 from popengine.settings import Settings, StagePlan, Strategy
 from popengine.update.optimizer_rules import RULES
 
@@ -66,9 +66,9 @@ def measure_hints(
     with first_rows_only(model, settings.replica_groups):
         weights = weights_of(model)
     now = sample_of(partition(graph, _EACH_ALONE), weights, samples)
-    if call_with_threads(1, lambda: now.total_seconds(1)) > _MOST_SECONDS:
+    if call_in_one_thread(lambda: now.total_seconds(1)) > _MOST_SECONDS:
         return NO_HINTS
-    alone = call_with_threads(1, lambda: min(now.total_seconds(1) for _ in range(_ROUNDS)))
+    alone = call_in_one_thread(lambda: min(now.total_seconds(1) for _ in range(_ROUNDS)))
     others: dict[str, Graph] = {}  # by option, the graph that it would give
     if memory_format == "preserve" and not options.exists("memory_format") and has_convolutions(graph):
         others['options.memoryFormat("channels_last")'] = in_channels_last(graph)
@@ -78,9 +78,8 @@ def measure_hints(
     for name, other in others.items():
         if other is not graph:
             changed = sample_of(partition(other, _EACH_ALONE), weights, samples)
-            gains[name] = call_with_threads(
-                1, partial(measure_speedup, now.total_seconds, changed.total_seconds, alone)
-            ).low
+            speedup = partial(measure_speedup, now.total_seconds, changed.total_seconds, alone)
+            gains[name] = call_in_one_thread(speedup).low
     threads, rows = torch.get_num_threads(), []
     if threads > 1:
         gain, cost = measure_sharing(now.total_seconds, threads, alone)
@@ -145,8 +144,10 @@ def _block_costs(
         )
     parts = partition(graph, _STAGE_OF_EACH_BLOCK, settings.recompute)
     seconds = [0.0] * parts.stages
-    for piece, spent in zip(parts.pieces, measure(parts, weights, inputs), strict=True):
-        seconds[piece.stage] += spent
+    sample = sample_of(parts, weights, inputs)
+    runs = call_in_one_thread(lambda: [sample.seconds_of_pieces() for _ in range(3)])
+    for piece, *spent in zip(parts.pieces, *runs, strict=True):
+        seconds[piece.stage] += min(spent)
     # A pipeline holds the activations of one micro-batch for each ipu; an update holds copies of the weights.
     size = [held * settings.strategy.ipus for held in bytes_held_for_backward(graph, parts)]
     optimizer = settings.optimizer

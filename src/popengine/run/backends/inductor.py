@@ -163,7 +163,7 @@ def trace(
         if piece.draws:
             values.append(torch.empty((), dtype=torch.int64))
 
-    code = build(piece, _traced_function, draw=_draw)
+    code = build(piece, _traced_function, draw=_call_eager)
     traced = make_fx(lambda *given: list(code(list(given))), decomposition_table=decompositions)
     with fake, torch.no_grad():
         return traced(*values), values
@@ -180,18 +180,13 @@ _calls: dict[str, Callable[[Tensor | None, Sequence[Tensor], bool], list[Tensor]
 def _traced_function(operation: OpOverload) -> Callable[..., Any]:
     """Return the function that is traced for an operation: an operation of torch itself, or for a custom
     operation a function that calls it through `popengine::eager`."""
-    if operation.namespace in ("aten", "prims"):
-        return operation
-    return lambda *args, **kwargs: _call_eager(operation, None, None, args, kwargs)
+    is_torch = operation.namespace in ("aten", "prims")
+    return operation if is_torch else functools.partial(_call_eager, operation, None, None)
 
 
-def _draw(operation: OpOverload, key: Tensor, number: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a random operation through `popengine::eager`: in a traced piece this takes the place of
-    `random_draws.draw`, and the key is a tensor."""
-    return _call_eager(operation, key, number, args, kwargs)
-
-
-def _call_eager(operation: OpOverload, key: Tensor | None, number: int | None, args: Any, kwargs: Any) -> Any:
+def _call_eager(
+    operation: OpOverload, key: Tensor | None, number: int | None, *args: Any, **kwargs: Any
+) -> Any:
     """Call an operation through `popengine::eager` and return its result. With a key and a number, which a
     random operation has, `popengine::eager` calls `random_draws.draw`."""
     leaves, structure = tree_flatten((args, kwargs))

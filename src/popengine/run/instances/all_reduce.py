@@ -210,7 +210,6 @@ class AllReduce:
 def all_gather_rows(group: Connections, ranks: Sequence[int], tag: int, mine: Tensor) -> Tensor:
     """Return the tensors `mine` of all instances in `ranks`, concatenated in dimension 0. All these instances
     must call this function, with a tensor of the same shape and dtype."""
-    parts = {rank: mine if rank == group.rank else torch.empty_like(mine) for rank in ranks}
-    received = {rank: part for rank, part in parts.items() if rank != group.rank}
-    group.exchange(mine, received, tag, "values that replicas gather")
-    return torch.cat([*parts.values()])
+    values = {rank: mine if rank == group.rank else torch.empty_like(mine) for rank in ranks}
+    group.all_gather(values, tag, "values that replicas gather")
+    return torch.cat([*values.values()])

@@ -132,10 +132,12 @@ class Connections:
             finally:
                 self._waits.pop(thread, None)
 
-    def exchange(self, mine: Tensor, received: Mapping[int, Tensor], tag: int, what: str) -> None:
-        """Send `mine` to the peers in `received`, receive their tensors into `received[peer]`, and wait."""
-        begun = [self.receive(value, peer, tag) for peer, value in received.items()]
-        self.wait(begun + [self.send(mine, peer, tag) for peer in received], what)
+    def all_gather(self, values: Mapping[int, Tensor], tag: int, what: str) -> None:
+        """Send `values[self.rank]` to the other ranks in `values`, receive their tensors into `values[peer]`,
+        and wait until all this is done; warnings name `what`."""
+        peers = [peer for peer in values if peer != self.rank]
+        begun = [self.receive(values[peer], peer, tag) for peer in peers]
+        self.wait(begun + [self.send(values[self.rank], peer, tag) for peer in peers], what)
 
     def commit_together(self, commit: Callable[[], None]) -> None:
         """Wait for all instances, call `commit`, and return when `commit` has returned in all instances.
@@ -143,10 +145,10 @@ class Connections:
         After its `commit` each instance sends a message to all peers, and waits for theirs. So if `commit`
         raises an exception in an instance, `commit_together` raises one in all instances.
         """
-        what, received = "the sum of gradients", {peer: torch.empty(1) for peer in self.peers}
-        self.exchange(torch.zeros(1), received, _COMMIT, what)
+        what, values = "the sum of gradients", {rank: torch.zeros(1) for rank in range(self.size)}
+        self.all_gather(values, _COMMIT, what)
         commit()
-        self.exchange(torch.zeros(1), received, _COMMIT, what)
+        self.all_gather(values, _COMMIT, what)
 
     # ---- waits -------------------------------------------------------------------------------------------
 

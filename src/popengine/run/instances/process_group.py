@@ -121,7 +121,7 @@ class ProcessGroup(Connections):
         """
         mine = barrier_header(what, fingerprint)
         while True:
-            headers = self._all_gather(mine, [HEADER] * self.size, _BARRIER, what)
+            headers = self._all_gather_vectors(mine, [HEADER] * self.size, _BARRIER, what)
             if all(torch.equal(other, mine) for other in headers):
                 if not what.startswith(_READING):
                     self._copies.clear()
@@ -176,17 +176,19 @@ class ProcessGroup(Connections):
     def all_gather_bytes(self, mine: bytes, tag: int, what: str) -> list[bytes]:
         """Return the bytes `mine` of all instances, by rank. To be called in the work of `after_barrier`."""
         size = torch.tensor([len(mine)]).view(torch.uint8)
-        sizes = self._all_gather(size, [size.numel()] * self.size, tag, what)
+        sizes = self._all_gather_vectors(size, [size.numel()] * self.size, tag, what)
         padded = torch.frombuffer(bytearray(mine + b"\0"), dtype=torch.uint8)  # a buffer must not be empty
         lengths = [int(size.view(torch.int64)) for size in sizes]
-        return [value.numpy().tobytes() for value in self._all_gather(padded[:-1], lengths, tag, what)]
+        return [
+            value.numpy().tobytes() for value in self._all_gather_vectors(padded[:-1], lengths, tag, what)
+        ]
 
-    def _all_gather(self, mine: Tensor, sizes: Sequence[int], tag: int, what: str) -> list[Tensor]:
+    def _all_gather_vectors(self, mine: Tensor, sizes: Sequence[int], tag: int, what: str) -> list[Tensor]:
         """Return the tensors `mine` (uint8, 1-d) of all instances, by rank; `sizes` are their lengths."""
         self.connect(what)
         values = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         values[self.rank] = mine
-        self.exchange(mine, {peer: values[peer] for peer in self.peers}, tag, what)
+        self.all_gather(dict(enumerate(values)), tag, what)
         return values
 
 
