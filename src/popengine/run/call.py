@@ -94,7 +94,8 @@ class Results:
     """The results of one call: allocated on the device before the call, copied to the host after it."""
 
     def __init__(self, signature: Signature, settings: Settings, device: torch.device) -> None:
-        counts = self._counts = settings.counts
+        self._signature, counts = signature, settings.counts
+        self._counts = counts
         self.loss_scale = 1.0  # of the latest step
         # By index of the result in the signature: the outputs, and the inputs that the forward writes into.
         self._outputs: dict[int, ResultBuffer] = {}
@@ -132,26 +133,27 @@ class Results:
             self._outputs[index].put(turn, replica, value)
 
     def anchor_values(self, anchor: Anchor) -> Tensor:
-        """Return the values of an anchor, as `ResultBuffer.copy_to_host` does, or the latest step's loss scale."""
+        """Return the values of an anchor, by `ResultBuffer.copy_to_host`, or the latest step's loss scale."""
         if anchor.source == "loss_scale":
             return torch.tensor(self.loss_scale)
         return (self._outputs[int(anchor.key)] if anchor.is_output else self.weights[anchor]).copy_to_host()
 
     def rows(self, anchor: Anchor) -> Tensor:
-        """Return the values of an anchored output on the CPU: a row, of the value's own type, for each value."""
+        """Return the values of an anchored output, of their own type, on the CPU: each value is a row."""
         return self._outputs[int(anchor.key)].values.cpu()
 
-    def outputs(self) -> list[Tensor]:
-        """Return the outputs of forward, then the tensors that are outputs only because of an anchor."""
-        return [buffer.copy_to_host() for buffer in self._outputs.values()]
+    def outputs(self, count: int | None = None) -> list[Tensor]:
+        """Return the outputs of forward, then those of anchors: all outputs, or the first `count`."""
+        return [buffer.copy_to_host() for buffer in list(self._outputs.values())[:count]]
 
     def copy_times(self) -> list[tuple[list[float], list[float]]]:
         """Return for each output two lists: when the copy of each row into the buffer began, and ended."""
         return [(buffer.started, buffer.finished) for buffer in self._outputs.values()]
 
     def written_inputs(self) -> dict[int, Tensor]:
-        """Return the new values of inputs that forward writes into, on the CPU, by index of the result."""
-        return {index: buffer.values.flatten(0, 1).cpu() for index, buffer in self._written.items()}
+        """Return the new values of inputs that forward writes into, on the CPU, by index of the input."""
+        inputs = {int(self._signature.results[index].key): buffer for index, buffer in self._written.items()}
+        return {index: buffer.values.flatten(0, 1).cpu() for index, buffer in inputs.items()}
 
 
 class Stopped(Exception):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from popengine.errors import BatchError, Error
-from popengine.ir import Signature
 from popengine.settings import Counts
 from poptorch.data.loader import loader_factors_of
 from poptorch.logs import logger
@@ -201,15 +200,11 @@ def tensors_for_engine(call: BoundCall, has_float64: bool) -> list[Tensor]:
     return [narrow_float64(tensor, has_float64).contiguous() for tensor in plain]
 
 
-def write_back_inputs(call: BoundCall, signature: Signature, values: dict[int, Tensor]) -> None:
-    """Copy new values of inputs that forward writes in place into the caller's tensors.
-
-    Args: values: the new values, by index in `signature.results`
-    """
+def write_back_inputs(call: BoundCall, values: dict[int, Tensor]) -> None:
+    """Copy new values, by index in `call.tensors`, into the caller's tensors: those that forward writes into."""
     with torch.no_grad():
-        for position, value in values.items():
-            tensor = call.tensors[int(signature.results[position].key)]
-            tensor.copy_(value.reshape(tensor.shape))
+        for index, value in values.items():
+            call.tensors[index].copy_(value.reshape(call.tensors[index].shape))
 
 
 def factors_in_words(counts: Counts) -> str:

@@ -150,8 +150,7 @@ class PoplarExecutor(PublicNames):
             raise
         if plan.reporter is not None:
             plan.reporter.after_call()
-        signature = plan.executable.plan.partition.signature
-        arguments.write_back_inputs(run.call, signature, results.written_inputs())
+        arguments.write_back_inputs(run.call, results.written_inputs())
         return plan, results
 
     def _engine_inputs(self, call: arguments.BoundCall, plan: LoadedPlan) -> list[Tensor]:

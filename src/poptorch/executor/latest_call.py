@@ -61,7 +61,7 @@ def join_results(finished: Sequence[tuple[Run, LoadedPlan, Results]]) -> LatestC
         key: [[*chain(*spans)] for spans in zip(*of_runs, strict=True)]
         for key, *of_runs in zip(_KEYS, *times, strict=True)
     }
-    returned = zip(*(results.outputs()[: executable.outputs] for _, _, results in finished), strict=True)
+    returned = zip(*(results.outputs(executable.outputs) for _, _, results in finished), strict=True)
     outputs = [_join_values(values, executable.settings.outputs, replicas) for values in returned]
     anchored = {}
     for name, anchor in executable.anchors.items():
