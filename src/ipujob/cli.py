@@ -140,7 +140,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def check_files(arguments: argparse.Namespace) -> int:
-    """Print a line for each valid job of the files; return 0. Raises: Faults, with those of all files."""
+    """Print a line for each valid job of the files; return 0. Raises: Faults, of all files together."""
     faults: list[str] = []
     for file in arguments.files:
         try:
@@ -193,7 +193,7 @@ def render_file(arguments: argparse.Namespace) -> int:
 
 
 def run_file(arguments: argparse.Namespace) -> int:
-    """Run a file's jobs on this machine, one after another, until one fails; return its exit code, else 0."""
+    """Run a file's jobs here, one after another, until a job fails; return that job's exit code, else 0."""
     if not arguments.local:
         fix = "--local; or ipujob submit, which runs it in a cluster"
         raise Faults([f"ipujob: run is for this machine\n  fix: {fix}"])

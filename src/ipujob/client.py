@@ -84,7 +84,7 @@ class Cluster:
         return self._call("POST", _kind_path(made["kind"], made["metadata"]["namespace"]), json=made)
 
     def delete(self, known: Object, orphan: bool = False) -> None:
-        """Delete an object. Raises: Refused (404), if the object is gone; (409), if another has its name.
+        """Delete an object. Raises: Refused (404), if it is gone; (409), if another object has its name.
 
         Args: orphan: keep the objects that the deleted object owns
         """

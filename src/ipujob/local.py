@@ -156,8 +156,8 @@ class Worker:
         self._reader.start()
 
     def update_status(self, is_late: bool) -> None:
-        """If the worker's process has ended, kill the rest of its group and set the pod's status (`is_late`:
-        to DeadlineExceeded)."""
+        """If the worker's process has ended, kill the rest of its group and set the pod's status.
+        `is_late`: whether the process was ended at its time limit."""
         code = self.process.poll()
         if code is None or pods.phase(self.pod) != "Running":
             return

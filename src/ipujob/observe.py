@@ -144,8 +144,8 @@ def _spec_change_error(value: Object, own_pods: Sequence[Object]) -> str:
 def _status_and_message(
     total: int, states: Counter[str], restarts: int, remaining: Sequence[Object]
 ) -> tuple[str, str]:
-    """Return the job's `launcherStatus`, and the `lastMessage` that explains it in one line, from the number
-    of instances, in `total` and in each state, and the pods that stay."""
+    """Return the job's `launcherStatus`, and the `lastMessage` that explains it in one line. `total`: number
+    of instances; `states`: number of instances in each state; `remaining`: pods that stay."""
     if not total:
         return "Pending", "no instances wanted"
     if states["Succeeded"] == total:
@@ -243,7 +243,7 @@ def _next_instance_record(
 
 
 def _should_restart(job: Job, culprit: Object | None) -> bool:
-    """Return whether restartPolicy restarts an instance after the pod `culprit` failed (None: success)."""
+    """Return whether restartPolicy restarts an ended instance. `culprit`: its first failed pod, or None."""
     if job.restart_policy == "ExitCode":
         return culprit is not None and pods.exit_code(culprit) in job.exit_codes
     return job.restart_policy == "Always" or (job.restart_policy == "OnFailure" and culprit is not None)
@@ -257,7 +257,8 @@ def _pods_to_delete(state: str, own_pods: Sequence[Object]) -> list[Object]:
 
 
 def _should_delete(job: Job, pod: Object) -> bool:
-    """Return whether cleanPodPolicy deletes a pod at its job's end (Workers: not a launched worker 0)."""
+    """Return whether cleanPodPolicy deletes a pod when its job has ended: None no pod, All every pod, Workers
+    every pod except worker 0 of a job with a launcher."""
     keeps_log = job.clean_policy == "Workers" and job.mode == "launched"
     return job.clean_policy != "None" and not (keeps_log and int_label(pod, WORKER) == 0)
 

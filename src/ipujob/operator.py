@@ -82,8 +82,8 @@ class Operator:
                 self._log(job, f"a fault of the operator: {type(error).__name__}: {error}")
 
     def _run_actions(self, job: Object, owned: Sequence[Object]) -> None:
-        """Run the actions that `observe` returns for a job. The first refused creation ends them; it is
-        logged, and tried again after a growing delay."""
+        """Run the actions that `observe` returns for a job. The first refused creation ends the
+        actions; it is logged, and tried again after a growing delay."""
         uid, now = job["metadata"]["uid"], datetime.now(UTC)
         refusal = self.refusals.get(uid)
         said = refusal.message if refusal else None
@@ -118,7 +118,7 @@ class Operator:
             self.refusals.pop(uid, None)
 
     def _report_change(self, job: Object, patch: Object, when: str) -> None:
-        """If a status patch restarts or ends a job, log this and create an Event with the time `when`."""
+        """If a status patch has a job's restart or end, log it and create an Event with the time `when`."""
         reason, said = patch.get("launcherStatus"), patch.get("lastMessage")
         if patch.get("restartCount"):
             reason, said = "Restarting", f"restart {patch['restartCount']}"

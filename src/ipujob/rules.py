@@ -210,7 +210,7 @@ def _check_name(job: Job, named: str) -> Iterator[Fault]:
 
 
 def job_warnings(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (path, warning) for each field of an IPUJob that Pando ignores, or that is wrong on IPUs."""
+    """Yield (path, warning) for each field of an IPUJob that has no effect here, or should be changed."""
     spec, ipus = value["spec"], job.ipus
     if ipus & (ipus - 1) or ipus > 64:
         message = f"{ipus} ipus are no power of two up to 64: IPUs would not run this"

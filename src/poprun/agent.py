@@ -152,7 +152,7 @@ class Agent:
         }
 
     def _report_failure(self, current: Round, instances: Instances, failed: int, first_node: str) -> int:
-        """Log which instance failed first, and its last lines if these were silenced; return an exit code.
+        """Log which instance failed first, and its last lines if silenced; return poprun's exit code.
 
         Args:
             failed:     index, among all instances, of the instance that failed first on this node

@@ -112,7 +112,7 @@ _SWITCHES = {"reset-partition", "update-partitions", "remove-partition", "offlin
 
 
 class _Parser(argparse.ArgumentParser):
-    """The parser of poprun's arguments. For a wrong one its methods print an error and exit with code 2."""
+    """The parser of poprun's options. After an error its methods print the error and exit with code 2."""
 
     def __init__(self) -> None:
         super().__init__(

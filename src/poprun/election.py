@@ -154,7 +154,7 @@ class Election:
                 (self._folder / f"leader-{number}").unlink(missing_ok=True)
 
     def _connect_to(self, leader: dict[str, str]) -> SignedStore | None:
-        """Return a connection to the store of the leader that a file describes; None, if none answers.
+        """Return a connection to the store of the leader that a file describes; None, if it does not answer.
 
         Raises: JoinError, if the leader runs another command, has another secret, or serves its own host only
         """
