@@ -22,7 +22,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from popdist.signed_store import StoreError
 from popengine.environment import SECRET, STACK, STORE, Launch, path_with_aliases
 
-from . import Log
 from . import instance as instance_program
 from .command_line import CommandLine
 from .election import JoinError, TrainingLost
@@ -38,7 +37,7 @@ _POLL = 0.2  # seconds between two checks of the other nodes, and for instances 
 _LAST_LINES = 20
 
 
-def run_node(request: CommandLine, node: Node, log: Log, folder: str) -> int:
+def run_node(request: CommandLine, node: Node, folder: str) -> int:
     """Connect this node to the others, and run its instances in all rounds.
 
     Returns poprun's exit code:
@@ -54,21 +53,21 @@ def run_node(request: CommandLine, node: Node, log: Log, folder: str) -> int:
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     code: int | None = None  # of the last round
     try:
-        nodes = Nodes(request, node, log)
-        agent = Agent(request, nodes, log, folder)
+        nodes = Nodes(request, node)
+        agent = Agent(request, nodes, folder)
         try:
             while code != 0 and (current := nodes.next_round()) is not None:
                 code = agent.run_round(current)
             code = 0
         except TrainingLost as error:
             if str(error):
-                log.error(str(error))
+                request.log.error(str(error))
             is_consequence = WATCH in os.environ and not request.is_elastic
             code = code or (CONSEQUENCE if is_consequence else 1)
         nodes.leave()
         return code
     except JoinError as error:
-        log.error(f"error: {error}")
+        request.log.error(f"error: {error}")
         return 2
     except SignalException as error:
         return 128 + error.sigval  # without `leave`: the other nodes may wait for this node to come back
@@ -80,7 +79,6 @@ class Agent:
 
     request: CommandLine
     nodes: Nodes
-    log: Log
     folder: str  # for files with the output and the stacks of instances
 
     def run_round(self, current: Round) -> int | None:
@@ -89,19 +87,20 @@ class Agent:
         Returns: 0 if all instances of all nodes have succeeded; an exit code if an instance of this node has
             failed; None if the round has ended for another reason
         """
+        log = self.request.log
         if self.request.is_elastic:
             counts = ", ".join(f"{count} on {name}" for name, count in current.counts.items())
-            self.log.warning(f"round {current.number} of {current.instances} instances begins: {counts}")
+            log.warning(f"round {current.number} of {current.instances} instances begins: {counts}")
         elif current.number:
             times = f"{current.number} of at most {self.request.max_restarts} times"
-            self.log.warning(f"all instances start again, {times}")
+            log.warning(f"all instances start again, {times}")
         local_count = current.counts[self.nodes.name]
         variables = [self._instance_variables(current, local) for local in range(local_count)]
         first = current.first_instance(self.nodes.name)
         with Instances(self.request, first, variables, self.folder) as instances:
             for instance, pid in instances.running.items():
-                self.log.debug(f"instance {instance} is process {pid}")
-            detector = HangDetector(self.nodes.store, current, self.folder, self.request, self.log)
+                log.debug(f"instance {instance} is process {pid}")
+            detector = HangDetector(self.nodes.store, current, self.folder, self.request)
             while (failed := instances.first_failure) is None:
                 if instances.running:
                     with suppress(StoreError):  # `must_stop_instances` handles a lost connection
@@ -158,20 +157,20 @@ class Agent:
             failed:     index, among all instances, of the instance that failed first on this node
             first_node: name of the node that recorded the first failure of the round
         """
-        code, total = instances.exit_codes[failed], current.instances
+        code, total, log = instances.exit_codes[failed], current.instances, self.request.log
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         early = [str(instance) for instance in takewhile(failed.__ne__, instances.exit_codes)]
         is_consequence = first_node != self.nodes.name
         if is_consequence:
-            self.log.error(f"instance {failed} failed with {how}, after an instance of node {first_node}")
+            log.error(f"instance {failed} failed with {how}, after an instance of node {first_node}")
         elif early:  # perhaps the cause: a peer that makes fewer calls ends too early
             several = "s" if len(early) > 1 else ""
             ends = f"instance{several} {', '.join(early)} of {total} ended first, with exit code 0"
-            self.log.error(f"{ends}; then instance {failed} failed, with {how}")
+            log.error(f"{ends}; then instance {failed} failed, with {how}")
         else:
-            self.log.error(f"instance {failed} of {total} failed first, with {how}")
+            log.error(f"instance {failed} of {total} failed first, with {how}")
         if lines := instances.last_silenced_lines(failed):
-            self.log.error(f"the last lines of instance {failed}:")
+            log.error(f"the last lines of instance {failed}:")
             print(*lines, sep="\n", file=sys.stderr, flush=True)
         return CONSEQUENCE if is_consequence and WATCH in os.environ else shell_exit_code(code)
 

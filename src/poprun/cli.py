@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from popengine.environment import NUM_NODES
 
-from . import Log, guard, hosts
+from . import guard, hosts
 from .command_line import CommandLine, parse
 from .topology import local_instance_count, node_from_variables, topology_table
 
@@ -24,11 +24,10 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if words is None else words
     request = parse(words)
-    log = Log(request.verbosity)
     if hosts.WATCH in os.environ:
         threading.Thread(target=_terminate_at_stdin_end, daemon=True).start()
     if not hasattr(os, "pidfd_open"):
-        log.error(
+        request.log.error(
             "error: this system lacks pidfd_open and prctl, by which poprun ends every process of a training\n"
             "  fix: use Linux 5.3 or newer; elsewhere torchrun starts instances: torchrun --nproc-per-node 2 train.py"
         )
@@ -38,33 +37,33 @@ def main(words: Sequence[str] | None = None) -> int:
         starts_hosts = len(request.hosts) > 1 and NUM_NODES not in os.environ
         local_instance_count(request, len(request.hosts) if starts_hosts else node.count)
     except ValueError as error:
-        log.error(f"error: {error}")
+        request.log.error(f"error: {error}")
         return 2
     if node.rank == 0 and hosts.WATCH not in os.environ:  # else another poprun of this training prints this
         names = [f"node {rank}" for rank in range(node.count)] if NUM_NODES in os.environ else ["localhost"]
-        _print_summary(request, request.hosts if starts_hosts else names, log)
+        _print_summary(request, request.hosts if starts_hosts else names)
     if starts_hosts:
-        return guard.run_guarded(lambda: hosts.run_on_hosts(request, words, log))
+        return guard.run_guarded(lambda: hosts.run_on_hosts(request, words))
 
     def run_agent() -> int:
         from . import agent  # loads torch, which the guard does not use
 
-        return agent.run_node(request, node, log, folder)
+        return agent.run_node(request, node, folder)
 
     with tempfile.TemporaryDirectory(prefix="poprun-", ignore_cleanup_errors=True) as folder:
         return guard.run_guarded(run_agent)
 
 
-def _print_summary(request: CommandLine, names: Sequence[str], log: Log) -> None:
+def _print_summary(request: CommandLine, names: Sequence[str]) -> None:
     """Log options without effect, the instances and the program; print the topology if requested."""
     if request.recorded:
         options = ", ".join(f"--{name}" for name in request.recorded)
-        log.warning(f"of no effect without IPUs: {options}")
+        request.log.warning(f"of no effect without IPUs: {options}")
     if request.ignored_mpi:
-        log.warning(f"of no effect without MPI: {' '.join(request.ignored_mpi)}")
+        request.log.warning(f"of no effect without MPI: {' '.join(request.ignored_mpi)}")
     if (request.prints_topology or request.verbosity) and not request.is_elastic:
         print(topology_table(request, names), flush=True)
-    log.info(f"{request.instances} instances on {len(names)} hosts run {' '.join(request.program)}")
+    request.log.info(f"{request.instances} instances on {len(names)} hosts run {' '.join(request.program)}")
 
 
 def _terminate_at_stdin_end() -> None:

@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 
 from popengine.environment import CHECKPOINTS, pando_version
 
+from . import Log
+
 YES, NO = ("yes", "true", "on", "1", "y", "t"), ("no", "false", "off", "0", "n", "f")
 
 
@@ -45,6 +47,10 @@ class CommandLine:
     verbosity: int = 0
     recorded: tuple[str, ...] = ()  # names of given options that have no effect here
     ignored_mpi: tuple[str, ...] = ()  # words for MPI that have no effect here
+
+    @property
+    def log(self) -> Log:
+        return Log(self.verbosity)
 
     @property
     def is_elastic(self) -> bool:

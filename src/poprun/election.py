@@ -22,7 +22,6 @@ from pathlib import Path
 from popdist.signed_store import SecretError, Server, SignedStore, StoreError, is_loopback, own_address
 from popengine.environment import SECRET
 
-from . import Log
 from .command_line import CommandLine
 from .topology import Node
 
@@ -44,8 +43,8 @@ class FirstNode:
 
     leader = "0"
 
-    def __init__(self, node: Node, log: Log) -> None:
-        self._node, self._log = node, log
+    def __init__(self, request: CommandLine, node: Node) -> None:
+        self._node, self._log = node, request.log
         self.name, self.host = str(node.rank), node.address
         self.secret = os.environ.get(SECRET) or (secrets.token_hex(32) if node.count == 1 else "")
 
@@ -77,15 +76,13 @@ class FirstNode:
         while server is None:
             try:
                 server = Server(node.address, node.port, self.secret, is_open=node.count > 1)
-            except socket.gaierror as error:  # the name of a pod may not resolve yet
-                if time.monotonic() > until:
-                    raise TrainingLost(f"MASTER_ADDR {node.address} is no name of a host: {error}") from None
-                time.sleep(0.5)
             except OSError as error:
-                raise TrainingLost(
-                    f"node 0 can't listen at {node.address}:{node.port}: {error}\n"
-                    "  fix: MASTER_ADDR and MASTER_PORT are an address of this host and a free port"
-                ) from None
+                if not isinstance(error, socket.gaierror) or time.monotonic() > until:
+                    raise TrainingLost(
+                        f"node 0 can't listen at {node.address}:{node.port}: {error}\n"
+                        "  fix: MASTER_ADDR and MASTER_PORT are an address of this host and a free port"
+                    ) from None
+                time.sleep(0.5)  # the name of a pod may not resolve yet
         if server.warning:
             self._log.warning(server.warning)
         return server

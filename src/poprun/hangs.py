@@ -23,7 +23,6 @@ from typing import Any
 from popdist.signed_store import SignedStore
 from popengine.environment import STACK_SIGNAL
 
-from . import Log
 from .command_line import CommandLine
 from .guard import child_pids
 from .nodes import Round
@@ -52,7 +51,6 @@ class HangDetector:
     round: Round
     folder: str  # with the instances' stack files
     request: CommandLine
-    log: Log
     # By instance: its newest record of a wait, as JSON, and the time of its last change.
     waits: dict[int, tuple[str, float]] = field(default_factory=dict)
     # By instance: the time of its last progress, and its processor time then.
@@ -89,7 +87,7 @@ class HangDetector:
                     verb = "instances {} wait" if len(peers) > 1 else "instance {} waits"
                     names = ", ".join(map(str, peers))
                     how += f", and {verb.format(names)} for it at {waits[peers[0]]['what']}"
-                self.log.error(
+                self.request.log.error(
                     f"instance {instance} has made no progress for {limit:g} s{how}: it is killed\n"
                     "  fix: see what it printed last; --hang-timeout SECONDS sets the limit, 0 is none"
                 )

@@ -14,7 +14,6 @@ from contextlib import suppress
 
 from popengine.environment import NODE_RANK, NUM_NODES, SECRET
 
-from . import Log
 from .command_line import CommandLine
 from .guard import shell_exit_code
 from .topology import PORT
@@ -26,7 +25,7 @@ WATCH = "POPRUN_ENDS_WITH_STDIN"  # environment variable: if set, poprun ends wh
 CONSEQUENCE = 75  # exit code of a poprun with WATCH that ended because another host failed
 
 
-def run_on_hosts(request: CommandLine, words: Sequence[str], log: Log) -> int:
+def run_on_hosts(request: CommandLine, words: Sequence[str]) -> int:
     """Run poprun with the arguments `words` on every host; return 0, or the first failed host's exit code.
 
     After a failure the popruns of the other hosts are ended. In an elastic training they go on, and a failure
@@ -37,7 +36,7 @@ def run_on_hosts(request: CommandLine, words: Sequence[str], log: Log) -> int:
     code, has_succeeded = 0, False
     try:
         for rank in range(len(request.hosts)):
-            running[rank] = _start_poprun(request, rank, words, secret, log)
+            running[rank] = _start_poprun(request, rank, words, secret)
         deadline = float("inf")
         while running and code in (0, CONSEQUENCE) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -45,15 +44,15 @@ def run_on_hosts(request: CommandLine, words: Sequence[str], log: Log) -> int:
                 host, ended = request.hosts[rank], shell_exit_code(running.pop(rank).returncode)
                 has_succeeded = has_succeeded or not ended
                 if ended and request.is_elastic and (running or has_succeeded):
-                    log.warning(f"host {host} ended with exit code {ended}: the others go on")
+                    request.log.warning(f"host {host} ended with exit code {ended}: the others go on")
                 elif ended == CONSEQUENCE:
                     code = code or ended
                     deadline = min(deadline, time.monotonic() + _PATIENCE_FOR_CAUSE)
                 elif ended and code in (0, CONSEQUENCE):
                     code = ended
-                    log.error(f"host {host} failed first, with exit code {ended}")
+                    request.log.error(f"host {host} failed first, with exit code {ended}")
                     if ended == 255:
-                        log.error(
+                        request.log.error(
                             "ssh could not connect\n  fix: `ssh HOST true` has to work without a question"
                         )
     finally:
@@ -68,7 +67,7 @@ def run_on_hosts(request: CommandLine, words: Sequence[str], log: Log) -> int:
 
 
 def _start_poprun(
-    request: CommandLine, rank: int, words: Sequence[str], secret: str, log: Log
+    request: CommandLine, rank: int, words: Sequence[str], secret: str
 ) -> subprocess.Popen[bytes]:
     """Start the poprun of host number `rank` with the arguments `words`, by ssh or here; return its process.
 
@@ -93,7 +92,7 @@ def _start_poprun(
     # `--`: a host whose name begins with a dash is no option.
     ssh = ["ssh", "-oBatchMode=yes", "--", host, f"exec sh -c {shlex.quote(script)}"]
     command = ["sh", "-c", script] if host in _HERE else ssh
-    log.debug(shlex.join(command))
+    request.log.debug(shlex.join(command))
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # ssh has failed: `run_on_hosts` reads its exit code

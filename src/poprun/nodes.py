@@ -24,7 +24,6 @@ from typing import Any
 from popdist.checkpoint_files import call_number, complete_checkpoints
 from popdist.signed_store import Server, SignedStore, StoreError
 
-from . import Log
 from .command_line import CommandLine
 from .election import Election, FirstNode, TrainingLost
 from .topology import Node, instances_by_node, local_instance_count
@@ -77,10 +76,10 @@ class Nodes:
     `next_round`, `must_stop_instances` and `record_success` raise `TrainingLost` if the training can't go on.
     """
 
-    def __init__(self, request: CommandLine, node: Node, log: Log) -> None:
+    def __init__(self, request: CommandLine, node: Node) -> None:
         self.round = Round()  # the newest round in which this node has instances
-        self._request, self._node, self._log = request, node, log
-        self._election = Election(request) if request.is_elastic else FirstNode(node, log)
+        self._request, self._node, self._log = request, node, request.log
+        self._election = Election(request) if request.is_elastic else FirstNode(request, node)
         self.name, self.secret = self._election.name, self._election.secret
         self._id = secrets.token_hex(8)
         self._server: Server | None = None
@@ -159,7 +158,7 @@ class Nodes:
         self._server, self._store = self._election.connect()
         if self._server is not None:
             expected = len(survivors) or self._node.count
-            self._leader = Leader(self._store, self.name, self._request, self._node, expected, self._log)
+            self._leader = Leader(self._store, self.name, self._request, self._node, expected)
             self._log.info(f"{self.name} leads the training at {self._store.address}")
 
     def _disconnect(self) -> None:
@@ -218,10 +217,10 @@ class Leader:
     """
 
     def __init__(
-        self, store: SignedStore, name: str, request: CommandLine, node: Node, expected: int, log: Log
+        self, store: SignedStore, name: str, request: CommandLine, node: Node, expected: int
     ) -> None:
         self._store, self._name, self._request = store, name, request
-        self._node, self._expected, self._log = node, expected, log
+        self._node, self._expected, self._log = node, expected, request.log
         self._leads_since = self._waits_since = time.monotonic()
         self._next_warning = self._waits_since + _WARNING_INTERVAL
         # Failures since the newest checkpoint, and the number of calls before that checkpoint.
