@@ -27,20 +27,49 @@ from .library import check_tensors, raise_in_training, register_computed, shapes
 
 
 @dataclass(frozen=True)
-class HostCall:
-    """A function that a compiled graph calls on the host, and what the call is checked for.
+class HostFunction:
+    """A differentiable function that runs on the host each time a graph runs.
 
     Args:
-        outputs:   shapes and dtypes of the function's outputs, followed by those of the inputs in `writes`
-        writes:    indices of the inputs that the function changes in place
+        forward:  returns the outputs, a tensor or a list or tuple of tensors
+        backward: `backward(gradients, inputs)` returns a gradient, or None, for each input; by default
+            autograd differentiates forward
+        writes:   indices of the inputs that forward changes in place
+    """
+
+    name: str
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None = None
+    writes: tuple[int, ...] = ()
+
+    def __call__(self, inputs: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """Record a call of the function in the captured graph, and copies of new values into the inputs in
+        `writes`. Return the function's outputs, which have the shapes and dtypes of `like`.
+
+        Raises: Error, if `writes` has an index that no input has
+        """
+        wrong = [index for index in self.writes if not 0 <= index < len(inputs)]
+        if wrong:
+            raise Error(f"{self.name} writes input {wrong[0]}, and has {len(inputs)} inputs")
+        made = list(_HostAutogradFunction.apply(self, like, *inputs))
+        with torch.no_grad():
+            for index, value in zip(self.writes, made[len(like) :], strict=True):
+                inputs[index].copy_(value)
+        return made[: len(like)]
+
+
+@dataclass(frozen=True)
+class HostCall:
+    """A call of a function's forward on the host in a compiled graph, and what the call is checked for.
+
+    Args:
+        outputs:   shapes and dtypes of the function's outputs, followed by those of the inputs that it writes
         unchanged: indices of the inputs that the function must not change
         weights:   names and references of the model's weights on the host, which the function must not change
     """
 
-    name: str
-    function: Callable[..., Sequence[Tensor]]
+    function: HostFunction
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    writes: tuple[int, ...]
     unchanged: tuple[int, ...]
     weights: tuple[tuple[str, weakref.ref[Tensor]], ...]
 
@@ -52,29 +81,23 @@ _handles = itertools.count(secrets.randbits(40) << 20)
 
 
 def _record_host_call(
-    name: str,
-    function: Callable[..., Sequence[Tensor]],
-    inputs: Sequence[Tensor],
-    like: Sequence[Tensor],
-    writes: tuple[int, ...] = (),
-    scratch: Sequence[int] = (),
+    function: HostFunction, inputs: Sequence[Tensor], like: Sequence[Tensor], scratch: Sequence[int] = ()
 ) -> list[Tensor]:
-    """Record an operation, in the graph that is being captured, that calls `function(*inputs)` in each run.
+    """Record an operation in the captured graph that calls `function.forward(*inputs)` in each run.
 
     Args:
         like:    tensors with the shapes and dtypes of the function's outputs
-        writes:  indices of inputs that the function changes in place
-        scratch: indices of inputs that the function may change; their new values are dropped
-    Returns: the operation's results: the function's outputs, then the new values of the inputs in `writes`
+        scratch: indices of further inputs that the function may change; their new values are dropped
+    Returns: the function's outputs, then the new values of the inputs that the function writes
     """
-    check_tensors(f"{name} must return a tensor, or a list or tuple of tensors", *like)
+    check_tensors(f"{function.name} must return a tensor, or a list or tuple of tensors", *like)
     capture = current()
     assert capture is not None
-    outputs = shapes_of([*like, *(inputs[i] for i in writes)])
-    unchanged = tuple(i for i in range(len(inputs)) if i not in writes and i not in scratch)
+    outputs = shapes_of([*like, *(inputs[i] for i in function.writes)])
+    unchanged = tuple(i for i in range(len(inputs)) if i not in function.writes and i not in scratch)
     weights = tuple((member.name, weakref.ref(member.real)) for member in capture.stand_ins.members)
     handle = next(_handles)
-    _host_calls[handle] = call = HostCall(name, function, outputs, writes, unchanged, weights)
+    _host_calls[handle] = call = HostCall(function, outputs, unchanged, weights)
     capture.held.append(call)
     return list(torch.ops.poptorch.host_call(list(inputs), handle))
 
@@ -98,15 +121,17 @@ def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
         must not change, or returns other shapes or dtypes than those of the compilation
     """
     call = _find_host_call(handle)
+    function, name = call.function, call.function.name
     device = inputs[0].device if inputs else torch.device("cpu")
     # Copies, and no inference tensors: the function may keep its inputs or convert them to numpy.
     with torch.inference_mode(False), torch.no_grad():
         given = [value.to("cpu", copy=True) for value in inputs]
         weights = _version_counters(call)
-        made = [value.to(device) for value in (*call.function(*given), *(given[i] for i in call.writes))]
+        made = [*as_list(function.forward(*given)), *(given[i] for i in function.writes)]
+        made = [value.to(device) for value in made]
         if changed := [name for name, version in _version_counters(call).items() if version != weights[name]]:
             raise Error(
-                f"{call.name} changes {', '.join(changed)} of the model on the host, and the compiled model keeps its"
+                f"{name} changes {', '.join(changed)} of the model on the host, and the compiled model keeps its"
                 " own\n"
                 "  why: what is written there is overwritten when the weights are next copied to the host\n"
                 "  fix: give it to the function as an input, and declare that with `writes=[...]`"
@@ -114,14 +139,14 @@ def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
         for i in call.unchanged:
             if not _has_same_bits(given[i], inputs[i]):
                 raise Error(
-                    f"{call.name} changes its input {i} in place, and the change would be lost\n"
+                    f"{name} changes its input {i} in place, and the change would be lost\n"
                     "  why: the graph gives a function on the host copies of its tensors\n"
                     f"  fix: work on a copy, `inputs[{i}].clone()`; a forward may declare the write: writes=[{i}] of"
                     " poptorch.registerCustomOp or poptorch.CPU"
                 )
     if shapes_of(made) != call.outputs:
         raise Error(
-            f"{call.name} returned {shapes_text(shapes_of(made))}; the graph was compiled for"
+            f"{name} returned {shapes_text(shapes_of(made))}; the graph was compiled for"
             f" {shapes_text(call.outputs)}\n"
             "  fix: return the same shapes and types at every call"
         )
@@ -154,38 +179,6 @@ def has_host_calls(plan: Plan) -> bool:
     return any(call.startswith("poptorch.host_call.") for call in calls)
 
 
-@dataclass(frozen=True)
-class HostFunction:
-    """A differentiable function that runs on the host each time a graph runs.
-
-    Args:
-        forward:  returns the outputs, a tensor or a list or tuple of tensors
-        backward: `backward(gradients, inputs)` returns a gradient, or None, for each input; by default
-            autograd differentiates forward
-        writes:   indices of the inputs that forward changes in place
-    """
-
-    name: str
-    forward: Callable[..., Any]
-    backward: Callable[..., Any] | None = None
-    writes: tuple[int, ...] = ()
-
-    def __call__(self, inputs: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """Record a call of the function in the captured graph, and copies of new values into the inputs in
-        `writes`. Return the function's outputs, which have the shapes and dtypes of `like`.
-
-        Raises: Error, if `writes` has an index that no input has
-        """
-        wrong = [index for index in self.writes if not 0 <= index < len(inputs)]
-        if wrong:
-            raise Error(f"{self.name} writes input {wrong[0]}, and has {len(inputs)} inputs")
-        made = list(_HostAutogradFunction.apply(self, like, *inputs))
-        with torch.no_grad():
-            for index, value in zip(self.writes, made[len(like) :], strict=True):
-                inputs[index].copy_(value)
-        return made[: len(like)]
-
-
 class _HostAutogradFunction(torch.autograd.Function):
     """The autograd function of a HostFunction: a HostCall in forward, and another in backward."""
 
@@ -194,7 +187,7 @@ class _HostAutogradFunction(torch.autograd.Function):
         ctx.op = op
         # Backward reads the values that the inputs had before forward changed them.
         ctx.save_for_backward(*(v.clone() if i in op.writes else v for i, v in enumerate(inputs)))
-        made = _record_host_call(op.name, lambda *given: as_list(op.forward(*given)), inputs, like, op.writes)
+        made = _record_host_call(op, inputs, like)
         ctx.mark_non_differentiable(*made[len(like) :])
         return tuple(made)
 
@@ -204,7 +197,7 @@ class _HostAutogradFunction(torch.autograd.Function):
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         count = len(gradients) - len(op.writes)
 
-        def run(*given: Tensor) -> list[Tensor]:
+        def compute_gradients(*given: Tensor) -> list[Tensor]:
             sums, values = list(given[:count]), list(given[count:])
             if op.backward is None:
                 return _autograd_gradients(op.forward, sums, values, wanted)
@@ -214,7 +207,9 @@ class _HostAutogradFunction(torch.autograd.Function):
         # A backward may change its gradients. Without one, autograd runs forward again, which may change the inputs.
         scratch = range(count if op.backward is not None else count + len(inputs))
         given, like = [*gradients[:count], *inputs], [inputs[i] for i in wanted]
-        made = _record_host_call(f"the backward of {op.name}", run, given, like, scratch=scratch)
+        made = _record_host_call(
+            HostFunction(f"the backward of {op.name}", compute_gradients), given, like, scratch
+        )
         by_index = dict(zip(wanted, made, strict=True))
         return (None, None, *(by_index.get(i) for i in range(len(inputs))))
 
