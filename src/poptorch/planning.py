@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from popengine.compile import compile_graph
 from popengine.compile.describe import describe, peak_bytes_by_ipu
@@ -280,18 +280,17 @@ def _measure_operations(found: Executable, hyper: Hyper | None) -> dict[str, Any
 
     def seconds(piece: Piece, line: Line) -> float:
         operands = {name: values.get(name) for name in line.operands()}
-        if line.call == GETITEM or not line.call.startswith(("aten.", "prims.")):
+        is_known = line.call != GETITEM and line.call.startswith(("aten.", "prims."))
+        # An operand can be no tensor, such as a kernel's workspace.
+        if not is_known or not all(isinstance(value, Tensor) for value in operands.values()):
             return 0.0
-        if not all(isinstance(value, Tensor) for value in operands.values()):
-            return 0.0  # an operand that is no tensor, such as a kernel's workspace
         tensors = (v for v in tree_leaves([operands, values.get(line.name)]) if isinstance(v, Tensor))
         if (size := sum(v.nbytes for v in tensors)) > most:
             return size / _BYTES_PER_SECOND
         shapes = {
             name: (tuple(v.shape), v.stride(), v.dtype) for name, v in operands.items() if v is not None
         }
-        arguments = line.arguments, line.named
-        arguments = tree_map(lambda each: shapes[each.name] if isinstance(each, Value) else each, arguments)
+        arguments = tree_map_only(Value, lambda each: shapes[each.name], (line.arguments, line.named))
         key = line.call, repr(arguments)
         if key not in known:
             given = {  # operands, filled with constants

@@ -51,11 +51,11 @@ class DataLoader(torch.utils.data.DataLoader):
         persistent_workers: as in torch; None means True if `num_workers` is greater than 0.
         auto_distributed_partitioning: with several processes, each reads its own share of the dataset.
         mode: Sync loads in this process and its `num_workers`; Async loads ahead in a worker process;
-            AsyncRebatched also cuts and joins there the batches that `num_workers` processes load, so that
-            rows of their incomplete batches are not lost.
+            AsyncRebatched also cuts and joins there the batches that `num_workers` processes load of an
+            IterableDataset, so that rows of their incomplete batches are not lost.
         async_options: keywords of `AsynchronousDataAccessor`, for the asynchronous modes.
-        rebatched_worker_size: rows that each of `num_workers` loads at once, if rows are regrouped: in mode
-            AsyncRebatched, and in mode Async with drop_last=False (default C).
+        rebatched_worker_size: rows that each of `num_workers` loads at once in mode AsyncRebatched, and in
+            mode Async with drop_last=False (default C).
         batch_sampler: yields the row indices of each micro-batch; excludes batch_size and shuffle.
     """
 
@@ -103,16 +103,19 @@ class DataLoader(torch.utils.data.DataLoader):
             self._micro_batch = getattr(batch_sampler, "batch_size", None)
             self._elements_per_batch = micro_batch_count
         self._combined_batch_size = self._micro_batch and self._micro_batch * micro_batch_count
-        self._worker_size = self._worker_batch_size(rebatched_worker_size, batch_sampler)
+        is_stream = isinstance(dataset, IterableDataset)
+        self._worker_size = self._worker_batch_size(rebatched_worker_size, batch_sampler, is_stream)
+        regroups_rows = is_stream and self._worker_size is not None
+        if self._worker_size is not None:
+            self._elements_per_batch = -(-(self._combined_batch_size or 1) // self._worker_size)
         is_shared = auto_distributed_partitioning and options.Distributed.rows_by_replica
-        self._share_count = (
-            1 if is_shared else options.Distributed.numProcesses
-        )  # that count batches separately
+        # Number of processes that count batches separately.
+        self._share_count = 1 if is_shared else options.Distributed.numProcesses
         if batch_sampler is not None:
             kwargs["batch_sampler"] = batch_sampler
         else:
-            kwargs["batch_size"] = self._worker_size or self._combined_batch_size
-            kwargs["drop_last"] = drop_last and batch_size is not None and self._worker_size is None
+            kwargs["batch_size"] = self._worker_size if regroups_rows else self._combined_batch_size
+            kwargs["drop_last"] = drop_last and batch_size is not None and not regroups_rows
             kwargs["shuffle"] = shuffle
         if auto_distributed_partitioning:
             sampler = sampler_of_process(options, dataset, batch_size, bool(shuffle), drop_last, kwargs)
@@ -186,29 +189,19 @@ class DataLoader(torch.utils.data.DataLoader):
         batches = self._progress.begin_epoch(self) if self._accessor is None else iter(self._accessor)
         return _record_batches(batches, self.options._counts(), self._micro_batch)
 
-    def _begin_epoch(self, skipped: int = 0) -> Iterator[Any]:
-        """Begin an epoch in this process, and return an iterator over its combined batches.
-
-        Args: skipped: number of rows to skip at the beginning; only if rows are regrouped
-        """
+    def _begin_epoch(self) -> Iterator[Any]:
+        """Begin an epoch in this process, and return an iterator over its combined batches."""
         batches = super().__iter__()
-        if self._worker_size is not None:
-            return rebatch_rows(batches, self._combined_batch_size or 1, not self.drops_last, skipped)
+        if self._worker_size is not None and isinstance(self.dataset, IterableDataset):
+            return rebatch_rows(batches, self._combined_batch_size or 1, not self.drops_last)
         if self._elements_per_batch == 1:
             return batches
         return group_batches(batches, self._elements_per_batch, not self.drops_last)
 
-    def _offset_in_sampler(self, position: int) -> tuple[int, int]:
-        """Return where the combined batch with the index `position` begins in an epoch: the number of sampler
-        elements that end before its first row, and the number of rows before this row in the next element."""
-        if self._worker_size is None:
-            return position * self._elements_per_batch, 0
-        return divmod(position * (self._combined_batch_size or 1), self._worker_size)
-
     @property
     def _index_sampler(self) -> Any:
         """Return torch's sampler of indices in a ResumableSampler, which can skip elements of an epoch."""
-        return ResumableSampler(super()._index_sampler, self._progress)
+        return ResumableSampler(super()._index_sampler, self._progress, self._worker_size)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for a copy or pickle of the loader, without its worker processes."""
@@ -231,9 +224,10 @@ class DataLoader(torch.utils.data.DataLoader):
         """Return the number of rows that this process reads in an epoch; None for a stream without length."""
         return length_or_none(self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler)
 
-    def _worker_batch_size(self, worker_size: int | None, batch_sampler: Any) -> int | None:
-        """Return the rows of a batch of torch's loader if the mode regroups rows (`worker_size`, by default
-        the combined batch size), else None. Raises AssertionError if `worker_size` is larger than that."""
+    def _worker_batch_size(self, worker_size: int | None, batch_sampler: Any, is_stream: bool) -> int | None:
+        """Return the number of rows that are loaded at once, if combined batches are put together from
+        smaller batches, or a stream's from rows of all workers; else None. Raises AssertionError if
+        `worker_size` is larger than the combined batch size."""
         combined = self._combined_batch_size
         assert worker_size is None or combined is None or worker_size <= combined, (
             f"rebatched_worker_size={worker_size} must not be larger than the combined batch size {combined}"
@@ -241,8 +235,9 @@ class DataLoader(torch.utils.data.DataLoader):
         regroups = self.mode == DataLoaderMode.AsyncRebatched or (
             self.mode == DataLoaderMode.Async and not self.drops_last
         )
-        has_rows = batch_sampler is None and combined not in (None, 1)
-        return worker_size or combined if regroups and has_rows else None
+        if not regroups or batch_sampler is not None or combined in (None, 1):
+            return None
+        return worker_size or combined if is_stream or worker_size not in (None, combined) else None
 
     def _warn_of_incomplete_batch(self, batch_sampler: Any) -> None:
         """Log a warning if the last combined batch is incomplete, or if the sampler has no length to tell."""

@@ -90,9 +90,9 @@ class Progress:
             batches = _skip_elements(loader._begin_epoch(), self.position, now, ahead=0)
         else:
             begin = None if begun["fresh"] else partial(_set_generators, loader, begun)
-            count, skipped = loader._offset_in_sampler(self.position)
+            count = self.position * loader._elements_per_batch
             self.iterate = partial(_skip_elements, count=count, random=now, ahead=1, begin=begin)
-            batches = loader._begin_epoch(skipped)
+            batches = loader._begin_epoch()
         return self._count_batches(loader, batches)
 
     def _count_batches(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
@@ -107,10 +107,13 @@ class Progress:
 
 
 class ResumableSampler:
-    """A sampler that yields another sampler's elements; after a state was loaded once without the first."""
+    """A sampler that yields another sampler's elements; after a state was loaded once without the first.
 
-    def __init__(self, sampler: Any, progress: Progress) -> None:
-        self.sampler, self.progress = sampler, progress
+    Args: rows: cut elements, which are lists of row indices, into lists of this length; None: don't cut
+    """
+
+    def __init__(self, sampler: Any, progress: Progress, rows: int | None) -> None:
+        self.sampler, self.progress, self.rows = sampler, progress, rows
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -118,7 +121,11 @@ class ResumableSampler:
     def __iter__(self) -> Iterator[Any]:
         # A generator: torch calls this twice in the first epoch of workers, and the first call must draw nothing.
         iterate, self.progress.iterate = self.progress.iterate, iter
-        yield from iterate(self.sampler)
+        yield from iterate(self.sampler if self.rows is None else self._cut_elements(self.rows))
+
+    def _cut_elements(self, rows: int) -> Iterator[list[int]]:
+        for indices in self.sampler:
+            yield from (indices[start : start + rows] for start in range(0, len(indices), rows))
 
 
 def _skip_elements(

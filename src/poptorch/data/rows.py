@@ -32,14 +32,12 @@ def group_batches(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterato
             yield concatenate_batches(group)
 
 
-def rebatch_rows(batches: Iterable[Any], size: int, keep_tail: bool, skipped: int = 0) -> Iterator[Any]:
-    """Yield the rows of all batches, without the first `skipped` rows, in batches of `size` rows; with
-    `keep_tail` also a smaller last batch."""
+def rebatch_rows(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterator[Any]:
+    """Yield the rows of all batches in batches of `size` rows; with `keep_tail` also a smaller last batch."""
     parts: list[Any] = []
     missing = size
     for batch in batches:
-        start, rows = skipped, row_count_of(batch)
-        skipped = 0
+        start, rows = 0, row_count_of(batch)
         while start < rows:
             taken = min(rows - start, missing)
             cut = (tensor.narrow(0, start, taken) for tensor in tensors_of(batch))

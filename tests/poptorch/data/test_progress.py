@@ -168,13 +168,21 @@ def test_what_is_no_state_is_refused():
 
 
 @pytest.mark.parametrize(
-    "mode, dataset, workers", [(ASYNC, Rows, 0), (ASYNC, Rows, 2), (ASYNC, Noisy, 0), (REBATCHED, Rows, 0)]
+    "mode, dataset, how",
+    [
+        (ASYNC, Rows, {}),
+        (ASYNC, Rows, {"num_workers": 2}),
+        (ASYNC, Noisy, {}),
+        (REBATCHED, Rows, {}),
+        (REBATCHED, Noisy, {}),
+        (REBATCHED, Noisy, {"rebatched_worker_size": 4}),
+    ],
 )
-def test_after_a_break_an_asynchronous_loader_goes_on_with_the_rows_of_mode_sync(mode, dataset, workers):
+def test_after_a_break_an_asynchronous_loader_goes_on_with_the_rows_of_mode_sync(mode, dataset, how):
     seen = []
     for each in (DataLoaderMode.Sync, mode):
         torch.manual_seed(1)
-        loader = plain(each, dataset=dataset(ROWS), shuffle=True, num_workers=workers)
+        loader = plain(each, dataset=dataset(ROWS), shuffle=True, **how)
         first = numbers([next(iter(loader))])
         batches = iter(loader)
         if each != DataLoaderMode.Sync:
