@@ -13,7 +13,6 @@ the current checkpoint.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -143,26 +142,15 @@ def read_checkpoint(folder: Path) -> tuple[int, list[dict[str, Any]]]:
     return manifest["replicas"], [torch.load(path, weights_only=True) for path in paths]
 
 
-class _ChecksumFile(io.BufferedWriter):
-    """A file that computes the CRC-32 of its contents while it is written."""
-
-    checksum = 0
-
-    def write(self, data: Any) -> int:
-        self.checksum = zlib.crc32(data, self.checksum)
-        return super().write(data)
-
-
 def _save_state(path: Path, state: Any) -> list[int]:
-    """Write `state` to a file by torch.save, flush it to the disk, and return [size, checksum]."""
-    with _ChecksumFile(io.FileIO(path, "wb")) as file:
+    """Write `state` to a file by torch.save, flush it to the disk, and return [size in bytes, checksum]."""
+    with open(path, "wb") as file:
         try:
             torch.save(state, file)
         except RuntimeError as error:  # torch's own, raised after the error of the disk
             raise error.__context__ or error from None
-        size = file.tell()
     _flush_to_disk(path)
-    return [size, file.checksum]
+    return _size_and_checksum(path)
 
 
 def _size_and_checksum(path: Path) -> list[int]:

@@ -43,12 +43,10 @@ STACK_SIGNAL: int | None = getattr(signal, "SIGRTMIN", -8) + 8 or None  # Linux
 ALIASES = str(Path(__file__).parents[1] / "poprun" / "aliases")
 
 # The variables of other launchers: the number of processes, the rank, and the rank on the host.
-OTHER_LAUNCHERS = (
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("WORLD_SIZE", "RANK", "LOCAL_RANK"),
-    # The variables of a Slurm step: a batch script itself is one process, though its job has several tasks.
-    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
-)
+MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+# Of a Slurm step: a batch script itself is one process, though its job has several tasks.
+SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
 
 @dataclass(frozen=True)
@@ -65,20 +63,21 @@ class Launch:
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables of this instance, with popdist's, MPI's and torchrun's names."""
-        return {
+        found = {
             TOTAL: str(self.total_replicas),
             LOCAL: str(self.local_replicas),
             IPUS: str(self.ipus_per_replica),
             OFFSET: str(self.replica_offset),
             UNIFORM: "1",
             LOCAL_INSTANCE: str(self.local_instance),
-            "OMPI_COMM_WORLD_SIZE": str(self.instances),
-            "OMPI_COMM_WORLD_RANK": str(self.instance),
-            "OMPI_COMM_WORLD_LOCAL_RANK": str(self.local_instance),
-            "WORLD_SIZE": str(self.instances),
-            "RANK": str(self.instance),
-            "LOCAL_RANK": str(self.local_instance),
         }
+        for size, rank, local_rank in (MPI, TORCHRUN):
+            found |= {
+                size: str(self.instances),
+                rank: str(self.instance),
+                local_rank: str(self.local_instance),
+            }
+        return found
 
 
 def pando_version() -> str:
@@ -119,8 +118,8 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         ipus_per_replica=read_integer(environment, IPUS, 1),
         replica_offset=offset,
         local_instance=read_integer(environment, LOCAL_INSTANCE, 0),
-        instances=read_integer(environment, "OMPI_COMM_WORLD_SIZE", total // local),
-        instance=read_integer(environment, "OMPI_COMM_WORLD_RANK", offset // local),
+        instances=read_integer(environment, MPI[0], total // local),
+        instance=read_integer(environment, MPI[1], offset // local),
     )
 
 
@@ -134,7 +133,7 @@ def is_on_one_host(environment: Mapping[str, str] = os.environ) -> bool:
 def _other_launcher_names(environment: Mapping[str, str]) -> tuple[str, str, str] | None:
     """Return the names of three variables (world size, rank, local rank) of the launcher, other than poprun,
     that has started several processes; None if there is none."""
-    return next((names for names in OTHER_LAUNCHERS if environment.get(names[0], "1") != "1"), None)
+    return next((names for names in (MPI, TORCHRUN, SLURM) if environment.get(names[0], "1") != "1"), None)
 
 
 def read_integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
