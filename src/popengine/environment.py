@@ -71,12 +71,9 @@ class Launch:
             UNIFORM: "1",
             LOCAL_INSTANCE: str(self.local_instance),
         }
-        for size, rank, local_rank in (MPI, TORCHRUN):
-            found |= {
-                size: str(self.instances),
-                rank: str(self.instance),
-                local_rank: str(self.local_instance),
-            }
+        counts = str(self.instances), str(self.instance), str(self.local_instance)
+        for names in (MPI, TORCHRUN):
+            found |= dict(zip(names, counts, strict=True))
         return found
 
 

@@ -1,9 +1,10 @@
 """The formulas of the update rules: in-place arithmetic on lists of float32 (float64) tensors; fused kernels.
 
 The arguments of a formula are parameters of one group (or ranges of their elements), their gradients
-(reduced, without loss scale, and clipped; formulas may overwrite them) and their states, which formulas
-update; "step" counts this update already. On CPU tensors a formula of a torch optimizer runs torch.optim's
-own operations, so its results are torch's to the last bit. `optimizer_rules.py` lists the rates and states.
+(reduced, without loss scale, clipped, for `maximize` negated; formulas may overwrite them) and their states,
+which formulas update; "step" counts this update already. On CPU tensors a formula of a torch optimizer runs
+torch.optim's own operations, so its results are torch's to the last bit. `optimizer_rules.py` lists the rates
+and states.
 """
 
 from __future__ import annotations
@@ -38,12 +39,6 @@ class Step(NamedTuple):
 Formula = Callable[[Step], None]
 
 
-def negate_to_maximize(step: Step) -> None:
-    """Negate the gradients in place if the group's `maximize` is on; otherwise do nothing."""
-    if step.group.get("maximize"):
-        torch._foreach_neg_(step.gradients)
-
-
 def _decay_gradients(step: Step) -> None:
     """Add the L2 penalty, weight_decay · w, to the gradients in place."""
     if step.group["weight_decay"] != 0:
@@ -63,7 +58,6 @@ def sgd(step: Step) -> None:
     """
     optimizer, group, parameters, gradients, _ = step
     lr, momentum, dampening = group["lr"], group["momentum"], group.get("dampening", 0.0)
-    negate_to_maximize(step)
     _decay_gradients(step)
     if momentum != 0:
         velocities = step.state("velocity")
@@ -87,14 +81,12 @@ def sgd(step: Step) -> None:
 
 def adam(step: Step) -> None:
     """Update the weights by Adam: w ← w − lr·m̂ / (√v̂ + eps), with bias-corrected moments of g + λ·w."""
-    negate_to_maximize(step)
     _decay_gradients(step)
     _step_by_moments(step)
 
 
 def adamw(step: Step) -> None:
     """Update the weights by AdamW: w ← (1 − lr·λ)·w − lr·m̂ / (√v̂ + eps), with weight decay λ."""
-    negate_to_maximize(step)
     if step.group["weight_decay"] != 0:
         torch._foreach_mul_(step.parameters, 1 - step.group["lr"] * step.group["weight_decay"])
     _step_by_moments(step)
@@ -141,7 +133,6 @@ def rmsprop(step: Step) -> None:
     optimizer, group, parameters, gradients, _ = step
     lr, alpha, eps, momentum = group["lr"], group["alpha"], group["eps"], group["momentum"]
     tf_variant = optimizer.flags.get("use_tf_variant")
-    negate_to_maximize(step)
     _decay_gradients(step)
     squares = step.state("square_avg")
     torch._foreach_mul_(squares, alpha)
@@ -167,7 +158,6 @@ def rmsprop(step: Step) -> None:
 def compute_lamb_steps(step: Step) -> None:
     """Update the moments, overwrite gradients with steps u = m̂ / (√v̂ + eps) + λ·w, without trust ratio."""
     _, group, _, gradients, _ = step
-    negate_to_maximize(step)
     corrections1, corrections2 = _update_moments(step)
     roots = torch._foreach_sqrt(step.state("exp_avg_sq"))
     torch._foreach_div_(roots, [correction**0.5 for correction in corrections2])

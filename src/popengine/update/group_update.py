@@ -191,6 +191,7 @@ class UpdateStep:
         """For each parameter of a chunk: update the moments (LAMB), write the step without trust ratio into
         `step`, and store the norms of the weight and of this step in `norms`, unless `norms` is None."""
         assert self.trust_ratios is not None
+        self._negate_to_maximize(views)
         weights, steps = self._run_formula(self.trust_ratios.steps, views, [view.gradient for view in views])
         norms = zip(torch._foreach_norm(weights), torch._foreach_norm(steps), strict=True)
         for view, step, pair in zip(views, steps, norms, strict=True):
@@ -223,11 +224,18 @@ class UpdateStep:
             states = [view.state for view in fused]
             self.rule.fused(Step(self.optimizer, self.rates, weights, gradients, states))
         if others:
+            if self.trust_ratios is None:  # else `measure_norms` did it
+                self._negate_to_maximize(others)
             steps = [view.gradient if view.step is None else view.step for view in others]
             weights, _ = self._run_formula(self.rule.formula, others, steps)
             for view, weight in zip(others, weights, strict=True):
                 if weight is not view.parameter:
                     round_into(view.parameter, weight, view.seed)
+
+    def _negate_to_maximize(self, views: Sequence[ParameterUpdate]) -> None:
+        """Negate the gradients in place if the rate `maximize` is on; otherwise do nothing."""
+        if self.rates.get("maximize"):
+            torch._foreach_neg_([view.gradient for view in views])
 
     def _run_formula(
         self, formula: Formula, views: Sequence[ParameterUpdate], gradients: Sequence[Tensor]

@@ -65,7 +65,8 @@ class TrustRatios:
     """The functions by which a rule (LAMB, LARS) computes trust ratios, before its formula runs.
 
     Args:
-        steps: overwrites the gradients with the steps whose norms are compared with the weights' norms
+        steps: overwrites the gradients with the steps whose norms are compared with the weights' norms; does
+            nothing if these steps are the gradients
         trust: returns the trust ratio of each parameter, from the norms of the weights and of the steps
         min_dims: parameters with fewer dimensions have no trust ratio
     """
@@ -176,6 +177,6 @@ RULES: dict[str, Rule] = {
         rates=("lr", "momentum", "weight_decay", "eta", "eps"),
         states=(RuleState("velocity", "Accl1", "velocity_accum_type"),),
         # No ratios for biases and norm layers.
-        trust_ratios=TrustRatios(formulas.negate_to_maximize, formulas.lars_trust_ratios, min_dims=2),
+        trust_ratios=TrustRatios(lambda step: None, formulas.lars_trust_ratios, min_dims=2),
     ),
 }
