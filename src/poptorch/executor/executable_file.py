@@ -1,8 +1,8 @@
 """Saved executors: a file of the compiled model, or the state of the training as a dictionary.
 
-A file is one pickle with executables, options and state. Reading a pickle can run code, so
-read only files that you trust. Only the version that wrote a file can read it. Weights are saved as a part of
-the pickled model; `torch.save(model.state_dict(), ...)` saves them alone.
+A file is one pickle with executables, options and state. Reading a pickle can run code, so read only files
+that you trust. Only the version that wrote a file can read it. Weights are saved as a part of the pickled
+model; `torch.save(model.state_dict(), ...)` saves weights alone.
 """
 
 import hashlib
@@ -231,7 +231,7 @@ def set_training_state(executor: Any, state: TrainingState) -> None:
 
 
 def _check_state(executor: Any, state: TrainingState) -> None:
-    """Raise Error if names or shapes of weights (except per-replica), or the count of groups, are others."""
+    """Raise Error if names or shapes of weights (not per-replica), or the number of groups, differ."""
     saved = {**state["buffers"][0], **state["weights"]}
     with torch._C.DisableTorchFunctionSubclass():
         here, there = (

@@ -136,7 +136,7 @@ class PoplarExecutor(PublicNames):
                 self._weights.upload_if_host_is_newer()
             self._weights.warn_of_changes()
             self._optimizer_link.warn_of_changes()
-            self._optimizer_link.upload_loaded()
+            self._optimizer_link.upload_loaded_state()
             engine, recorder = plans.require_engine(), plan.reporter and plan.reporter.recorder
             inputs = self._engine_inputs(run.call, plan)
             try:
@@ -227,7 +227,7 @@ class PoplarExecutor(PublicNames):
         return reporter or start_reporter(self, self.options, self._wrapped.training, number)
 
     def _checked_settings(self, run: Run, options: Options) -> Settings:
-        """Return the engine's settings for complete batches. Check the run's arguments, and options.
+        """Return the engine's settings for complete batches. Check arguments, groups and options.
 
         Raises: Error or AssertionError, if the arguments or the model's buffers do not fit the options
         """
@@ -280,7 +280,7 @@ class PoplarExecutor(PublicNames):
         self._plans.detach()
 
     def destroy(self) -> None:
-        """Free devices and plans. In training also copy the newest state to the host; unmark the model."""
+        """Free devices and plans, if compiled; in training copy the state to the host, unmark the model."""
         if self.isCompiled():
             self._release()
 
@@ -295,7 +295,7 @@ class PoplarExecutor(PublicNames):
             marked_model.unmark_model(self._user_model)
 
     def _remove_plan(self, key: Any, previous: LoadedPlan | None) -> None:
-        """Make `previous` current, and remove the plan of `key`. If that is None, detach, remove all."""
+        """Remove the plan of `key` and make `previous` current; if there is none, detach, and remove all."""
         if previous is None:
             self._detach_if_attached()
             self._plans.clear_plans()

@@ -120,7 +120,7 @@ class LoadedPlans:
         self._close_engine(self.by_key.pop(key))
 
     def remove_oldest(self, keys: list[Any], most: int) -> None:
-        """Remove all but the `most` plans used last. `keys` are of the latest call's plans, in order."""
+        """Remove all but the `most` plans used last. `keys`: of the latest call's plans, in order."""
         used = {key: number for number, key in enumerate(keys, 1)}
         plans = sorted(self.by_key.items(), key=lambda item: (item[1] is self.current, used.get(item[0], 0)))
         self.by_key = dict(plans)  # one assignment: no plan is lost by an interrupt
@@ -151,7 +151,7 @@ class LoadedPlans:
     def _new_engine(
         self, plan: LoadedPlan, weights: Mapping[str, Tensor], previous: Engine | None = None
     ) -> Engine:
-        """Return a new engine for a plan, with the tensors of engine `previous`."""
+        """Return a new engine for a plan, which shares the tensors of engine `previous`."""
         executable = plan.executable
         # An executable from a file runs on the device that this program's options name.
         device = chosen_device(self._options, executable.settings.training)

@@ -216,7 +216,7 @@ class OptimizerLink:
             entries[_LOSS_FACTOR] = torch.tensor(self._plans.loss_factor)
         return entries, to_ipu_param(self.frozen.group_of, self.hyper)
 
-    def upload_loaded(self) -> None:
+    def upload_loaded_state(self) -> None:
         """Upload optimizer state that was loaded since the last call, and use loaded rates from now on.
 
         Loaded "ipu_state" is checked. Missing states stay as they are on the devices; a warning names them.
@@ -266,7 +266,7 @@ class OptimizerLink:
         refuse_step_hooks(self.optimizer)
         if self._has_warned or getattr(
             self.optimizer, "_has_loaded_rates", False
-        ):  # `upload_loaded` reads these
+        ):  # `upload_loaded_state` reads these
             return
         now = rates_of(self.frozen.kind, self.optimizer)
         if now != used:
@@ -293,7 +293,6 @@ def _check_not_lost(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _raise_lost_state() -> NoReturn:
-    """Raise Error: the optimizer state was sharded, and is gone with its executor."""
     raise Error(
         "the optimizer's state was shared out over the instances, and has gone with its executor\n"
         "  fix: call state_dict() before destroy()"

@@ -234,7 +234,7 @@ class PublicNames:
         return self._latest.latency("input", min, "input_complete")
 
     def getComputeLatency(self) -> Latency:
-        """Return (min, max, mean) seconds from the end of a micro-batch's staging to its first output."""
+        """Return (min, max, mean) seconds from a micro-batch's staging until its outputs begin to arrive."""
         return self._latest.latency("input_complete", max, "output")
 
     def getIpuHostLatency(self) -> Latency:

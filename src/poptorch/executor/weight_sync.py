@@ -189,10 +189,10 @@ class WeightSync:
                 "uses the values that the devices have",
                 "call copyWeightsToDevice() on the executor after weights were loaded or written",
             )
-        self._check_flags(host)
+        self._warn_of_flags(host)
         self._is_replaced = False
 
-    def _check_flags(self, host: Mapping[str, Tensor]) -> None:
+    def _warn_of_flags(self, host: Mapping[str, Tensor]) -> None:
         """In training, warn, once each, of parameters frozen or made trainable since compilation."""
         if not self._model.training:
             return
@@ -227,7 +227,7 @@ class WeightSync:
         ]
 
     def _mark_synced(self, weights: dict[str, Tensor], is_behind: bool = False) -> None:
-        """Record that these weights of the host, given by canonical name, equal those of the devices now."""
+        """Record that these host weights equal the devices' now; `is_behind`: others are older than a peer's."""
         self._synced |= weights
         self._fingerprints |= _fingerprints_of(weights)
         self._is_behind = is_behind
@@ -240,7 +240,7 @@ class WeightSync:
         self._find_peers(self._model.user)
         self._copy_peers_weights_to_host()
         host = self.host_weights()
-        self._check_flags(host)
+        self._warn_of_flags(host)
         self._mark_synced(host)
         return host
 
