@@ -217,8 +217,7 @@ def set_training_state(executor: Any, state: TrainingState) -> None:
     if attached:
         executor.detachFromDevice()
     executor._weights.write_to_host({**state["buffers"][0], **state["weights"]})
-    kept = {field.name: state[field.name] for field in fields(KeptState)}
-    executor._plans.kept = KeptState(**kept)
+    executor._plans.kept = KeptState(**{field.name: state[field.name] for field in fields(KeptState)})
     optimizer = executor._optimizer
     for group, rates in zip(optimizer.param_groups, state["rates"], strict=True):
         group.update(rates)
@@ -233,14 +232,11 @@ def set_training_state(executor: Any, state: TrainingState) -> None:
 def _check_state(executor: Any, state: TrainingState) -> None:
     """Raise Error if names or shapes of weights (not per-replica), or the number of groups, differ."""
     saved = {**state["buffers"][0], **state["weights"]}
-    with torch._C.DisableTorchFunctionSubclass():
-        here, there = (
-            {n: list(value.shape) for n, value in values.items() if n not in executor.per_replica_params}
-            for values in (executor._weights.host_weights(), saved)
-        )
+    here = {name: list(shape) for name, shape in executor._wrapped.shapes(()).items()}
+    there = {name: list(value.shape) for name, value in saved.items()}
     other = [
         f"{name} is {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
-        for name in sorted(here.keys() | there.keys())
+        for name in sorted((here.keys() | there.keys()) - executor.per_replica_params.keys())
         if here.get(name) != there.get(name)
     ]
     if other:
