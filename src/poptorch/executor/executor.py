@@ -103,8 +103,8 @@ class PoplarExecutor(PublicNames):
                     self._plans.make_current(whole, {})
             if self._most_plans:
                 self._plans.remove_oldest([run.key for run, _, _ in finished], self._most_plans)
-            self._latest = join_results(finished)
-            return fill_outputs(finished[0][1].executable.template, list(self._latest.outputs))
+            self._latest, outputs = join_results(finished)
+            return fill_outputs(finished[0][1].executable.template, outputs)
 
     def _split_call(self, call: arguments.BoundCall) -> list[Run]:
         """Return the runs of a call: one run; with `allowNewShapes` several runs for an incomplete batch."""

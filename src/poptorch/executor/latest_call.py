@@ -23,13 +23,12 @@ _KEYS = ("input", "input_complete", "output", "output_complete")
 
 @dataclass(frozen=True)
 class LatestCall:
-    """The results of a call. `LatestCall()` stands for no call. `getPerfCounters` returns `counters`."""
+    """The results of a call, except outputs. `LatestCall()`: no call. `getPerfCounters` returns `counters`."""
 
     counters: dict[str, Times] = field(default_factory=lambda: {key: [[]] for key in _KEYS})
     anchored: Mapping[str, Tensor] = field(default_factory=dict)  # by short name
     notes: Sequence[tuple[Any, Any]] = ()
     has_run: bool = False
-    outputs: Sequence[Tensor] = ()  # in the forward's order
 
     def latency(self, start: str, first: Callable[..., float], end: str) -> Latency:
         """Return (min, max, mean) seconds per micro-batch between events `start` and `end` of `counters`.
@@ -49,8 +48,12 @@ class LatestCall:
         return min(spans), max(spans), sum(spans) / len(spans)
 
 
-def join_results(finished: Sequence[tuple[Run, LoadedPlan, Results]]) -> LatestCall:
-    """Return the results of a call: outputs and anchors joined by output mode; notes and times concatenated.
+def join_results(
+    finished: Sequence[tuple[Run, LoadedPlan, Results]],
+) -> tuple[LatestCall, list[Tensor]]:
+    """Return a call's results, and its outputs in the forward's order, from the results of its runs.
+
+    Outputs and anchors are joined by output mode, notes and times are concatenated.
 
     Raises: Error, if the output mode is Sum, and micro-batches differ in size
     """
@@ -75,7 +78,7 @@ def join_results(finished: Sequence[tuple[Run, LoadedPlan, Results]]) -> LatestC
         tensors = zip(*map(tensors_of, values), strict=True)
         joined = (_join_values(of_runs, "all", replicas) for of_runs in tensors)
         notes.append((parts[0].what, with_tensors(values[0], joined)))
-    return LatestCall(counters, anchored, notes, True, outputs)
+    return LatestCall(counters, anchored, notes, True), outputs
 
 
 def _run_times(plan: LoadedPlan, results: Results) -> list[Times]:

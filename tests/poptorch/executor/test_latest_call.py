@@ -1,5 +1,7 @@
 """Performance counters: how many entries there are, and what the latencies make of them."""
 
+import weakref
+
 import pytest
 import torch
 from executor_models import Trained, batch, options, trainer
@@ -74,3 +76,11 @@ def test_synthetic_data_has_an_empty_list_for_each_tensor():
     executor = poptorch.inferenceModel(lambda x, y: (x, y, x + y), options().enableSyntheticData(True))
     executor(torch.ones(2), torch.ones(2))
     assert entries(executor) == [[0] * 2, [0] * 2, [0] * 3, [0] * 3]
+
+
+def test_an_output_is_freed_when_the_program_drops_it():
+    # The executor kept the outputs of its latest call until the next one.
+    executor = poptorch.inferenceModel(Trained(), options())
+    output = executor(batch()[0])
+    output = weakref.ref(output[0] if isinstance(output, tuple) else output)
+    assert output() is None
