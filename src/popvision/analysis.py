@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal
 
 from popengine.profile import Event, Profile
@@ -46,9 +47,10 @@ class Figures:
         self.unevenness = max(totals) * len(totals) / sum(totals) if computed else 1.0  # slowest / average
         step = times.step_model(profile, events, self.stages)
         cores = facts.get("threads", 0) if facts.get("device", "cpu") == "cpu" else 0
-        here = virtual.ns_on_host(step, cores) if computed and cores else None
+        here = virtual.ns_on_host(step, cores) if computed and cores else ()
+        self.step_here = fmean(here) / 1e9 if here else None
         apart = virtual.simulated_ns(step) if computed else None
-        self.step_apart, self.step_here = (None if ns is None else ns / 1e9 for ns in (apart, here))
+        self.step_apart = None if apart is None else apart / 1e9
         self.here_is = f"here, where {sharing_cores_text(profile)} all ipus"  # the host in words
         self.changes = virtual.advised_changes(profile, step, self.spread) if computed else []
 

@@ -83,39 +83,34 @@ def all_reduce_seconds(size: float, replicas: int, ipus: int, machine: Machine) 
 
 
 class Costs:
-    """The seconds of a plan on a machine with a chip per ipu, by category.
+    """The seconds of a step of a plan on a machine with a chip per ipu.
 
     Attributes:
-        phases:  by (phase, stage), the seconds of that phase of one micro-batch
-        updates: by ipu, the seconds of a weight update; empty for inference
+        phases: by (phase, stage), the seconds of one micro-batch by category
+        by_ipu: by ipu, the seconds of a step by category: all micro-batches, and the weight update
+        step:   the model of a replica's step, for the simulation in `virtual`
     """
 
-    def __init__(self, profile: Profile, machine: Machine, replicas: int) -> None:
-        self.profile = profile
+    def __init__(self, profile: Profile, machine: Machine, replicas: int, micro_batches: int) -> None:
         self.phases = {(phase, stage): Spent(float) for stage in range(len(profile.ipus)) for phase in "FB"}
         for operation in profile.operations:
             piece = profile.pieces[operation.piece]
             _add_seconds(self.phases[piece.phase, piece.stage], operation_seconds(operation, machine))
         for part in profile.parts:
             if part.phase:
-                _add_seconds(
-                    self.phases[part.phase, part.stage], _instruction_seconds(part.kind, part.bytes, machine)
-                )
-        self.updates = dict(_update_seconds(profile, machine, replicas)) if profile.training else {}
-
-    def step_model(self, micro_batches: int) -> StepModel:
-        """Return the model of a replica's step of so many micro-batches, for the simulation in `virtual`."""
-        costs = {key: 1e9 * sum(spent.values()) for key, spent in self.phases.items()}
-        updates = {ipu: 1e9 * sum(spent.values()) for ipu, spent in self.updates.items()}
-        more = {"updates": updates, "micro_batches": micro_batches, "keeps_order": False}
-        return StepModel.of(self.profile, costs, **more)
-
-    def seconds_by_ipu(self, micro_batches: int) -> dict[int, Spent]:
-        """Return, by ipu, its seconds in a step by category: all micro-batches, and the weight update."""
-        found = {ipu: Spent(float, self.updates.get(ipu, {})) for ipu in self.profile.devices}
+                spent = _instruction_seconds(part.kind, part.bytes, machine)
+                _add_seconds(self.phases[part.phase, part.stage], spent)
+        updates = dict(_update_seconds(profile, machine, replicas)) if profile.training else {}
+        self.step = StepModel.of(
+            profile,
+            {key: 1e9 * sum(spent.values()) for key, spent in self.phases.items()},
+            updates={ipu: 1e9 * sum(spent.values()) for ipu, spent in updates.items()},
+            micro_batches=micro_batches,
+            keeps_order=False,
+        )
+        self.by_ipu = {ipu: Spent(float, updates.get(ipu, {})) for ipu in profile.devices}
         for (_, stage), spent in self.phases.items():
-            _add_seconds(found[self.profile.ipus[stage]], spent, micro_batches)
-        return found
+            _add_seconds(self.by_ipu[profile.ipus[stage]], spent, micro_batches)
 
 
 def _instruction_seconds(kind: str, size: int, machine: Machine) -> dict[str, float]:

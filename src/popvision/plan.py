@@ -51,12 +51,10 @@ class Estimate:
             taken, self.bubble, self.spent = _step_seconds_on_host(profile, replicas, accumulation)
             self.problems += _problems_on_host(profile, self.needs, replicas, loaded)
         else:
-            self.costs = Costs(profile, machine, replicas)
-            step = self.costs.step_model(accumulation)
-            ns = virtual.simulated_ns(step)
-            taken, self.bubble = ns / 1e9, step.bubble(ns)
-            by_ipu = self.costs.seconds_by_ipu(accumulation)
-            self.spent = max(by_ipu.values(), key=lambda spent: sum(spent.values()))
+            self.costs = Costs(profile, machine, replicas, accumulation)
+            ns = virtual.simulated_ns(self.costs.step)
+            taken, self.bubble = ns / 1e9, self.costs.step.bubble(ns)
+            self.spent = max(self.costs.by_ipu.values(), key=lambda spent: sum(spent.values())).copy()
             # A chip has its program, and of the optimizer's state only what the options keep there.
             shards = replicas if profile.facts.get("shards_optimizer") else 1
             is_on_chip, code = not profile.facts.get("optimizer_off_chip"), round(machine.code)
@@ -142,15 +140,14 @@ class Estimates:
         if self.drawn is None:
             return []
         drawn, costs = self.drawn
-        loads = {ipu: sum(spent.values()) for ipu, spent in costs.seconds_by_ipu(drawn.accumulation).items()}
+        loads = {ipu: sum(spent.values()) for ipu, spent in costs.by_ipu.items()}
         slowest, mean = max(loads, key=lambda ipu: loads[ipu]), fmean(loads.values())
-        step = costs.step_model(drawn.accumulation)
         return [
             f"ipu {slowest} has the most to do: {loads[slowest] / (mean or 1):.2f} times the average ipu."
             f" On {drawn.machine.name} ipus wait {drawn.bubble:.0%} of the time."
         ] + [
             f"{change.what} would make it {change.apart:.2f} times as fast there. Then {change.also}."
-            for change in virtual.advised_changes(drawn.profile, step, 0.0)
+            for change in virtual.advised_changes(drawn.profile, costs.step, 0.0)
             if change.apart > 1.03
         ]
 
@@ -229,8 +226,8 @@ def _step_seconds_on_host(profile: Profile, replicas: int, micro_batches: int) -
         replicas=replicas,
         sharing={count: (low, high) for count, low, high in measured["sharing"]},
     )
-    found, work = virtual.ns_on_host(step, cores), step.work_ns * replicas
-    taken = work if found is None else found
+    work = step.work_ns * replicas
+    taken = fmean(virtual.ns_on_host(step, cores) or [work])
     return taken / 1e9, max(0.0, 1 - work / (taken * cores)), spent
 
 
@@ -324,11 +321,10 @@ def _plan_page(plan: Estimates) -> str:
 def _timeline(drawn: Estimate, costs: Costs) -> str:
     """Return a picture of a simulated step as HTML, with a row for each ipu, and a caption. A step of very
     many micro-batches is drawn with the first ones only."""
-    actions = costs.step_model(1).actions
+    actions = costs.step.actions
     micro_batches = min(drawn.accumulation, max(1, _DRAWN // len(actions)))
-    step = costs.step_model(micro_batches)
-    tasks, found = virtual.simulate_step(step)
-    rows, width, tall = sorted({action.ipu for action in step.actions}), 1000, 30
+    tasks, found = virtual.simulate_step(replace(costs.step, micro_batches=micro_batches))
+    rows, width, tall = drawn.profile.devices, 1000, 30
     unit = width / (found.length or 1)
     boxes = [f'<text x="0" y="{i * tall + 17}">ipu {ipu}</text>' for i, ipu in enumerate(rows)]
     for (row, micro_batch), start, end in zip(tasks, found.starts, found.ends, strict=False):

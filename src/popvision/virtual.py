@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Any
 
 from popengine.order import ORDERS, Action, After, Timeline, step_duration, timeline
@@ -88,11 +87,18 @@ class StepModel:
         return max(0.0, 1 - self.work_ns / (length * len(ipus))) if length else 0.0
 
 
-def ns_on_host(step: StepModel, cores: int) -> float | None:
-    """Return the ns of a step on a host whose cores share all ipus: the mean of the ns at the lowest and at
-    the highest measured speed of so many cores together; None if that speed is needed, and not measured."""
-    slow, fast = (_ns_on_cores(step, cores, end) for end in (0, 1))
-    return None if slow is None or fast is None else (slow + fast) / 2
+def ns_on_host(step: StepModel, cores: int, least_task: float = WORTH_SHARING) -> tuple[float, ...]:
+    """Return the ns of a step on a host whose cores share all ipus: at the lowest and at the highest measured
+    speed of so many cores together. Return () if that speed was not measured.
+
+    Args: least_task: ns; if the average task is not longer, one core runs all tasks
+    """
+    if cores == 1 or step.work_ns <= least_task * step.task_count:
+        return ((step.work_ns + step.task_count * step.between) * step.replicas + step.fixed,) * 2
+    return tuple(
+        step.fixed + simulated_ns(step, cores, [1 + (speed - 1) * n / (cores - 1) for n in range(cores)])
+        for speed in step.sharing.get(cores, ())
+    )
 
 
 def speedup_on_host(step: StepModel, other: StepModel, cores: int) -> float | None:
@@ -102,29 +108,13 @@ def speedup_on_host(step: StepModel, other: StepModel, cores: int) -> float | No
     It is the smallest of four simulated speedups, since it is not sure whether the engine uses one core or
     all, nor how fast the cores are together.
     """
-    found = []
-    for factor, end in product((1 / _DOUBTFUL, _DOUBTFUL), (0, 1)):
-        before, after = (_ns_on_cores(one, cores, end, factor * WORTH_SHARING) for one in (step, other))
-        if before is None or after is None:
+    rows, found = other.micro_batches * other.replicas / (step.micro_batches * step.replicas), []
+    for factor in (1 / _DOUBTFUL, _DOUBTFUL):
+        before, after = (ns_on_host(one, cores, factor * WORTH_SHARING) for one in (step, other))
+        if not before or not after:
             return None
-        rows = [one.micro_batches * one.replicas for one in (step, other)]
-        found.append(before / after * rows[1] / rows[0] if after else 1.0)
+        found += [rows * ns / changed if changed else 1.0 for ns, changed in zip(before, after, strict=True)]
     return min(found)
-
-
-def _ns_on_cores(step: StepModel, cores: int, end: int, least_task: float = WORTH_SHARING) -> float | None:
-    """Return the ns of a step on a host; None if the speed of so many cores together was not measured.
-
-    Args:
-        end:        0: the cores have their lowest measured speed; 1: their highest
-        least_task: ns; if the average task is not longer, one core runs all tasks
-    """
-    if cores == 1 or step.work_ns <= least_task * step.task_count:
-        return (step.work_ns + step.task_count * step.between) * step.replicas + step.fixed
-    if cores not in step.sharing:
-        return None
-    speed = [1 + (step.sharing[cores][end] - 1) * others / (cores - 1) for others in range(cores)]
-    return step.fixed + simulated_ns(step, cores, speed)
 
 
 def _stretched_length(found: Timeline, speed: Sequence[float]) -> float:
