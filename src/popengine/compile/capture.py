@@ -27,6 +27,7 @@ from ..ir import Graph, Key
 from .recording.current_capture import (
     ENDED,
     Capture,
+    activated,
     active,
     interrupts_delayed,
     modes_restored,
@@ -34,7 +35,7 @@ from .recording.current_capture import (
 )
 from .recording.functional import make_functional_graph
 from .recording.graph_recorder import check_dense, empty_like, map_leaves, sources_of, user_line
-from .recording.leftovers import AttributeSnapshot
+from .recording.leftovers import attributes_restored
 from .recording.standins import StandIns
 from .recording.torch_errors import explaining_torch_errors
 
@@ -82,25 +83,19 @@ def capture(
     for role, values in roles.items():
         for key, value in values.items():
             recorder.add_placeholder(f"{role}_{key}".replace(".", "_"), value, role=role, key=key)
-    attributes = AttributeSnapshot(module)
-    token = active.set(state)
-    random = torch.get_rng_state()
-    try:
-        with (
-            tracing_settings(module, training, device),
-            fake,
-            stand_ins.put_in_module(),
-            recorder,
-            explaining_torch_errors(given),
-        ):
-            with recorder.saved_tensors_listed(), _tracked_calls(module, state):
-                outputs = list(forward(list(inputs)))
-            gradients = _record_backward(state, scale) if training else {}
-    finally:
-        active.reset(token)
-        torch.set_rng_state(random)
-        attributes.restore(stand_ins.was_used)
-    attributes.check_no_leftovers(stand_ins.hooks)
+    with (
+        attributes_restored(module, stand_ins.was_used, stand_ins.hooks),
+        torch.random.fork_rng(devices=[]),
+        activated(state),
+        tracing_settings(module, training, device),
+        fake,
+        stand_ins.put_in_module(),
+        recorder,
+        explaining_torch_errors(given),
+    ):
+        with recorder.saved_tensors_listed(), _tracked_calls(module, state):
+            outputs = list(forward(list(inputs)))
+        gradients = _record_backward(state, scale) if training else {}
     results: list[tuple[Key, str, fx.Node]] = [
         *(("output", str(i), recorder.node_of(value)) for i, value in enumerate(outputs)),
         *(("gradient", name, recorder.node_of(value)) for name, value in gradients.items()),

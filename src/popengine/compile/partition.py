@@ -220,7 +220,7 @@ def make_piece(
     """Return the piece that reads the values `reads`, runs `nodes` in order, and returns the values `writes`.
 
     Forward values that a backward piece recomputes get the suffix `_again`: a part of the piece may pass them on
-    beside the forward's own values. Raise CaptureError for an operation or argument that can't be in a piece.
+    beside the forward's own values. Raise CaptureError for an argument that can't be in a piece.
     """
     again = {node for node in nodes if phase == "B" and node.meta["phase"] == "F"}
 
@@ -239,20 +239,10 @@ def make_piece(
     lines = []
     for node in nodes:
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), argument)  # type: ignore[misc]
+        call = GETITEM if node.target is operator.getitem else str(node.target)  # as torch prints an overload
         where, draw = node.meta.get("where", "?"), node.meta.get("draw")
-        lines.append(
-            Line(name_of(node), _operation_name(node.target), args, tuple(kwargs.items()), where, draw)
-        )
+        lines.append(Line(name_of(node), call, args, tuple(kwargs.items()), where, draw))
     return Piece(phase, stage, tuple(reads), tuple(writes), tuple(lines))
-
-
-def _operation_name(target: Any) -> str:
-    """Return the name of an operation, such as "aten.add.Tensor". Raise CaptureError for other functions."""
-    if target is operator.getitem:
-        return GETITEM
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target)
-    raise CaptureError(f"{target} can't be a part of a compiled graph")
 
 
 # ---- parts of pieces ---------------------------------------------------------------------------------------

@@ -48,6 +48,16 @@ def current() -> Capture | None:
 
 
 @contextlib.contextmanager
+def activated(capture: Capture | None) -> Iterator[None]:
+    """Run the body with `current()` returning `capture`."""
+    token = active.set(capture)
+    try:
+        yield
+    finally:
+        active.reset(token)
+
+
+@contextlib.contextmanager
 def recording_paused() -> Iterator[Any]:
     """Run the body with all dispatch modes off: no operation is recorded. Yield the fake mode that was on, or None."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
@@ -58,12 +68,8 @@ def recording_paused() -> Iterator[Any]:
 @contextlib.contextmanager
 def hidden_from_capture() -> Iterator[Any]:
     """Run user code that is no part of the graph: as `recording_paused`, and `current()` returns None."""
-    token = active.set(None)
-    try:
-        with recording_paused() as fake, torch._C.DisableTorchFunction():
-            yield fake
-    finally:
-        active.reset(token)
+    with activated(None), recording_paused() as fake, torch._C.DisableTorchFunction():
+        yield fake
 
 
 def is_traced(value: Tensor) -> bool:

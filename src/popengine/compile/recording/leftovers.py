@@ -97,47 +97,52 @@ def _global_names(code: CodeType) -> Iterator[str]:
             yield from _global_names(constant)
 
 
-class AttributeSnapshot:
-    """A snapshot of the attributes of a module and its submodules, made before a forward runs."""
+@contextlib.contextmanager
+def attributes_restored(
+    module: nn.Module, was_read: Callable[[Tensor], bool], others: Sequence[tuple[Any, str]]
+) -> Iterator[None]:
+    """Run a forward, then undo its assignments of values that contain fake tensors to attributes of modules.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before = [(child, dict(vars(child))) for child in module.modules()]
+    A new attribute is deleted. An old value is restored if it is a real tensor that the forward has not read (as in
+    weight normalization), or, with a warning, None or a container. Other attributes keep their new values.
 
-    def restore(self, was_read: Callable[[Tensor], bool]) -> None:
-        """Undo the forward's assignments of values that contain fake tensors to attributes.
+    Raises: CaptureError, if fake tensors are left in the module, or in `others`: (value, path) pairs
+    """
+    before = [(child, dict(vars(child))) for child in module.modules()]
+    try:
+        yield
+    finally:
+        _restore_attributes(before, was_read)
+    searched = [(module, "model"), *others]
+    paths = sorted({leftover.path for pair in searched for leftover in fake_tensors_in(*pair)})
+    if paths:
+        raise CaptureError(
+            f"the forward leaves tensors behind in {', '.join(paths)}\n"
+            "  why: it runs once, to be compiled; a tensor that it keeps outside has no value then, or later\n"
+            "  fix: return the tensor from forward; keep a running value in a buffer (`register_buffer`), and"
+            " write into it; or forget it at the end of forward (`self.name = None`)"
+        )
 
-        A new attribute is deleted. An old value is restored if it is a real tensor that the forward has not read (as
-        in weight normalization), or, with a warning, None or a container. Other attributes keep their new values.
-        """
-        undone = []
-        for child, before in self._before:
-            for name, value in list(vars(child).items()):
-                old = before.get(name)
-                if old is value or not fake_tensors_in(value):
-                    continue
-                is_unread = isinstance(old, Tensor) and not isinstance(old, FakeTensor) and not was_read(old)
-                is_empty = isinstance(old, (NoneType, list, tuple, dict)) and not fake_tensors_in(old)
-                if name not in before:
-                    del vars(child)[name]
-                elif is_unread or is_empty:
-                    vars(child)[name] = old
-                    undone += [f"{type(child).__name__}.{name}"] if is_empty else []
-        if undone:
-            logger.warning(
-                "the forward sets %s to a tensor, which has no value outside of the compiled model: the attribute"
-                " is as it was before; return the tensor from forward, if the program needs it",
-                ", ".join(undone),
-            )
 
-    def check_no_leftovers(self, others: Sequence[tuple[Any, str]]) -> None:
-        """Raise CaptureError if fake tensors are reachable from the module, or from `others`: (value, path)."""
-        searched = [(self._module, "model"), *others]
-        paths = sorted({leftover.path for pair in searched for leftover in fake_tensors_in(*pair)})
-        if paths:
-            raise CaptureError(
-                f"the forward leaves tensors behind in {', '.join(paths)}\n"
-                "  why: it runs once, to be compiled; a tensor that it keeps outside has no value then, or later\n"
-                "  fix: return the tensor from forward; keep a running value in a buffer (`register_buffer`), and"
-                " write into it; or forget it at the end of forward (`self.name = None`)"
-            )
+def _restore_attributes(
+    before: list[tuple[nn.Module, dict[str, Any]]], was_read: Callable[[Tensor], bool]
+) -> None:
+    undone = []
+    for child, attributes in before:
+        for name, value in list(vars(child).items()):
+            old = attributes.get(name)
+            if old is value or not fake_tensors_in(value):
+                continue
+            is_unread = isinstance(old, Tensor) and not isinstance(old, FakeTensor) and not was_read(old)
+            is_empty = isinstance(old, (NoneType, list, tuple, dict)) and not fake_tensors_in(old)
+            if name not in attributes:
+                del vars(child)[name]
+            elif is_unread or is_empty:
+                vars(child)[name] = old
+                undone += [f"{type(child).__name__}.{name}"] if is_empty else []
+    if undone:
+        logger.warning(
+            "the forward sets %s to a tensor, which has no value outside of the compiled model: the attribute"
+            " is as it was before; return the tensor from forward, if the program needs it",
+            ", ".join(undone),
+        )

@@ -32,7 +32,8 @@ class StandIns:
     """The fake tensors that replace a module's parameters and buffers during one capture."""
 
     def __init__(self, module: nn.Module, training: bool, needs_values: bool = True) -> None:
-        _check_members(module, training, needs_values)
+        named = [*module.named_parameters(), *module.named_buffers()]
+        _check_members(named, training, needs_values)
         self._module = module
         self.parameters = {
             name: nn.Parameter(empty_like(real), requires_grad=real.requires_grad)
@@ -40,7 +41,7 @@ class StandIns:
         }
         self.buffers = {name: empty_like(real) for name, real in module.named_buffers()}
         fakes = {**self.parameters, **self.buffers}
-        self.members = [_Member(name, real, fakes[name]) for name, real in _named_tensors(module)]
+        self.members = [_Member(name, real, fakes[name]) for name, real in named]
         self._by_id = {id(member.real): member for member in self.members}
         self._by_memory: defaultdict[int, list[_Member]] = defaultdict(list)
         for member in self.members:
@@ -196,11 +197,7 @@ class StandIns:
                 )
 
 
-def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
-
-
-def _check_members(module: nn.Module, training: bool, needs_values: bool) -> None:
+def _check_members(named: list[tuple[str, Tensor]], training: bool, needs_values: bool) -> None:
     """Raise CaptureError for parameters or buffers that are lazy, sparse, without values, or not writable."""
     problems = (
         (
@@ -228,7 +225,7 @@ def _check_members(module: nn.Module, training: bool, needs_values: bool) -> Non
         ),
     )
     for is_wrong, why_and_fix in problems:
-        names = [name for name, value in _named_tensors(module) if is_wrong(value)]
+        names = [name for name, value in named if is_wrong(value)]
         if names:
             raise CaptureError(f"{', '.join(names[:5])} of the model {why_and_fix}")
 

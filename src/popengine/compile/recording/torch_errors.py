@@ -86,7 +86,9 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
             " pass the number as a Python argument of forward"
         ) from None
     except _KINDS as error:
-        if isinstance(error, (Error, RecursionError)) or not _is_raised_by_torch(error):
+        *_, innermost = traceback.extract_tb(error.__traceback__)
+        is_raised_by_torch = innermost.filename.startswith((TORCH, _MODES))
+        if isinstance(error, (Error, RecursionError)) or not is_raised_by_torch:
             raise
         words = f"{type(error).__name__}: {error}".partition(" You may have run into this message")[0]
         hint = next((hint for hint in _HINTS if re.search(hint.words, words)), _ANY)
@@ -99,12 +101,6 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
         ) from None
     finally:
         log.disabled = before
-
-
-def _is_raised_by_torch(error: BaseException) -> bool:
-    """Return whether the innermost frame of an error is in torch or in `popengine/compile`."""
-    *_, last = traceback.extract_tb(error.__traceback__)
-    return last.filename.startswith((TORCH, _MODES))
 
 
 @functools.cache
