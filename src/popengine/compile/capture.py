@@ -27,8 +27,8 @@ from ..ir import Graph, Key
 from .recording.current_capture import (
     ENDED,
     Capture,
-    activated,
     active,
+    current_set_to,
     interrupts_delayed,
     modes_restored,
     tracing_settings,
@@ -86,7 +86,7 @@ def capture(
     with (
         attributes_restored(module, stand_ins.was_used, stand_ins.hooks),
         torch.random.fork_rng(devices=[]),
-        activated(state),
+        current_set_to(state),
         tracing_settings(module, training, device),
         fake,
         stand_ins.put_in_module(),

@@ -81,11 +81,10 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
     read = {of: set(names) for of, names in needs.items()}  # with the weights of casts
     for names in read.values():
         names.update(*(prepared[name].reads for name in names & prepared.keys()))
-    home = _home_stages(graph, made, read)
-    for name, stage in _pass_through_stages(graph, home, read).items():
-        if name not in made:
-            made[name] = ("F", stage)
-            needs["F", stage][name] = None
+    home, handed_on = _slot_stages(graph, made, read)
+    for name, stage in handed_on.items():
+        made[name] = ("F", stage)
+        needs["F", stage][name] = None
     wanted, everywhere = {result.name for result in graph.results}, graph.constant_slots | prepared.keys()
     for user in order:
         for name in needs[user]:
@@ -105,27 +104,6 @@ def _outer_operands(nodes: list[fx.Node]) -> dict[str, None]:
     """Return the names of operands of `nodes` that are computed elsewhere, in order (the keys of a dict)."""
     inside = set(nodes)
     return {operand.name: None for node in nodes for operand in node.all_input_nodes if operand not in inside}
-
-
-def _pass_through_stages(
-    graph: Graph, home: dict[str, int], read: dict[PhaseAndStage, set[str]]
-) -> dict[str, int]:
-    """Return the forward stage that hands on the value of a slot, by the slot's name: for each changed buffer (its
-    previous value), and for each slot that is a result of the graph. No operation computes these values.
-
-    Args:
-        home: the stage of each parameter and buffer
-        read: the names that each piece reads
-    """
-    found = {}
-    for name in sorted(graph.changed_buffers):
-        readers = [stage for (phase, stage), names in read.items() if phase == "F" and name in names]
-        found[name] = min([home[name], *readers])
-    slots = {slot.name for slot in graph.slots}
-    for result in graph.results:
-        if result.name in slots:
-            found.setdefault(result.name, home.get(result.name, 0))
-    return found
 
 
 def _operation_nodes(graph: Graph) -> Iterable[fx.Node]:
@@ -178,24 +156,32 @@ def _node_stages(graph: Graph, placement: Placement, of_state: set[fx.Node]) -> 
     return where
 
 
-def _home_stages(
+def _slot_stages(
     graph: Graph, made: dict[str, PhaseAndStage], read: dict[PhaseAndStage, set[str]]
-) -> dict[str, int]:
-    """Return the stage that holds each parameter and buffer, by slot name: the stage that computes the gradient or
-    the next value, else the first stage that reads the slot, else 0.
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return, by slot name, the stage that holds each parameter and buffer, and the forward stage that hands on each
+    slot which no operation computes: a changed buffer's previous value, or a slot that is a result of the graph.
+
+    A parameter or buffer is held by the stage that computes its gradient or next value, else by the first stage that
+    reads it, else by stage 0.
 
     Args:
         made: the phase and stage in which each value is computed, by name
         read: the names that each piece reads
     """
     made_at = {(r.kind, r.key): made[r.name][1] for r in graph.results if r.name in made}
-    home = {}
+    changed, results = graph.changed_buffers, {result.name for result in graph.results}
+    home, handed_on = dict[str, int](), dict[str, int]()
     for slot in graph.slots:
+        name, readers = slot.name, [of for of, names in read.items() if slot.name in names]
         if slot.role in ("parameter", "buffer"):
             kind = "gradient" if slot.role == "parameter" else "buffer"
-            first = next((stage for (_, stage), names in read.items() if slot.name in names), 0)
-            home[slot.name] = made_at.get((kind, slot.key), first)
-    return home
+            home[name] = made_at.get((kind, slot.key), readers[0][1] if readers else 0)
+        if name in changed:
+            handed_on[name] = min([home[name], *(stage for phase, stage in readers if phase == "F")])
+        elif name in results:
+            handed_on[name] = home.get(name, 0)
+    return home, handed_on
 
 
 def _flow_back_error(

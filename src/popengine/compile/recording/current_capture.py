@@ -48,7 +48,7 @@ def current() -> Capture | None:
 
 
 @contextlib.contextmanager
-def activated(capture: Capture | None) -> Iterator[None]:
+def current_set_to(capture: Capture | None) -> Iterator[None]:
     """Run the body with `current()` returning `capture`."""
     token = active.set(capture)
     try:
@@ -68,7 +68,7 @@ def recording_paused() -> Iterator[Any]:
 @contextlib.contextmanager
 def hidden_from_capture() -> Iterator[Any]:
     """Run user code that is no part of the graph: as `recording_paused`, and `current()` returns None."""
-    with activated(None), recording_paused() as fake, torch._C.DisableTorchFunction():
+    with current_set_to(None), recording_paused() as fake, torch._C.DisableTorchFunction():
         yield fake
 
 

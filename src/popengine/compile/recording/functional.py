@@ -170,14 +170,13 @@ def make_functional_graph(
     Raises:
         CaptureError: the forward changes in place a trained parameter, or a constant that it has not made
     """
-    graph, constants, fresh = recorder.graph, recorder.constants, recorder.fresh
-    graph.output(tuple(node for _, _, node in results))
+    recorder.graph.output(tuple(node for _, _, node in results))
     kinds: list[tuple[Key, str]] = [(kind, key) for kind, key, _ in results]
-    written: dict[fx.Node, fx.Node] = {}
-    replace_unaliased_writes(graph)
-    if any(map(is_write, graph.nodes)):
-        functional = functionalize_graph(graph, constants)
-        graph, constants, written = functional.graph, functional.constants, functional.written
+    fresh = recorder.fresh
+    replace_unaliased_writes(recorder.graph)
+    if any(map(is_write, recorder.graph.nodes)):
+        recorder = functionalize_graph(recorder.graph, recorder.constants)
+    graph, constants, written = recorder.graph, recorder.constants, recorder.written
     output: Any = graph.output_node()
     for node, value in written.items():
         kind = _result_kind(node, value, trained)
