@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -72,9 +71,7 @@ class Updates:
             self._units.setdefault(step_key, []).append(unit)
         for step_key, units in sorted(self._units.items()):
             # The gradients will have the weights' layouts.
-            weights = [state.weight(unit) for unit in units]
-            states = [state.optimizer[unit] for unit in units]
-            updates = [ParameterUpdate(w, w, s) for w, s in zip(weights, states, strict=True)]
+            updates = [ParameterUpdate(state.weight(u), state.weight(u), state.optimizer[u]) for u in units]
             chunks = ((step_key, chunk) for chunk in cut_into_chunks(updates))
             self._chunks.setdefault(step_key[0], []).extend(chunks)
         # Values of the running step:
@@ -112,18 +109,6 @@ class Updates:
 
     # ---- gradients -------------------------------------------------------------------------------------------
 
-    @property
-    def _loss_scale(self) -> float:
-        return self.call.results.loss_scale
-
-    def _gradient_divisor(self) -> float:
-        """Return the divisor of gradient sums: the loss scale, for means times the count of micro-batches."""
-        if self.settings.reduction == "mean":
-            part, counts = self.settings.part, self.settings.counts
-            micro_batches = part.before + part.weight * counts.accumulation
-            return self._loss_scale * micro_batches * counts.global_replicas
-        return self._loss_scale
-
     def _exchange_buckets(self, row: int, _: int) -> None:
         """All-reduce a row's buckets over all processes, into `flats[0]`; reduce-scatter sharded buckets."""
         for bucket in self.buckets[row]:
@@ -141,14 +126,19 @@ class Updates:
 
     def _reduce(self, parts: Sequence[ParameterUpdate]) -> None:
         """Add `part.others` to `part.gradient` of each part, in place, as a binary tree over replicas; divide
-        the gradients by `_gradient_divisor`."""
+        the gradients by the loss scale, for means also by the number of micro-batches."""
         for others in {len(part.others) for part in parts} - {0}:
             rows = [(part.gradient, *part.others) for part in parts if len(part.others) == others]
             replicas = [list(sums) for sums in zip(*rows, strict=True)]
             for sums in replicas:
                 self._divide_means(sums)
             tree_sum(leaf_nodes(replicas))
-        divide_([part.gradient for part in parts], self._gradient_divisor())
+        divisor = self.call.results.loss_scale
+        if self.settings.reduction == "mean":
+            step, counts = self.settings.part, self.settings.counts
+            divisor *= step.before + step.weight * counts.accumulation
+            divisor *= counts.global_replicas
+        divide_([part.gradient for part in parts], divisor)
 
     def _reduce_and_measure_gradient(self, index: int) -> None:
         """Reduce the gradient of unit number `index`, in place; store its norm, if clipping needs it, and
@@ -163,7 +153,7 @@ class Updates:
         if owner and owner.get(unit.key, 0) != self.settings.counts.instance:
             return
         if self.settings.automatic_loss_scaling:
-            large = int((gradient.abs() > _LARGE / self._loss_scale).sum())
+            large = int((gradient.abs() > _LARGE / self.call.results.loss_scale).sum())
             not_finite = gradient.numel() - int(gradient.isfinite().sum())
             self._counts.append(torch.tensor([gradient.numel(), large, not_finite]))
         if self._optimizer.max_grad_norm < math.inf:
@@ -217,11 +207,11 @@ class Updates:
             self._reduce(parts)
         gradients = [part.gradient for part in parts]
         # The loss scale may make gradients overflow. (No check on an accelerator: the host would wait.)
-        is_scaled = self._loss_scale != 1 and self.state.device.type == "cpu"
-        if is_scaled and not self.settings.automatic_loss_scaling:
+        scale = self.call.results.loss_scale
+        if scale != 1 and self.state.device.type == "cpu" and not self.settings.automatic_loss_scaling:
             bounds = (bound for gradient in gradients if gradient.numel() for bound in gradient.aminmax())
             if not all(map(math.isfinite, bounds)):
-                self.call.overflows.append((self.state.random_state[1], self._loss_scale))
+                self.call.overflows.append((self.state.random_state[1], scale))
         if self._clipping_factor is not None:
             torch._foreach_mul_(gradients, self._clipping_factor)
         if optimizer.max_grad_value < math.inf:
@@ -308,19 +298,38 @@ def divide_(sums: Sequence[Tensor], divisor: float) -> None:
 # ---- buckets -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Bucket:
-    """Gradients of one piece and one dtype, of parameters that the same local replicas share.
+    """Gradients of one piece and one dtype, of parameters that the local replicas `members` share.
 
     keys:  canonical names of the parameters, in the order of their memory
-    flats: 1-d, for each of these replicas its gradient sums; the exchange sums them into `flats[0]`
+    flats: 1-d, for each of these replicas its gradient sums; the exchange sums them into `flats[0]`. The
+           constructor sets `state.sums` to views of them
     cuts:  element offsets in `flats[0]` at which the shard of each process begins, and the end of the last;
            None: the optimizer state of these parameters is not sharded
     """
 
-    keys: tuple[str, ...]
-    flats: tuple[Tensor, ...]
-    cuts: tuple[int, ...] | None
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        members: tuple[int, ...],
+        dtype: torch.dtype,
+        is_sharded: bool,
+        state: State,
+    ) -> None:
+        step = max(1, _ALIGNED // dtype.itemsize)
+        cuts, starts = [0], dict[Unit, int]()
+        for owner in range(state.settings.counts.instances) if is_sharded else [None]:
+            end = cuts[-1]
+            for unit in (unit for unit in units if state.owner.get(unit.key) == owner):
+                starts[unit] = end
+                end += -(-state.weight(unit).numel() // step) * step
+            cuts.append(end)
+        self.keys, self.cuts = tuple(unit.key for unit in starts), cuts if is_sharded else None
+        self.flats = [torch.zeros(cuts[-1], dtype=dtype, device=state.device) for _ in members]
+        for replica, flat in zip(members, self.flats, strict=True):
+            for unit, start in starts.items():
+                weight = state.weight(unit)
+                state.sums[replica][unit.key] = flat.as_strided(weight.shape, weight.stride(), start)
 
 
 def buckets_of(plan: ir.Plan, piece: int, state: State) -> list[Bucket]:
@@ -334,24 +343,4 @@ def buckets_of(plan: ir.Plan, piece: int, state: State) -> list[Bucket]:
         dtype = settings.optimizer.sum_dtype(state.weight(unit).dtype)
         kind = settings.sharing_replicas(unit.key, unit.replica), dtype, unit.key in state.owner
         kinds.setdefault(kind, []).append(unit)
-    return [_make_bucket(units, *kind, state) for kind, units in kinds.items()]
-
-
-def _make_bucket(
-    units: Sequence[Unit], members: tuple[int, ...], dtype: torch.dtype, is_sharded: bool, state: State
-) -> Bucket:
-    """Return a bucket for parameters that the local replicas `members` share; set `state.sums` to views."""
-    step = max(1, _ALIGNED // dtype.itemsize)
-    cuts, starts = [0], dict[Unit, int]()
-    for owner in range(state.settings.counts.instances) if is_sharded else [None]:
-        end = cuts[-1]
-        for unit in (unit for unit in units if state.owner.get(unit.key) == owner):
-            starts[unit] = end
-            end += -(-state.weight(unit).numel() // step) * step
-        cuts.append(end)
-    flats = tuple(torch.zeros(cuts[-1], dtype=dtype, device=state.device) for _ in members)
-    for replica, flat in zip(members, flats, strict=True):
-        for unit, start in starts.items():
-            weight = state.weight(unit)
-            state.sums[replica][unit.key] = flat.as_strided(weight.shape, weight.stride(), start)
-    return Bucket(tuple(unit.key for unit in starts), flats, tuple(cuts) if is_sharded else None)
+    return [Bucket(units, *kind, state) for kind, units in kinds.items()]
