@@ -19,7 +19,7 @@ from popengine.environment import pando_version
 
 from . import local, operator, remote, skipped_programs
 from .client import Refused, Unreachable
-from .files import Faults, load_job, read_documents, with_overrides
+from .files import InputError, load_job, read_documents, with_overrides
 from .render import render as make_objects
 from .rules import crd, pluralize
 
@@ -48,8 +48,8 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = _make_parser().parse_args(words)
     try:
         return arguments.run(arguments)
-    except Faults as faults:
-        print(faults, file=sys.stderr)
+    except InputError as error:
+        print(error, file=sys.stderr)
         return 2
     except (Refused, Unreachable) as error:
         print(f"ipujob: {error}", file=sys.stderr)
@@ -140,18 +140,18 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def check_files(arguments: argparse.Namespace) -> int:
-    """Print a line for each valid job of the files; return 0. Raises: Faults, of all files together."""
+    """Print a line for each valid job of the files; return 0. Raises: InputError, of all files together."""
     faults: list[str] = []
     for file in arguments.files:
         try:
             documents = read_documents(file)
-        except Faults as error:
+        except InputError as error:
             faults.append(str(error))
             continue
         for document in [each for each in documents if each.kind == "IPUJob"] or documents:
             try:
                 job = load_job(document)
-            except Faults as error:
+            except InputError as error:
                 faults.append(str(error))
                 continue
             print(
@@ -160,7 +160,7 @@ def check_files(arguments: argparse.Namespace) -> int:
                 f" mode {job.mode}"
             )
     if faults:
-        raise Faults(faults)
+        raise InputError(faults)
     return 0
 
 
@@ -169,11 +169,11 @@ def render_file(arguments: argparse.Namespace) -> int:
     drops = set(filter(None, arguments.drop.split(",")))
     if unknown := drops - {"resources", "security"}:
         names = ",".join(sorted(unknown))
-        raise Faults([f"ipujob: --drop {names}: only resources and security can be dropped"])
-    made: list[Any] = []
+        raise InputError([f"ipujob: --drop {names}: only resources and security can be dropped"])
+    printed: list[Any] = []
     for document in read_documents(arguments.file):
         if document.kind != "IPUJob":
-            made.append(document.value)
+            printed.append(document.value)
             continue
         document = with_overrides(document, arguments.name)
         job = load_job(document, arguments.device, arguments.image)
@@ -181,14 +181,14 @@ def render_file(arguments: argparse.Namespace) -> int:
         try:
             objects, left_out = make_objects(job, arguments.way)
         except ValueError as error:
-            raise Faults([document.located_message(("spec", "restartPolicy"), str(error))]) from None
+            raise InputError([document.located_message(("spec", "restartPolicy"), str(error))]) from None
         if namespace := document.value["metadata"].get("namespace"):
             for each in objects:
                 each["metadata"]["namespace"] = namespace
-        made += objects
+        printed += objects
         for text in left_out:
             print(document.located_message((), f"warning: {text}"), file=sys.stderr)
-    print(_yaml_text(made), end="")
+    print(_yaml_text(printed), end="")
     return 0
 
 
@@ -196,20 +196,20 @@ def run_file(arguments: argparse.Namespace) -> int:
     """Run a file's jobs here, one after another, until a job fails; return that job's exit code, else 0."""
     if not arguments.local:
         fix = "--local; or ipujob submit, which runs it in a cluster"
-        raise Faults([f"ipujob: run is for this machine\n  fix: {fix}"])
+        raise InputError([f"ipujob: run is for this machine\n  fix: {fix}"])
     for _, folder in arguments.clone:
         if not Path(folder).is_dir():
-            raise Faults([f"ipujob: --clone: the folder {folder} doesn't exist"])
+            raise InputError([f"ipujob: --clone: the folder {folder} doesn't exist"])
     real = set(filter(None, arguments.real.split(",")))
     if unknown := real - set(skipped_programs.ALL):
         names = ", ".join(skipped_programs.ALL)
-        raise Faults([f"ipujob: --real: {', '.join(sorted(unknown))} has no stand-in: {names}"])
+        raise InputError([f"ipujob: --real: {', '.join(sorted(unknown))} has no stand-in: {names}"])
     variables, loaded = dict(arguments.env), []
     for document in read_documents(arguments.file):
         document = with_overrides(document, arguments.name, arguments.command)
         job = load_job(document, images=None)
         if faults := list(local.unsupported_fields(job, variables)):
-            raise Faults([document.located_message(*fault) for fault in faults])
+            raise InputError([document.located_message(*fault) for fault in faults])
         loaded.append((document, job))
     for document, job in loaded:  # all of the file is checked before the first job runs
         if not job.instances:

@@ -79,25 +79,25 @@ class Cluster:
         with self._stream("GET", _kind_path(kind, namespace), params=params, timeout=self._forever) as answer:
             yield from answer.iter_lines()
 
-    def create(self, made: Object) -> Object:
+    def create(self, new: Object) -> Object:
         """Create an object, and return it with the fields that the API server added."""
-        return self._call("POST", _kind_path(made["kind"], made["metadata"]["namespace"]), json=made)
+        return self._call("POST", _kind_path(new["kind"], new["metadata"]["namespace"]), json=new)
 
-    def delete(self, known: Object, orphan: bool = False) -> None:
+    def delete(self, existing: Object, orphan: bool = False) -> None:
         """Delete an object. Raises: Refused (404), if it is gone; (409), if another object has its name.
 
         Args: orphan: keep the objects that the deleted object owns
         """
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
-        options["preconditions"] = {"uid": known["metadata"]["uid"]}
+        options["preconditions"] = {"uid": existing["metadata"]["uid"]}
         options["propagationPolicy"] = "Orphan" if orphan else "Background"
-        self._call("DELETE", _object_path(known), json=options)
+        self._call("DELETE", _object_path(existing), json=options)
 
-    def patch_status(self, known: Object, patch: Object) -> None:
-        """Merge a patch into an object's status. Raises: Refused (409), if `known` is out of date."""
-        body = {"metadata": {"resourceVersion": known["metadata"]["resourceVersion"]}, "status": patch}
+    def patch_status(self, existing: Object, patch: Object) -> None:
+        """Merge a patch into an object's status. Raises: Refused (409), if `existing` is out of date."""
+        body = {"metadata": {"resourceVersion": existing["metadata"]["resourceVersion"]}, "status": patch}
         headers = {"Content-Type": "application/merge-patch+json"}
-        self._call("PATCH", f"{_object_path(known)}/status", json=body, headers=headers)
+        self._call("PATCH", f"{_object_path(existing)}/status", json=body, headers=headers)
 
     def logs(self, pod: Object, follow: bool = False, previous: bool = False) -> Iterator[str]:
         """Yield the lines of the log of a pod's first container, which is the worker.
@@ -153,5 +153,5 @@ def _kind_path(kind: str, namespace: str | None) -> str:
     return f"{group}/namespaces/{namespace}/{plural}" if namespace else f"{group}/{plural}"
 
 
-def _object_path(known: Object) -> str:
-    return f"{_kind_path(known['kind'], known['metadata']['namespace'])}/{known['metadata']['name']}"
+def _object_path(existing: Object) -> str:
+    return f"{_kind_path(existing['kind'], existing['metadata']['namespace'])}/{existing['metadata']['name']}"

@@ -19,8 +19,8 @@ from .rules import Fault, Images, Job, KeyPath, job_warnings, parse
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # an API server draws from the same letters for `generateName`
 
 
-class Faults(Exception):
-    """An error that lists all faults in files, each as `FILE:LINE: message`."""
+class InputError(Exception):
+    """An error that lists all faults in files, each as `FILE:LINE: message`, or in arguments."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__("\n".join(lines))
@@ -50,13 +50,13 @@ class Document:
 def read_documents(file: str) -> list[Document]:
     """Return the documents of a YAML file that are not empty; "-" is standard input.
 
-    Raises: Faults, if the file can't be read, is no YAML, or has no document
+    Raises: InputError, if the file can't be read, is no YAML, or has no document
     """
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it isn't text"
-        raise Faults([f"{file}: can't be read: {reason}"]) from None
+        raise InputError([f"{file}: can't be read: {reason}"]) from None
     loader = yaml.SafeLoader(text)
     documents = []
     try:
@@ -71,9 +71,9 @@ def read_documents(file: str) -> list[Document]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
-        raise Faults([f"{file}:{line}: not YAML: {getattr(error, 'problem', None) or error}"]) from None
+        raise InputError([f"{file}:{line}: not YAML: {getattr(error, 'problem', None) or error}"]) from None
     if not documents:
-        raise Faults([f"{file}:1: the file is empty\n  fix: write an IPUJob into it"])
+        raise InputError([f"{file}:1: the file is empty\n  fix: write an IPUJob into it"])
     return documents
 
 
@@ -97,16 +97,16 @@ def load_job(document: Document, device: str = "cpu", images: Images | None = ()
     """Return the job of a document; print its warnings (`rules.job_warnings`) on standard error.
 
     Args: device, images: as in `rules.parse`
-    Raises: Faults, with all faults of the document
+    Raises: InputError, with all faults of the document
     """
     if not isinstance(document.value, dict):
-        raise Faults(
+        raise InputError(
             [document.located_message((), f"this is a {document.kind}, not an IPUJob", "kind: IPUJob")]
         )
     job, faults = parse(document.value, device, images)
     faults = [*document.faults, *faults]
     if faults or job is None:
-        raise Faults([document.located_message(*fault) for fault in faults])
+        raise InputError([document.located_message(*fault) for fault in faults])
     for path, text in job_warnings(job, document.value):
         print(document.located_message(path, f"warning: {text}"), file=sys.stderr)
     return job

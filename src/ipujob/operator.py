@@ -181,16 +181,16 @@ def run_operator(arguments: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: sys.exit(0))
     log(f"operator of {'all namespaces' if namespace is None else namespace} at {cluster.server}")
     beat = Path(arguments.alive).touch if arguments.alive else lambda: None
-    made = Operator(cluster, namespace, arguments.device, arguments.images, log, beat=beat)
+    operator = Operator(cluster, namespace, arguments.device, arguments.images, log, beat=beat)
     for watched in (("IPUJob", ""), ("Pod", JOB)):
         threading.Thread(target=watch, args=watched, daemon=True).start()
     while True:
         wake.clear()  # a change during the round starts the next round
         try:
-            made.reconcile()
+            operator.reconcile()
         except (Refused, Unreachable) as error:
             log(str(error))
         beat()
-        retries = [refusal.until - made.clock() for refusal in made.refusals.values()]
+        retries = [refusal.until - operator.clock() for refusal in operator.refusals.values()]
         time.sleep(_PAUSE)
         wake.wait(max(0.0, min([_RECONCILE_SECONDS, *retries])))

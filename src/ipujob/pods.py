@@ -30,10 +30,10 @@ def worker_pod(job: Job, number: int, attempt: int = 0) -> Object:
     instance, worker = divmod(number, job.workers)
     name = f"{job.name}-worker-{number}"
     own = {NODE_RANK: str(worker), "MASTER_ADDR": job.host(instance), "PANDO_RESTARTS": str(attempt)}
-    made = pod_template(job, instance, own)
-    made["metadata"]["name"] = made["spec"]["hostname"] = name
-    made["metadata"]["labels"] |= {WORKER: str(worker), ATTEMPT: str(attempt)}
-    return {"apiVersion": "v1", "kind": "Pod", **made}
+    pod = pod_template(job, instance, own)
+    pod["metadata"]["name"] = pod["spec"]["hostname"] = name
+    pod["metadata"]["labels"] |= {WORKER: str(worker), ATTEMPT: str(attempt)}
+    return {"apiVersion": "v1", "kind": "Pod", **pod}
 
 
 def pod_template(job: Job, instance: int, variables: Mapping[str, str | Object]) -> Object:
@@ -41,8 +41,8 @@ def pod_template(job: Job, instance: int, variables: Mapping[str, str | Object])
 
     Args: variables: values of POPRUN_NODE_RANK, MASTER_ADDR and PANDO_RESTARTS: texts or `valueFrom` objects
     """
-    made = copy.deepcopy(job.template)
-    metadata, spec = made.get("metadata", {}), made["spec"]
+    template = copy.deepcopy(job.template)
+    metadata, spec = template.get("metadata", {}), template["spec"]
     kept = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
     kept["labels"] = {**kept.get("labels", {}), JOB: job.name, INSTANCE: str(instance)}
     container, containers = spec["containers"][0], spec["containers"] + spec.get("initContainers", [])
@@ -129,7 +129,7 @@ def headless_service(job: Job) -> Object:
     return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}
 
 
-def with_owner(made: Object, owner: Object) -> Object:
+def with_owner(new: Object, owner: Object) -> Object:
     """Return a copy of an object with the namespace of the IPUJob `owner`, a reference to it as the owner,
     and the hashes of its spec."""
     reference = {
@@ -140,10 +140,10 @@ def with_owner(made: Object, owner: Object) -> Object:
         "controller": True,
         "blockOwnerDeletion": False,
     }
-    annotations = {**(made["metadata"].get("annotations") or {}), SPEC: json.dumps(field_hashes(owner))}
+    annotations = {**(new["metadata"].get("annotations") or {}), SPEC: json.dumps(field_hashes(owner))}
     namespace = owner["metadata"].get("namespace", "default")
     added = {"namespace": namespace, "annotations": annotations, "ownerReferences": [reference]}
-    return {**made, "metadata": {**made["metadata"], **added}}
+    return {**new, "metadata": {**new["metadata"], **added}}
 
 
 def field_hashes(owner: Object) -> dict[str, str]:

@@ -30,9 +30,9 @@ def submit_file(arguments: argparse.Namespace) -> int:
     for document in documents:
         metadata = document.value["metadata"]
         namespace = arguments.namespace or metadata.get("namespace") or cluster.namespace
-        made = cluster.create({**document.value, "metadata": {**metadata, "namespace": namespace}})
-        print(f"ipujob.graphcore.ai/{made['metadata']['name']} created", flush=True)
-        created.append(made)
+        job = cluster.create({**document.value, "metadata": {**metadata, "namespace": namespace}})
+        print(f"ipujob.graphcore.ai/{job['metadata']['name']} created", flush=True)
+        created.append(job)
     if not (arguments.wait or arguments.follow):
         return 0
     return max(_wait_for_end(cluster, job, arguments.follow) for job in created)
@@ -77,9 +77,8 @@ def print_status(arguments: argparse.Namespace) -> int:
         if arguments.name:
             text = _job_details(cluster, _find_job(cluster, arguments.name, namespace))
         else:
-            text = (
-                _job_table(cluster.list("IPUJob", namespace)) or f"No IPUJobs found in {namespace} namespace."
-            )
+            table = _job_table(cluster.list("IPUJob", namespace))
+            text = table or f"No IPUJobs found in {namespace} namespace."
         if text != last:
             print(text if last is None else f"\n{text}", flush=True)
         last = text
@@ -215,9 +214,8 @@ def _list_pods(cluster: Cluster, job: Object) -> list[Object]:
     metadata = job["metadata"]
     listed = cluster.list("Pod", metadata["namespace"], labels=f"{JOB}={metadata['name']}")
     owners = [[owner["uid"] for owner in pod["metadata"].get("ownerReferences") or []] for pod in listed]
-    return sorted(
-        (pod for pod, uids in zip(listed, owners, strict=True) if metadata["uid"] in uids), key=_pod_number
-    )
+    owned = [pod for pod, uids in zip(listed, owners, strict=True) if metadata["uid"] in uids]
+    return sorted(owned, key=_pod_number)
 
 
 def _pod_number(pod: Object) -> int:

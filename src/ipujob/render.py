@@ -21,14 +21,14 @@ def render(job: Job, way: str = "job") -> tuple[list[Object], list[str]]:
     Raises: ValueError, if objects of this kind can't run the job
     """
     if way == "pod":
-        made = [pods.worker_pod(job, number) for number in range(job.instances * job.workers)]
+        objects = [pods.worker_pod(job, number) for number in range(job.instances * job.workers)]
     else:
         _check_renderable(job, way)
         make = _job_set if way == "jobset" else _indexed_job
-        made = [make(job, instance) for instance in range(job.instances)]
-    if job.has_service and way != "jobset" and made:
-        made.insert(0, pods.headless_service(job))
-    return made, list(_render_warnings(job, way))
+        objects = [make(job, instance) for instance in range(job.instances)]
+    if job.has_service and way != "jobset" and objects:
+        objects.insert(0, pods.headless_service(job))
+    return objects, list(_render_warnings(job, way))
 
 
 def _check_renderable(job: Job, way: str) -> None:

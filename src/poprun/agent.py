@@ -28,7 +28,7 @@ from .election import JoinError, TrainingLost
 from .guard import shell_exit_code
 from .hangs import HangDetector, stack_path
 from .hosts import CONSEQUENCE, WATCH
-from .nodes import Nodes, Round
+from .nodes import NodeConnection, Round
 from .topology import Node, numa_cores
 
 PATIENCE = 5  # seconds for the other instances to end after one has failed
@@ -53,10 +53,10 @@ def run_node(request: CommandLine, node: Node, folder: str) -> int:
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     code: int | None = None  # of the last round
     try:
-        nodes = Nodes(request, node)
+        nodes = NodeConnection(request, node)
         agent = Agent(request, nodes, folder)
         try:
-            while code != 0 and (current := nodes.next_round()) is not None:
+            while code != 0 and (current := nodes.wait_for_round()) is not None:
                 code = agent.run_round(current)
             code = 0
         except TrainingLost as error:
@@ -78,7 +78,7 @@ class Agent:
     """The agent of this node, which runs the node's instances in each round."""
 
     request: CommandLine
-    nodes: Nodes
+    nodes: NodeConnection
     folder: str  # for files with the output and the stacks of instances
 
     def run_round(self, current: Round) -> int | None:

@@ -34,7 +34,7 @@ _RECORD_PATIENCE = 30.0  # seconds; the connection of a host without power is cl
 _LEAVE_PATIENCE = 5.0  # seconds that the leader serves the store after the end, for the other nodes
 _FIRST_ROUND_PATIENCE = 10.0  # seconds that a new leader of an elastic training waits for expected nodes
 
-# A node's record in the store, with the keys that `Nodes._write_record` writes.
+# A node's record in the store, with the keys that `NodeConnection._write_record` writes.
 Record = dict[str, Any]
 
 
@@ -70,10 +70,10 @@ class Round:
         return ", ".join(name for name, id in self.ids.items() if records.get(name, {}).get("id") != id)
 
 
-class Nodes:
+class NodeConnection:
     """This node's connection to the other nodes; on the leader its reads call `Leader.advance_round`.
 
-    `next_round`, `must_stop_instances` and `record_success` raise `TrainingLost` if the training can't go on.
+    `wait_for_round`, `must_stop_instances` and `record_success` raise `TrainingLost` if the training can't go on.
     """
 
     def __init__(self, request: CommandLine, node: Node) -> None:
@@ -93,7 +93,7 @@ class Nodes:
             raise StoreError("this node is not connected")
         return self._store
 
-    def next_round(self) -> Round | None:
+    def wait_for_round(self) -> Round | None:
         """Wait for the next round with instances on this node, and return it; return None if the training has
         succeeded. If the connection to the store is lost, connect again."""
         while True:
