@@ -10,8 +10,9 @@ UpdatedVar___<name>   a parameter after each weight update                      
 finalLossScale        the loss scaling of the call's last weight update            (training)
 """
 
+import re
 import warnings
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,11 +34,12 @@ from ..options import Options
 from ..options.freeze_options import OUTPUTS
 
 GRADIENT, UPDATED, LOSS_SCALE = "Gradient___", "UpdatedVar___", "finalLossScale"
+_BEFORE_WEIGHT = re.compile(f"^({GRADIENT}|{UPDATED})?model[.]")  # a name of a weight may begin with "model."
 Anchors = dict[str, Anchor]  # by short name
 
 
 def resolve_anchors(
-    graph: Graph, traced: Collection[str], indices: dict[str, int], options: Options, training: bool
+    graph: Graph, traced: Iterable[str], indices: dict[str, int], options: Options, training: bool
 ) -> tuple[Graph, Anchors, tuple[str, ...]]:
     """Return the graph with the requested gradients as further outputs, the anchors that
     `Options.anchorTensor` requested, and the names of all tensors that could be anchored.
@@ -66,13 +68,13 @@ def resolve_anchors(
                 f"anchorTensor({short!r}, ...): output_return_period {period} is more than the deviceIterations of"
                 f" a call, which are {options.device_iterations}: nothing would be kept"
             )
-        name = _find_tensor_name(long_name, sources, traced)
-        if name is None:
+        name = long_name if long_name in sources else _BEFORE_WEIGHT.sub(r"\1", long_name)
+        source, key = sources.get(name, ("", ""))
+        if not source or (source == "output" and short not in indices):
             raise Error(
                 f"anchorTensor({short!r}, {long_name!r}): no tensor has that name{did_you_mean(long_name, sources)}\n"
                 f"  fix: getTensorNames() of the compiled model lists what can be anchored: {', '.join(sources)}"
             )
-        source, key = sources[name]
         if source == "gradient":
             gradient, key = gradients[key], str(len(results))
             results.append(replace(gradient, kind="output", key=key))
@@ -81,16 +83,6 @@ def resolve_anchors(
         outputs = "final" if source == "loss_scale" else OUTPUTS[OutputMode(mode)]
         anchors[short] = Anchor(source, key, outputs, period)
     return replace(graph, results=tuple(results)), anchors, tuple(sources)
-
-
-def _find_tensor_name(name: str, names: Container[str], traced: Container[str]) -> str | None:
-    """Return the element of `names` that the user's `name` means; None if there is none. Equal names match;
-    of a weight, a gradient and an update the name may have "model." before the parameter."""
-    if name in names:
-        return name
-    prefix = next((prefix for prefix in (GRADIENT, UPDATED) if name.startswith(prefix)), "")
-    plain = prefix + name.removeprefix(prefix).removeprefix("model.")
-    return plain if plain in names and plain not in traced else None
 
 
 # ---- outputs ----------------------------------------------------------------------------------------------
