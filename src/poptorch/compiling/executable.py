@@ -129,7 +129,7 @@ def _capture_model(
 
     Args: samples: the inputs of one micro-batch
     """
-    forward = _TracedForward(model, call, options, settings.training)
+    forward = _TracedForward(model, call, options)
     _call_hooks("Pre")
     options._execution_strategy.onStartTracing()
     try:
@@ -178,7 +178,6 @@ class _TracedForward:
     model: nn.Module
     call: BoundCall
     options: Options
-    training: bool
     template: Any = None
     returned: int = 0
     names: tuple[str, ...] = ()
@@ -192,13 +191,14 @@ class _TracedForward:
         with using_policy(policy), replace_untraceable_functions():
             value = self.model(*bound.args, **bound.kwargs)
         code = getattr(inspect.unwrap(self.model.forward), "__code__", None)
-        where = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "?"
-        self.template, outputs = split_outputs(value, where)
-        self.returned = len(outputs)
         state = current()
         assert state is not None
-        if self.training:
-            choose_loss(value, state, self.options, where)
+        if code is not None:
+            state.forward_line = f"{code.co_filename}:{code.co_firstlineno}"
+        self.template, outputs = split_outputs(value, state)
+        self.returned = len(outputs)
+        if state.training:
+            choose_loss(value, state, self.options)
         named = dict(zip(self.call.named_tensors, tensors, strict=True))
         for index, (loss, *_) in enumerate(state.losses):
             named |= {f"loss:{index}": loss, "loss": loss}
@@ -207,7 +207,7 @@ class _TracedForward:
             if long_name in named:
                 self.indices[short] = len(outputs)
                 outputs.append(named[long_name])
-        self.notes = make_notes(state.notes, outputs, where)
+        self.notes = make_notes(state, outputs)
         return outputs
 
 

@@ -28,24 +28,23 @@ from poptorch.nested_values import tensors_of
 from poptorch.options import Options
 
 
-def choose_loss(returned: Any, capture: Capture, options: Options, where: str) -> None:
+def choose_loss(returned: Any, capture: Capture, options: Options) -> None:
     """Set the capture's loss by forward's return value, unless the capture has a chosen loss already, or
     PopTorch's rule applies.
 
-    Args: where: the line of forward, for messages
     Raises: CaptureError, if `options.loss` names no float output, or several scalars depend on the loss
     """
     if capture.chosen is not None or (options.exists("loss_is_marked") and options("loss_is_marked")):
         return
-    origin = f"the return of forward, {where}"
+    origin = f"the return of forward, {capture.forward_line}"
     if options.exists("loss_output"):
-        chosen = _named_output(returned, options("loss_output"), where)
+        chosen = _named_output(returned, options("loss_output"), capture.forward_line)
     elif capture.is_marked:
         return
     elif isinstance(field := loss_field(returned), Tensor) and is_traced(field):
-        chosen, origin = field, f'the output "loss" of forward, {where}'
+        chosen, origin = field, f'the output "loss" of forward, {capture.forward_line}'
     else:
-        chosen = _derived_loss(returned, capture, where)
+        chosen = _derived_loss(returned, capture)
     if chosen is not None:
         capture.choose_loss(chosen, origin)
 
@@ -55,7 +54,7 @@ def loss_field(returned: Any) -> Any:
     return returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
 
 
-def _derived_loss(returned: Any, capture: Capture, where: str) -> Tensor | None:
+def _derived_loss(returned: Any, capture: Capture) -> Tensor | None:
     """Return the output of forward to train; None if an output is itself a loss, or no rule finds a scalar:
 
     1. the first output of a tuple, if it is a scalar computed from all losses
@@ -82,7 +81,7 @@ def _derived_loss(returned: Any, capture: Capture, where: str) -> Tensor | None:
     if len(derived) > 1:
         raise CaptureError(
             f"forward returns {len(derived)} scalars that are computed from the loss, but not the loss\n"
-            f"  at {where}\n"
+            f"  at {capture.forward_line}\n"
             "  why: one scalar is trained, and it is not clear which one\n"
             "  fix: name it: trainingModel(model, options, optimizer, loss=<its key or place>); or mark it with"
             ' poptorch.identity_loss(x, reduction="none")'

@@ -12,14 +12,14 @@ finalLossScale        the loss scaling of the call's last weight update         
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from popengine.compile.recording.current_capture import current, is_traced, recording_paused
+from popengine.compile.recording.current_capture import Capture, is_traced, recording_paused
 from popengine.compile.recording.graph_recorder import check_dense
 from popengine.compile.recording.leftovers import fake_tensors_in
 from popengine.errors import CaptureError, Error, did_you_mean
@@ -88,16 +88,14 @@ def resolve_anchors(
 # ---- outputs ----------------------------------------------------------------------------------------------
 
 
-def split_outputs(value: Any, where: str) -> tuple[Any, list[Tensor]]:
+def split_outputs(value: Any, capture: Capture) -> tuple[Any, list[Tensor]]:
     """Return the template of a forward's return value (see `split_traced`), and its outputs.
 
     A tensor that forward does not compute is no output: it stays in the template, with a warning.
-
-    Args: where: the line of forward
     """
-    template, traced = split_traced(value, where)
+    template, traced = split_traced(value, capture)
     for tensor in traced:
-        check_dense(tensor, f"an output of forward, at {where},")
+        check_dense(tensor, f"an output of forward, at {capture.forward_line},")
     if len(traced) < len(tensors_of(template)):
         warnings.warn(
             "Output expected to be on the IPU, but is a constant of the host: returned as it is", stacklevel=2
@@ -141,17 +139,15 @@ class Note:
         return fill_template(self.template, map(results.rows, self.anchors))
 
 
-def split_traced(value: Any, where: str) -> tuple[Any, list[Tensor]]:
+def split_traced(value: Any, capture: Capture) -> tuple[Any, list[Tensor]]:
     """Return a copy of a nested value, with an empty "meta" tensor in place of each traced tensor, and the
     traced tensors.
 
-    Args: where: the source line of the function that returned the value
     Raises: CaptureError, if an object that is no container holds traced tensors (see `_clear_traced_tensors`)
     """
-    capture = current()
     for part, path, is_named in constants_of(value, "output"):
-        _clear_traced_tensors(part, path, is_named, where)
-    tensors = [capture.recorder.stand_in_of(t) if capture is not None else t for t in tensors_of(value)]
+        _clear_traced_tensors(part, path, is_named, capture.forward_line)
+    tensors = [capture.recorder.stand_in_of(tensor) for tensor in tensors_of(value)]
     with recording_paused():
         marks = [torch.empty(0, device="meta") if is_traced(t) else t.detach() for t in tensors]
     return with_tensors(value, iter(marks)), [tensor for tensor in tensors if is_traced(tensor)]
@@ -191,11 +187,11 @@ def fill_template(template: Any, tensors: Iterator[Tensor]) -> Any:
     return with_tensors(template, (next(tensors) if t.is_meta else t for t in tensors_of(template)))
 
 
-def make_notes(captured: Sequence[tuple[Any, Any]], outputs: list[Tensor], where: str) -> tuple[Note, ...]:
+def make_notes(capture: Capture, outputs: list[Tensor]) -> tuple[Note, ...]:
     """Return the notes of a capture, after appending their tensors, in place, to the graph's `outputs`."""
     notes = []
-    for what, value in captured:
-        template, tensors = split_traced(value, where)
+    for what, value in capture.notes:
+        template, tensors = split_traced(value, capture)
         places = range(len(outputs), len(outputs) + len(tensors))
         anchors = tuple(Anchor("output", str(place), "all") for place in places)
         notes.append(Note(what, template, anchors))

@@ -95,6 +95,7 @@ class Capture:
     visits: list[Visit] = field(default_factory=lambda: [Visit(None, None, "?")])
     block: int = 0
     phase: str = "F"
+    forward_line: str = "?"  # file and line of the model's forward, for messages
     losses: list[tuple[Tensor, str]] = field(default_factory=list)  # with the user's line
     is_marked: bool = False  # the user has marked a loss
     chosen: tuple[Tensor, str] | None = None  # the loss to train, in place of the marked ones
