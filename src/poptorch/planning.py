@@ -105,16 +105,16 @@ def available_memory() -> int:
 def exit_if_only_planning(*program: Any) -> None:
     """If `popvision plan` runs this program, write the profiles that it requests and raise SystemExit.
 
-    Args: program: the arguments of `profiles` other than `kinds`
+    Args: program: the arguments of `make_profiles` other than `kinds`
     """
     if wish := os.environ.get(PLAN_WISH):
         wanted = json.loads(wish)
-        for kind, found in profiles(*program, kinds=wanted["kinds"]).items():
+        for kind, found in make_profiles(*program, kinds=wanted["kinds"]).items():
             found.save(Path(wanted["folder"]) / f"{kind}.pop")
         raise SystemExit(0)
 
 
-def profiles(
+def make_profiles(
     model: nn.Module,
     run: Run,
     options: Options,
@@ -278,7 +278,7 @@ def _measure_operations(found: Executable, hyper: Hyper | None) -> dict[str, Any
     most = available_memory() // 2
     longest: list[tuple[float, Sample]] = []
 
-    def seconds(piece: Piece, line: Line) -> float:
+    def seconds_of_line(piece: Piece, line: Line) -> float:
         operands = {name: values.get(name) for name in line.operands()}
         is_known = line.call != GETITEM and line.call.startswith(("aten.", "prims."))
         # An operand can be no tensor, such as a kernel's workspace.
@@ -306,7 +306,7 @@ def _measure_operations(found: Executable, hyper: Hyper | None) -> dict[str, Any
 
     pieces = found.plan.partition.pieces
     costs = call_in_one_thread(
-        lambda: [sum(seconds(piece, line) for line in piece.lines) for piece in pieces]
+        lambda: [sum(seconds_of_line(piece, line) for line in piece.lines) for piece in pieces]
     )
     threads, shared = torch.get_num_threads(), []
     for alone, operation in longest if threads > 1 else []:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from popengine.errors import BatchError, Error
 from popengine.settings import Counts
-from poptorch.data.loader import loader_factors_of
+from poptorch.data.loader import factors_of_loaded
 from poptorch.logs import logger
 from poptorch.nested_values import Spec, constants_of, path_step, paths_of, spec_of, tensors_of, with_tensors
 
@@ -148,7 +148,7 @@ def warn_about_inputs(call: BoundCall, counts: Counts, has_float64: bool) -> Non
         counts: the batch factors of the model's options
         has_float64: whether the model has float64 weights or buffers
     """
-    loaded = {factors_in_words(theirs) for tensor in call.tensors if (theirs := loader_factors_of(tensor)[0])}
+    loaded = {factors_in_words(theirs) for tensor in call.tensors if (theirs := factors_of_loaded(tensor)[0])}
     if others := loaded - {factors_in_words(counts)}:
         logger.warning(
             "the DataLoader and the model have different options: batches are loaded for %s, and the model"

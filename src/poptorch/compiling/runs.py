@@ -14,7 +14,7 @@ from typing import Any
 
 from popengine.settings import Counts, Settings, StepPart
 
-from ..data.loader import loader_factors_of
+from ..data.loader import factors_of_loaded
 from ..enums import OutputMode
 from ..options import Options
 from .arguments import BoundCall, CompiledInputs
@@ -99,7 +99,7 @@ def split_into_runs(whole: Run, options: Options, training: bool, like: Compiled
 def _micro_batch_rows(call: BoundCall, like: CompiledInputs | None) -> int | None:
     """Return the number of rows of a micro-batch: the DataLoader's, else that of `like`; None if there is
     neither, or if the inputs of `like` have different numbers of rows."""
-    loaded = next((rows for tensor in call.tensors if (rows := loader_factors_of(tensor)[1])), None)
+    loaded = next((rows for tensor in call.tensors if (rows := factors_of_loaded(tensor)[1])), None)
     if loaded is not None or like is None:
         return loaded
     sizes = {shape[0] // like.counts.product for _, shape in like.kind.tensors if shape}

@@ -28,7 +28,7 @@ from popengine.errors import DataError
 from poptorch.data.loader_process import (
     EpochEnd,
     Feeder,
-    Loaded,
+    LoadedBatch,
     Restart,
     SlotUnpickler,
     pickle_state,
@@ -112,9 +112,9 @@ class AsynchronousDataAccessor:
         while True:
             message = self._receive_message("An error occurred in the data fetcher")
             if message.restart_count != self._restart_count:
-                if isinstance(message, Loaded):
+                if isinstance(message, LoadedBatch):
                     self._send_message(message.slot)
-            elif isinstance(message, Loaded):
+            elif isinstance(message, LoadedBatch):
                 for slot in self._slots_to_release:
                     self._send_message(slot)
                 self._slots_to_release, self._needs_restart = [message.slot], True

@@ -18,7 +18,7 @@ from popengine.errors import DataError
 from popengine.settings import Counts
 from poptorch.data.accessor import AsynchronousDataAccessor, length_or_none
 from poptorch.data.dataset_shares import sampler_of_process
-from poptorch.data.loader_state import Progress, ResumableSampler, adapt_state
+from poptorch.data.loader_state import Progress, ResumableSampler, state_for_loader
 from poptorch.data.rows import group_batches, rebatch_rows
 from poptorch.enums import DataLoaderMode, member_by_name
 from poptorch.logs import logger
@@ -32,7 +32,7 @@ wait_recorders: weakref.WeakSet[Any] = weakref.WeakSet()
 _loaded = WeakTensorKeyDictionary()
 
 
-def loader_factors_of(tensor: torch.Tensor) -> tuple[Counts | None, int | None]:
+def factors_of_loaded(tensor: torch.Tensor) -> tuple[Counts | None, int | None]:
     """Return the batch factors of the DataLoader that loaded this tensor, and the rows of its micro-batches
     (None: not known). Return (None, None) unless the tensor is the first tensor of a DataLoader's batch."""
     return _loaded.get(tensor) or (None, None)
@@ -171,7 +171,7 @@ class DataLoader(torch.utils.data.DataLoader):
         Raises:
             DataError: the value is not a loader's state, or this loader can't go on from it
         """
-        state = adapt_state(state_dict, self)
+        state = state_for_loader(state_dict, self)
         if self._accessor is None:
             self._progress.loaded_state = state
         else:
@@ -187,7 +187,7 @@ class DataLoader(torch.utils.data.DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         batches = self._progress.begin_epoch(self) if self._accessor is None else iter(self._accessor)
-        return _record_batches(batches, self.options._counts(), self._micro_batch)
+        return _yield_and_record(batches, self.options._counts(), self._micro_batch)
 
     def _begin_epoch(self) -> Iterator[Any]:
         """Begin an epoch in this process, and return an iterator over its combined batches."""
@@ -264,9 +264,9 @@ class DataLoader(torch.utils.data.DataLoader):
             )
 
 
-def _record_batches(batches: Iterator[Any], counts: Counts, micro_batch: int | None) -> Iterator[Any]:
+def _yield_and_record(batches: Iterator[Any], counts: Counts, micro_batch: int | None) -> Iterator[Any]:
     """Yield the batches unchanged. Report the wait for each batch to `wait_recorders`, and store `counts` and
-    `micro_batch` by the batch's first tensor, for `loader_factors_of`."""
+    `micro_batch` by the batch's first tensor, for `factors_of_loaded`."""
     start = time.perf_counter_ns()
     for batch in batches:
         for recorder in list(wait_recorders):

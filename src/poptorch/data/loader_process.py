@@ -3,7 +3,7 @@
     worker                                        consumer
                                ◄───────────────   int: a free slot
     Tensor: all slots          ───────────────►
-    Loaded(slot, ...)          ───────────────►   reads the slot ...
+    LoadedBatch(slot, ...)     ───────────────►   reads the slot ...
                                ◄───────────────   int: ... and returns it
     EpochEnd(is_continuing)    ───────────────►
                                ◄───────────────   Restart: begin an epoch; batches in flight are stale
@@ -38,7 +38,7 @@ from poptorch.nested_values import ICustomArgParser, registerCustomArgParser, re
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedBatch:
     """The worker's message that a slot has been filled with a batch.
 
     Args:
@@ -55,7 +55,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class EpochEnd:
-    """The worker's message that an epoch has ended; `state` is the loader's state then, as in `Loaded`."""
+    """The worker's message that an epoch has ended; `state` as in `LoadedBatch`, at the end of the epoch."""
 
     restart_count: int
     is_continuing: bool  # False if the worker waits for a Restart
@@ -96,7 +96,7 @@ class _SlotPickler(pickle.Pickler):
 
 
 class SlotUnpickler(pickle.Unpickler):
-    """The unpickler of `Loaded.content`; tensors that were copied into the slot become views of the slot."""
+    """The unpickler of a batch's content; tensors that were copied into the slot become views of the slot."""
 
     def __init__(self, content: bytes, slot: Tensor) -> None:
         super().__init__(io.BytesIO(content))
@@ -229,7 +229,7 @@ class Feeder:
         return pickle_state({**self.dataset.state_dict(), "begun": None})
 
     def send_batch(self, batch: Any) -> None:
-        """Copy a batch into a free slot and send a `Loaded`; allocate and send the slots before the first."""
+        """Copy a batch into a free slot, and send it; before the first batch, allocate and send the slots."""
         is_first = self.memory is None
         if self.memory is None:
             size = max(sum(map(_size_in_slot, tensors_of(batch))), 1)
@@ -239,7 +239,8 @@ class Feeder:
         _SlotPickler(file, self.memory[slot]).dump(batch)
         if is_first:
             self.connection.send(self.memory)
-        self.connection.send(Loaded(self.restart_count, slot, file.getvalue(), self.pickle_dataset_state()))
+        state = self.pickle_dataset_state()
+        self.connection.send(LoadedBatch(self.restart_count, slot, file.getvalue(), state))
 
     def handle_message(self) -> None:
         """Wait for a message of the consumer, and handle it: mark a returned slot as free, or at a Restart

@@ -67,7 +67,7 @@ class Progress:
         if self.loaded_state is not None:
             return self.loaded_state
         position = {"epoch": self.epoch, "position": self.position}
-        return {**position, **_shares_and_rows(loader), "begun": self.begun, "now": _generator_states(loader)}
+        return {**position, **_layout_of(loader), "begun": self.begun, "now": _generator_states(loader)}
 
     def next_state(self, loader: Any) -> LoaderState:
         """Return the state from which the next `iter()` starts: the loaded state, or that of a new epoch."""
@@ -81,21 +81,21 @@ class Progress:
         self.epoch, self.position = state["epoch"], state["position"]
         self.begun = begun = state["begun"] or state["now"]
         if not is_loaded:
-            return self._count_batches(loader, loader._begin_epoch())
+            return self._yield_and_count(loader, loader._begin_epoch())
         now = None if state["begun"] is None else state["now"]["random"]
         if now is not None or begun["fresh"]:
             loader._iterator = None  # persistent workers may have begun another epoch
-        _set_generators(loader, begun)
+        _restore_generators(loader, begun)
         if isinstance(loader.dataset, IterableDataset):
             batches = _skip_elements(loader._begin_epoch(), self.position, now, ahead=0)
         else:
-            begin = None if begun["fresh"] else partial(_set_generators, loader, begun)
+            begin = None if begun["fresh"] else partial(_restore_generators, loader, begun)
             count = self.position * loader._elements_per_batch
             self.iterate = partial(_skip_elements, count=count, random=now, ahead=1, begin=begin)
             batches = loader._begin_epoch()
-        return self._count_batches(loader, batches)
+        return self._yield_and_count(loader, batches)
 
-    def _count_batches(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+    def _yield_and_count(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield and count the batches; at the end count the epoch, and warn if the first one was empty."""
         for batch in batches:
             self.position += 1
@@ -156,7 +156,7 @@ def _skip_elements(
     yield from rest
 
 
-def adapt_state(state: Mapping[str, Any], loader: Any) -> LoaderState:
+def state_for_loader(state: Mapping[str, Any], loader: Any) -> LoaderState:
     """Return a copy of a state, which a loader in another layout may have saved, for this loader: the
     position is counted in this loader's batches.
 
@@ -164,7 +164,7 @@ def adapt_state(state: Mapping[str, Any], loader: Any) -> LoaderState:
         DataError: the value is not a loader's state; it has another number of random generators than this
             loader; or rows would be lost or read twice
     """
-    here = _shares_and_rows(loader)
+    here = _layout_of(loader)
     if not isinstance(state, Mapping) or set(state) != {"epoch", "position", "begun", "now", *here}:
         raise DataError(
             "this is not the state of a poptorch.DataLoader\n  fix: load what its state_dict() has returned"
@@ -180,8 +180,8 @@ def adapt_state(state: Mapping[str, Any], loader: Any) -> LoaderState:
         rows = position * (state["rows"] or 0)
         if state["shares"] != 1 or here["shares"] != 1 or not rows or rows % (here["rows"] or rows + 1):
             raise DataError(
-                f"the loader's state is of the middle of epoch {state['epoch']}, from {_describe_shares(state)}, "
-                f"and here are {_describe_shares(here)}: rows would be read twice, and others never\n"
+                f"the loader's state is of the middle of epoch {state['epoch']}, from {_layout_text(state)}, "
+                f"and here are {_layout_text(here)}: rows would be read twice, and others never\n"
                 f"  why: a process with a share of its own counts the batches of that share\n"
                 f"  fix: go on as before until the epoch has ended, or load a state from between two epochs; with "
                 f"popdist.poptorch.Options rows belong to replicas, and any number of processes goes on"
@@ -190,7 +190,7 @@ def adapt_state(state: Mapping[str, Any], loader: Any) -> LoaderState:
     return {**state, **here, "position": position}
 
 
-def _shares_and_rows(loader: Any) -> dict[str, Any]:
+def _layout_of(loader: Any) -> dict[str, Any]:
     """Return the entries of a loader's state that depend on the layout.
 
     shares  number of processes that each read a share of the dataset; 1: all batches are counted together
@@ -201,7 +201,7 @@ def _shares_and_rows(loader: Any) -> dict[str, Any]:
     return {"shares": shares, "rows": size and size * processes}
 
 
-def _describe_shares(layout: Mapping[str, Any]) -> str:
+def _layout_text(layout: Mapping[str, Any]) -> str:
     count, rows = layout["shares"], layout["rows"]
     shares = f"{count} processes with a share each" if count > 1 else "one order for all"
     return f"{shares} in calls of {rows} rows"
@@ -228,7 +228,7 @@ def _generator_states(loader: Any) -> LoaderState:
     }
 
 
-def _set_generators(loader: Any, state: LoaderState) -> None:
+def _restore_generators(loader: Any, state: LoaderState) -> None:
     """Set the generators on which a loader's rows depend to a result of `_generator_states`."""
     set_random_state(state["random"])
     for generator, value in zip(_loader_generators(loader), state["own"], strict=False):

@@ -18,7 +18,7 @@ from ..compiling.runs import Run
 from ..logs import logger
 from ..options import Options
 from ..options.freeze_options import resolve_options
-from ..planning import profiles
+from ..planning import make_profiles
 from . import executable_file, marked_model
 from .executor import PoplarExecutor
 from .public_names import outside_inference_mode
@@ -151,7 +151,7 @@ def plan(
     chosen = load_machines(on)
     kinds = list(dict.fromkeys(machine.kind for machine in chosen))
     with _compile_arguments(model, options, batch, training) as (executor, program):
-        found = profiles(*program, executor._optimizer_link.hyper, kinds)
+        found = make_profiles(*program, executor._optimizer_link.hyper, kinds)
     return Estimates(found, chosen, replicas, accumulation)
 
 
