@@ -46,8 +46,13 @@ def write_checkpoint(
     path, failure = folder / f"instance-{instance}.pt", ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        written = {path.name: _save_state(path, state)}
-        _write_text(path.with_suffix(".done"), json.dumps(written))
+        with open(path, "wb") as file:
+            try:
+                torch.save(state, file)
+            except RuntimeError as of_torch:  # raised after the error of the disk
+                raise of_torch.__context__ or of_torch from None
+        _flush_to_disk(path)
+        _write_text(path.with_suffix(".done"), json.dumps({path.name: _size_and_checksum(path)}))
     except Exception as error:
         if isinstance(error, OSError):
             error = OSError(error.errno, error.strerror, str(folder.parent))
@@ -140,17 +145,6 @@ def read_checkpoint(folder: Path) -> tuple[int, list[dict[str, Any]]]:
     manifest = json.loads((folder / _MANIFEST).read_text())
     paths = [folder / f"instance-{i}.pt" for i in range(len(manifest["files"]))]
     return manifest["replicas"], [torch.load(path, weights_only=True) for path in paths]
-
-
-def _save_state(path: Path, state: Any) -> list[int]:
-    """Write `state` to a file by torch.save, flush it to the disk, and return [size in bytes, checksum]."""
-    with open(path, "wb") as file:
-        try:
-            torch.save(state, file)
-        except RuntimeError as error:  # torch's own, raised after the error of the disk
-            raise error.__context__ or error from None
-    _flush_to_disk(path)
-    return _size_and_checksum(path)
 
 
 def _size_and_checksum(path: Path) -> list[int]:

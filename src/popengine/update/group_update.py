@@ -125,8 +125,7 @@ def _flat_view(value: Tensor, start: int, stop: int) -> Tensor:
     return value.as_strided((stop - start,), (1,), value.storage_offset() + start)
 
 
-Span = tuple[int, int, int]  # index of a parameter, first element, end; (index, 0, 0): the whole parameter
-Chunk = list[Span]
+Chunk = list[tuple[int, int, int]]  # (index of a parameter, first element, end); (index, 0, 0): all of it
 
 
 def cut_into_chunks(parts: Sequence[ParameterUpdate]) -> list[Chunk]:
