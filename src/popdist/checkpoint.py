@@ -29,8 +29,6 @@ from poptorch.logs import logger
 from . import checkpoint_files as files
 from . import collectives
 
-_PATIENCE_AT_EXIT = 60  # seconds that the end of a program waits for an unfinished checkpoint
-
 
 class Checkpoint:
     """The checkpoints of a training: `step` saves one every few calls, `restore` loads the newest valid one.
@@ -74,7 +72,7 @@ class Checkpoint:
         Raises: Error, if the checkpoint is of another model or other arguments, or before `popdist.init()`
         """
         self._model, self._parts = model, {"loader": loader, **others} if loader is not None else others
-        atexit.register(self.wait, _PATIENCE_AT_EXIT)
+        atexit.register(self.wait, 60)  # seconds
         # Instance 0 chooses the checkpoint, since other instances may see other files.
         names = [path.name for path in files.complete_checkpoints(self._directory)]
         self._run, *names = _all_gather([secrets.token_hex(4), *names] if self._launch.instance == 0 else [])

@@ -27,8 +27,6 @@ logger = logging.getLogger("popengine")
 TIMEOUT = "POPDIST_INIT_TIMEOUT"
 _SIOCGIFADDR = 0x8915
 _stores: list[Any] = []  # torch keeps no reference to a store written in Python
-_PATIENCE = 0.2  # seconds for threads to end before the connection to the store is closed
-_PATIENCE_AT_EXIT = 2.0  # seconds for threads to end afterwards
 
 
 def connect(launch: Launch) -> None:
@@ -51,11 +49,11 @@ def _disconnect_at_exit() -> None:
     """Write to the store that this process ends, and wait for torch's threads in this process. Threads that
     don't end soon may wait for a store that has stopped: close the connection, which ends their waits."""
     process_group.announce_end()
-    if not process_group.join_torch_threads(_PATIENCE):
+    if not process_group.join_torch_threads(0.2):  # seconds
         for store in _stores:
             if isinstance(store, SignedStore):
                 store.close()
-        process_group.join_torch_threads(_PATIENCE_AT_EXIT)
+        process_group.join_torch_threads(2.0)
 
 
 def _store_address() -> tuple[str, int]:

@@ -27,10 +27,7 @@ import torch.distributed as dist
 from popengine.environment import SECRET
 
 _NONCE = 16  # bytes
-_SIGNATURE = hashlib.sha256().digest_size
-_MAX_MESSAGE = 1 << 22  # bytes of a message that the server reads
 _OUTSIDE_ADDRESS = "192.0.2.1"  # reserved for documentation: reached by the default route
-_HANDSHAKE = 10.0  # seconds for a caller to sign its first message
 # A host that lost its power is noticed after 10 + 3 * 5 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 
@@ -74,7 +71,7 @@ class _SignedConnection:
         (size,) = struct.unpack("!I", self._receive_bytes(4))
         if largest is not None and size > largest:
             raise OSError(f"a message of {size} bytes")
-        signature, body = self._receive_bytes(_SIGNATURE), self._receive_bytes(size)
+        signature, body = self._receive_bytes(hashlib.sha256().digest_size), self._receive_bytes(size)
         if not hmac.compare_digest(signature, self._next_signature(1, body)):
             raise OSError("a message with another secret")
         return json.loads(body)
@@ -145,10 +142,10 @@ class Server:
         held: set[str] = set()
         self._sockets.add(connected)
         with connected, suppress(OSError, ValueError, TypeError):
-            connected.settimeout(_HANDSHAKE)
+            connected.settimeout(10.0)  # for the first message, which shows that the caller knows the secret
             channel = _SignedConnection(connected, self._secret, is_server=True)
             while True:
-                message = channel.receive(_MAX_MESSAGE)
+                message = channel.receive(largest=1 << 22)
                 connected.settimeout(None)
                 with self._lock:
                     answer = _execute_message(self._values, held, message)

@@ -10,7 +10,6 @@ import torch
 Mode = Literal["pipelined", "sharded", "phased"]
 AutoRule = Literal["same_as_ipu", "auto_increment", "balance"]
 Outputs = Literal["final", "every_n", "all", "sum"]
-Backend = Literal["eager", "inductor"]
 DeviceKind = Literal["cpu", "cuda", "xpu"]
 
 
@@ -192,7 +191,7 @@ class Settings:
     shard_optimizer: int | None = None  # shard the state of parameters of at least this many elements
     recompute: bool = False  # compute activations again in backward, instead of keeping them
     device: DeviceKind = "cpu"
-    backend: Backend = "eager"  # what runs the pieces
+    backend: Literal["eager", "inductor"] = "eager"  # what runs the pieces
     # Products of half types, such as "mm of bfloat16": chosen by the options and the processor.
     products_in_float32: tuple[str, ...] = ()
     anchors: tuple[Anchor, ...] = ()
