@@ -60,7 +60,7 @@ MAY_IMPORT = {
 
 # The imports upwards: who writes a page loads the viewer, and only then.
 EXCEPTIONS = {
-    "poptorch.reporter": {"popvision.html"},
+    "poptorch.reporter": {"popvision.report"},
     "poptorch.executor.wrapping": {"popvision.machine", "popvision.plan"},
 }
 

@@ -79,9 +79,9 @@ class Reporter:
             return
         try:
             self._make_profile(*self._running).save(self.path)
-            from popvision import html  # loaded only for a profile
+            from popvision import report  # loaded only for a profile
 
-            html.write_report(self.path.parent.parent)
+            report.write_report(self.path.parent.parent)
         except OSError as error:
             logger.warning("the profile could not be written to %s: %s", self.path.parent.parent, error)
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 from popengine.profile import Event, Profile
 
@@ -141,9 +141,7 @@ class Row:
     second: str
     ratio: float | None  # second / first; None if a run lacks the figure
     spread: float  # the share by which the figure differs between equal runs
-    better: Literal[
-        "first", "second", ""
-    ]  # "" if the figures differ by at most `spread` or 1 %, or one is missing
+    better: str  # "first", "second", or "" if one is missing, or they differ by at most `spread` or 1 %
 
 
 def compare_figures(a: Figures, b: Figures) -> list[Row]:

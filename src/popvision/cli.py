@@ -14,11 +14,10 @@ from pathlib import Path
 from popengine.environment import pando_version
 from popengine.profile import ProfileError, load
 
-from . import chrome, html
-from .html import find_profiles
+from . import chrome
 from .machine import MachineError, load_machines
 from .plan import Estimates, compile_profiles
-from .report import summary
+from .report import find_profiles, summary, write_comparison, write_report
 
 _USAGE = """\
 popvision REPORT                        open the report in a browser
@@ -118,7 +117,7 @@ def _open_report(args: argparse.Namespace) -> None:
     found = find_profiles(args.report)
     for path in found:
         load(path)  # a profile that can't be read is an error here, not a page about one
-    _print_and_open(html.write_report(found[0].parent.parent), not args.no_browser)
+    _print_and_open(write_report(found[0].parent.parent), not args.no_browser)
 
 
 def _print_and_open(page: Path, in_browser: bool) -> None:
@@ -133,7 +132,7 @@ def _print_summary(args: argparse.Namespace) -> None:
 
 
 def _compare_reports(args: argparse.Namespace) -> None:
-    print(html.write_comparison(args.report, args.other, args.output))
+    print(write_comparison(args.report, args.other, args.output))
     _print_and_open(args.output, args.open)
 
 

@@ -11,8 +11,7 @@ from popengine.profile import HostEvent, Profile
 from popvision import memory, virtual
 from popvision.advice import advice_sentences, machine_sentence, stages_sentence
 from popvision.analysis import Figures, compare_figures
-from popvision.html import page_data
-from popvision.report import summary
+from popvision.report import page_data, summary
 from popvision.units import size_text
 from popvision.virtual import StepModel, promised_speedup
 

@@ -11,7 +11,7 @@ import test_runs
 from simulated import MS, simulated
 
 from popengine.profile import Profile
-from popvision import html
+from popvision.report import write_comparison, write_report
 
 SHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 VIEWS = ["headline", "trace", "memory", "operations", "host", "model", "compare"]
@@ -26,7 +26,7 @@ def report(tmp_path_factory):
     )
     profile.save(folder / "training" / "profile.pop")
     simulated(4, 12, training=False).save(folder / "inference" / "profile.pop")
-    return html.write_report(folder)
+    return write_report(folder)
 
 
 # The middle of the first backward that the trace shows on its first row.
@@ -43,7 +43,7 @@ FIRST_BACKWARD = """(() => {
 
 def write(folder: Path, profile: Profile) -> Path:
     profile.save(folder / "training" / "profile.pop")
-    return html.write_report(folder)
+    return write_report(folder)
 
 
 def wide(chromium, width: int) -> None:
@@ -189,7 +189,7 @@ def test_the_memory_cursor_tells_what_is_alive(chromium, report):
 def test_two_runs_are_compared_in_numbers_and_on_the_trace(chromium, tmp_path):
     simulated(2, 4).save(tmp_path / "one" / "training" / "profile.pop")
     simulated(2, 4, cost=lambda phase, stage: 2 * MS).save(tmp_path / "two" / "training" / "profile.pop")
-    html.write_comparison(tmp_path / "one", tmp_path / "two", tmp_path / "both.html")
+    write_comparison(tmp_path / "one", tmp_path / "two", tmp_path / "both.html")
     chromium.open(tmp_path / "both.html")
     chromium.screenshot(SHOTS / "compare-two.png")
     rows = chromium.value(
@@ -267,7 +267,7 @@ def test_a_profile_that_cannot_be_read_is_said_to_be(chromium, tmp_path, change,
     write(tmp_path, simulated(2, 2))
     path = tmp_path / "training" / "profile.pop"
     path.write_text(change(path.read_text()))
-    page = html.write_report(tmp_path)
+    page = write_report(tmp_path)
     for view in VIEWS[:6]:
         chromium.open(page, view)
         assert message in chromium.value("document.querySelector('.fault').innerText")
