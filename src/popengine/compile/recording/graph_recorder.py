@@ -319,15 +319,32 @@ class CaptureRecorder(GraphRecorder):
         return self.assign_tensor(node, empty_like(value)) if node.meta["val"] is value else node.meta["val"]
 
     def _run_on_constants(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
-        """Return the result of an operation that reads constants, or raise `error` if it reads other values."""
-        if func in (aten.index.Tensor, aten.masked_select.default):
-            value, indices = args
-            if func is aten.masked_select.default:
-                shape = torch.broadcast_shapes(value.shape, indices.shape)
-                value, indices = value.expand(shape), [indices.expand(shape)]
-            return aten.index.Tensor(value, self._replace_masks(indices, error))
-        args, kwargs = tree_map(lambda leaf: self._value_or_raise(leaf, error), (args, kwargs))
-        return self._run_on_real_values(func, args, kwargs)
+        """Return the result of an operation that reads constants, or raise `error` if it reads other values.
+
+        Of an index operation only the masks are read: they become tensors of positions.
+        """
+
+        def known_value(leaf: Any) -> Any:
+            value = self.value_of(leaf) if isinstance(leaf, Tensor) else leaf
+            if value is None and leaf is not None:
+                raise error
+            return value
+
+        if func not in (aten.index.Tensor, aten.masked_select.default):
+            return self._run_on_real_values(func, *tree_map(known_value, (args, kwargs)))
+        value, indices = args
+        if func is aten.masked_select.default:
+            shape = torch.broadcast_shapes(value.shape, indices.shape)
+            value, indices = value.expand(shape), [indices.expand(shape)]
+        found: list[Any] = []
+        for index in indices:
+            if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
+                with _disable_current_modes():
+                    positions = known_value(index).nonzero().unbind(1)
+                found += map(self.add_constant, positions)
+            else:
+                found.append(index)
+        return aten.index.Tensor(value, found)
 
     def _run_on_real_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on real tensors, unrecorded; return the result, with a constant for each dense tensor."""
@@ -339,26 +356,6 @@ class CaptureRecorder(GraphRecorder):
             return self.add_constant(leaf) if is_dense else leaf
 
         return tree_map(as_constant, result)
-
-    def _value_or_raise(self, value: Any, error: Exception) -> Any:
-        """Return a tensor's value, or an argument that is no tensor. Raise `error` if the value is unknown."""
-        known = self.value_of(value) if isinstance(value, Tensor) else value
-        if known is None and value is not None:
-            raise error
-        return known
-
-    def _replace_masks(self, indices: Any, error: Exception) -> list[Any]:
-        """Return the indices of an index operation, with tensors of positions in place of masks. Raise `error` if a
-        mask's value is unknown."""
-        found: list[Any] = []
-        for index in indices:
-            if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
-                with _disable_current_modes():
-                    positions = self._value_or_raise(index, error).nonzero().unbind(1)
-                found += map(self.add_constant, positions)
-            else:
-                found.append(index)
-        return found
 
     def value_of(self, value: Tensor) -> Tensor | None:
         """Return a copy of the value of a recorded tensor; None if the tensor depends on more than constants."""
