@@ -196,17 +196,17 @@ def _block_of(node: fx.Node, visits: Sequence[Visit]) -> str | None:
 def _blocks(plan: Plan, graph: Graph | None) -> Iterator[ProfiledBlock]:
     """Yield the blocks of each stage. The block "no block" has the operations before all blocks."""
     partition, visits = plan.partition, plan.partition.signature.visits
-    lines = {str(visit.name): visit.where for visit in reversed(visits)}
+    lines = {visit.name or "no block": visit.where for visit in reversed(visits)}
     used: dict[str, set[str]] = {}
     for node in graph.code.nodes if graph else ():
         if node.meta.get("phase") == "F" and (node.meta.get("block") or 0) >= 0:
-            used.setdefault(str(_block_of(node, visits)), set()).update(n.name for n in node.all_input_nodes)
+            block = _block_of(node, visits) or "no block"
+            used.setdefault(block, set()).update(operand.name for operand in node.all_input_nodes)
     parameters = [slot for slot in partition.signature.slots if slot.role == "parameter"]
     for stage, names in enumerate(partition.names):
         for name in names.split(", "):
-            key = "None" if name == "no block" else name
-            size = sum(math.prod(slot.shape) for slot in parameters if slot.name in used.get(key, ()))
-            yield ProfiledBlock(name, stage, partition.ipus[stage], lines.get(key, "?"), size)
+            size = sum(math.prod(slot.shape) for slot in parameters if slot.name in used.get(name, ()))
+            yield ProfiledBlock(name, stage, partition.ipus[stage], lines.get(name, "?"), size)
 
 
 def _schedule(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:

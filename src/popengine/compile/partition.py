@@ -32,7 +32,7 @@ from .recording.graph_recorder import sources_of, storage_of
 
 PhaseAndStage = tuple[Phase, int]
 _CAST = torch.ops.aten._to_copy.default
-_NO_STAGE = -1
+NO_STAGE = -1
 BUCKET = 4 << 20  # bytes of gradients that processes exchange together, roughly
 _CLOSE = 4  # lines: one cut serves buffers that are read within this distance
 CHECKPOINT = "poptorch.recomputation_checkpoint.default"  # recomputation keeps the result of this operation
@@ -77,7 +77,7 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
     for node in _operation_nodes(graph):
         if node in casts and node.name in needed:
             nodes = sorted(sources_of([node], among=of_state))
-            prepared[node.name] = make_piece("F", _NO_STAGE, list(_outer_operands(nodes)), [node.name], nodes)
+            prepared[node.name] = make_piece("F", NO_STAGE, list(_outer_operands(nodes)), [node.name], nodes)
     read = {of: set(names) for of, names in needs.items()}  # with the weights of casts
     for names in read.values():
         names.update(*(prepared[name].reads for name in names & prepared.keys()))

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...errors import CaptureError
 from ...ir import Graph, Key, Result, Slot, Visit
 from ...operations import Body
-from ..partition import make_piece
+from ..partition import NO_STAGE, make_piece
 from .current_capture import Capture, recording_paused
 from .graph_recorder import (
     PLACE,
@@ -30,7 +30,6 @@ from .graph_recorder import (
 )
 
 aten = torch.ops.aten
-_BODY = -1  # in place of a stage: a failing line is looked up in the piece that runs the body
 _REPLAYED_META = (*PLACE, "scope", "attributes", "group", "numbers")  # what a replay copies of a node's meta
 _OVERWRITES = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default)
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
@@ -268,6 +267,7 @@ def trace_body(
     calls = [node for node in graph.nodes if node.op == "call_function"]
     draws = [node.meta.pop("draw") for node in calls if "draw" in node.meta]  # the whole body has one key
     results: Any = graph.output_node().args[0]
-    piece = make_piece("F", _BODY, reads, [node.name for node in results], calls)
+    # Without a stage: a failing line is looked up in the piece that runs the body.
+    piece = make_piece("F", NO_STAGE, reads, [node.name for node in results], calls)
     shapes = tuple((tuple(node.meta["val"].shape), node.meta["val"].dtype) for node in results)
     return Body(piece, shapes, bool(draws)), list(outer.values())

@@ -53,12 +53,12 @@ _HINTS = (
         "the operation reads memory, and tensors have none while the model is compiled; or it is none of dense tensors",
         "compute with other operations on dense tensors, or on the host: poptorch.CPU(function, name)",
     ),
-)
-_ANY = _Hint(
-    "",
-    "torch refuses this operation on tensors of such shapes and types",
-    "compare the shapes and types that forward was given with those that this line takes; `model(*micro_batch)` in"
-    " plain PyTorch shows the same",
+    _Hint(
+        "",  # all others
+        "torch refuses this operation on tensors of such shapes and types",
+        "compare the shapes and types that forward was given with those that this line takes; `model(*micro_batch)` in"
+        " plain PyTorch shows the same",
+    ),
 )
 
 
@@ -91,7 +91,7 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
         if isinstance(error, (Error, RecursionError)) or not is_raised_by_torch:
             raise
         words = f"{type(error).__name__}: {error}".partition(" You may have run into this message")[0]
-        hint = next((hint for hint in _HINTS if re.search(hint.words, words)), _ANY)
+        hint = next(hint for hint in _HINTS if re.search(hint.words, words))
         raise _error_class(next(kind for kind in _KINDS if isinstance(error, kind)))(
             f"torch fails in the forward: {words}\n"
             f"  at {user_line(error)}\n"
