@@ -75,6 +75,7 @@ def write_file(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    saved = replace(saved, executables=tuple(replace(each, graph=None) for each in saved.executables))
     try:
         content = io.BytesIO()
         content.seek(_HASH)
@@ -116,8 +117,7 @@ def write_to_cache_folder(
     path = Path(popart["cachePath"]) / f"{name}.poptorch"
     try:
         if not path.exists():
-            without_graph = (replace(executable, graph=None),)
-            write_file(path, SavedExecutor(without_graph, options, per_replica_params))
+            write_file(path, SavedExecutor((executable,), options, per_replica_params))
     except (OSError, AssertionError, Error) as error:
         logger.warning(
             "enableExecutableCaching: the compiled model is not written to %s: %s", path.parent, error

@@ -331,7 +331,7 @@ class PoplarExecutor(PublicNames):
         kept = self._plans.current_state(whole=True)
         others = (plan.executable for plan in self._plans.by_key.values() if plan.executable is not first)
         saved = executable_file.SavedExecutor(
-            tuple(replace(executable, graph=None) for executable in (first, *others)),
+            (first, *others),
             self.options,
             self.per_replica_params,
             self._user_model if export_model else None,

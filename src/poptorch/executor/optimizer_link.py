@@ -264,9 +264,8 @@ class OptimizerLink:
         if used is None:
             return
         refuse_step_hooks(self.optimizer)
-        if self._has_warned or getattr(
-            self.optimizer, "_has_loaded_rates", False
-        ):  # `upload_loaded_state` reads these
+        # `upload_loaded_state` reads loaded rates.
+        if self._has_warned or getattr(self.optimizer, "_has_loaded_rates", False):
             return
         now = rates_of(self.frozen.kind, self.optimizer)
         if now != used:
