@@ -204,7 +204,7 @@ class PoplarExecutor(PublicNames):
                 found = compile_model(model, run, options, settings, done, earlier=earlier)
             log_plan(found.plan, found.settings)
             plan = LoadedPlan(found, reporter)
-            plans.add_plan(run.key, plan)
+            plans.add_plan(plan)
             try:
                 if before is not None:
                     plans.make_current(plan, self._weights.host_weights())
@@ -362,7 +362,7 @@ class PoplarExecutor(PublicNames):
         self._weights.store_compiled_flags()
         self._compiled_plans = len(saved.executables)
         for number, executable in enumerate(saved.executables, 1):
-            self._plans.add_plan(executable.key, LoadedPlan(executable, self._make_reporter(number)))
+            self._plans.add_plan(LoadedPlan(executable, self._make_reporter(number)))
         self._plans.kept = saved.kept
         self.per_replica_params.clear()
         self.per_replica_params.update(saved.per_replica_params)

@@ -89,9 +89,9 @@ class LoadedPlans:
 
     # ---- plans ---------------------------------------------------------------------------------------------
 
-    def add_plan(self, key: Any, plan: LoadedPlan) -> None:
-        """Add a plan under `key`. If there is no current plan, set `current` and `first` to it."""
-        self.by_key[key] = plan
+    def add_plan(self, plan: LoadedPlan) -> None:
+        """Add a plan under its key. If there is no current plan, set `current` and `first` to it."""
+        self.by_key[plan.executable.key] = plan
         if self.current is None:
             self.current, self.first = plan, plan.executable
 

@@ -3,7 +3,6 @@
 import copy
 import functools
 import inspect
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from operator import attrgetter
@@ -79,7 +78,7 @@ class PublicNames:
     def __init__(self, wrapped: WrappedModel) -> None:
         self._wrapped = wrapped
         self._plans = LoadedPlans(wrapped.options)
-        self._weights = WeightSync(wrapped, self._plans, weakref.ref(self))
+        self._weights = WeightSync(wrapped, self._plans)
         self._optimizer_link = OptimizerLink(wrapped, self._plans)
         self._latest, self._updates = LatestCall(), 0
         self._compilation_seconds: float | None = None

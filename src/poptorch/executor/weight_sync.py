@@ -31,8 +31,8 @@ class WeightSync:
     `version` counts the copies to the host. `mode` is the flag `training` of the user's model at compilation.
     """
 
-    def __init__(self, model: WrappedModel, plans: LoadedPlans, executor: weakref.ref[Any]) -> None:
-        self._model, self._plans, self._executor = model, plans, executor
+    def __init__(self, model: WrappedModel, plans: LoadedPlans) -> None:
+        self._model, self._plans = model, plans
         self.version = 0
         self._is_behind = False  # whether a peer has trained or uploaded newer weights
         self._peers: weakref.WeakSet[WeightSync] = weakref.WeakSet()
@@ -262,7 +262,7 @@ class WeightSync:
     def _copy_peers_weights_to_host(self) -> None:
         """Copy the newest weights of all peers that train to the host."""
         for peer in list(self._peers):
-            executor = peer._executor() if peer._model.training else None
+            executor = executor_of(peer._model.user) if peer._model.training else None
             if executor is not None:
                 executor.copyWeightsToHostIfNeeded()
 
@@ -296,14 +296,13 @@ def _on_registration(module: nn.Module, name: str, value: Any) -> None:
         return
     for sync in list(_syncs_of_module.get(module, ())):
         sync._is_replaced = True
-        executor = sync._executor()
+        executor = executor_of(sync._model.user) if sync._model.training else None
         if executor is not None and isinstance(value, Tensor | nn.Module):
-            if executor_of(sync._model.user) is executor:
-                with contextlib.suppress(Error):  # the copy fails while a removed weight is missing
-                    executor.copyWeightsToHostIfNeeded()
-                mark_tensors(value, weakref.ref(executor))
-            if isinstance(value, nn.Module):
-                sync._find_peers(value)
+            with contextlib.suppress(Error):  # the copy fails while a removed weight is missing
+                executor.copyWeightsToHostIfNeeded()
+            mark_tensors(value, weakref.ref(executor))
+        if isinstance(value, nn.Module):
+            sync._find_peers(value)
 
 
 @functools.cache
