@@ -89,7 +89,7 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
     Raises:
         MissingArgument: a mandatory parameter is missing
         AssertionError: too many arguments, an unknown one, or one given twice
-        Error: an input is no dense tensor with values
+        Error: a tensor is sparse, nested or on the meta device
     """
     try:
         bound = signature.bind(*args, **kwargs)
@@ -201,7 +201,7 @@ def tensors_for_engine(call: BoundCall, has_float64: bool) -> list[Tensor]:
 
 
 def write_back_inputs(call: BoundCall, values: dict[int, Tensor]) -> None:
-    """Copy new values, by index in `call.tensors`, into the caller's tensors: those that forward writes into."""
+    """Copy the new values of inputs that forward writes into, by index in `call.tensors`, to the caller."""
     with torch.no_grad():
         for index, value in values.items():
             call.tensors[index].copy_(value.reshape(call.tensors[index].shape))

@@ -122,11 +122,11 @@ def check_hardware_rules(plan: Plan, settings: Settings, rounds: bool) -> None:
 class Overview:
     """A compiled model as text.
 
-    Args:
+    Attributes:
         title:     the numbers of stages, ipus, replicas, device iterations and micro-batches
         stages:    (number, ipu, names of blocks, number of parameters)
-        transfers: (from ipu, to ipu, bytes, "micro-batch" or "step", time in words): bytes per micro-batch or
-            step, None for an executable that was loaded without its graph
+        transfers: (from ipu, to ipu, bytes, "micro-batch" or "step", time in words): the bytes of one
+            micro-batch or step; None without a graph, for an executable from a file
         pieces:    (name, ipu, Python source)
     """
 
