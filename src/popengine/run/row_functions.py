@@ -54,7 +54,7 @@ class RowFunctions:
         self.codes: list[list[Code]] = [list(codes) for _ in replicas]
         self.frames: list[dict[int, dict[str, Tensor]]] = [{} for _ in replicas]
         self.updates = Updates(plan, settings, state, group)
-        self._prepared = [Prepared(plan, state, replica) for replica in replicas]
+        self._prepared = [PreparedValues(plan, state, replica) for replica in replicas]
         self.call: EngineCall
         self._changed = plan.partition.signature.changed_buffers
         # Indices of the results that are gradients: they are divided by the loss scale.
@@ -92,7 +92,7 @@ class RowFunctions:
     def begin_step(self) -> None:
         """Begin a step: reset the state's buffers, copy the weights that are anchors, set the loss scale."""
         self.state.begin_step()
-        self._copy_anchors("weight")
+        self._copy_anchored_weights("weight")
         if self.call.hyper is not None:
             scale = self.call.hyper.loss_scaling * self.state.loss_factor
             self.state.set_loss_scale(scale * self._weight)
@@ -118,7 +118,7 @@ class RowFunctions:
             prepared.clear()
         self.updates.clear_step()
 
-    def _copy_anchors(self, source: str) -> None:
+    def _copy_anchored_weights(self, source: str) -> None:
         """Copy the weights that have an anchor with this source ("weight" or "updated") to the results."""
         iterations = [self.call.done] if self.settings.training else range(self.settings.counts.iterations)
         for anchor in (anchor for anchor in self.settings.anchors if anchor.source == source):
@@ -129,7 +129,7 @@ class RowFunctions:
 
     def _end_updates(self, _: int) -> None:
         self.updates.end_step()
-        self._copy_anchors("updated")  # before the next step begins
+        self._copy_anchored_weights("updated")  # before the next step begins
 
     def input_on_host(self, key: int, micro_batch: int, replica: int) -> Tensor:
         """Return a replica's micro-batch of the input number `key`, before its upload: [micro-batch, ...]."""
@@ -344,7 +344,7 @@ def _reference_counts_in_frame() -> tuple[int, int]:
 _ALONE = _reference_counts_in_frame()
 
 
-class Prepared:
+class PreparedValues:
     """The prepared values of one replica: computed from weights once per step, such as casts. Thread-safe."""
 
     def __init__(self, plan: ir.Plan, state: State, replica: int) -> None:

@@ -157,8 +157,8 @@ class State:
         return self.owner.get(key, self.settings.counts.instance) == self.settings.counts.instance
 
     def begin_step(self) -> None:
-        """Set the new buffers to the buffers; if another plan has begun the step, to its new buffers, and the
-        gradient sums to its sums."""
+        """Set the new buffers to the current buffers. If another plan has begun the step, take the new buffers
+        and gradient sums that it has held."""
         for values, new in zip(self.values, self.new_buffers, strict=True):
             new.clear()
             new.update((name, values[name]) for name in self._changed)

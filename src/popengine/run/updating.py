@@ -93,7 +93,7 @@ class Updates:
             "exchange": partial(self._exchange_buckets, row),
             "norm": self._reduce_and_measure_gradient,
             "begin": self._begin_updates,
-            "measure": partial(self._measure_chunk, ipu),
+            "measure": partial(self._measure_norms_of_chunk, ipu),
             "trust": self._compute_trust_ratios,
             "update": partial(self._update_chunk, ipu),
             "share": self._broadcast_weights,
@@ -251,7 +251,7 @@ class Updates:
             return None
         return hash_integers(hash_integers(*self.state.random_state), self._slot_index[unit.key])
 
-    def _measure_chunk(self, ipu: int, index: int) -> None:
+    def _measure_norms_of_chunk(self, ipu: int, index: int) -> None:
         step_key, chunk = self._chunks[ipu][index]
         if step := self._steps.get(step_key):
             step.measure_norms(self._prepare_gradients(step.views(chunk)))

@@ -235,7 +235,7 @@ def test_layouts_agree_to_the_last_bit(ipus, more):
 
 def test_a_weight_is_copied_once_a_step_and_the_copy_goes_with_the_last_piece_that_needs_it(monkeypatch):
     made, alive = [], []
-    real = row_functions.Prepared._value
+    real = row_functions.PreparedValues._value
 
     def one(self, name):
         is_new = name not in self._made
@@ -244,7 +244,7 @@ def test_a_weight_is_copied_once_a_step_and_the_copy_goes_with_the_last_piece_th
         alive.append(len(self._made))
         return value
 
-    monkeypatch.setattr(row_functions.Prepared, "_value", one)
+    monkeypatch.setattr(row_functions.PreparedValues, "_value", one)
     engine = engine_of((0, 1), accumulation=4)
     engine.run(batch_of(torch.float16, 16), RATES)
     count = len(engine.plan.partition.prepared)
