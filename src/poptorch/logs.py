@@ -42,8 +42,7 @@ logging.getLogger("popengine").parent = logger  # the engine's lines go to the s
 
 
 class RepeatFilter(logging.Filter):
-    """A filter that passes equal lines in succession `limit` times, then once with a note that the next equal
-    lines are left out, then no more."""
+    """A filter that passes equal lines in succession `limit` times, once more with a note, then no more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +113,7 @@ def setLogLevel(level: int | str) -> None:
 
 
 def configure(level: str, destination: str) -> None:
-    """Set the log's destination (stderr, stdout or a file) and level; an unknown one warns, and means WARN."""
+    """Set the log's destination (stderr, stdout or a file) and level; an unknown level: WARN."""
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()

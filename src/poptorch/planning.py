@@ -270,8 +270,7 @@ def _median_seconds(work: Callable[[], Any], warm: int = 1) -> float:
 
 
 def _measure_operations(found: Executable, hyper: Hyper | None) -> dict[str, Any]:
-    """Run each operation alone, and equal operations once; return "pieces", "updates" and "sharing" of
-    `measure_times`."""
+    """Run each operation alone, equal operations once; return the entries of `measure_times` but "steps"."""
     assert found.graph is not None
     values = {node.name: node.meta.get("val") for node in found.graph.code.nodes}
     known: dict[Any, float] = {}

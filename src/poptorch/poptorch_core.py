@@ -16,25 +16,23 @@ attributes_lists: list[dict[str, Any]] = []  # stays empty: custom operations ke
 
 
 def accessAttributes(attribute_id_str: str) -> NoReturn:
-    raise _missing_name(
-        "accessAttributes", "poptorch.registerCustomOp gives an operation its attributes by name"
-    )
+    raise _missing("accessAttributes", "poptorch.registerCustomOp gives an operation its attributes by name")
 
 
 def getIpuTensorId(tensor: Any) -> NoReturn:
-    raise _missing_name("getIpuTensorId", "compare the tensors themselves")
+    raise _missing("getIpuTensorId", "compare the tensors themselves")
 
 
 def poptorchAtExit() -> NoReturn:
     """Raise Error, with the advice to call `destroy()`, which releases a model's devices."""
-    raise _missing_name("poptorchAtExit", "model.destroy() releases a model's devices at once")
+    raise _missing("poptorchAtExit", "model.destroy() releases a model's devices at once")
 
 
 def importPoptorchMetadataFromFile(filename: str) -> NoReturn:
-    raise _missing_name("importPoptorchMetadataFromFile", "poptorch.load(filename) reads what save() wrote")
+    raise _missing("importPoptorchMetadataFromFile", "poptorch.load(filename) reads what save() wrote")
 
 
-def _missing_name(name: str, instead: str) -> Error:
+def _missing(name: str, instead: str) -> Error:
     return Error(
         f"poptorch.{name} is a part of the original's inside, which this implementation does not have\n"
         f"  fix: {instead}"

@@ -188,8 +188,7 @@ def recording_event(reporter: Reporter | None, kind: str) -> Iterator[None]:
 
 
 def _recorded_tracks(recorder: Recorder) -> list[profile.Track]:
-    """Return a track for each ipu and each recorded step, sorted; a failed step's tracks end before the first
-    instruction that did not end."""
+    """Return a track for each ipu and recorded step, sorted; a failed step's up to the failed instruction."""
     found = []
     steps = (*recorder.kept, recorder.broken)
     for key, times in itertools.chain.from_iterable(step.items() for step in steps):
@@ -233,8 +232,7 @@ def _changed_options(options: Options, training: bool) -> list[profile.Option]:
 
 
 def _describe_optimizer(optimizer: Optimizer | None) -> str:
-    """Return an optimizer's rule, its number of parameters and groups, and its settings that differ from the
-    defaults, as text; "none" for None."""
+    """Return an optimizer's rule, size, and settings that differ from defaults, as text; "none" for None."""
     if optimizer is None:
         return "none"
     groups, plain = len(set(optimizer.group_of.values())), Optimizer(optimizer.kind, optimizer.group_of)

@@ -40,8 +40,7 @@ class Comparison:
         title:      the plan, or the function `update`, that was compared with plain PyTorch
         conclusion: "all equal", "all gradients are equal", or how gradients differ, and a likely cause
         loss:       "equal", or a description of the difference
-        rows:       (name, gradient, new value) of each parameter: "equal", "none" (in both), or a description
-            of the difference
+        rows:       (name, gradient, new value) of each parameter: "equal", "none" (in both) or a difference
     """
 
     title: str

@@ -225,9 +225,8 @@ class DataLoader(torch.utils.data.DataLoader):
         return length_or_none(self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler)
 
     def _worker_batch_size(self, worker_size: int | None, batch_sampler: Any, is_stream: bool) -> int | None:
-        """Return the number of rows that are loaded at once, if combined batches are put together from
-        smaller batches, or a stream's from rows of all workers; else None. Raises AssertionError if
-        `worker_size` is larger than the combined batch size."""
+        """Return the number of rows that are loaded at once if combined batches are put together from these,
+        else None. Raises AssertionError if `worker_size` is larger than the combined batch size."""
         combined = self._combined_batch_size
         assert worker_size is None or combined is None or worker_size <= combined, (
             f"rebatched_worker_size={worker_size} must not be larger than the combined batch size {combined}"
@@ -252,8 +251,7 @@ class DataLoader(torch.utils.data.DataLoader):
             )
 
     def _warn_of_no_batch(self) -> None:
-        """Log a warning that the dataset has too few rows for a batch. No effect in asynchronous modes, in
-        which the worker raises an error."""
+        """In mode Sync log a warning that the dataset has too few rows; in other modes the worker raises."""
         if self.mode == DataLoaderMode.Sync:
             rows, combined = self._row_count(), self._combined_batch_size
             logger.warning(

@@ -43,8 +43,7 @@ class LoadedBatch:
 
     Args:
         content: the batch as bytes, for SlotUnpickler; its tensors are in the slot
-        state:   the loader's state after this batch, pickled, with "begun" set to None; None if the dataset
-            is not a poptorch.DataLoader
+        state:   a poptorch.DataLoader's pickled state after this batch, without "begun"; else None
     """
 
     restart_count: int

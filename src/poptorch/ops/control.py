@@ -27,10 +27,9 @@ def cond(
 ) -> list[Tensor]:
     """Return `then_body(*then_inps)` if `condition` is true, else `else_body(*else_inps)`, always as a list.
 
-    Compilation traces both bodies, and a call runs only the chosen body. Both must return the same number of
+    Compilation traces both bodies; a call, compiled or not, runs the chosen body. Both must return the same number of
     tensors, of the same shapes and dtypes. A body may read tensors of the surrounding forward. In-place
-    changes of its inputs are lost, since the inputs are copies. Outside a compiled model only the chosen body
-    is called.
+    changes of its inputs are lost, since the inputs are copies.
 
     Args:
         condition: a bool tensor with one element
@@ -116,8 +115,7 @@ def _raise_unless_list(name: str, value: Any) -> None:
 
 
 def _call_body(name: str, body: Callable[..., Any], inputs: Sequence[Any]) -> list[Tensor]:
-    """Return the outputs of `body(*inputs)` as a list. Raises Error, which names the operation `name`, if an
-    output is not a tensor."""
+    """Return the outputs of `body(*inputs)` as a list. Raises Error if an output is not a tensor."""
     values = as_list(body(*inputs))
     check_tensors(f"a body of poptorch.{name}() returns a tensor, or a list or tuple of tensors", *values)
     return values

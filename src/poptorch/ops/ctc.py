@@ -35,8 +35,7 @@ def ctc_loss(
     Args:
         log_probs: [T, B, C], or [T, C] for a single sequence
         targets:   [B, S], or concatenated: [sum of the target lengths]
-        reduction: "mean" (of losses that are divided by their target length), "sum" or "none"; or popart's
-            numbers for these: 1, 0, 2
+        reduction: "mean" (of losses divided by their target length), "sum", "none"; or popart's 1, 0, 2
     """
     reduction = REDUCTIONS[reduction] if isinstance(reduction, int) else reduction.lower()
     if reduction not in REDUCTIONS:

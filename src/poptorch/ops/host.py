@@ -235,8 +235,7 @@ class CPU:
 
     The function returns a tensor, or a list or tuple of tensors, whose shapes and dtypes depend only on those
     of the inputs. To find them, compilation calls the function with fake tensors, or if that fails with
-    zeros. Compilation for training raises Error. The constructor sets a layer's parameters to
-    `requires_grad=False`.
+    zeros. Compilation for training raises Error. The constructor freezes a layer's parameters.
 
     Args:
         writes: *Pando*: indices of the inputs that the layer changes in place, such as buffers of the model
@@ -259,8 +258,7 @@ class CPU:
         return type(example)(made) if isinstance(example, (list, tuple)) else made[0]
 
     def _example_outputs(self, inputs: Sequence[Tensor]) -> Any:
-        """Return outputs of the layer for fake tensors, or if that raises for zeros. The graph that is being
-        captured does not record this call."""
+        """Call the layer with fake tensors, or if that raises with zeros, unrecorded; return its outputs."""
         with hidden_from_capture() as fake, torch.no_grad():
             try:
                 with fake:  # during capture the model's weights are fake
@@ -313,15 +311,14 @@ def custom_op(
     example_outputs: Sequence[Tensor],
     attributes: dict[str, Any] | None = None,
 ) -> list[Tensor]:
-    """Return the outputs of a custom operation, computed by its registered implementation, or if there is
-    none by that in `known_operations.py`.
+    """Return the outputs of a custom operation, by its registered or else its known implementation.
 
     Args:
         example_outputs: tensors with the shapes and dtypes of the outputs
         attributes: floats, integers, strings, or lists of one type; passed to the implementation by name
     Raises:
-        Error: the operation has no implementation (outside a compiled model zeros are returned instead), or a
-            float attribute does not fit into 32 bits
+        Error: there is no implementation (but outside a compiled model zeros are returned); or a float
+            attribute does not fit into 32 bits
         ValueError: an attribute has another type, or text in it is not ASCII
     """
     attributes = {} if attributes is None else attributes

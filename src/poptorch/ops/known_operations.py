@@ -102,8 +102,7 @@ def simulated_quant(
     fwd: int = 1,
     bwd: int = 0,
 ) -> Tensor:
-    """Return a copy, rounded by `round_to_float_format` if `fwd` is not 0. If `bwd` is not 0, backward rounds
-    the gradient likewise."""
+    """Return a copy, rounded by `round_to_float_format` if `fwd`; round the gradient, too, if `bwd` is 1."""
     if rounding not in ("nearest", "stochastic"):
         raise Error(f'SimulatedQuant has rounding {rounding!r}\n  fix: rounding="nearest", or "stochastic"')
     return _QuantisedFunction.apply(x, fwd, bwd, exponent_bits, mantissa_bits, rounding)  # type: ignore[return-value]
@@ -129,8 +128,7 @@ def compute_known_operation(
     Args:
         examples: a list of one tensor: the output is converted to its shape and dtype
     Raises:
-        Error: the inputs or attributes don't fit the operation, or the output has not as many elements as the
-            example
+        Error: inputs or attributes don't fit the operation, or the output has another size than the example
     """
     function = KNOWN[name]
     signature = inspect.signature(function)

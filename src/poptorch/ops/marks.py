@@ -103,8 +103,7 @@ def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
 
 
 def _mark_tensors(name: str, tensors: Any, mode: OverlapMode) -> Any:
-    """Return a structure of tensors with the mark `name` on each tensor. Raises Error for any other value in
-    the structure, or another mode."""
+    """Return a structure with the mark `name` on each tensor. Raises Error if it contains another value."""
     mode = member_by_name(OverlapMode, mode)
     if not isinstance(mode, OverlapMode):
         raise Error(f"the mode must be one of poptorch.OverlapMode's; found {mode!r}")
