@@ -113,7 +113,7 @@ def setLogLevel(level: int | str) -> None:
 
 
 def configure(level: str, destination: str) -> None:
-    """Set the log's destination (stderr, stdout or a file) and level; an unknown level: WARN."""
+    """Set the log's destination (stderr, stdout or a file) and level; an unknown level is logged, and WARN is set."""
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()

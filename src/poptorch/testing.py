@@ -112,12 +112,6 @@ def compare(
     return Comparison(f"{title}; against plain PyTorch", _describe_gradients(loss, rows, counts), loss, rows)
 
 
-def _call_with_batch(model: Callable[..., Any], batch: Any) -> Any:
-    """Return a model's outputs for a batch, which holds the arguments as in `compare`."""
-    args, kwargs = arguments_of(batch)
-    return model(*args, **kwargs)
-
-
 def _index_of_loss(outputs: Any) -> int:
     """Return the index of the loss among forward's output tensors: the index of the field "loss", else of the
     first scalar that requires a gradient. Raises Error if there is neither."""
@@ -145,7 +139,8 @@ def _update_plain(
             index = turn * counts.groups + counts.input_group_of(replica)
             # Copies, since an executor's tensors begin at aligned addresses, on which the kernel depends.
             parts = (t.chunk(counts.accumulation * counts.groups)[index].clone() for t in tensors_of(batch))
-            outputs = _call_with_batch(model, with_tensors(batch, parts))
+            args, kwargs = arguments_of(with_tensors(batch, parts))
+            outputs = model(*args, **kwargs)
             loss_index = _index_of_loss(outputs)
             loss = tensors_of(outputs)[loss_index]
             loss.backward()
@@ -170,12 +165,13 @@ def _update_by_executor(
     """
     other = copy.deepcopy(model)
     executor = trainingModel(model, options.clone().outputMode(OutputMode.All), optimizer)
-    losses = tensors_of(_call_with_batch(executor, batch))[loss_index].flatten()
+    args, kwargs = arguments_of(batch)
+    losses = tensors_of(executor(*args, **kwargs))[loss_index].flatten()
     title = executor.plan.title
     executor.destroy()
     sgd = torch.optim.SGD(other.parameters(), lr=0.0, momentum=0.5)
     executor = trainingModel(other, options, sgd)
-    _call_with_batch(executor, batch)
+    executor(*args, **kwargs)
     executor.destroy()
     for parameter, same in zip(model.parameters(), other.parameters(), strict=True):
         parameter.grad = sgd.state.get(same, {}).get("momentum_buffer")
