@@ -59,7 +59,7 @@ def getNumIpusPerReplica() -> int:
 
 
 def checkNumIpusPerReplica(num_ipus: int) -> bool:
-    """Return whether `num_ipus` is the number of ipus of a replica, as given to poprun."""
+    """Return whether `num_ipus` is `getNumIpusPerReplica()`."""
     return num_ipus == getNumIpusPerReplica()
 
 

@@ -33,11 +33,11 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USE
 
 
 class StoreError(RuntimeError):
-    """Raised if the server can't be reached, or a key is not set in time."""
+    """The error of a server that can't be reached, or of a key that is not set in time."""
 
 
 class SecretError(StoreError):
-    """Raised if the server at an address has another secret, or is not a store."""
+    """The error of an address at which the server has another secret, or is not a store."""
 
 
 class _SignedConnection:
@@ -234,7 +234,7 @@ class SignedStore(dist.Store):
         return self._request("hold", key, value)
 
     def read(self, keys: Sequence[str]) -> list[str | None]:
-        """Return the values of these keys, in their order; None for a key that is not set."""
+        """Return the values of `keys`, in the same order; None for a key that is not set."""
         return self._request("get", list(keys))
 
     def find(self, prefix: str) -> dict[str, str]:

@@ -105,7 +105,7 @@ class ParameterUpdate:
         )
 
     def elements(self, start: int, stop: int) -> ParameterUpdate:
-        """Return the update of elements `start` to `stop` in memory order: 1-d views (0-d: unchanged)."""
+        """Return the update of elements `start` to `stop` in memory order, with 1-d views (0-d: unchanged)."""
         return replace(
             self,
             parameter=_flat_view(self.parameter, start, stop),
@@ -129,7 +129,7 @@ Chunk = list[tuple[int, int, int]]  # (index of a parameter, first element, end)
 
 
 def cut_into_chunks(parts: Sequence[ParameterUpdate]) -> list[Chunk]:
-    """Return the chunks of a list of parameters. Chunks may be updated in any order, or at the same time.
+    """Return chunks of about `CHUNK` elements, which may be updated in any order, or at the same time.
 
     On an accelerator all parameters are one chunk, because one kernel updates many parameters.
     """
@@ -174,7 +174,7 @@ class UpdateStep:
         self.parts = parts
 
     def views(self, chunk: Chunk) -> list[ParameterUpdate]:
-        """Return the parameters of a chunk, each with views of the elements that belong to the chunk."""
+        """Return a `ParameterUpdate` of each parameter in a chunk, with views of the chunk's elements."""
         return [
             self.parts[part].elements(start, stop) if stop else self.parts[part]
             for part, start, stop in chunk
