@@ -100,9 +100,8 @@ def load_job(document: Document, device: str = "cpu", images: Images | None = ()
     Raises: InputError, with all faults of the document
     """
     if not isinstance(document.value, dict):
-        raise InputError(
-            [document.located_message((), f"this is a {document.kind}, not an IPUJob", "kind: IPUJob")]
-        )
+        message = f"this is a {document.kind}, not an IPUJob"
+        raise InputError([document.located_message((), message, "kind: IPUJob")])
     job, faults = parse(document.value, device, images)
     faults = [*document.faults, *faults]
     if faults or job is None:

@@ -53,7 +53,7 @@ class Operator:
     images: str | None = None  # a file of image replacements, which is read again for each job
     log: Callable[[str], Any] = print  # is called with a line for each action
     clock: Callable[[], float] = time.monotonic  # returns seconds, for the delay after a refused creation
-    beat: Callable[[], Any] = lambda: None  # is called before each job; touches the file of a liveness probe
+    beat: Callable[[], Any] = lambda: None  # is called in each round and before each job: liveness
     refusals: dict[str, RefusedCreation] = field(default_factory=dict)  # by the job's uid
 
     def reconcile(self) -> None:
@@ -61,6 +61,7 @@ class Operator:
 
         Raises: Refused, if the objects can't be listed; Unreachable, if the cluster doesn't answer
         """
+        self.beat()
         jobs = self.cluster.list("IPUJob", self.namespace)
         owned: dict[str, list[Object]] = defaultdict(list)
         for kind in ("Pod", "Service"):
@@ -171,7 +172,7 @@ def run_operator(arguments: argparse.Namespace) -> int:
 
     def watch(kind: str, labels: str) -> None:
         while True:
-            with contextlib.suppress(Exception):  # `round` raises errors of the cluster, too
+            with contextlib.suppress(Exception):  # `reconcile` raises errors of the cluster, too
                 for _ in cluster.watch(kind, namespace, labels):
                     wake.set()
             wake.set()
@@ -190,7 +191,6 @@ def run_operator(arguments: argparse.Namespace) -> int:
             operator.reconcile()
         except (Refused, Unreachable) as error:
             log(str(error))
-        beat()
         retries = [refusal.until - operator.clock() for refusal in operator.refusals.values()]
         time.sleep(_PAUSE)
         wake.wait(max(0.0, min([_RECONCILE_SECONDS, *retries])))

@@ -44,8 +44,8 @@ def run_node(request: CommandLine, node: Node, folder: str) -> int:
         0            all instances have succeeded
         2            this node can't take part in the training (`JoinError`)
         128 + n      this process received signal n
-        otherwise    the training can't go on: the code of an instance that failed here in the last round; if
-                     none did: 1, or under `hosts.run_on_hosts`, unless it is elastic, `CONSEQUENCE`
+        CONSEQUENCE  the training has failed on another host, under `run_on_hosts`
+        any other    the training has failed: the exit code of an instance of this node, or 1
     """
     if request.verbosity < 2:
         logging.disable(logging.CRITICAL)  # elastic logs what poprun prints itself
