@@ -12,7 +12,7 @@ import inspect
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -128,19 +128,27 @@ class Recording:
         return output
 
     def _record_attributes(self) -> None:
-        """Record the tensors that the step has left in attributes of the module, and restore the attributes.
+        """Record the tensors that the step has left in attributes of the module.
 
         Raises: CaptureError, if such an attribute is neither a tensor, a list nor a dictionary
         """
-        for what, value in _restore_attributes(self._module, self._attributes_before):
-            if what is None:
+        for name, now, old in _changed_attributes(self._module, self._attributes_before):
+            if isinstance(now, list) and isinstance(old, list) and not _has_traced_tensors(now[: len(old)]):
+                for item in filter(_has_traced_tensors, now[len(old) :]):
+                    note(("append", name), item)
+            elif isinstance(now, dict) and isinstance(old, dict):
+                for key, item in now.items():
+                    if _has_traced_tensors(item):
+                        note(("key", name, key), item)
+            elif tensors_of(now):
+                note(("set", name), copy.copy(now) if isinstance(now, list) else now)
+            else:
                 raise CaptureError(
-                    f"the step leaves a tensor that has no values yet in self.{value}\n"
+                    f"the step leaves a tensor that has no values yet in self.{name}\n"
                     "  why: a step is captured once; of what it leaves, tensors in attributes, in lists that it appends"
                     " to and in dictionaries come back after each call, and others don't\n"
-                    f"  fix: make self.{value} one of these, or return the value and keep it in a hook"
+                    f"  fix: make self.{name} one of these, or return the value and keep it in a hook"
                 )
-            note(what, value)
 
     # ---- logging -----------------------------------------------------------------------------------------
 
@@ -313,38 +321,25 @@ def _has_traced_tensors(value: Any) -> bool:
     return any(map(is_traced, tensors_of(list(value) if is_set else value)))
 
 
-def _restore_attributes(module: Any, before: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Restore each attribute of a module that holds traced tensors after a step, and return the assignments
-    that were undone as pairs (action, value).
-
-    The action is ("append", name), ("key", name, key) or ("set", name), and the value holds traced tensors;
-    for an attribute of another type, such as a set, the pair is (None, name). Lists and dictionaries are
-    restored in place. Args: before: copies of the attributes before the step, by name
-    """
-    notes: list[tuple[Any, Any]] = []
+def _changed_attributes(module: Any, before: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, value, value in `before` or None) of each attribute that holds traced tensors."""
     for name, now in _plain_attributes(module).items():
-        if not _has_traced_tensors(now):
-            continue
-        old: Any = before.get(name)
-        are_lists, are_dicts = (all(isinstance(v, kind) for v in (now, old)) for kind in (list, dict))
-        if are_lists and not _has_traced_tensors(now[: len(old)]):
-            notes += [(("append", name), item) for item in now[len(old) :] if _has_traced_tensors(item)]
-        elif are_dicts:
-            notes += [(("key", name, key), item) for key, item in now.items() if _has_traced_tensors(item)]
-        elif tensors_of(now):
-            notes.append((("set", name), list(now) if are_lists else now))
-        else:
-            notes.append((None, name))
-        if are_lists:
+        if _has_traced_tensors(now):
+            yield name, now, before.get(name)
+
+
+def _restore_attributes(module: Any, before: dict[str, Any]) -> None:
+    """Set each attribute that holds traced tensors to its value in `before`; lists and dictionaries in place."""
+    for name, now, old in _changed_attributes(module, before):
+        if isinstance(now, list) and isinstance(old, list):
             now[:] = old
-        elif are_dicts:
+        elif isinstance(now, dict) and isinstance(old, dict):
             now.clear()
             now.update(old)
         elif name in before:
             vars(module)[name] = old
         else:
             del vars(module)[name]
-    return notes
 
 
 # ---- counters --------------------------------------------------------------------------------------------

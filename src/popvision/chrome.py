@@ -30,7 +30,11 @@ def chrome_trace(profiles: list[Profile]) -> str:
             events += [_instruction_slice(event, process) for event in own]
             events += _flow_events(own, process)
             if replica == 0:
-                events += [*_memory_counters(profile, process), *_operation_slices(profile, own, process)]
+                events += _operation_slices(profile, own, process)
+                for track in (track for track in profile.tracks if track.replica == 0):
+                    name = f"held on ipu {track.ipu}"
+                    for ns, size in memory.bytes_curve(profile, track):
+                        events.append(_event("C", name, process, track.ipu, ns, args={"bytes": size}))
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
 
@@ -78,14 +82,6 @@ def _operation_slices(profile: Profile, events: list[Event], process: int) -> It
             more: dict[str, Any] = {"cat": "operation", "dur": (end - start) / 1e3, "args": arguments}
             yield _event("X", operation.kind, process, event.ipu, start, **more)
             start = end
-
-
-def _memory_counters(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
-    """Yield the points of `memory.bytes_curve`, as a counter of bytes for each ipu of replica 0."""
-    for track in profile.tracks:
-        if track.replica == 0:
-            for ns, size in memory.bytes_curve(profile, track):
-                yield _event("C", f"held on ipu {track.ipu}", process, track.ipu, ns, args={"bytes": size})
 
 
 def _host_events(profile: Profile, process: int) -> Iterator[dict[str, Any]]:

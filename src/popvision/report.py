@@ -23,7 +23,7 @@ from .memory import bytes_curve, memory_table, tracks_of_detailed_step
 from .times import with_stage_costs
 from .units import layout_text, rate_text, seconds_text, share_text, size_text, table_text
 
-PROFILE, REPORT = "profile.pop", "report.html"
+PROFILE = "profile.pop"
 _SCRIPTS = [  # in this order
     *("base", "lanes", "trace", "steer", "inspect"),
     *("memory", "operations", "diagram", "panels", "viewer"),
@@ -53,7 +53,7 @@ def find_profiles(path: Path) -> list[Path]:
 
 def write_report(directory: Path) -> Path:
     """Write the page of all profiles in `directory` to its file `report.html`, and return the file's path."""
-    target = directory / REPORT
+    target = directory / "report.html"
     target.write_text(report_page(directory))
     return target
 
@@ -143,8 +143,7 @@ def write_comparison(first: Path, second: Path, target: Path) -> str:
     for kind in sorted(found[0].keys() & found[1].keys(), reverse=True):  # training first
         runs = [Figures(profiles[kind][1]) for profiles in found]
         rows = compare_figures(*runs)
-        at = {"first": len(entries), "second": len(entries) + 1}
-        comparisons.append({**at, "rows": rows})
+        comparisons.append({"first": len(entries), "second": len(entries) + 1, "rows": rows})
         texts.append(comparison_text(rows, (str(first), str(second))))
         for profiles, run in zip(found, runs, strict=True):
             entries.append({"label": profiles[kind][0], **page_data(run)})

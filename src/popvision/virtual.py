@@ -24,6 +24,8 @@ _MOST_TASKS = 6_000  # for a longer step two shorter ones are simulated, and the
 _LEAST = 0.05  # smallest gain that is promised: two measurements of one program differ by as much
 _SAFETY = 0.75  # share of a simulated gain that is promised; caches and memory may take the rest
 
+PhaseCosts = Mapping[tuple[str, int], float]  # ns of one micro-batch, by (phase, stage)
+
 
 @dataclass(frozen=True)
 class StepModel:
@@ -42,17 +44,10 @@ class StepModel:
     keeps_order: bool = True  # on separate devices: whether each ipu runs its program in a fixed order
 
     @classmethod
-    def of(
-        cls,
-        profile: Profile,
-        costs: Mapping[tuple[str, int], float],
-        ordered: Collection[int] = (),
-        **more: Any,
-    ) -> StepModel:
+    def of(cls, profile: Profile, costs: PhaseCosts, ordered: Collection[int] = (), **more: Any) -> StepModel:
         """Return the model of a profile's step.
 
         Args:
-            costs:   ns by (phase, stage)
             ordered: the stages whose forwards must run in the order of the micro-batches
             more:    fields of the model that the profile does not give
         """
