@@ -102,8 +102,7 @@ def compile_model(
         _check_buffers(graph, settings.counts.replicas)
     done("capture")
     if not same and not is_plan_only:
-        hints = measure_hints(graph, settings, options, new.memory_format, model, samples)
-        new = replace(new, hints=hints)
+        new = replace(new, hints=measure_hints(graph, settings, options, model, samples))
     if settings.strategy.auto == "balance":
         weights = weights_of(model)
         settings = with_balanced_stages(graph, settings, weights, samples, together=not is_plan_only)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from popengine.compile.describe import bytes_held_for_backward
 from popengine.compile.partition import partition, visits_with_operations
 from popengine.compile.placement import Cost, balance_blocks, describe_balance, place
-from popengine.compile.rewriting.channels_last import has_convolutions, in_channels_last
+from popengine.compile.rewriting.channels_last import in_wanted_layout
 from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
 from popengine.errors import PartitionError
 from popengine.ir import Graph
@@ -43,18 +43,11 @@ NO_HINTS: Hints = {"hints": {}, "sharing": []}
 
 
 def measure_hints(
-    graph: Graph,
-    settings: Settings,
-    options: Options,
-    memory_format: str,
-    model: nn.Module,
-    samples: Sequence[Tensor],
+    graph: Graph, settings: Settings, options: Options, model: nn.Module, samples: Sequence[Tensor]
 ) -> Hints:
     """Measure the speedup of a micro-batch by options that are not set, and by several threads.
 
-    Args:
-        memory_format: of the graph's convolutions
-        samples:       the inputs of one micro-batch
+    Args: samples: the inputs of one micro-batch
     Returns: "hints": {option: lower quartile of the speedup}, "sharing": rows (threads, lower and upper
         quartile of the speedup, CPU time of a micro-batch relative to that in one thread). `NO_HINTS` unless
         the CPU runs eager pieces, and a profile is recorded; also if the graph may call user code, or a
@@ -70,8 +63,8 @@ def measure_hints(
         return NO_HINTS
     alone = call_in_one_thread(lambda: min(now.total_seconds(1) for _ in range(_ROUNDS)))
     others: dict[str, Graph] = {}  # by option, the graph that it would give
-    if memory_format == "preserve" and not options.exists("memory_format") and has_convolutions(graph):
-        others['options.memoryFormat("channels_last")'] = in_channels_last(graph)
+    if not options.exists("memory_format"):
+        others['options.memoryFormat("channels_last")'], _ = in_wanted_layout(graph, "channels_last")
     if options.Precision.half_kernels == "native":
         others['options.Precision.halfKernels("auto")'], _ = products_in_float32(graph, is_faster_in_float32)
     gains = {}
