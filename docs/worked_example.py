@@ -92,9 +92,10 @@ def main() -> None:
         for row, task in enumerate(plan.tasks)
     ]
     show("tasks: the table of a step", "\n".join(rows))
+    instructions = [(x, m) for row, m in programs(plan)[1] for x in plan.tasks[row].instructions]
     program = "\n".join(
         f"{number:2} {instruction.kind} {', '.join(instruction.names)}, micro-batch {micro_batch}"
-        for number, (instruction, micro_batch) in enumerate(programs(plan)[1].instructions[:12])
+        for number, (instruction, micro_batch) in enumerate(instructions[:12])
     )
     show("how the program of ipu 1 begins, as a profile shows it", program)
 

@@ -5,9 +5,7 @@ Profiles and drawings number the instructions by these programs.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from .ir import Instruction, Plan
+from .ir import Plan
 from .order import ORDERS, Action, After, draw, timeline
 
 
@@ -30,34 +28,20 @@ def actions(plan: Plan) -> tuple[list[Action], list[list[int]]]:
     return found, list(groups.values())
 
 
-class Entry(NamedTuple):
-    """A row in an ipu's program: with its micro-batch (-1: the whole step) and its first instruction's index."""
+def programs(plan: Plan) -> dict[int, list[tuple[int, int]]]:
+    """Return each ipu's program: by ipu, (row, micro-batch) of the rows that it runs in a step, in order.
 
-    row: int
-    micro_batch: int
-    first: int
-
-
-class Program(NamedTuple):
-    """The rows and the instructions that an ipu runs in a step, in order."""
-
-    entries: list[Entry]
-    instructions: list[tuple[Instruction, int]]  # with the micro-batch of each
-
-
-def programs(plan: Plan) -> dict[int, Program]:
-    """Return each ipu's program, by ipu, as if each ipu were a device and each action took one tick."""
+    Each ipu is a device of its own, and each action takes one tick. The micro-batch is -1 for a row of the whole step.
+    """
     found, rows_of = actions(plan)
     apart, _ = ORDERS[plan.order]
     tasks, times = timeline(found, plan.micro_batches, apart)
     rows: list[tuple[int, int]] = [(r, -1) for r, task in enumerate(plan.tasks) if task.kind == "copy"]
     rows += [(row, tasks[i][1]) for i in times.order for row in rows_of[tasks[i][0]]]
     rows += [(r, -1) for r, task in enumerate(plan.tasks) if task.kind == "update"]
-    made: dict[int, Program] = {ipu: Program([], []) for ipu in sorted(set(plan.partition.ipus))}
+    made: dict[int, list[tuple[int, int]]] = {ipu: [] for ipu in sorted(set(plan.partition.ipus))}
     for row, micro_batch in rows:
-        entries, instructions = made[plan.tasks[row].ipu]
-        entries.append(Entry(row, micro_batch, len(instructions)))
-        instructions += [(one, micro_batch) for one in plan.tasks[row].instructions]
+        made[plan.tasks[row].ipu].append((row, micro_batch))
     return made
 
 

@@ -104,9 +104,9 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
         {
             ipu: [
                 value
-                for entry in program.entries
-                for part in rows[entry.row]
-                for value in (index_of[part], entry.micro_batch)
+                for row, micro_batch in program
+                for part in rows[row]
+                for value in (index_of[part], micro_batch)
             ]
             for ipu, program in programs(plan).items()
         },
@@ -275,9 +275,8 @@ def peak_bytes_by_ipu(graph: Graph, plan: Plan, inside: Mapping[int, int]) -> li
     memories, found = _memory_of_values(graph), list[int | None]()
     for program in programs(plan).values():
         held, most = _HeldBytes(memories), 0
-        for instruction, micro_batch in program.instructions:
-            if micro_batch < 0:
-                continue
+        instructions = [(x, m) for row, m in program if m >= 0 for x in plan.tasks[row].instructions]
+        for instruction, micro_batch in instructions:
             names = instruction.names
             if instruction.kind == "compute":
                 most = max(most, held.bytes + inside[instruction.piece])

@@ -101,7 +101,7 @@ class StepTasks:
             for task in self.all
         ]
         for program in programs(plan).values() if not cores else ():
-            lane = [(row, micro_batch) for row, micro_batch, _ in program.entries if micro_batch >= 0]
+            lane = [(row, micro_batch) for row, micro_batch in program if micro_batch >= 0]
             for replica in range(self._replicas):
                 for earlier, later in pairwise(lane):
                     before[number_of[*later, replica]].add(number_of[*earlier, replica])

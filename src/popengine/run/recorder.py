@@ -215,10 +215,12 @@ class Recorder:
         plan, replicas = rows.plan, range(rows.settings.counts.replicas)
         _, number = rows.state.random_state  # of the step, over all calls
         if self._rows is None or self._rows.plan is not plan:
-            made, self.detail = programs(plan), None
-            self._lengths = {ipu: len(program.instructions) for ipu, program in made.items()}
-            entries = [entry for program in made.values() for entry in program.entries]
-            self._first_instruction = {(entry.row, entry.micro_batch): entry.first for entry in entries}
+            self._lengths, self._first_instruction, self.detail = {}, {}, None
+            for ipu, program in programs(plan).items():
+                self._lengths[ipu] = 0
+                for row, micro_batch in program:
+                    self._first_instruction[row, micro_batch] = self._lengths[ipu]
+                    self._lengths[ipu] += len(plan.tasks[row].instructions)
         most = max(1, self.budget // (2 * len(self._lengths) * len(replicas)))
         self._most_steps = max(1, self.budget // (2 * max(1, sum(self._lengths.values()) * len(replicas))))
         self._rows, self._detail = rows, None

@@ -26,6 +26,11 @@ def plan_of(*ipus, mode="pipelined", accumulation=8, iterations=1, training=True
     return compile_graph(graph, settings)
 
 
+def instructions_of(plan, program):
+    """The instructions of an ipu's program, each with its micro-batch."""
+    return [(x, micro_batch) for row, micro_batch in program for x in plan.tasks[row].instructions]
+
+
 LAYOUTS = [
     ((0, 1, 2, 3), "pipelined"),
     ((0, 1, 2, 0), "pipelined"),
@@ -125,7 +130,7 @@ def test_no_value_of_a_micro_batch_outlives_its_step_on_an_ipu(ipus, mode):
     plan = plan_of(*ipus, mode=mode)
     for program in programs(plan).values():
         alive = set()
-        for i, m in program.instructions:
+        for i, m in instructions_of(plan, program):
             names = {(name, m) for name in i.names}
             match i.kind:
                 case "load" | "receive" if m >= 0:
@@ -143,8 +148,9 @@ def test_no_value_of_a_micro_batch_outlives_its_step_on_an_ipu(ipus, mode):
 @pytest.mark.parametrize(("ipus", "mode"), LAYOUTS)
 def test_what_is_sent_is_received(ipus, mode):
     sent, received = {}, {}
-    for ipu, program in programs(plan_of(*ipus, mode=mode)).items():
-        for i, m in program.instructions:
+    plan = plan_of(*ipus, mode=mode)
+    for ipu, program in programs(plan).items():
+        for i, m in instructions_of(plan, program):
             if i.kind == "send":
                 assert i.peer != ipu
                 sent.setdefault((i.channel, ipu, i.peer), set()).add((i.names, m))
