@@ -100,7 +100,7 @@ def all_gather(value: Tensor) -> Tensor:
 def all_gather_bytes(value: bytes, row: Tensor | None = None) -> bytes:
     """Return the bytes of all instances, concatenated in the order of the instances; lengths may differ.
 
-    Args: row: a tensor that is not sent; Error is raised unless its shape and dtype are equal in all instances
+    Args: row: a tensor that is not sent; Error is raised unless its shape and dtype are equal everywhere
     """
     group, what = _current_group(), "popdist.collectives.all_gather"
     if group is None:

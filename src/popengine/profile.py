@@ -132,9 +132,9 @@ class Memory(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor of a micro-batch of replica 0, alive after the instructions `born` to `died` - 1.
+    """A tensor of a micro-batch of replica 0 in the detailed step: after which instructions it is alive.
 
-    The instructions are those of the detailed step. If `died` is -1, it is alive to the end of the step.
+    These are the instructions `born` to `died` - 1; if `died` is -1, all from `born` to the end of the step.
     """
 
     ipu: int

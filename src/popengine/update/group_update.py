@@ -105,7 +105,7 @@ class ParameterUpdate:
         )
 
     def elements(self, start: int, stop: int) -> ParameterUpdate:
-        """Return the update of elements `start` to `stop` in memory order, with 1-d views (0-d: unchanged)."""
+        """Return the update of elements `start` to `stop` in memory order, as 1-d views (0-d: unchanged)."""
         return replace(
             self,
             parameter=_flat_view(self.parameter, start, stop),

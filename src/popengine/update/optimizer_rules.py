@@ -105,7 +105,7 @@ class Rule:
     def initial_states(self, optimizer: Optimizer) -> Iterator[RuleState]:
         """Yield the descriptions of the state tensors that a parameter has before its first update.
 
-        States of momentum are left out if the momentum is 0 and can't change, and states of flags that are off.
+        States of momentum are left out if the momentum is constantly 0, states of flags if the flags are off.
         """
         for state in self.states:
             if state.when == "momentum":
