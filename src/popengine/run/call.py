@@ -146,9 +146,10 @@ class Results:
         """Return the outputs of forward, then those of anchors: all outputs, or the first `count`."""
         return [buffer.copy_to_host() for buffer in list(self._outputs.values())[:count]]
 
-    def copy_times(self) -> list[tuple[list[float], list[float]]]:
-        """Return for each output two lists: when the copy of each row into the buffer began, and ended."""
-        return [(buffer.started, buffer.finished) for buffer in self._outputs.values()]
+    def copy_times(self, count: int) -> tuple[list[list[float]], list[list[float]]]:
+        """Return when the copies of the rows of the first `count` outputs began, and when they ended."""
+        buffers = list(self._outputs.values())[:count]
+        return [buffer.started for buffer in buffers], [buffer.finished for buffer in buffers]
 
     def written_inputs(self) -> dict[int, Tensor]:
         """Return the new values of inputs that forward writes into, on the CPU, by index of the input."""

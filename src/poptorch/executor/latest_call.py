@@ -86,9 +86,7 @@ def _run_times(plan: LoadedPlan, results: Results) -> list[Times]:
     outputs = plan.executable.outputs
     if plan.synthetic is not None:
         return [[[]] * count for count in (*[len(plan.synthetic)] * 2, *[outputs] * 2)]
-    copies = results.copy_times()[:outputs]
-    started, finished = ([list(times[which]) for times in copies] for which in (0, 1))
-    return [results.load_started, results.loaded, started, finished]
+    return [results.load_started, results.loaded, *results.copy_times(outputs)]
 
 
 def _join_values(values: Sequence[Tensor], mode: Outputs, replicas: Sequence[int]) -> Tensor:

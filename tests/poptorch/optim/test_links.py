@@ -170,6 +170,17 @@ def test_a_copy_of_a_torch_optimizer_has_the_state_that_the_devices_have(kind, d
     again.step()
 
 
+@pytest.mark.parametrize("end", [lambda executor: None, lambda executor: executor.destroy()])
+def test_a_loaded_state_that_no_call_has_used_yet_is_the_state(end):
+    model, optimizer = made("adam")
+    executor = on_ipus(model, optimizer, data(1))
+    first = copy.deepcopy(optimizer.state_dict())
+    executor(data(1)[0])
+    optimizer.load_state_dict(copy.deepcopy(first))
+    end(executor)
+    same(optimizer.state_dict(), first)
+
+
 def test_a_model_that_is_copied_with_its_optimizer_goes_on_in_plain_torch():
     model, optimizer = made("adam")
     on_ipus(model, optimizer, data(2))
