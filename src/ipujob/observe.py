@@ -74,7 +74,7 @@ def observe(
         conditions = _updated_conditions(old, {"Running": "", "Invalid": invalid}, now)
         status = {"launcherStatus": "Failed", "lastMessage": invalid, "conditions": conditions}
         return Decision(_status_patch(old, status, now))
-    instances, missing, gone = _next_instance_records(job, old.get("instances") or {}, own_pods)
+    instances, create, gone = _next_instance_records(job, old.get("instances") or {}, own_pods)
     remaining = [pod for pod in own_pods if not is_terminating(pod) and pod not in gone]
     states = Counter(record["state"] for record in instances.values())
     restarts = sum(record["restarts"] for record in instances.values())
@@ -91,7 +91,7 @@ def observe(
         "launcherStatus": word,
         "currentReplicas": states["Running"] + states["Restarting"] + states["Lost"],
         "desiredReplicas": job.instances,
-        "lastMessage": refusal if refusal and missing else message,
+        "lastMessage": refusal if refusal and create else message,
         "restartCount": restarts,
         "workersStatus": {
             "active": len(remaining) - ended.total(),
@@ -104,7 +104,6 @@ def observe(
     }
     if "startTime" not in old and any(phase(pod) != "Pending" for pod in own_pods):
         status["startTime"] = utc_stamp(now)
-    create = [pods.worker_pod(job, number, attempt) for number, attempt in missing]
     if instances and all(state in ENDED for state in states):
         status["completionTime"] = utc_stamp(now)
         gone += [pod for pod in remaining if _should_delete(job, pod)] + services
@@ -195,8 +194,8 @@ def _status_patch(old: Object, new: Object, now: datetime) -> Object:
 
 def _next_instance_records(
     job: Job, record: Mapping[str, Object], own_pods: Sequence[Object]
-) -> tuple[dict[str, Object], list[tuple[int, int]], list[Object]]:
-    """Return the next records of the instances, (number, attempt) of pods to create, and pods to delete.
+) -> tuple[dict[str, Object], list[Object], list[Object]]:
+    """Return the next records of the instances, the pods to create, and the pods to delete.
 
     Args:
         record:   `status.instances`: a record {"state", "restarts"} by the instance's number as a text
@@ -208,7 +207,8 @@ def _next_instance_records(
         known = {"state": "Pending", "restarts": 0, **(record.get(str(number)) or {})}
         of_instance = [pod for pod in own_pods if int_label(pod, INSTANCE) == number]
         instances[str(number)], missing, gone = _next_instance_record(job, known, of_instance)
-        create += [(number * job.workers + worker, known["restarts"]) for worker in missing]
+        first, attempt = number * job.workers, known["restarts"]
+        create += [pods.worker_pod(job, first + worker, attempt) for worker in missing]
         delete += gone
     return instances, create, [pod for pod in delete if not is_terminating(pod)]
 

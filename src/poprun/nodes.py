@@ -73,7 +73,7 @@ class Round:
 class NodeConnection:
     """This node's connection to the other nodes; on the leader its reads call `Leader.advance_round`.
 
-    `wait_for_round`, `must_stop_instances` and `record_success` raise `TrainingLost` if the training can't go on.
+    `wait_for_round`, `must_stop_instances` and `record_success` raise `TrainingLost` if the training is lost.
     """
 
     def __init__(self, request: CommandLine, node: Node) -> None:
