@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .analysis import Figures
-from .times import has_only_partial_steps, whole_steps
+from .times import whole_steps
 from .units import sharing_cores_text, size_text
 from .virtual import promised_speedup
 
@@ -106,7 +106,7 @@ def _note_sentences(figures: Figures) -> Iterator[str]:
             cause = "the data loader: use more workers, or DataLoaderMode.Async"
         yield f"The ipus stand still for {between / (inside + between):.0%} of the time, waiting for {cause}."
     kept, steps = len(whole_steps(profile)), profile.facts.get("steps", 0)
-    if has_only_partial_steps(profile) and steps:
+    if profile.tracks and steps and not kept:
         yield "Steps are too long to be kept whole: the trace shows their beginning, and shares of time are unknown."
     elif kept < steps:
         yield f"The trace holds {kept} of {steps} steps, the first and the last ones; totals count all of them."

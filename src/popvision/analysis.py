@@ -55,7 +55,8 @@ class Figures:
         self.changes = virtual.advised_changes(profile, step, self.spread) if computed else []
 
         self.compile_seconds = sum(entry.seconds for entry in profile.passes)
-        self.usages = [] if times.has_only_partial_steps(profile) else times.usages(events)
+        # The shares of a step's time are unknown if each recorded step was cut off.
+        self.usages = times.usages(events) if times.whole_steps(profile) else []
         self.bubble_ideal = times.ideal_bubble(profile)
         self.bubble_measured = times.measured_bubble(self.usages)
         self.bubble_apart = None if apart is None else step.bubble(apart)

@@ -300,7 +300,7 @@ def _plan_page(plan: Estimates) -> str:
         for need, row in zip(one.needs, memory_table(one.needs)[1:], strict=True)
     ]
     parts += [
-        "<h2>Stages, and their times for a micro-batch</h2>",
+        "<h2>Stages, for a micro-batch</h2>",
         _html_table([head, *stages]),
         "<h2>Memory of an ipu at the most</h2>",
         _html_table([("machine", *memory_table([])[0], "of it code"), *memory]),

@@ -44,12 +44,6 @@ def whole_steps(profile: Profile) -> list[tuple[int, int]]:
     return sorted(key for key, value in places.items() if value == everywhere)
 
 
-def has_only_partial_steps(profile: Profile) -> bool:
-    """Return whether each recorded step lacks instructions, so that shares of a step's time are unknown.
-    Return False if no step was recorded."""
-    return bool(profile.tracks) and not whole_steps(profile)
-
-
 # ---- what ipus did ---------------------------------------------------------------------------------------
 
 
