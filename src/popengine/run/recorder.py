@@ -153,7 +153,10 @@ class StepDetail:
         return [max(pair) for pair in zip(self.lines[piece], least, strict=True)]
 
     def add_run(self, piece: int, ticks: list[tuple[int, int]]) -> None:
-        """Add the times of one run of a piece. Args: ticks: clock readings, as in `_Ticks.readings`"""
+        """Add the times of one run of a piece.
+
+        Args: ticks: (perf_counter_ns, thread_time_ns) before the piece's first line, and after each line
+        """
         took, computed = ([end[i] - start[i] for start, end in pairwise(ticks)] for i in (0, 1))
         before = self.lines.get(piece, [0] * len(computed))
         self.lines[piece] = [a + b for a, b in zip(before, computed, strict=True)]
@@ -186,7 +189,7 @@ class Recorder:
         self._lengths: dict[int, int] = {}  # number of instructions of each ipu's program
         self._most_steps = 1  # number of first steps, and of last steps, to store
         self._first_instruction: dict[tuple[int, int], int] = {}  # by (row, micro-batch; -1: the whole step)
-        self._ticks = _Ticks()
+        self._thread = threading.local()  # `ticks`: the clock readings of the piece that the thread runs
 
     # ---- the host's side ---------------------------------------------------------------------------------
 
@@ -235,7 +238,7 @@ class Recorder:
             fastest = {} if self.detail is None else self.detail.fastest
             self._detail = StepDetail(self._call, number, meters, fastest)
             if rows.settings.is_eager:  # compiled pieces have no single operations
-                clocks = {"after": "; tick()", "tick": self._ticks.record_clocks}
+                clocks = {"after": "; tick()", "tick": self._read_clocks}
                 device, pieces = rows.state.device, plan.partition.pieces
                 rows.codes[0][:] = [build(piece, device=device, **clocks) for piece in pieces]
         now = perf_counter_ns()
@@ -258,7 +261,8 @@ class Recorder:
         """Run a task by `work(index)`. If its row is in an ipu's program, then wait for the device's work,
         and store the times."""
         assert self._rows is not None
-        task = self._rows.plan.tasks[row]
+        task, ticks = self._rows.plan.tasks[row], list[tuple[int, int]]()
+        self._thread.ticks = ticks
         first = self._first_instruction.get((row, index if task.index == "micro_batch" else -1))
         if first is None:
             work(index)
@@ -266,7 +270,6 @@ class Recorder:
         detail = self._detail if replica == 0 and not task.once else None
         if detail is not None:
             detail.meters[task.ipu].record_before(task, index, first)
-        self._ticks.readings.clear()
         begin, before = perf_counter_ns(), thread_time_ns()
         work(index)
         computed = thread_time_ns() - before
@@ -276,8 +279,11 @@ class Recorder:
             self._store_times(task, first, other, begin, end, core, computed)
         if detail is not None:
             detail.meters[task.ipu].record_after(task, index, first)
-            if self._ticks.readings and task.kind in ("forward", "backward"):
-                detail.add_run(task.piece, self._ticks.readings)
+            if ticks:
+                detail.add_run(task.piece, ticks)
+
+    def _read_clocks(self) -> None:
+        self._thread.ticks.append((perf_counter_ns(), thread_time_ns()))
 
     def _store_times(
         self, task: Task, first: int, replica: int, begin: int, end: int, core: int, computed: int
@@ -295,13 +301,3 @@ class Recorder:
                 begin, computed = times.begins[index], computed + times.computed[index]
             times.store(index, begin, end, core, 0 if main is None else computed)
             moment = end
-
-
-class _Ticks(threading.local):
-    """The clock readings of the piece that this thread runs: before its first line, and after each line."""
-
-    def __init__(self) -> None:
-        self.readings: list[tuple[int, int]] = []  # (perf_counter_ns, thread_time_ns)
-
-    def record_clocks(self) -> None:
-        self.readings.append((perf_counter_ns(), thread_time_ns()))
