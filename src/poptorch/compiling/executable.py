@@ -165,7 +165,7 @@ def _capture_model(
 
 @dataclass
 class _TracedForward:
-    """A callable for `capture`: runs forward, returns the graph's outputs, and sets the fields described here.
+    """A callable for `capture`: runs forward, returns the graph's outputs, and sets the fields below.
 
     Args:
         template: forward's return value, with an empty tensor on "meta" in place of each output

@@ -40,9 +40,9 @@ def in_wanted_layout(graph: Graph, wanted: str) -> tuple[Graph, str]:
         wanted: "preserve", "channels_last", or "auto": channels_last if images of 8 or more channels are pooled or
             resized, too. Only the graph decides, so all processes compute the same bits
     """
-    if wanted == "preserve" or not _has_convolutions(graph) or (wanted == "auto" and not _has_pooling(graph)):
+    if wanted == "preserve" or not has_convolutions(graph) or (wanted == "auto" and not _has_pooling(graph)):
         return graph, "preserve"
-    return _in_channels_last(graph), "channels_last"
+    return in_channels_last(graph), "channels_last"
 
 
 def _has_pooling(graph: Graph) -> bool:
@@ -53,7 +53,7 @@ def _has_pooling(graph: Graph) -> bool:
     )
 
 
-def _has_convolutions(graph: Graph) -> bool:
+def has_convolutions(graph: Graph) -> bool:
     """Return whether the graph has a convolution over two or three dimensions."""
     return any(
         node.target is aten.convolution.default and node.meta["val"].dim() in _FORMATS
@@ -61,7 +61,7 @@ def _has_convolutions(graph: Graph) -> bool:
     )
 
 
-def _in_channels_last(graph: Graph) -> Graph:
+def in_channels_last(graph: Graph) -> Graph:
     """Return the graph with its convolutions' operands in channels_last (contiguous, where oneDNN has a bug)."""
 
     @functools.cache
