@@ -117,7 +117,7 @@ def _tracked_calls(module: nn.Module, capture: Capture) -> Iterator[None]:
     call_module, apply = nn.Module.__call__, Function.__dict__["apply"]
 
     # Another thread, and code that is hidden from the capture, has another active capture, or none.
-    def call(child: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call_tracked(child: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if active.get() is not capture:
             return call_module(child, *args, **kwargs)
         around, capture.module = capture.module, names.get(child, capture.module)
@@ -131,7 +131,7 @@ def _tracked_calls(module: nn.Module, capture: Capture) -> Iterator[None]:
             args = tuple(map(capture.stand_ins.stand_in_of, args))
         return apply.__get__(None, cls)(*args, **kwargs)
 
-    nn.Module.__call__ = call
+    nn.Module.__call__ = call_tracked
     Function.apply = classmethod(apply_with_stand_ins)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with _TorchFunctions(capture):

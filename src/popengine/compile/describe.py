@@ -55,7 +55,7 @@ def _memory_of_values(graph: Graph) -> dict[str, tuple[Any, int | None]]:
     A view of an input counts by its own size, since its storage is that of the whole batch. Weights, buffers,
     constants and views of them are left out. Bytes None: only a kernel knows the size (oneDNN's LSTM workspace).
     """
-    values = _fake_tensors(graph.code.nodes)
+    values = _fake_tensors_by_name(graph.code.nodes)
     role_of = {values[slot.name].untyped_storage()._cdata: slot.role for slot in graph.slots}
     found: dict[str, tuple[Any, int | None]] = {}
     for name, value in values.items():
@@ -76,7 +76,7 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
     rows = profiled_instructions(plan, graph)
     index_of = {part: index for index, part in enumerate(dict.fromkeys(chain(*rows)))}
     found, _ = actions(plan)
-    schedule, ticks = _schedule(found, plan)
+    schedule, ticks = _schedule_ticks(found, plan)
     batches = [slot.shape for slot in partition.signature.slots if slot.role == "input" and slot.shape]
     return Profile(
         "training" if settings.training else "inference",
@@ -110,7 +110,7 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
             ]
             for ipu, program in programs(plan).items()
         },
-        blocks=tuple(_blocks(plan, graph)),
+        blocks=tuple(_profiled_blocks(plan, graph)),
         pieces=tuple(pieces),
         operations=tuple(operations),
         parts=tuple(index_of),
@@ -135,7 +135,7 @@ def profiled_instructions(plan: Plan, graph: Graph | None) -> list[list[Profiled
 
 def _sizes_of_values(plan: Plan, graph: Graph | None) -> dict[str, int]:
     """Return the bytes of each slot and, with a graph, of each computed value, by name."""
-    values = _fake_tensors(graph.code.nodes if graph else ())
+    values = _fake_tensors_by_name(graph.code.nodes if graph else ())
     slots = {slot.name: slot.nbytes for slot in plan.partition.signature.slots}
     return slots | {name: value.nbytes for name, value in values.items()}
 
@@ -177,30 +177,30 @@ def _with_facts_of_node(
 ) -> Operation:
     """Return an operation with its FLOPs, bytes, width, block and module."""
     parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-    results = _fake_tensors([node, *parts.values()])
+    results = _fake_tensors_by_name([node, *parts.values()])
     return operation._replace(
-        block=_block_of(node, visits) or operation.block,
-        flops=_flops(node, parts),
+        block=_block_name(node, visits) or operation.block,
+        flops=_flop_count(node, parts),
         bytes=sum(sizes.get(name, 0) for name in (*dict.fromkeys(line.operands()), *results)),
         width=next((value.element_size() for value in results.values()), 4),
         module=node.meta.get("module", "?"),
     )
 
 
-def _block_of(node: fx.Node, visits: Sequence[Visit]) -> str | None:
+def _block_name(node: fx.Node, visits: Sequence[Visit]) -> str | None:
     """Return the name of a node's block; None for a node before the first block, or of no known block."""
     block = node.meta.get("block")
     return visits[block].name if block is not None and block >= 0 else None
 
 
-def _blocks(plan: Plan, graph: Graph | None) -> Iterator[ProfiledBlock]:
+def _profiled_blocks(plan: Plan, graph: Graph | None) -> Iterator[ProfiledBlock]:
     """Yield the blocks of each stage. The block "no block" has the operations before all blocks."""
     partition, visits = plan.partition, plan.partition.signature.visits
     lines = {visit.name or "no block": visit.where for visit in reversed(visits)}
     used: dict[str, set[str]] = {}
     for node in graph.code.nodes if graph else ():
         if node.meta.get("phase") == "F" and (node.meta.get("block") or 0) >= 0:
-            block = _block_of(node, visits) or "no block"
+            block = _block_name(node, visits) or "no block"
             used.setdefault(block, set()).update(operand.name for operand in node.all_input_nodes)
     parameters = [slot for slot in partition.signature.slots if slot.role == "parameter"]
     for stage, names in enumerate(partition.names):
@@ -209,7 +209,7 @@ def _blocks(plan: Plan, graph: Graph | None) -> Iterator[ProfiledBlock]:
             yield ProfiledBlock(name, stage, partition.ipus[stage], lines.get(name, "?"), size)
 
 
-def _schedule(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:
+def _schedule_ticks(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:
     """Return a step's schedule, of which at most the first `MOST_TICKS` rows, and its length in ticks.
 
     Args: found: the actions of the plan
@@ -226,7 +226,7 @@ def _schedule(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:
     return rows[:MOST_TICKS], int(ticks)
 
 
-def _flops(node: fx.Node, parts: dict[Any, fx.Node]) -> int:
+def _flop_count(node: fx.Node, parts: dict[Any, fx.Node]) -> int:
     """Return the FLOPs of an operation by torch's rules; 0 if torch has no rule for it, or the rule fails.
 
     Args: parts: by index, the nodes of the used results of an operation with several results; else {}
@@ -244,7 +244,7 @@ def _flops(node: fx.Node, parts: dict[Any, fx.Node]) -> int:
         return 0
 
 
-def _fake_tensors(nodes: Iterable[fx.Node]) -> dict[str, torch.Tensor]:
+def _fake_tensors_by_name(nodes: Iterable[fx.Node]) -> dict[str, torch.Tensor]:
     """Return the fake tensor of each node that has one, by the node's name."""
     values = ((node.name, node.meta.get("val")) for node in nodes)
     return {name: value for name, value in values if isinstance(value, torch.Tensor)}

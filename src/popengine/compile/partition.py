@@ -27,7 +27,7 @@ from ..errors import CaptureError, PartitionError
 from ..ir import Graph, Line, Partition, Phase, Piece, Signature, Value
 from ..piece import GATHER, GETITEM
 from ..settings import Settings, Strategy
-from .placement import Placement, place
+from .placement import Placement, place_blocks
 from .recording.graph_recorder import sources_of, storage_of
 
 PhaseAndStage = tuple[Phase, int]
@@ -51,13 +51,13 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
         recompute: backward pieces recompute the activations of their stage, from the stage's inputs and from
             checkpoints, instead of keeping them
     Raises:
-        BlockError: see `place`
+        BlockError: see `place_blocks`
         CaptureError: see `make_piece`
         PartitionError: data would have to flow back to an earlier stage of the pipeline
     """
     views, casts = _views_and_casts(graph)
     of_state = views | casts
-    placement = place(graph.visits, visits_with_operations(graph), strategy)
+    placement = place_blocks(graph.visits, visits_with_operations(graph), strategy)
     stages = range(len(placement.ipus))
     # Pieces are given by phase and stage. `made`: the piece that computes each value, by name.
     order: list[PhaseAndStage] = [*(("F", s) for s in stages), *(("B", s) for s in reversed(stages))]
@@ -210,7 +210,7 @@ def make_piece(
     """
     again = {node for node in nodes if phase == "B" and node.meta["phase"] == "F"}
 
-    def argument(value: Any) -> Any:
+    def as_argument(value: Any) -> Any:
         if isinstance(value, fx.Node):
             return Value(name_of(value))
         if value is None or isinstance(value, _PLAIN):
@@ -224,7 +224,7 @@ def make_piece(
 
     lines = []
     for node in nodes:
-        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), argument)  # type: ignore[misc]
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), as_argument)  # type: ignore[misc]
         call = GETITEM if node.target is operator.getitem else str(node.target)  # as torch prints an overload
         where, draw = node.meta.get("where", "?"), node.meta.get("draw")
         lines.append(Line(name_of(node), call, args, tuple(kwargs.items()), where, draw))

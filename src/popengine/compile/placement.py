@@ -32,7 +32,7 @@ class Placement:
     names: tuple[str, ...]
 
 
-def place(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placement:
+def place_blocks(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placement:
     """Return the stage of each visit, numbered from 0 without gaps, and the ipu and blocks of each stage.
 
     Args:
@@ -125,7 +125,7 @@ def sharded_if_too_few_micro_batches(visits: Sequence[Visit], used: set[int], se
     strategy, training = settings.strategy, settings.training
     if strategy.mode != "pipelined":
         return settings
-    placement = place(visits, used | {*range(1, len(visits))}, strategy)
+    placement = place_blocks(visits, used | {*range(1, len(visits))}, strategy)
     active = [0, *(placement.ipus[stage] for stage in placement.stage_of[1:])]
     forward = 1 + sum(ipu != following for ipu, following in pairwise(active))
     needed = 2 * forward - 1 if training else forward
@@ -177,18 +177,18 @@ def balance_blocks(
     size = [0, *accumulate(cost.bytes for cost in costs)]
 
     @cache
-    def best(end: int, ipus: int) -> tuple[float, float, tuple[int, ...]] | None:
+    def best_cuts(end: int, ipus: int) -> tuple[float, float, tuple[int, ...]] | None:
         """Return (largest load, sum of squared loads, last bounds) for blocks 0 to `end` on `ipus` ipus, or None."""
         if not ipus:
             return None if end else (0.0, 0.0, ())
         found = []
         for start in range(end):
-            before, load = best(start, ipus - 1), seconds[end] - seconds[start]
+            before, load = best_cuts(start, ipus - 1), seconds[end] - seconds[start]
             if before is not None and size[end] - size[start] <= capacity:
                 found.append((max(before[0], load), before[1] + load * load, (*before[2], end)))
         return min(found, default=None)
 
-    chosen = best(count, ipus)
+    chosen = best_cuts(count, ipus)
     if chosen is None:
         raise PartitionError(
             f"no placement of {count} blocks on {ipus} ipus fits {capacity:.3g} bytes an ipu\n"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from popengine.compile.describe import bytes_held_for_backward
 from popengine.compile.partition import partition, visits_with_operations
-from popengine.compile.placement import Cost, balance_blocks, describe_balance, place
+from popengine.compile.placement import Cost, balance_blocks, describe_balance, place_blocks
 from popengine.compile.rewriting.channels_last import in_wanted_layout
 from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
 from popengine.errors import PartitionError
@@ -126,7 +126,7 @@ def _block_costs(
     Operations before the first block count as a part of that block. Raises: PartitionError without any block
     """
     used = visits_with_operations(graph)
-    placement = place(graph.visits, used, _STAGE_OF_EACH_BLOCK)
+    placement = place_blocks(graph.visits, used, _STAGE_OF_EACH_BLOCK)
     names = {
         placement.stage_of[i]: visit.name for i, visit in enumerate(graph.visits) if i in used and visit.name
     }

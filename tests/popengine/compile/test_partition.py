@@ -8,7 +8,7 @@ from engine_models import Net, enter, graph_of, stages
 from torch import nn
 
 from popengine.compile.partition import partition, visits_with_operations
-from popengine.compile.placement import BlockError, place, sharded_if_too_few_micro_batches
+from popengine.compile.placement import BlockError, place_blocks, sharded_if_too_few_micro_batches
 from popengine.errors import PartitionError
 from popengine.ir import Visit
 from popengine.settings import Counts, Settings, StagePlan, Strategy
@@ -113,35 +113,35 @@ SAME_AS_IPU = Strategy("pipelined", "same_as_ipu")
 
 
 def test_auto_increment_numbers_new_blocks_after_the_implicit_part():
-    found = place(visits("x", "y", "x", "z"), {0, 1, 2, 3, 4}, AUTO_INCREMENT)
+    found = place_blocks(visits("x", "y", "x", "z"), {0, 1, 2, 3, 4}, AUTO_INCREMENT)
     assert found.stage_of == (0, 1, 2, 1, 3)
     assert found.ipus == (0, 1, 2, 3)
     assert found.names == ("no block", "x", "y", "z")
 
 
 def test_auto_increment_starts_with_the_first_block_where_nothing_runs_before():
-    assert place(visits("x", "y"), {1, 2}, AUTO_INCREMENT).stage_of[1:] == (0, 1)
+    assert place_blocks(visits("x", "y"), {1, 2}, AUTO_INCREMENT).stage_of[1:] == (0, 1)
 
 
 def test_same_as_ipu_puts_blocks_of_one_ipu_into_one_stage():
-    found = place(visits(("x", 0), ("y", 1), ("z", 1)), {0, 1, 2, 3}, SAME_AS_IPU)
+    found = place_blocks(visits(("x", 0), ("y", 1), ("z", 1)), {0, 1, 2, 3}, SAME_AS_IPU)
     assert (found.stage_of, found.ipus, found.names) == ((0, 0, 1, 1), (0, 1), ("no block, x", "y, z"))
 
 
 def test_the_strategys_ipu_comes_before_the_blocks():
     strategy = Strategy("pipelined", None, (StagePlan(("x",), 3), StagePlan(("y",))))
-    assert place(visits(("x", 0), ("y", 1)), {1, 2}, strategy).ipus == (3, 1)
+    assert place_blocks(visits(("x", 0), ("y", 1)), {1, 2}, strategy).ipus == (3, 1)
 
 
 def test_a_stage_on_two_ipus_is_refused():
     strategy = Strategy("pipelined", None, (StagePlan(("x", "y")),))
     with pytest.raises(BlockError, match="stage 0 can't be on ipu 0 and on ipu 1"):
-        place(visits(("x", 0), ("y", 1)), {1, 2}, strategy)
+        place_blocks(visits(("x", 0), ("y", 1)), {1, 2}, strategy)
 
 
 def test_sharded_blocks_make_a_stage_at_every_change_of_ipu():
     strategy = Strategy("sharded", "same_as_ipu")
-    found = place(visits(("x", 0), ("y", 1), ("z", 0), ("u", 0)), {1, 2, 3, 4}, strategy)
+    found = place_blocks(visits(("x", 0), ("y", 1), ("z", 0), ("u", 0)), {1, 2, 3, 4}, strategy)
     assert (found.stage_of[1:], found.ipus) == ((0, 1, 2, 2), (0, 1, 0))
 
 

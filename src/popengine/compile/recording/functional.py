@@ -185,7 +185,7 @@ def make_functional_graph(
     drop_aliases_and_dead_code(graph)
     _check_lost_writes({node: value for node, value in written.items() if node.meta["key"] not in fresh})
 
-    def described(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
+    def shape_and_dtype(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
         return tuple(node.meta["val"].shape), node.meta["val"].dtype
 
     placeholders = graph.find_nodes(op="placeholder")
@@ -193,8 +193,10 @@ def make_functional_graph(
     # The program may change a tensor that forward has not made.
     kept = {key: constants[key] if key in fresh else materialized_copy(constants[key]) for key in keys}
     return Graph(
-        tuple(Slot(n.name, n.meta["role"], n.meta["key"], *described(n)) for n in placeholders),
-        tuple(Result(n.name, *kind, *described(n)) for kind, n in zip(kinds, output.args[0], strict=True)),
+        tuple(Slot(n.name, n.meta["role"], n.meta["key"], *shape_and_dtype(n)) for n in placeholders),
+        tuple(
+            Result(n.name, *kind, *shape_and_dtype(n)) for kind, n in zip(kinds, output.args[0], strict=True)
+        ),
         kept,
         visits,
         graph,

@@ -198,11 +198,12 @@ class GraphRecorder(TorchDispatchMode):
         with self.graph.inserting_before(first):  # placeholders stand first in a graph
             return self.add_placeholder(name, value, role=self._outer_role, key=name)
 
-    def add_constant(self, real: Tensor) -> Tensor:
-        """Add a real tensor that forward has made to the graph's constants, and return its fake tensor."""
+    def add_constant(self, real: Tensor, fake: Tensor | None = None) -> Tensor:
+        """Add a real tensor that forward has made to the graph's constants, and return `fake`, or a new fake tensor,
+        which then stands for the constant."""
         node = self.node_of(real)
         self.fresh.add(node.meta["key"])
-        return self.assign_tensor(node, empty_like(real))
+        return self.assign_tensor(node, empty_like(real) if fake is None else fake)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -213,9 +214,7 @@ class GraphRecorder(TorchDispatchMode):
         meta = self._node_meta(func)
         out = (_empty_grouped_mm if func is aten._grouped_mm.default else func)(*args, **kwargs)
         if func is aten.lift_fresh.default:  # a fresh torch.tensor(...): a constant
-            made = self.node_of(args[0])
-            self.fresh.add(made.meta["key"])
-            return self.assign_tensor(made, out)
+            return self.add_constant(args[0], out)
         if func is aten.copy_.default and self.node_of(args[0]).op == "placeholder" and meta.get("replay"):
             self.written[self.node_of(args[0])] = self.node_of(args[1])
             return out

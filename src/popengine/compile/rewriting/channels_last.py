@@ -65,20 +65,20 @@ def in_channels_last(graph: Graph) -> Graph:
     """Return the graph with its convolutions' operands in channels_last (contiguous, where oneDNN has a bug)."""
 
     @functools.cache
-    def converted(value: Tensor, layout: torch.memory_format) -> Tensor:
+    def in_layout(value: Tensor, layout: torch.memory_format) -> Tensor:
         # With one channel or one pixel, strides fit both layouts: only a clone makes them contiguous.
         is_contiguous = layout is torch.contiguous_format
         return value.clone(memory_format=layout) if is_contiguous else value.to(memory_format=layout)
 
-    def run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    def run_in_layout(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[misc]
         target: Any = node.target
         count = _OPERANDS.get(target, 0)
         formats = _CONTIGUOUS if _has_bug_in_channels_last(target, args) else _FORMATS
-        operands = [converted(v, formats[v.dim()]) if v.dim() in formats else v for v in args[:count]]
+        operands = [in_layout(v, formats[v.dim()]) if v.dim() in formats else v for v in args[:count]]
         return _ANY_LAYOUT.get(target, target)(*operands, *args[count:], **kwargs)
 
-    return with_nodes_replaced(graph, run)
+    return with_nodes_replaced(graph, run_in_layout)
 
 
 def _has_bug_in_channels_last(target: Any, args: Any) -> bool:

@@ -61,7 +61,7 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
     # Parameters, constants and views of them are the same for all micro-batches.
     weights = {storage_of(node) for node in inputs if node.meta["role"] in ("parameter", "constant")}
 
-    def copy_of(node: fx.Node, user: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor:
+    def float32_copy(node: fx.Node, user: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor:
         """Return a float32 copy of a node's half value for the product `user`; a value of another type unchanged.
 
         Products of one phase and block share a copy; all products share the copy of a weight. A view with all
@@ -72,7 +72,7 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
         key = node if storage_of(node) in weights else (node, *(user.meta[name] for name in PLACE[:2]))
         if key not in copies:
             base = _base_of_view(node)
-            copy = copy_of(base, user, values) if base is not None else None
+            copy = float32_copy(base, user, values) if base is not None else None
             # If the base is not dense, its copy may have strides for which the view is invalid.
             if base is not None and copy is not None and copy.stride() == base.meta["val"].stride():
                 copies[key] = run_node(node, {base: copy})
@@ -80,9 +80,9 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
                 copies[key] = values[node].to(torch.float32)
         return copies[key]
 
-    def run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    def run_in_float32(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         if node in wide:
-            values = {operand: copy_of(operand, node, values) for operand in node.all_input_nodes}
+            values = {operand: float32_copy(operand, node, values) for operand in node.all_input_nodes}
         made, before = run_node(node, values), node.meta.get("val")
         return made.to(before.dtype) if isinstance(before, Tensor) and before.dtype != made.dtype else made
 
@@ -90,7 +90,7 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
         f"{n.target.overloadpacket.__name__} of {str(kind).removeprefix('torch.')}"
         for n, kind in wide.items()
     }
-    return with_nodes_replaced(graph, run), tuple(sorted(words))
+    return with_nodes_replaced(graph, run_in_float32), tuple(sorted(words))
 
 
 def _half_type(node: fx.Node) -> torch.dtype | None:
