@@ -72,7 +72,7 @@ def write_checkpoint(
 
 
 def _complete_checkpoint(folder: Path, instances: int, replicas: int, keep: int) -> None:
-    """Wait for the files of all instances, write the manifest, and rename the folder to its final name. Remove
+    """Wait for the files of all instances, write the manifest, and rename the folder to its name. Remove
     all complete checkpoints but the newest `keep`, and unfinished checkpoints of other runs."""
     manifest = {"format": _FORMAT, "replicas": replicas, "files": _await_checksums(folder, instances)}
     _write_text(folder / _MANIFEST, json.dumps(manifest, indent=1))

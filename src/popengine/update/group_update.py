@@ -162,15 +162,13 @@ class UpdateStep:
         self.optimizer, self.rates, self.rule = optimizer, rates, RULES[optimizer.kind]
         self.trust_ratios: TrustRatios | None = self.rule.trust_ratios
         self._is_fused = bool(rates.get("fused")) and has_fused_kernel(optimizer)
-        for part in parts:
-            for state in self.rule.states:
-                if state.when == "momentum" and rates.get("momentum") and state.name not in part.state:
-                    # The momentum was 0 until now, so this state starts as zeros.
-                    part.state[state.name] = _zero_state(optimizer, state.name, part.parameter)
+        of_momentum = [state.name for state in self.rule.states if state.when == "momentum"]
+        for name in of_momentum if rates.get("momentum") else ():
+            for part in parts:
+                if name not in part.state:  # the momentum was 0 until now
+                    part.state[name] = _zero_state(optimizer, name, part.parameter)
         if self.trust_ratios is not None:
-            parts = [
-                _with_step_buffer(part, part.parameter.dim() >= self.trust_ratios.min_dims) for part in parts
-            ]
+            parts = [_with_step_buffer(part, self.trust_ratios.min_dims) for part in parts]
         self.parts = parts
 
     def views(self, chunk: Chunk) -> list[ParameterUpdate]:
@@ -262,12 +260,14 @@ def _zero_state(optimizer: Optimizer, name: str, parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
 
 
-def _with_step_buffer(part: ParameterUpdate, has_ratio: bool) -> ParameterUpdate:
+def _with_step_buffer(part: ParameterUpdate, min_dims: int) -> ParameterUpdate:
     """Return a copy of `part` with a buffer `step`, a new state dictionary (to which a trust ratio can be
-    added) and, if the parameter has a trust ratio, an empty `norms`."""
+    added) and, if the parameter has at least `min_dims` dimensions, an empty `norms`."""
     dtype, gradient = torch.promote_types(part.parameter.dtype, torch.float32), part.gradient
     step = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
-    return replace(part, step=step, norms={} if has_ratio else None, state=dict(part.state))
+    return replace(
+        part, step=step, norms={} if part.parameter.dim() >= min_dims else None, state=dict(part.state)
+    )
 
 
 def _total_norm(part: ParameterUpdate, which: int) -> Tensor:
