@@ -209,9 +209,7 @@ def mark_model(model: nn.Module, owner: Any) -> None:
 
 
 def mark_tensors(value: nn.Module | Tensor, link: weakref.ref[Any]) -> None:
-    """Replace the class of a tensor, or of a module's parameters and buffers, by a marked one.
-
-    Tensors of other subclasses stay as they are.
+    """Replace the class of a plain tensor, or of a module's plain parameters and buffers, by a marked one.
 
     Args: link: a weak reference to the executor that trains the model
     """
@@ -244,9 +242,6 @@ def shallow_copy(model: Any) -> Any:
     plain = object.__new__(plain_class(model))
     plain.__dict__.update(copy.copy(model).__dict__)
     return plain
-
-
-# ---- the model of an executor ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -192,8 +192,6 @@ class OptimizerLink:
         check_states(self.frozen.kind, states)
         return states
 
-    # ---- state -------------------------------------------------------------------------------------------
-
     def discard_host_states(self) -> None:
         """Discard the optimizer's states on the host, also loaded states that were not uploaded yet."""
         optimizer = self.optimizer
@@ -252,8 +250,6 @@ class OptimizerLink:
         grouped = self._model.per_replica  # on the host these have one row per group of replicas
         shapes = {n: shape for n, shape in self._model.shapes(()).items() if n not in grouped}
         check_states(self.frozen.kind, from_ipu_state(self.frozen.kind, entries), shapes)
-
-    # ---- rates -------------------------------------------------------------------------------------------
 
     def warn_of_changes(self) -> None:
         """Warn, once, if the optimizer's rates changed since `setOptimizer`: calls ignore the change.

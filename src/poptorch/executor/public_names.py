@@ -178,10 +178,8 @@ class PublicNames:
 
     @property
     def memory_format(self) -> str:
-        """*Pando*: return the memory format of the compiled convolutions: "preserve" or "channels_last".
-
-        Raises: Error, before compilation.
-        """
+        """*Pando*: return "preserve" or "channels_last", the memory format of compiled convolutions. Raises
+        Error before compilation."""
         return self._plans.require_executable().memory_format
 
     def isCompiled(self) -> bool:

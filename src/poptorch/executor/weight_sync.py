@@ -267,11 +267,8 @@ class WeightSync:
                 executor.copyWeightsToHostIfNeeded()
 
     def _mark_peers_behind(self) -> None:
-        """Record in the peers that the host has new weights.
-
-        Peers for inference upload the new weights before their next run. Peers that train keep their own
-        weights; `mark_model` has warned of that.
-        """
+        """Record in the peers that the host has new weights. Peers for inference upload these at their next
+        run; peers that train keep their own weights, of which `mark_model` has warned."""
         for peer in self._peers:
             if peer._model.training:
                 peer._fingerprints = _fingerprints_of(peer._synced)

@@ -168,10 +168,8 @@ def _compile_arguments(
 ) -> Iterator[tuple[PoplarExecutor, tuple[nn.Module, Run, Options, Settings]]]:
     """Yield an executor, and the arguments with which `compile_model` compiles its model for a batch.
 
-    The executor is `model` itself, else the executor that trains `model`, else a temporary executor, which is
-    released at the end.
-
-    Args: options: by default the executor's
+    The executor is `model` itself, else the one that trains `model`, else a temporary one, released at the
+    end. Args: options: by default the executor's
     """
     executor, temporary = model, None
     if not isinstance(model, PoplarExecutor):
