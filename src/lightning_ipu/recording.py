@@ -130,7 +130,7 @@ class Recording:
     def _record_attributes(self) -> None:
         """Record the tensors that the step has left in attributes of the module.
 
-        Raises: CaptureError, if such an attribute is neither a tensor, a list nor a dictionary
+        Raises: CaptureError, for an attribute that can't be set again after a call, such as a set
         """
         for name, now, old in _changed_attributes(self._module, self._attributes_before):
             if isinstance(now, list) and isinstance(old, list) and not _has_traced_tensors(now[: len(old)]):

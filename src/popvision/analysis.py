@@ -69,8 +69,8 @@ class Figures:
 
         self.host = _host_seconds(profile)
         self.copies = _copies_per_step(events)
-        timed = times.with_stage_costs(profile, self.stages)
-        self.groups = {by: _operation_sums(timed, by) for by in ("block", "module", "where", "kind")}
+        self.timed = times.with_stage_costs(profile, self.stages)
+        self.groups = {by: _operation_sums(self.timed, by) for by in ("block", "module", "where", "kind")}
 
 
 def _sum_warm_calls(profile: Profile) -> tuple[int, int, int, int]:

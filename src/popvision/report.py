@@ -20,7 +20,6 @@ from popengine.profile import Profile, ProfileError, load
 from .advice import advice_sentences, machine_sentence, stages_sentence
 from .analysis import Figures, compare_figures, comparison_text
 from .memory import bytes_curve, memory_table, tracks_of_detailed_step
-from .times import with_stage_costs
 from .units import layout_text, rate_text, seconds_text, share_text, size_text, table_text
 
 PROFILE = "profile.pop"
@@ -106,8 +105,8 @@ def profile_entry(path: Path) -> dict[str, Any]:
 def page_data(found: Figures) -> dict[str, Any]:
     """Return a profile, its figures, its sums over operations, and the memory curves of its ipus, as a
     dictionary for the page's scripts."""
-    profile = found.profile
-    figures = {name: value for name, value in vars(found).items() if name not in ("profile", "groups")}
+    others = ("profile", "timed", "groups")
+    figures = {name: value for name, value in vars(found).items() if name not in others}
     figures |= {
         "needs": [{**asdict(need), "always": need.always, "total": need.total} for need in found.needs],
         "warnings": advice_sentences(found),
@@ -115,12 +114,12 @@ def page_data(found: Figures) -> dict[str, Any]:
         "stages_say": stages_sentence(found),
     }
     return {
-        "profile": json.loads(with_stage_costs(profile, found.stages).to_json()),
+        "profile": json.loads(found.timed.to_json()),
         "groups": found.groups,
         "figures": figures,
         "curves": {
-            str(ipu): [number for point in bytes_curve(profile, track) for number in point]
-            for ipu, track in tracks_of_detailed_step(profile).items()
+            str(ipu): [number for point in bytes_curve(found.profile, track) for number in point]
+            for ipu, track in tracks_of_detailed_step(found.profile).items()
         },
     }
 
