@@ -167,9 +167,8 @@ class StepDetail:
 class Recorder:
     """The recorded times and memory of all calls to which this recorder was passed.
 
-    Args:
-        budget: number of instructions to store, over all steps, ipus and replicas. At least two steps are
-            stored; of a program that is too long for that, only the beginning.
+    Args: budget: number of instructions to store, over all steps, ipus and replicas. At least two steps are
+        stored; of a program that is too long for that, only the beginning.
     """
 
     def __init__(self, budget: int = 120_000) -> None:

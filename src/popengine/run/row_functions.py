@@ -36,8 +36,7 @@ _FRAME, _STATE, _BUFFER, _PREPARED = range(4)  # where a piece reads a value; _B
 class RowFunctions:
     """The functions that run the rows of a plan, and the frames that they read and write.
 
-    Args:
-        codes: the function of each piece
+    Args: codes: the function of each piece
     """
 
     def __init__(

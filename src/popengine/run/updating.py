@@ -50,8 +50,7 @@ _StepKey = tuple[int, int]  # (ipu, parameter group) of the parameters of an Upd
 class Updates:
     """The functions that run the rows from "exchange" to "share": reduce gradients, update weights.
 
-    Args:
-        group: the processes that train together; None: this process trains alone
+    Args: group: the processes that train together; None: this process trains alone
     """
 
     def __init__(self, plan: ir.Plan, settings: Settings, state: State, group: ProcessGroup | None) -> None:
@@ -309,14 +308,9 @@ class Bucket:
     """
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        members: tuple[int, ...],
-        dtype: torch.dtype,
-        is_sharded: bool,
-        state: State,
+        self, units: Sequence[Unit], members: Sequence[int], dtype: torch.dtype, state: State
     ) -> None:
-        step = max(1, _ALIGNED // dtype.itemsize)
+        is_sharded, step = units[0].key in state.owner, max(1, _ALIGNED // dtype.itemsize)
         cuts, starts = [0], dict[Unit, int]()
         for owner in range(state.settings.counts.instances) if is_sharded else [None]:
             end = cuts[-1]
@@ -343,4 +337,4 @@ def buckets_of(plan: ir.Plan, piece: int, state: State) -> list[Bucket]:
         dtype = settings.optimizer.sum_dtype(state.weight(unit).dtype)
         kind = settings.sharing_replicas(unit.key, unit.replica), dtype, unit.key in state.owner
         kinds.setdefault(kind, []).append(unit)
-    return [Bucket(units, *kind, state) for kind, units in kinds.items()]
+    return [Bucket(units, members, dtype, state) for (members, dtype, _), units in kinds.items()]
