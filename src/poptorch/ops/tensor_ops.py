@@ -133,38 +133,30 @@ def fps(src: Tensor, ptr: list[int], ratio: float = 0.5, random_start: bool = Fa
     if not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
         raise Error(f"fps: ratio must be a number above 0 and up to 1; found {ratio!r}")
     # Random starts are drawn outside of the opaque operation, with the engine's generators.
-    make = torch.rand if random_start else torch.zeros
-    return torch.ops.poptorch.fps(src, ptr, ratio, make(len(ptr) - 1, device=src.device))
-
-
-def _sample_counts(ptr: list[int], ratio: float) -> list[int]:
-    return [math.ceil(ratio * (end - begin)) for begin, end in itertools.pairwise(ptr)]
-
-
-def _sample_clouds(src: Tensor, ptr: list[int], ratio: float, starts: Tensor) -> Tensor:
-    """Return the result of `fps`; `starts`: index of each cloud's first sample, divided by its length."""
+    starts = (torch.rand if random_start else torch.zeros)(len(ptr) - 1, device=src.device)
     chosen = []
-    for index, count in enumerate(_sample_counts(ptr, ratio)):
-        points = src[ptr[index] : ptr[index + 1]].flatten(1)
-        chosen.append(ptr[index] + _sample_cloud(points, count, int(starts[index].item() * len(points))))
+    for start, (begin, end) in zip(starts, itertools.pairwise(ptr), strict=True):
+        count = math.ceil(ratio * (end - begin))
+        chosen.append(begin + torch.ops.poptorch.fps(src[begin:end].flatten(1), count, start))
     return torch.cat(chosen)
 
 
-def _sample_cloud(points: Tensor, count: int, start: int) -> Tensor:
-    """Return the indices of `count` points of a cloud: `start`, then the farthest from all points before."""
-    chosen = torch.empty(count, dtype=torch.int64)
+def _sample_cloud(points: Tensor, count: int, start: Tensor) -> Tensor:
+    """Return the indices of `count` points of a cloud: `start`, then the farthest from all points before.
+
+    Args: start: index of the first sample, divided by the number of points
+    """
+    chosen, latest = torch.empty(count, dtype=torch.int64), int(start.item() * len(points))
     distance = torch.full((len(points),), math.inf, device=points.device)
     for position in range(count):
-        chosen[position] = start
-        distance = torch.minimum(distance, (points - points[start]).float().square().sum(1))
-        start = int(distance.argmax())
+        chosen[position] = latest
+        distance = torch.minimum(distance, (points - points[latest]).float().square().sum(1))
+        latest = int(distance.argmax())
     return chosen.to(points.device)
 
 
 register_computed(
-    "fps",
-    _sample_clouds,
-    lambda src, ptr, ratio, starts: src.new_empty(sum(_sample_counts(ptr, ratio)), dtype=torch.int64),
+    "fps", _sample_cloud, lambda points, count, start: points.new_empty(count, dtype=torch.int64)
 )
 
 
