@@ -212,7 +212,7 @@ def measure_times(found: Executable, hyper: Hyper | None, flops: int) -> dict[st
     steps    list of (micro-batches of all replicas, seconds of a step)
     pieces   seconds of each piece, for one micro-batch on one core
     updates  seconds of each ipu's weight update on one core
-    sharing  list of (threads, smallest, largest speed-up) of an operation; empty on one core
+    sharing  the result of `measure_sharing` for the longest operation
 
     Args: flops: FLOPs of one micro-batch
     """
@@ -307,9 +307,7 @@ def _measure_operations(found: Executable, hyper: Hyper | None) -> dict[str, Any
     costs = call_in_one_thread(
         lambda: [sum(seconds_of_line(piece, line) for line in piece.lines) for piece in pieces]
     )
-    threads, shared = torch.get_num_threads(), []
-    for alone, operation in longest if threads > 1 else []:
-        shared.append((threads, *measure_sharing(operation.total_seconds, threads, alone)[0]))
+    shared = [row for alone, sample in longest for row in measure_sharing(sample.total_seconds, alone)]
     return {"pieces": costs, "updates": _measure_updates(found, hyper), "sharing": shared}
 
 

@@ -224,7 +224,7 @@ def _step_seconds_on_host(profile: Profile, replicas: int, micro_batches: int) -
         updates={ipu: 1e9 * t for ipu, t in zip(profile.devices, measured["updates"], strict=True)},
         micro_batches=micro_batches,
         replicas=replicas,
-        sharing={count: (low, high) for count, low, high in measured["sharing"]},
+        sharing={count: (low, high) for count, low, high, _ in measured["sharing"]},
     )
     work = step.work_ns * replicas
     taken = fmean(virtual.ns_on_host(step, cores) or [work])

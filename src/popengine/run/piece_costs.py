@@ -86,16 +86,18 @@ def measure_speedup(
     return SpeedupRange(found[len(found) // 4], found[-1 - len(found) // 4])
 
 
-def measure_sharing(
-    several: Callable[[int], float], threads: int, alone: float
-) -> tuple[SpeedupRange, float]:
-    """Measure how much faster `threads` threads compute micro-batches at the same time than one thread.
+def measure_sharing(several: Callable[[int], float], alone: float) -> list[tuple[int, float, float, float]]:
+    """Measure how much faster all threads compute micro-batches at the same time than one thread.
 
     Args:
         several: computes the given number of micro-batches, and returns the seconds
         alone:   estimated seconds of one micro-batch
-    Returns: the speedup; and the CPU time per micro-batch with `threads` threads over that with one thread
+    Returns: a row (threads, lower and upper quartile of the speedup, CPU time per micro-batch with all threads
+        over that with one thread), in a list; without threads to share an empty list
     """
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return []
     barrier = Barrier(threads)
     spent: dict[bool, list[float]] = {True: [], False: []}  # CPU seconds per micro-batch: together, alone
 
@@ -114,8 +116,8 @@ def measure_sharing(
             list(pool.map(run_alone_or_together, [count] * threads, [True] * threads))
             return (perf_counter() - start) / threads
 
-        factor = call_in_one_thread(lambda: measure_speedup(run_alone_or_together, together, alone))
-    return factor, median(spent[True]) / median(spent[False])
+        speedup = call_in_one_thread(lambda: measure_speedup(run_alone_or_together, together, alone))
+    return [(threads, speedup.low, speedup.high, median(spent[True]) / median(spent[False]))]
 
 
 def call_in_one_thread(work: Callable[[], T]) -> T:

@@ -48,10 +48,9 @@ def measure_hints(
     """Measure the speedup of a micro-batch by options that are not set, and by several threads.
 
     Args: samples: the inputs of one micro-batch
-    Returns: "hints": {option: lower quartile of the speedup}, "sharing": rows (threads, lower and upper
-        quartile of the speedup, CPU time of a micro-batch relative to that in one thread). `NO_HINTS` unless
-        the CPU runs eager pieces, and a profile is recorded; also if the graph may call user code, or a
-        micro-batch takes more than `_MOST_SECONDS`
+    Returns: "hints": {option: lower quartile of the speedup}, "sharing": the result of `measure_sharing`.
+        `NO_HINTS` unless the CPU runs eager pieces, and a profile is recorded; also if the graph may call user
+        code, or a micro-batch takes more than `_MOST_SECONDS`
     """
     is_measurable = (settings.device, settings.backend) == ("cpu", "eager")
     if not is_measurable or options._profile_directory(settings.training) is None or calls_user_code(graph):
@@ -73,11 +72,7 @@ def measure_hints(
             changed = sample_of(partition(other, _EACH_ALONE), weights, samples)
             speedup = partial(measure_speedup, now.total_seconds, changed.total_seconds, alone)
             gains[name] = call_in_one_thread(speedup).low
-    threads, rows = torch.get_num_threads(), []
-    if threads > 1:
-        gain, cost = measure_sharing(now.total_seconds, threads, alone)
-        rows.append([threads, *gain, cost])
-    return {"hints": gains, "sharing": rows}
+    return {"hints": gains, "sharing": measure_sharing(now.total_seconds, alone)}
 
 
 def calls_user_code(graph: Graph) -> bool:
