@@ -199,12 +199,15 @@ def _batch_count(dataset: Any, rebatched_size: int | None) -> int | None:
     if not isinstance(dataset, TorchLoader) or dataset.batch_size is None or rebatched_size is None:
         rows = length_or_none(dataset)  # assuming one row per batch
     else:
-        rows = length_or_none(
-            dataset.dataset if isinstance(dataset.dataset, IterableDataset) else dataset.sampler
-        )
+        rows = row_count_of_epoch(dataset)
         if rows is not None and dataset.drop_last:
             rows -= rows % dataset.batch_size
     return None if rows is None else rows // (rebatched_size or 1)
+
+
+def row_count_of_epoch(loader: TorchLoader) -> int | None:
+    """Return the number of rows that a loader's process reads in an epoch; None for a stream without length."""
+    return length_or_none(loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler)
 
 
 def length_or_none(value: Any) -> int | None:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from popengine.errors import DataError
 from popengine.settings import Counts
-from poptorch.data.accessor import AsynchronousDataAccessor, length_or_none
+from poptorch.data.accessor import AsynchronousDataAccessor, length_or_none, row_count_of_epoch
 from poptorch.data.dataset_shares import sampler_of_process
 from poptorch.data.loader_state import Progress, ResumableSampler, state_for_loader
 from poptorch.data.rows import group_batches, rebatch_rows
@@ -178,7 +178,7 @@ class DataLoader(torch.utils.data.DataLoader):
             self._accessor._send_restart(state)
 
     def __len__(self) -> int:
-        parts, size = self._row_count(), self._combined_batch_size or 1
+        parts, size = row_count_of_epoch(self), self._combined_batch_size or 1
         if self._worker_size is None:
             parts, size = super().__len__(), self._elements_per_batch
         if parts is None:
@@ -220,10 +220,6 @@ class DataLoader(torch.utils.data.DataLoader):
             self.__dict__.update({f"__pl_saved_{name}": value for name, value in saved.items()})
             self.__dict__["__dataset"] = arguments["dataset"]
 
-    def _row_count(self) -> int | None:
-        """Return the number of rows that this process reads in an epoch; None for a stream without length."""
-        return length_or_none(self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler)
-
     def _worker_batch_size(self, worker_size: int | None, batch_sampler: Any, is_stream: bool) -> int | None:
         """Return the number of rows that are loaded at once if combined batches are put together from these,
         else None. Raises AssertionError if `worker_size` is larger than the combined batch size."""
@@ -240,7 +236,7 @@ class DataLoader(torch.utils.data.DataLoader):
 
     def _warn_of_incomplete_batch(self, batch_sampler: Any) -> None:
         """Log a warning if the last combined batch is incomplete, or if the sampler has no length to tell."""
-        parts, whole, unit = self._row_count() or 0, self._combined_batch_size or 1, "rows"
+        parts, whole, unit = row_count_of_epoch(self) or 0, self._combined_batch_size or 1, "rows"
         if batch_sampler is not None:
             parts, whole, unit = length_or_none(batch_sampler), self._elements_per_batch, "micro-batches"
         if parts is None or parts % whole:
@@ -253,7 +249,7 @@ class DataLoader(torch.utils.data.DataLoader):
     def _warn_of_no_batch(self) -> None:
         """In mode Sync log a warning that the dataset has too few rows; in other modes the worker raises."""
         if self.mode == DataLoaderMode.Sync:
-            rows, combined = self._row_count(), self._combined_batch_size
+            rows, combined = row_count_of_epoch(self), self._combined_batch_size
             logger.warning(
                 "the DataLoader yields no batch: its dataset has %s rows, and a call takes %s (batch_size x device "
                 "iterations x accumulation x replicas). Use more data, or lower one of these",
