@@ -121,11 +121,8 @@ class Checkpoint:
         if writing.is_alive():
             logger.warning("the checkpoint of call %d is not complete, and is left", self._saved_call)
         elif self._failure:
-            logger.warning(
-                "the checkpoint of call %d could not be written: %s; the training goes on, older checkpoints stay",
-                self._saved_call,
-                self._failure,
-            )
+            text = "the checkpoint of call %d could not be written: %s; the training goes on, older checkpoints stay"
+            logger.warning(text, self._saved_call, self._failure)
 
     # ---- contents ----------------------------------------------------------------------------------------
 

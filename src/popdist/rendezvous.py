@@ -87,7 +87,7 @@ def _connect_instances(launch: Launch, seconds: float) -> None:
     address, port = _store_address()
     until = time.monotonic() + seconds
     store = _open_store(launch, address, port, seconds)
-    pando_store = dist.PrefixStore("pando", store)
+    pando_store, torch_store = dist.PrefixStore("pando", store), dist.PrefixStore("torch", store)
     group = process_group.ProcessGroup(pando_store, launch.instance, launch.instances)
     missing = group.await_peers("popdist.init()", until - time.monotonic())
     if missing:
@@ -99,12 +99,7 @@ def _connect_instances(launch: Launch, seconds: float) -> None:
     interface = _network_interface(address)
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo resolves the host's name
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore("torch", store),
-        rank=launch.instance,
-        world_size=launch.instances,
-    )
+    dist.init_process_group("gloo", store=torch_store, rank=launch.instance, world_size=launch.instances)
     process_group.set_current(group)
 
 

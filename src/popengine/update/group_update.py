@@ -202,10 +202,8 @@ class UpdateStep:
         assert self.trust_ratios is not None
         measured = [part for part in self.parts if part.norms]
         if measured:
-            sizes, lengths = (
-                torch.stack([_total_norm(part, which) for part in measured]) for which in (0, 1)
-            )
-            ratios = self.trust_ratios.trust(self.rates, sizes, lengths)
+            norms = [torch.stack([_total_norm(part, which) for part in measured]) for which in (0, 1)]
+            ratios = self.trust_ratios.trust(self.rates, *norms)
             for part, ratio in zip(measured, ratios.unbind(), strict=True):
                 part.state["trust"] = ratio
 
