@@ -14,6 +14,7 @@ A part is a piece itself. A forward or backward is cut
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ import torch
 from torch import fx
 
 from ..errors import CaptureError, PartitionError
-from ..ir import Graph, Line, Partition, Phase, Piece, Signature, Value
+from ..ir import Graph, Line, Partition, Phase, Piece, Value
 from ..piece import GATHER, GETITEM
 from ..settings import Settings, Strategy
 from .placement import Placement, place_blocks
@@ -237,27 +238,25 @@ def make_piece(
 def cut_pieces(partition: Partition, settings: Settings) -> Partition:
     """Return the partition with its pieces cut into parts: around gathers, and on the eager backend also before
     reads of changed buffers (in training with accumulation) and after buckets (with several processes)."""
+    counts, optimizer = settings.counts, settings.optimizer
     changed = partition.signature.changed_buffers
-    several = settings.training and settings.counts.accumulation > 1
+    several = settings.training and counts.accumulation > 1
     chained = changed if several and settings.is_eager and not settings.finite_checks else frozenset()
-    sizes = _gradient_sizes(partition.signature, settings) if settings.is_eager else {}
+    sizes: dict[
+        str, int
+    ] = {}  # bytes of each gradient's sum, by name, if several processes exchange gradients
+    if settings.training and settings.is_eager and counts.instances > 1 and optimizer is not None:
+        sizes = {
+            result.name: math.prod(result.shape) * optimizer.sum_dtype(result.dtype).itemsize
+            for result in partition.signature.results
+            if result.kind == "gradient"
+        }
     pieces: list[Piece] = []
     for piece in partition.pieces:
         indices = _cut_indices(piece, chained if piece.phase == "F" else frozenset(), sizes)
         indices -= {0, len(piece.lines)}
         pieces += _cut_piece(piece, sorted(indices), changed) if indices else [piece]
     return replace(partition, pieces=tuple(pieces))
-
-
-def _gradient_sizes(signature: Signature, settings: Settings) -> dict[str, int]:
-    """Return the bytes of each gradient's sum, by name; {} unless several processes exchange gradients."""
-    if not settings.training or settings.counts.instances == 1 or settings.optimizer is None:
-        return {}
-    return {
-        result.name: torch.Size(result.shape).numel() * settings.optimizer.sum_dtype(result.dtype).itemsize
-        for result in signature.results
-        if result.kind == "gradient"
-    }
 
 
 def _cut_indices(piece: Piece, chained: frozenset[str], sizes: Mapping[str, int]) -> set[int]:

@@ -372,13 +372,16 @@ class CaptureRecorder(GraphRecorder):
             is_constant = node.meta["role"] == "constant"
             self._values[node] = materialized_copy(self.constants[node.meta["key"]]) if is_constant else None
             return
+        target: Any = node.target
         is_known = all(self._values[operand] is not None for operand in node.all_input_nodes)
-        if is_known and _is_deterministic(node.target):
+        # Operations of other libraries may have side effects.
+        is_torch = target is operator.getitem or target.namespace == "aten"
+        if is_known and is_torch and torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
             self._values[node] = run_node(node, self._values)
             return
         self._values[node] = None
         if is_write(node):
-            written = _written_arguments(node.target, node.args, node.kwargs)
+            written = _written_arguments(target, node.args, node.kwargs)
             memory = {storage_of(operand) for operand in written if isinstance(operand, fx.Node)} - {None}
             self._values.update(dict.fromkeys([n for n in self._values if storage_of(n) in memory]))
 
@@ -387,10 +390,3 @@ def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments into which an operation writes, as a flat list."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     return tree_leaves([given.get(argument.name) for argument in func._schema.arguments if argument.is_write])
-
-
-def _is_deterministic(operation: Any) -> bool:
-    """Return whether an operation is one of torch's own that draws no random numbers."""
-    if operation is operator.getitem:
-        return True
-    return operation.namespace == "aten" and torch.Tag.nondeterministic_seeded not in operation.tags
