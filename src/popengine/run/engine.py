@@ -249,7 +249,7 @@ class Engine:
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
         """Copy parameters and buffers, by canonical name, to all replicas; an error changes none. The next
-        call raises Error if the trained parameters differ between processes."""
+        call of a training raises Error if trained parameters differ between processes."""
         self._state.write([weights] * self.settings.counts.replicas)
         self._unconfirmed.update(key for key in weights if key in self._state.trained)
 

@@ -348,7 +348,7 @@ class ReadyQueue:
         self._is_shared = self._spent > JUDGED * WORTH_SHARING
 
     def _fail_step(self, error: BaseException) -> None:
-        """Store a task's error, if the step has none; drop the ready tasks; wake all threads and peers."""
+        """Store a task's error, if the step has none; drop the ready tasks; wake the cores and the peers."""
         self._rows.wake_peers(error)  # other processes may wait for this one
         with self._changed:
             self._running -= 1

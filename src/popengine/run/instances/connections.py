@@ -264,7 +264,7 @@ class Connections:
             return self._new_error()
 
     def _close_group(self, why: str, ends: bool) -> None:
-        """Close the gloo group by a receive that times out, which ends all waits; set the reason."""
+        """Close the gloo group by a receive that times out, which ends all waits; store why it was closed."""
         group, self._group = self._group, None
         self._failure, self._has_ended = why, ends
         self._number += 1
@@ -273,7 +273,7 @@ class Connections:
                 group.recv([torch.empty(1)], self.peers[0], _CUT).wait(timedelta(milliseconds=1))
 
     def _new_error(self) -> Error:
-        """Return the error that says why the gloo group was closed: PeerLost, or PeerFailed."""
+        """Return a PeerLost if the training ends, else a PeerFailed, with the reason of the closed gloo group."""
         if self._has_ended:
             return PeerLost(
                 f"another instance has left the training: {self._failure}\n"

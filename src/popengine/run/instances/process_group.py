@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 def call_in_thread(work: Callable[[], T]) -> T:
     """Call `work` in a new thread, and return its result or raise its exception. An interrupt ends the wait for
-    the thread, but not `work`, because it can't end a wait in torch."""
+    the thread, but not `work`: an interrupt can't end a wait in torch, which `work` may contain."""
     future: Future[T] = Future()
 
     def call_work() -> None:
