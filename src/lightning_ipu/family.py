@@ -67,20 +67,16 @@ class AcceleratorPart:
         return "ipu"
 
 
-SUPPORTED = ("32-true", "16-mixed", "16-true")
-_ALIASES = {"32": "32-true", "16": "16-mixed"}
-
-
 class PrecisionPart:
     """The precision for ipus: "32-true"; "16-mixed", which casts batches to half; or "16-true", which casts
     weights, too. Raises: ValueError, for any other precision."""
 
     def __init__(self, precision: Any = "32-true") -> None:
-        precision = _ALIASES.get(str(precision), precision)
-        if precision not in SUPPORTED:
+        precision = {"32": "32-true", "16": "16-mixed"}.get(str(precision), precision)
+        if precision not in ("32-true", "16-mixed", "16-true"):
             raise ValueError(
                 f"`Trainer(accelerator='ipu', precision={precision!r})` is not supported."
-                f" `precision` must be one of: {', '.join(SUPPORTED)}."
+                " `precision` must be one of: 32-true, 16-mixed, 16-true."
             )
         self.precision = precision
 
