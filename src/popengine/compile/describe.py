@@ -166,13 +166,13 @@ def _operations_and_pieces(plan: Plan, graph: Graph | None) -> tuple[list[Operat
             kind = line.call.split("::")[-1].removeprefix("aten.").removesuffix(".default")
             found = Operation(index, line.name, kind, partition.names[stage], line.where, live=held.bytes)
             if line.name in nodes:
-                found = _with_facts_of_node(found, nodes[line.name], line, sizes, partition.signature.visits)
+                found = _with_costs_of_node(found, nodes[line.name], line, sizes, partition.signature.visits)
             operations.append(found)
             held.add(own.intersection(dying), by=-1)
     return operations, pieces
 
 
-def _with_facts_of_node(
+def _with_costs_of_node(
     operation: Operation, node: fx.Node, line: Line, sizes: Mapping[str, int], visits: Sequence[Visit]
 ) -> Operation:
     """Return an operation with its FLOPs, bytes, width, block and module."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from popengine.compile.recording.current_capture import Group, current
+from popengine.compile.recording.current_capture import ConvolutionGroup, current
 from popengine.errors import Error
 
 from ..enums import MultiConvPlanType, OverlapMode, member_by_name
@@ -255,7 +255,8 @@ class MultiConv:
                 "Nested poptorch.MultiConv is not supported: a convolution is in one group\n"
                 "  fix: end the outer `with` before the inner begins"
             )
-        capture.group = Group({name: value for name, value in self._properties.items() if value is not None})
+        properties = {name: value for name, value in self._properties.items() if value is not None}
+        capture.group = ConvolutionGroup(properties)
 
     def __exit__(self, kind: Any, *_: object) -> None:
         capture = current()

@@ -78,7 +78,7 @@ def is_traced(value: Tensor) -> bool:
 
 
 @dataclass
-class Group:
+class ConvolutionGroup:
     """A group of convolutions (`MultiConv`): the properties that the user has set, and its size."""
 
     properties: dict[str, Any]
@@ -109,7 +109,7 @@ class Capture:
     # Annotations by scopes in the user's code (names, attributes, groups), recorded in the forward's nodes.
     scopes: list[str] = field(default_factory=list)
     attributes: dict[str, dict[str, str]] = field(default_factory=dict)
-    group: Group | None = None
+    group: ConvolutionGroup | None = None
 
     def __post_init__(self) -> None:
         self.recorder = CaptureRecorder(self.node_meta, self.stand_ins.stand_in_of_operand)
