@@ -31,21 +31,22 @@ def register_mark(
     name = LIBRARY.define(schema)
     operation = getattr(torch.ops.poptorch, name).default
 
-    def identity(first: Tensor, *settings: Any) -> Tensor:
+    def run_mark(first: Tensor, *settings: Any) -> Tensor:
         run(first, *settings)
         return first
 
-    def differentiable(first: Tensor, *settings: Any) -> Tensor:
+    def record_mark(first: Tensor, *settings: Any) -> Tensor:
         if torch._C._len_torch_dispatch_stack() == 0:  # no capture
             return first
         return _MarkAutogradFunction.apply(operation, gradient, first, *settings)
 
-    def fake(first: Tensor, *settings: Any) -> Tensor:  # not a view: its backward would forbid writes into it
+    def fake_mark(first: Tensor, *settings: Any) -> Tensor:
+        # Not a view: its backward would forbid writes into it.
         return torch.empty_strided(first.size(), first.stride(), dtype=first.dtype, device=first.device)
 
-    LIBRARY.impl(name, identity, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, differentiable, "Autograd")
-    torch.library.register_fake(f"poptorch::{name}", fake, lib=LIBRARY)
+    LIBRARY.impl(name, run_mark, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, record_mark, "Autograd")
+    torch.library.register_fake(f"poptorch::{name}", fake_mark, lib=LIBRARY)
 
 
 class _MarkAutogradFunction(torch.autograd.Function):

@@ -64,8 +64,8 @@ def ipu_print_tensor(
 
 def _print_tensor(tensor: Tensor, title: str = "", print_gradient: bool = True, *settings: Any) -> None:
     head = f"{title}: " if title else ""
-    layout = _Layout(tensor.detach().cpu(), *settings)
-    lines = layout.lines(layout.tensor, "", layout.element_formatter())
+    layout = _PrintLayout(tensor.detach().cpu(), *settings)
+    lines = layout.format_tensor(layout.tensor, "", layout.element_formatter())
     sys.stderr.write(head + "\n".join(lines) + "\n")  # one write, as other threads print, too
     sys.stderr.flush()
 
@@ -85,7 +85,7 @@ register_mark(
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _PrintLayout:
     """A tensor to print, and the arguments of `ipu_print_tensor` for its layout."""
 
     tensor: Tensor
@@ -98,7 +98,7 @@ class _Layout:
     open_bracket: str = "("
     close_bracket: str = ")"
 
-    def lines(self, part: Tensor, indent: str, write: Callable[[Any], str]) -> list[str]:
+    def format_tensor(self, part: Tensor, indent: str, write: Callable[[Any], str]) -> list[str]:
         """Return a sub-tensor, or the whole tensor, as lines of text.
 
         Args: indent: spaces before the first line; write: returns an element as text
@@ -110,11 +110,12 @@ class _Layout:
         if 0 < self.summarise_threshold < self.tensor.numel() and len(part) > 2 * edge:
             shown[edge : len(part) - edge] = [None]
         if part.dim() == 1:
-            return self._row_lines(["..." if i is None else write(part[i].item()) for i in shown], indent)
-        inner = [[f"{indent} ..."] if i is None else self.lines(part[i], f"{indent} ", write) for i in shown]
+            return self._format_row(["..." if i is None else write(part[i].item()) for i in shown], indent)
+        deeper = f"{indent} "
+        inner = [[deeper + "..."] if i is None else self.format_tensor(part[i], deeper, write) for i in shown]
         return [indent + self.open_bracket, *itertools.chain(*inner), indent + self.close_bracket]
 
-    def _row_lines(self, values: list[str], indent: str) -> list[str]:
+    def _format_row(self, values: list[str], indent: str) -> list[str]:
         """Return an innermost row as lines of text, broken after separators to fit into `max_line_width`.
 
         Args: values: the elements as text; indent: spaces before the first line
