@@ -52,8 +52,12 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
         chosen: called with a product and its half type, returns whether to compute the product in float32
     Returns: the graph, and texts for the products that are computed in float32, such as "mm of bfloat16"
     """
-    types = {node: _half_type(node) for node in graph.code.nodes}
-    wide = {node: kind for node, kind in types.items() if kind is not None and chosen(node.target, kind)}
+    wide: dict[Any, torch.dtype] = {}  # by product (a node), the half type of its operands
+    for node in graph.code.nodes:
+        operands = node.all_input_nodes if node.target in PRODUCTS else []
+        half = next((n.meta["val"].dtype for n in operands if n.meta["val"].dtype in HALF), None)
+        if half is not None and chosen(node.target, half):
+            wide[node] = half
     if not wide:
         return graph, ()
     copies: dict[Any, Tensor] = {}
@@ -91,14 +95,6 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
         for n, kind in wide.items()
     }
     return with_nodes_replaced(graph, run_in_float32), tuple(sorted(words))
-
-
-def _half_type(node: fx.Node) -> torch.dtype | None:
-    """Return the half type of a product's operands; None if the node is no product, or has none of a half type."""
-    if node.target not in PRODUCTS:
-        return None
-    types = (operand.meta["val"].dtype for operand in node.all_input_nodes)
-    return next((kind for kind in types if kind in HALF), None)
 
 
 def _base_of_view(node: fx.Node) -> fx.Node | None:
