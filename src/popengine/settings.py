@@ -141,7 +141,7 @@ class ReplicaGroups:
             return tuple(range(len(self.of)))
         return tuple(self.of.index(group) for group in sorted(set(self.of)))
 
-    def host_row(self, replica: int, rows: int) -> int:
+    def row_index_of_replica(self, replica: int, rows: int) -> int:
         """Return the index of a replica's row in a host tensor of `rows` rows: one per group or replica."""
         return replica if self.all_rows and rows == len(self.of) else self.of[replica]
 

@@ -181,7 +181,7 @@ class ReadyQueue:
         sender = [_SENDER] if rows.settings.training and rows.settings.counts.instances > 1 else []
         self._all = [threading.Thread(target=self._serve_engine_calls, name="core 0", daemon=True)]
         for core in [*range(1, threads), *sender]:
-            work = partial(self._run_tasks_of_calls, core)
+            work = partial(self._run_tasks_until_closed, core)
             self._all.append(threading.Thread(target=work, name=f"core {core}", daemon=True))
         for thread in self._all:
             thread.start()
@@ -270,7 +270,7 @@ class ReadyQueue:
 
     # ---- threads ---------------------------------------------------------------------------------------------
 
-    def _run_tasks_of_calls(self, core: int) -> None:
+    def _run_tasks_until_closed(self, core: int) -> None:
         """Run tasks of all calls until the queue is closed: the function of each thread except core 0's."""
         torch.set_num_threads(1 if core == _SENDER else self._threads_per_operation)
         with torch.inference_mode():

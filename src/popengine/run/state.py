@@ -273,7 +273,7 @@ class State:
     def _row_of(self, key: str, value: Tensor, replica: int) -> Tensor:
         """Return a replica's row of a value on the host; the whole value without replica groups."""
         groups = self.settings.replica_groups.get(key)
-        return value if groups is None else value[groups.host_row(replica, len(value))]
+        return value if groups is None else value[groups.row_index_of_replica(replica, len(value))]
 
     def _host_value(self, key: str, name: str, values: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """Return `values[0][name]` on the CPU; of a parameter with replica groups the `values[replica][name]`

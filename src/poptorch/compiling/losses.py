@@ -44,7 +44,7 @@ def choose_loss(returned: Any, capture: Capture, options: Options) -> None:
     elif isinstance(field := loss_field(returned), Tensor) and is_traced(field):
         chosen, origin = field, f'the output "loss" of forward, {capture.forward_line}'
     else:
-        chosen = _derived_loss(returned, capture)
+        chosen = _find_output_to_train(returned, capture)
     if chosen is not None:
         capture.choose_loss(chosen, origin)
 
@@ -54,7 +54,7 @@ def loss_field(returned: Any) -> Any:
     return returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
 
 
-def _derived_loss(returned: Any, capture: Capture) -> Tensor | None:
+def _find_output_to_train(returned: Any, capture: Capture) -> Tensor | None:
     """Return the output of forward to train; None if an output is itself a loss, or no rule finds a scalar:
 
     1. the first output of a tuple, if it is a scalar computed from all losses

@@ -107,7 +107,8 @@ class Progress:
 
 
 class ResumableSampler:
-    """A sampler that yields another sampler's elements; after a state was loaded once without the first.
+    """A sampler that yields the elements of another sampler. After a state was loaded, the next epoch skips
+    the elements before the state's position; later epochs are complete.
 
     Args: rows: cut elements, which are lists of row indices, into lists of this length; None: don't cut
     """

@@ -42,7 +42,10 @@ class WeightSync:
 
     def store_compiled_flags(self) -> None:
         """Store the model's layers, modes and `requires_grad`, for a later `warn_of_changes`."""
-        self._layers, self._flags = dict(self._model.traced.named_modules()), _flags_of(self._model.traced)
+        self._layers, self._flags = (
+            dict(self._model.traced.named_modules()),
+            _training_flags_of(self._model.traced),
+        )
         self.mode = self._model.user.training
         self._synced: dict[str, Tensor] = {}  # the host's weights when they were last equal to the devices'
         self._fingerprints: dict[str, Fingerprint] = {}  # of the weights in `_synced` at that time
@@ -50,12 +53,12 @@ class WeightSync:
     @contextlib.contextmanager
     def with_compiled_flags(self) -> Iterator[None]:
         """Set modes and `requires_grad` of the model to those of the first compilation, inside the `with`."""
-        now = _flags_of(self._model.traced)
-        _set_flags(self._model.traced, self._flags)
+        now = _training_flags_of(self._model.traced)
+        _set_training_flags(self._model.traced, self._flags)
         try:
             yield
         finally:
-            _set_flags(self._model.traced, now)
+            _set_training_flags(self._model.traced, now)
 
     def host_weights(self) -> dict[str, Tensor]:
         """Return the user's parameters and buffers by canonical name; they may be stale.
@@ -236,7 +239,7 @@ class WeightSync:
 
     def newest_host_weights(self) -> dict[str, Tensor]:
         """Find the peers, copy trained weights of peers to the host, and return the host's weights."""
-        _watch_registrations()
+        _watch_registrations_in_all_modules()
         self._find_peers(self._model.user)
         self._copy_peers_weights_to_host()
         host = self.host_weights()
@@ -303,7 +306,7 @@ def _on_registration(module: nn.Module, name: str, value: Any) -> None:
 
 
 @functools.cache
-def _watch_registrations() -> None:
+def _watch_registrations_in_all_modules() -> None:
     """Let torch call `_on_registration` before a layer, parameter or buffer of any module is set."""
     nn.modules.module.register_module_module_registration_hook(_on_registration)
     nn.modules.module.register_module_parameter_registration_hook(_on_registration)
@@ -319,15 +322,15 @@ def _fingerprints_of(weights: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
         }
 
 
-def _flags_of(model: nn.Module) -> dict[str, bool]:
+def _training_flags_of(model: nn.Module) -> dict[str, bool]:
     """Return the flags `training` of layers and `requires_grad` of parameters, by name."""
     with torch._C.DisableTorchFunctionSubclass():
         modes = {name: layer.training for name, layer in model.named_modules()}
         return modes | {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
 
-def _set_flags(model: nn.Module, flags: Mapping[str, bool]) -> None:
-    """Set the flags of layers and parameters to `flags`, as returned by `_flags_of`. Other names stay."""
+def _set_training_flags(model: nn.Module, flags: Mapping[str, bool]) -> None:
+    """Set the flags of layers and parameters to `flags`, as returned by `_training_flags_of`. Other names stay."""
     with torch._C.DisableTorchFunctionSubclass():
         for name, layer in model.named_modules():
             vars(layer)["training"] = flags.get(name, layer.training)
