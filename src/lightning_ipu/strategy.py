@@ -314,7 +314,10 @@ class StrategyPart:
         return values[0]
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Return the tensors of all processes, as [processes, *shape]; with one process the tensor itself."""
+        """Return the tensors of all processes, as [processes, *shape]; with one process the tensor itself.
+
+        `group` and `sync_grads` have no effect: all processes take part, and no gradient passes.
+        """
         return collectives.all_gather(tensor.unsqueeze(0)) if self.world_size > 1 else tensor
 
 

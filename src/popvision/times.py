@@ -172,8 +172,9 @@ def relative_spread(values: Sequence[float]) -> float:
 def _instruction_cost(events: Sequence[Event]) -> float:
     """Return the cost in ns of an instruction; 0 without events. `events` are its runs.
 
-    It is the median over steps of a step's mean, because caches are colder for the first micro-batch of each
-    step; but at least the duration of the fastest run, since an instruction itself may wait (for I/O, say).
+    That is the median over steps of the mean cost in a step (caches are colder for the first micro-batch of
+    each step). `Event.cost` leaves out waits, also those inside an instruction (for I/O, say), which are part
+    of its cost; so the result is at least the duration of the fastest run.
     """
     if not events:
         return 0.0

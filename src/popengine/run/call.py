@@ -27,7 +27,7 @@ _RETURNED = {torch.int64: torch.int32, torch.float64: torch.float32}
 
 class ResultBuffer:
     """A tensor on the device with a row for each value that an output mode returns, and the times at which
-    the copies into each row began and ended ().
+    the copies into each row began and ended (perf_counter).
 
     Args:
         period: of mode "every_n": the values of each `period`-th iteration are returned
