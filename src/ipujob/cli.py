@@ -1,7 +1,5 @@
 """The program `ipujob`: its arguments, and the commands without a cluster: check, render, run, manifest."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import shutil

@@ -3,8 +3,6 @@
 Objects are plain dictionaries, because typed clients refuse some valid files (`cpu: 32`, a number).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """IPUJob files: YAML documents with the line number of each node, and the jobs in them."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import secrets

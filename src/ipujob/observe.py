@@ -10,8 +10,6 @@ each instance is in `status.instances`, and the status is written before pods ar
     Succeeded, Failed   final: later changes of the pods have no effect
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence

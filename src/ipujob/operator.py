@@ -5,8 +5,6 @@ written on condition that the job has not changed since it was read (optimistic 
 only one acts.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import secrets

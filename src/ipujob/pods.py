@@ -1,7 +1,5 @@
 """The objects of a job in a cluster (worker pods, their Service), and functions that read a pod's status."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

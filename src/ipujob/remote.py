@@ -1,7 +1,5 @@
 """The commands that need a cluster: submit, status, logs, delete."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Render a job as plain objects for clusters without our operator: Indexed Jobs, bare pods or JobSets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from popengine.environment import NODE_RANK

@@ -1,7 +1,5 @@
 """The rules of an IPUJob: those of the CRD's schema, and those between fields. `parse` checks them all."""
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 import re

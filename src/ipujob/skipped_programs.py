@@ -5,8 +5,6 @@ git copies a folder in place of `git clone`; it runs this file as a script, so t
 package. All are found by PATH only.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

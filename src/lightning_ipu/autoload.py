@@ -7,8 +7,6 @@ module imports the standard library only. A Lightning with IPU classes of its ow
 `TORCH_DEVICE_BACKEND_AUTOLOAD=0` prevents torch's call.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys

@@ -5,8 +5,6 @@ Pando's classes are written once, without these bases (the strategy in `strategy
 bases of one package at their first use.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Loaders of combined batches for the stages of a Trainer, and batches that are padded to a whole call."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable, Iterator

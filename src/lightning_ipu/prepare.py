@@ -1,7 +1,5 @@
 """Preparation of a run: the Lightning package, options, a profile, and checks of the configuration."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

@@ -5,8 +5,6 @@ dictionaries and attributes become notes of the graph (`poptorch.compiling.outpu
 repeats after each call, with values. Attributes that are replaced during the step are restored at its end.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools

@@ -5,8 +5,6 @@ Lightning calls the input of one executor call a batch. `prepare.py` makes the s
 After each call `_replay` repeats the step's actions on the host, such as logging, with the call's values.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

@@ -9,8 +9,6 @@
 Without a launcher there is one instance with one replica.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

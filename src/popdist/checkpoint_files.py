@@ -11,8 +11,6 @@ instances have done this, and then renames or removes the folder. So an instance
 the current checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ All instances make the same call with the same shapes; inside `execute_on_instan
 one of them makes another call, or has ended, the others raise an error within seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """`popdist.poptorch.Options`: PopTorch's options with the launcher's number of replicas and processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NoReturn
 

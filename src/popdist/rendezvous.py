@@ -1,7 +1,5 @@
 """The connection of all instances by `popdist.init`, through a store at one address, within a time limit."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os

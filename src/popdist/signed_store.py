@@ -6,8 +6,6 @@ counter, so that no message can be forged, replayed or reflected. Messages are J
 unpickled.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import ipaddress

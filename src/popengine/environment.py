@@ -4,8 +4,6 @@
 an instance with one replica. This file imports the standard library only, for launchers without torch.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -1,7 +1,5 @@
 """Errors: one class for each pass, so that the type of an error shows where it was raised."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import traceback

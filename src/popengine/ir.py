@@ -6,8 +6,6 @@ Every value is made once, by one pass, and never changed. Tensors appear by name
 constants of the model's code.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field

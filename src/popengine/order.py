@@ -14,8 +14,6 @@ Engine, drawings and virtual time use the same orders. A new order is an `Order`
     ipu 1 | .. F0 B0 .. .. F1 B1 ..
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush

@@ -10,8 +10,6 @@ Passes read and rewrite the list. The engine runs the Python that is generated f
         return (mm, )
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ Each table has rows of one kind; `docs/profile-format.md` describes them. An ipu
 step, so a `Track` holds only the times of its instructions, and `Profile.programs` the instructions.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields

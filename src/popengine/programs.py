@@ -3,8 +3,6 @@
 Profiles and drawings number the instructions by these programs.
 """
 
-from __future__ import annotations
-
 from .ir import Plan
 from .order import ORDERS, Action, After, draw, timeline
 

@@ -1,7 +1,5 @@
 """The engine's settings: frozen values that `poptorch.options.freeze_options` makes from user options."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

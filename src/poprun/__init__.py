@@ -7,8 +7,6 @@ several popruns, of which one leads (`election.py`); `hangs.py` ends instances t
 all processes when one of poprun's own is killed.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from datetime import datetime

@@ -1,7 +1,5 @@
 """The program `poprun`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@ Programs' command lines have values that begin with dashes, abbreviated options,
 So each option is joined with its value to `--name=value` before argparse reads it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

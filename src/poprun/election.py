@@ -7,8 +7,6 @@ A node that can't connect to the newest leader starts a store's server and creat
 do this, one succeeds, since a hard link to a name that exists fails; the others connect to this one.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import os

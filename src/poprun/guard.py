@@ -5,8 +5,6 @@ So poprun forks: the child runs the training, and the guard forwards signals to 
 and kills them. If the guard is killed, the kernel sends the child a signal.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -6,8 +6,6 @@ processes use processor time. If they use none for the time limit, poprun prints
 which the instance hangs, and kills it. This counts as a failure.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Starts a poprun on each of several hosts by ssh."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shlex

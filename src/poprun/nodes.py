@@ -9,8 +9,6 @@ that have records. torch's own rendezvous is not used: its store serves every ca
 unpickle what they read.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import socket

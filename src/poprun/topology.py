@@ -1,7 +1,5 @@
 """The nodes of a training, the instances of a node, and the replicas and cores of an instance."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

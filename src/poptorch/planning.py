@@ -7,8 +7,6 @@ For this machine a model is measured with generated weights and inputs. A small 
 engine; the operations of a large model run alone, equal ones once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Advice: sentences about a profile's figures, each with the cause and the option or change that helps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from .analysis import Figures

@@ -1,7 +1,5 @@
 """The figures of a profile, which page and text show, and a comparison of two runs."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence

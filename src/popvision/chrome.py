@@ -4,8 +4,6 @@ Each ipu of each replica has a track, with arrows from sends to receives. Replic
 the detailed step and counters of memory; the host has its events and a counter of the time per step.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The program `popvision`, which opens, prints and compares reports, exports traces and makes plans."""
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import os

@@ -5,8 +5,6 @@ times the efficiency of its kind. A product also exchanges data: each tile compu
 and exchanges the cube's faces. A cube needs the least data (Irony, Toledo and Tiskin, 2004).
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping

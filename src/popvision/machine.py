@@ -1,7 +1,5 @@
 """Machines as data: the constants of each are in a TOML file, with their sources. Users can add files."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

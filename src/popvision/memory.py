@@ -1,7 +1,5 @@
 """Memory: the bytes that each ipu keeps from step to step, and those that it holds for micro-batches."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

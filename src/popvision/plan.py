@@ -1,7 +1,5 @@
 """Plans: estimates of a program's speed and memory on machines that may be absent, and their page."""
 
-from __future__ import annotations
-
 import html
 import json
 import os

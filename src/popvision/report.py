@@ -4,8 +4,6 @@ terminal, and the class that notebooks display as a page.
 The scripts only draw: every figure is computed in Python, by `analysis` and `memory`.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import re

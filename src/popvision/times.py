@@ -4,8 +4,6 @@ A cost is the CPU time of a thread, so that other programs do not count. Spans (
 trace) are in wall-clock time.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Texts of numbers with units, of tables, and of a run's layout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from popengine.profile import Profile

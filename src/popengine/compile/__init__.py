@@ -1,7 +1,5 @@
 """Compilation: the list of passes from a captured graph to a plan. Pure: no device, no thread, no file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from ..errors import Error

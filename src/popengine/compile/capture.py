@@ -6,8 +6,6 @@ input, and the losses are those of torch and of the user's marks. All unstable A
 engine needs are used in this file and in `recording/`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import re

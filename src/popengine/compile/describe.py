@@ -4,8 +4,6 @@ The functions are pure and return no tensors. FLOPs, bytes and the blocks of ope
 graph; they are missing if the plan was loaded from a file without its graph.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import os

@@ -12,8 +12,6 @@ A part is a piece itself. A forward or backward is cut
     where a bucket of gradients is complete, so that processes exchange it while the rest of the backward runs.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@
 stay in order: so `balance_blocks` cuts the list of blocks into consecutive parts, by dynamic programming.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -13,8 +13,6 @@ row  task               index        after
  9   end                step         8
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import permutations

@@ -5,8 +5,6 @@ The result of an output is concatenated in dimension 0 from the values that its 
 each (turn, replica), replicas fastest; with the modes "sum" and "final" one for each replica.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Sequence

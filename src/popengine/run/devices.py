@@ -10,8 +10,6 @@ tensors that pieces receive begin at a multiple of 64 bytes, as torch's own allo
 micro-batch don't depend on its offset in the batch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

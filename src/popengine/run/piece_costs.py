@@ -4,8 +4,6 @@ The times are inputs of a cost model: each is the fastest of a few rounds, witho
 measures the speedup of several threads, which share memory bandwidth and Python's lock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median

@@ -4,8 +4,6 @@ Each draw has a generator of its own, seeded from (seed, step, micro-batch, repl
 model). So every layout of stages draws the same numbers, and recomputation draws the same numbers again.
 """
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -6,8 +6,6 @@ those that wait for it. There are as many threads as cores, and each runs tasks 
 communicate with other processes run in a thread of their own, in the same order in every process.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

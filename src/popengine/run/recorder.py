@@ -5,8 +5,6 @@ that each ipu holds between instructions are listed (the second step replaces th
 warm-up). Of a long training only the first and last steps are stored, which bounds the size of a profile.
 """
 
-from __future__ import annotations
-
 import threading
 from array import array
 from collections import Counter, deque

@@ -4,8 +4,6 @@ The values of a micro-batch are in a frame (a dict for each replica and micro-ba
 them to the last row that reads them. All ipus share a frame without copies: pieces have no side effects.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import Counter

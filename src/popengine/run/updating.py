@@ -20,8 +20,6 @@ micro-batch, replica) and its number in the model; stochastic rounding has the k
 of the parameter's slot. Another draw has to use the key (seed, step) and numbers from `len(slots)` on.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -7,8 +7,6 @@ torch.optim's own operations, so its results are torch's to the last bit. `optim
 and states.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple

@@ -5,8 +5,6 @@ To add a kind of optimizer, write a formula, a rule in `RULES`, and a class in `
 from the rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Compilation of a model for the arguments of a call: the result is an `Executable`, which can be saved."""
 
-from __future__ import annotations
-
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

@@ -13,8 +13,6 @@ In all other cases, and with `options.loss(marked=True)`, PopTorch's rule is app
 `identity_loss` and torch's loss functions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -7,8 +7,6 @@ Examples of training with two micro-batches per step, where `####` is a micro-ba
     #### #### | #### ##              a step, and a step of two plans: the second one ends it, with weight 2/4
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -4,8 +4,6 @@ With `Options.Distributed.rowsByReplica` the replicas of all processes divide ea
 in PopTorch, each process reads a contiguous share of the dataset, in the dataset's order or shuffled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 The same holds for sub-graphs: the bodies of branches and loops, traced while the surrounding forward is traced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

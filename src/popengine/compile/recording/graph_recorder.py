@@ -6,8 +6,6 @@ backward alike. So a model's forward runs exactly once to be captured. Where the
 run on the real constants (`CaptureRecorder.value_of`).
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import sys

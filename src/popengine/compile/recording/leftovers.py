@@ -3,8 +3,6 @@
 They have no values: code that reads one after the call, from a list of losses or a metric, would fail.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

@@ -4,8 +4,6 @@ They are set as the module's attributes. A weight that the forward reaches in an
 closure or an earlier view, is recognised by identity or memory, and replaced where it is used (`StandIns.stand_in_of`).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Convert errors that torch raises during a capture: add the user's line, a reason and a fix."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

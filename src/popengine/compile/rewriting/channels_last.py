@@ -5,8 +5,6 @@ it. So a sequence of convolutions needs one conversion of its input and one of i
 converted once per step, as casts of weights are. Results differ from those of the other layout by rounding.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ and rounds its result once. On CPUs without units for a half type this is many t
 than the half kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Pieces are captured on the CPU, and their source names the CPU wherever it makes
 these operations for an accelerator. `cond` runs only the chosen body; `loop` runs its body `count` times.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import traceback

@@ -14,8 +14,6 @@ to all peers. Shards are sent in segments, so that additions and both directions
 to 3.7 times as long as its all_reduce, whose order of additions depends on the number of instances.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache

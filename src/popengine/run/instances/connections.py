@@ -6,8 +6,6 @@ instances met, and closes its gloo group, which wakes every peer that waits for 
 again, with a new gloo group. If the process of an instance has ended, the training ends.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Fingerprints: texts that have to be equal in all instances, and the error that lists their differences."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """`import horovod.torch as hvd`: rank, size and collectives of popdist under Horovod's names."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
