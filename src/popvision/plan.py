@@ -301,7 +301,7 @@ def _plan_page(plan: Estimates) -> str:
         "<h2>Stages, for a micro-batch</h2>",
         _html_table([head, *stages]),
         "<h2>Memory of an ipu at the most</h2>",
-        _html_table([("machine", *memory_table([])[0], "of it code"), *memory]),
+        _html_table([("machine", *memory_table([])[0], "code (in total)"), *memory]),
     ]
     sends = [
         (part.ipu, part.peer, size_text(part.bytes), *part.frequency_and_time)
