@@ -83,7 +83,7 @@ def capture(
             recorder.add_placeholder(f"{role}_{key}".replace(".", "_"), value, role=role, key=key)
     with (
         attributes_restored(module, stand_ins.was_used, stand_ins.hooks),
-        torch.random.fork_rng(devices=[]),
+        torch.random.fork_rng(devices=[], device_type="cpu"),
         current_set_to(state),
         tracing_settings(module, training, device),
         fake,

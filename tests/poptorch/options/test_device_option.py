@@ -22,7 +22,7 @@ def test_ipus_are_threads_of_the_cpu_by_default(monkeypatch):
 def accelerator(request, monkeypatch):
     """What torch finds."""
     found = None if request.param is None else torch.device(request.param)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: found)
     return request.param
 
 
