@@ -136,7 +136,7 @@ class _Parser(argparse.ArgumentParser):
         add("--instances-per-node", **number, default=0, help="with 2:8: the most that this node runs")
         add("--ipus-per-replica", **number, default=1, help="ipus that a replica's model uses")
         add("-H", "--host", metavar="A,B,...", help="hosts that share the instances, reached by ssh")
-        add("--max-restarts", **number, help="starts after failures (0); with 2:8: after each checkpoint (3)")
+        add("--max-restarts", **number, help="starts after failures (0); with 2:8: between checkpoints (3)")
         add("--hang-timeout", type=float, metavar="SECONDS", help="kill instances without progress (600)")
         add("-x", **several, metavar="NAME[=VALUE]", help="a variable for all instances")
         add("--executable-cache-path", metavar="DIR", help="the folder for files of compiled models")

@@ -79,7 +79,7 @@ def usages(events: list[Event]) -> list[Usage]:
 
 def ideal_bubble(profile: Profile) -> float | None:
     """Return the share of the ipus' time that is idle in a schedule in which each action takes the same time:
-    (p-1)/(m+p-1) for a pipeline of p stages and m micro-batches. None if the schedule is unknown."""
+    (p-1)/(m+p-1) for a pipeline of p stages on p ipus and m micro-batches. None if the schedule is unknown."""
     length, actions = (profile.facts.get(name, 0) for name in ("schedule_length", "schedule_actions"))
     return 1 - actions / (length * len(profile.devices)) if length and actions else None
 
