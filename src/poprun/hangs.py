@@ -113,7 +113,7 @@ def _blocked_line_text(path: Path, family: list[int]) -> str:
 
     In the instance, `popdist` has written its process id into the stack file, and registered a signal handler
     that appends the stacks of all threads, the main thread's last. This function sends the signal, and
-    SIGCONT, since a stopped process runs no handler.
+    SIGCONT, since a stopped process runs no handler. Its program may go on for a line or two meanwhile.
     Args: path: the instance's stack file; family: ids of the instance's processes
     """
     with suppress(OSError, ValueError):

@@ -18,7 +18,8 @@ rank = popdist.getInstanceIndex()
 def test_a_stopped_instance_is_named_and_ended_and_its_waiting_peers_are_not(poprun):
     """Instances 1 and 3 wait for instance 0, which waits for instance 2."""
     program = MEETS + (
-        "if rank == 2: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        # It goes on for a moment when it writes its stack, and must not reach the next line then.
+        "if rank == 2: os.kill(os.getpid(), signal.SIGSTOP), time.sleep(100)\n"
         "popdist.execute_on_instances({0, 2}, popdist.synchronize)\n"
         "popdist.synchronize()\n"
     )
