@@ -11,6 +11,7 @@ instances have done this, and then renames or removes the folder. So an instance
 the current checkpoint.
 """
 
+import io
 import json
 import os
 import shutil
@@ -44,13 +45,14 @@ def write_checkpoint(
     path, failure = folder / f"instance-{instance}.pt", ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as file:
+        with _ChecksumFile(io.FileIO(path, "wb")) as file:
             try:
                 torch.save(state, file)
             except RuntimeError as of_torch:  # raised after the error of the disk
                 raise of_torch.__context__ or of_torch from None
+            written = [file.tell(), file.checksum]
         _flush_to_disk(path)
-        _write_text(path.with_suffix(".done"), json.dumps({path.name: _size_and_checksum(path)}))
+        _write_text(path.with_suffix(".done"), json.dumps({path.name: written}))
     except Exception as error:
         if isinstance(error, OSError):
             error = OSError(error.errno, error.strerror, str(folder.parent))
@@ -143,6 +145,16 @@ def read_checkpoint(folder: Path) -> tuple[int, list[dict[str, Any]]]:
     manifest = json.loads((folder / _MANIFEST).read_text())
     paths = [folder / f"instance-{i}.pt" for i in range(len(manifest["files"]))]
     return manifest["replicas"], [torch.load(path, weights_only=True) for path in paths]
+
+
+class _ChecksumFile(io.BufferedWriter):
+    """A file that computes the CRC-32 of its contents while they are written, before a disk can damage them."""
+
+    checksum = 0
+
+    def write(self, data: Any) -> int:
+        self.checksum = zlib.crc32(data, self.checksum)
+        return super().write(data)
 
 
 def _size_and_checksum(path: Path) -> list[int]:
