@@ -174,8 +174,8 @@ class StrategyPart:
     validation_step = test_step = training_step
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the predictions for a batch. A short last batch is padded with copies of its last row, whose
-        predictions are left out."""
+        """Return the predictions for a batch. A short last batch is padded with copies of its last row; the
+        predictions for these copies are left out."""
         rows = row_count(batch)
         if rows is None:
             return self._step(self._current_stage, batch, *args, **kwargs)
@@ -328,7 +328,7 @@ def _replay(
     """Repeat the actions of a recorded step on its LightningModule, in their order, but extend lists last.
 
     Args:
-        notes: pairs of an action (kind, *details) and its value, whose tensors are [micro-batches, ...]
+        notes: pairs of an action (kind, *details) and its value; tensors in the value are [micro-batches, ...]
         reduce_over_instances: the strategy's `reduce`, for `sync_dist=True`
     """
     appended: dict[str, list[Any]] = {}

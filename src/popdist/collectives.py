@@ -142,7 +142,7 @@ def _current_group() -> ProcessGroup | None:
 
 @contextmanager
 def restrict_to_instances(chosen: Sequence[int]) -> Iterator[None]:
-    """Restrict collectives inside the `with` statement to the instances whose sorted indices are `chosen`."""
+    """Restrict collectives inside the `with` statement to the instances `chosen`, which are sorted indices."""
     global _chosen
     before, _chosen = _chosen, chosen
     try:

@@ -26,7 +26,7 @@ class After(NamedTuple):
 
     Args:
         behind: how many micro-batches earlier the task of `row` is; None: all tasks of `row` must end
-        group:  number of neighbouring replicas whose tasks must end; 1: only the same replica's
+        group:  number of neighbouring replicas; the task of each must end; 1: only that of the same replica
     """
 
     row: int

@@ -55,7 +55,7 @@ def capture(
     Afterwards the module's tensors and torch's random state are as before the call.
 
     Args:
-        module:   the module whose parameters and buffers become inputs of the graph, each tensor once
+        module:   the module; its parameters and buffers become inputs of the graph, each tensor once
         forward:  calls the module on a list of inputs, returns a flat list of outputs; called once, with fake tensors
         samples:  the inputs of one micro-batch; only their shapes, strides and dtypes are read
         training: append the backward of the model's one final loss, for parameters that require a gradient

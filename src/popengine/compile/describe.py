@@ -268,7 +268,7 @@ def peak_bytes_by_ipu(graph: Graph, plan: Plan, inside: Mapping[int, int]) -> li
 
     Args:
         inside: for each piece, by index, the peak of the bytes that the piece itself allocates while it runs
-    Returns: the peaks by ascending ipu; None for an ipu with a value whose size only a kernel knows
+    Returns: the peaks by ascending ipu; None if only a kernel knows the size of a value on the ipu
     """
     memories, found = _memory_of_values(graph), list[int | None]()
     for program in programs(plan).values():

@@ -204,7 +204,7 @@ def make_functional_graph(
 def _result_kind(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None:
     """Return the kind of the result `value`, the new value of a placeholder that forward changes in place.
 
-    Return "buffer" or "input"; None for a constant, whose change is dropped. A frozen parameter becomes a buffer: its
+    Return "buffer" or "input"; None for a constant: its change is dropped. A frozen parameter becomes a buffer: its
     role is set. Raise CaptureError for a trained parameter.
     """
     role, key = node.meta["role"], node.meta["key"]
