@@ -6,7 +6,6 @@ Its parts: plans and engines (`loaded_plans.py`), the copies of the weights (`we
 (`optimizer_link.py`), the latest call's results (`latest_call.py`), all other methods (`public_names.py`).
 """
 
-import contextlib
 import functools
 import inspect
 import threading
@@ -304,10 +303,12 @@ class PoplarExecutor(PublicNames):
             self._plans.remove_plan(key)
 
     def __del__(self) -> None:
-        # Copies the newest weights to the model, if it can: at the interpreter's exit parts of torch may be
-        # gone already.
-        with contextlib.suppress(Exception):
+        # Copies the newest weights to the model, if it can: at the interpreter's exit the globals of this module
+        # (so `contextlib` too) and parts of torch may be None already.
+        try:  # noqa: SIM105
             self._release()
+        except Exception:
+            pass
 
     # ---- files -------------------------------------------------------------------------------------------
 

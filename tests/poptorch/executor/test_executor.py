@@ -1,5 +1,7 @@
 """The executor's life: compiling, attaching, detaching, destroying, and what it answers meanwhile."""
 
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -334,3 +336,16 @@ def test_programs_that_ask_for_ipus_go_on():
 def test_the_popart_graph_is_refused():
     with pytest.raises(poptorch.Error, match="no PopART graph"):
         trainer()[0]._debugGetPopartIR()
+
+
+def test_an_executor_that_lives_until_the_interpreter_exits_prints_nothing():
+    code = (
+        "import torch, poptorch\n"
+        "options = poptorch.Options().showCompilationProgressBar(False)\n"
+        "torch.keep = poptorch.inferenceModel(torch.nn.Linear(2, 2), options)\n"
+        "torch.keep(torch.zeros(1, 2))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert (done.stdout, done.stderr) == ("", "")
