@@ -21,8 +21,8 @@ from poptorch.optim.optimizer_state import as_float, rates_of
 _TORCH_KINDS: dict[type, str] = {
     rule.torch_class: kind for kind, rule in RULES.items() if rule.torch_class is not None
 }
-# Rates of torch's optimizers that may change after compilation if they are not the default, besides lr.
-_VARIABLE_IN_TORCH = ("momentum", "dampening", "weight_decay", "eps")
+# Rates of torch's optimizers that may not change from 0 after compilation: the state that they need is missing.
+_NEED_STATE = ("momentum", "dampening")
 
 
 class UnknownParameterError(Error, KeyError):
@@ -311,10 +311,7 @@ def _is_constant_rate(optimizer: torch.optim.Optimizer, name: str, values: list[
     marks = getattr(optimizer, "variable_attrs", None)
     if marks is not None:
         return name not in marks or marks.isConstant(name)
-    torch_class = RULES[optimizer_kind(optimizer)].torch_class
-    if name not in _VARIABLE_IN_TORCH or torch_class is None:
-        return name != "lr"
-    return set(values) == {inspect.signature(torch_class).parameters[name].default}
+    return name in _NEED_STATE and not any(values)
 
 
 def _compared_values(frozen: settings.Optimizer, rates: dict[str, list[float]]) -> dict[str, Any]:

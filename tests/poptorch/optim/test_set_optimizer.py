@@ -57,13 +57,30 @@ def test_marks_decide():
         set_optimizer(Adam(MODEL.parameters(), lr=0.2))
 
 
-def test_of_torch_optimizers_what_differs_from_its_default_may_change():
-    set_optimizer = compiled_with(torch.optim.AdamW(MODEL.parameters(), weight_decay=0.5))
-    set_optimizer(torch.optim.AdamW(MODEL.parameters(), lr=7.0, weight_decay=0.4))
-    with pytest.raises(Error, match="modified constant attribute 'eps'"):
-        set_optimizer(torch.optim.AdamW(MODEL.parameters(), eps=0.1))
-    with pytest.raises(Error, match="modified constant attribute 'betas'"):
-        set_optimizer(torch.optim.AdamW(MODEL.parameters(), betas=(0.5, 0.5)))
+def test_rates_of_torch_optimizers_may_change():
+    set_optimizer = compiled_with(torch.optim.AdamW(MODEL.parameters()))
+    _, hyper = set_optimizer(
+        torch.optim.AdamW(MODEL.parameters(), lr=7.0, betas=(0.5, 0.25), eps=0.1, weight_decay=0.4)
+    )
+    assert {name: hyper.groups[0][name] for name in ("lr", "beta1", "beta2", "eps", "weight_decay")} == {
+        "lr": 7.0,
+        "beta1": 0.5,
+        "beta2": 0.25,
+        "eps": 0.1,
+        "weight_decay": 0.4,
+    }
+    set_optimizer = compiled_with(torch.optim.RMSprop(MODEL.parameters()))
+    _, hyper = set_optimizer(torch.optim.RMSprop(MODEL.parameters(), alpha=0.5))
+    assert hyper.groups[0]["alpha"] == 0.5
+
+
+@pytest.mark.parametrize("rate", ["momentum", "dampening"])
+def test_rates_of_torch_optimizers_may_not_change_if_their_state_is_missing(rate):
+    set_optimizer = compiled_with(
+        torch.optim.SGD(MODEL.parameters(), momentum=0.0 if rate == "momentum" else 0.5)
+    )
+    with pytest.raises(Error, match=f"modified constant attribute '{rate}': it was .0"):
+        set_optimizer(torch.optim.SGD(MODEL.parameters(), **{"momentum": 0.5, rate: 0.25}))
 
 
 def test_the_loss_scaling_is_constant_unless_given_or_automatic():
@@ -234,6 +251,43 @@ def test_a_scheduler_with_set_optimizer_is_no_warning(caplog):
     scheduler.step()
     executor(x, target)
     assert "lr is 0.015625, and was 0.03125" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_one_cycle_trains_as_in_plain_pytorch(kind):
+    """The scheduler cycles the betas of Adam, and the momentum of SGD."""
+
+    def train(make_step):
+        torch.manual_seed(1)
+        model = Trained()
+        optimizer = kind(model.parameters(), lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=5)
+        step = make_step(model, optimizer)
+        for _ in range(4):
+            step(*batch())
+            schedule.step()
+        return model.state_dict()
+
+    def plain(model, optimizer):
+        def step(x, target):
+            optimizer.zero_grad()
+            model(x, target)[1].backward()
+            optimizer.step()
+
+        return step
+
+    def ours(model, optimizer):
+        executor = poptorch.trainingModel(model, options(), optimizer)
+
+        def step(x, target):
+            executor.setOptimizer(optimizer)
+            optimizer.step()
+            executor(x, target)
+
+        return step
+
+    expected, found = train(plain), train(ours)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 @pytest.mark.parametrize("scaling", [0, 0.0, -2.0, math.inf, float("nan")])
