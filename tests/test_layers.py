@@ -16,6 +16,7 @@ SRC = Path(__file__).parents[1] / "src"
 VALUES = {
     "popengine",
     "popengine.ir",
+    "popengine.torch_private",
     "popengine.settings",
     "popengine.profile",
     "popengine.errors",

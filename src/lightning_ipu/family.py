@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from popengine.torch_private import tree_map_only
 
 from .autoload import PACKAGES
 from .prepare import Lightning

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 import popdist
 import poptorch
 from popdist import collectives
+from popengine.torch_private import DisableTorchFunctionSubclass, tree_map_only
 from poptorch.nested_values import tensors_of, with_tensors
 
 from .loaders import convert_loader, micro_batch_count, resize_batch, row_count
@@ -210,7 +210,7 @@ class StrategyPart:
         executor = self.poptorch_models[stage]
         now = [getattr(self._lightning_module, name) for name in self.recompile_on]
         if stage == "train":
-            with torch._C.DisableTorchFunctionSubclass():  # reads no weights from the device
+            with DisableTorchFunctionSubclass():  # reads no weights from the device
                 now += [parameter.requires_grad for parameter in self._lightning_module.parameters()]
             now += [len(optimizer.param_groups) for optimizer in self.optimizers]
         if self._compiled_values.setdefault(id(executor), now) != now:

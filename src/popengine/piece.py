@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from torch.utils._pytree import tree_leaves
+from .torch_private import tree_leaves
 
 Phase = Literal["F", "B"]
 GETITEM = "getitem"  # the call that selects one of an operation's results

@@ -14,6 +14,7 @@ import torch as _torch
 
 from popengine.environment import PLAN_WISH as _PLAN_WISH
 from popengine.environment import append_aliases_to_path as _append_aliases_to_path
+from popengine.torch_private import OpNamespace as _OpNamespace
 
 from .logs import log_ignored_variables as _log_ignored_variables
 
@@ -49,7 +50,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-class _Operations(_torch._ops._OpNamespace):
+class _Operations(_OpNamespace):
     """The namespace `torch.ops.poptorch`, whose operations are registered when one is first read."""
 
     def __getattr__(self, op_name: str) -> _Any:

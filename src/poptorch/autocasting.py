@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+
+from popengine.torch_private import tree_leaves, tree_map
 
 __all__ = ["Policy", "autocast", "default"]
 

@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from popengine.compile import compile_graph
 from popengine.compile.describe import describe, peak_bytes_by_ipu
@@ -36,6 +34,7 @@ from popengine.run.piece_costs import Sample, call_in_one_thread, measure_sharin
 from popengine.run.ready_queue import JUDGED
 from popengine.run.state import State
 from popengine.settings import Hyper, Settings
+from popengine.torch_private import FakeTensor, FakeTensorMode, tree_leaves, tree_map_only
 from popengine.update.group_update import init_state, update
 
 from .compiling.executable import Executable, compile_model

@@ -15,20 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
 from ..ir import Graph, Key
+from ..torch_private import DisableTorchFunctionSubclass, FakeTensorMode, modes_restored
 from .recording.current_capture import (
     ENDED,
     Capture,
     active,
     current_set_to,
     interrupts_delayed,
-    modes_restored,
     tracing_settings,
 )
 from .recording.functional import make_functional_graph
@@ -70,7 +69,7 @@ def capture(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     # Only shapes are read, so the `__torch_function__` of tensor subclasses is off.
-    with torch._C.DisableTorchFunctionSubclass(), fake:
+    with DisableTorchFunctionSubclass(), fake:
         stand_ins = StandIns(module, training, needs_values)
         inputs = [empty_like(sample) for sample in samples]
         scale = torch.empty(())

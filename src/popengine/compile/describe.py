@@ -21,6 +21,7 @@ from ..order import ORDERS, Action, step_duration, timeline
 from ..profile import Operation, Profile, ProfiledBlock, ProfiledInstruction, ProfiledPiece, Tick
 from ..programs import actions, programs
 from ..settings import Settings
+from ..torch_private import storage_id
 
 MOST_TICKS = 20_000  # actions of the schedule that a profile holds at most
 
@@ -54,16 +55,16 @@ def _memory_of_values(graph: Graph) -> dict[str, tuple[Any, int | None]]:
     constants and views of them are left out. Bytes None: only a kernel knows the size (oneDNN's LSTM workspace).
     """
     values = _fake_tensors_by_name(graph.code.nodes)
-    role_of = {values[slot.name].untyped_storage()._cdata: slot.role for slot in graph.slots}
+    role_of = {storage_id(values[slot.name]): slot.role for slot in graph.slots}
     found: dict[str, tuple[Any, int | None]] = {}
     for name, value in values.items():
         storage = value.untyped_storage()
-        role = role_of.get(storage._cdata)
+        role = role_of.get(storage_id(value))
         if role == "input":
-            found[name] = (storage._cdata, int(value.storage_offset())), value.nbytes
+            found[name] = (storage_id(value), int(value.storage_offset())), value.nbytes
         elif role is None:
             is_workspace = value.dtype == torch.uint8 and not value.numel()
-            found[name] = storage._cdata, None if is_workspace else storage.nbytes()
+            found[name] = storage_id(value), None if is_workspace else storage.nbytes()
     return found
 
 

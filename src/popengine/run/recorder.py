@@ -20,6 +20,7 @@ from ..ir import Task
 from ..profile import Call, HostEvent
 from ..profile import Tensor as Row
 from ..programs import programs
+from ..torch_private import storage_id
 from .backends.eager import Code, build
 from .devices import synchronize
 from .row_functions import RowFunctions
@@ -37,7 +38,7 @@ class MemoryMeter:
         self._names: Counter[_Memory] = Counter()  # the number of names that refer to each memory
         self._memory: dict[tuple[int, str], _Memory] = {}  # by micro-batch and name
         # Ids of the storages of the user's inputs, and of the weights and buffers.
-        self._inputs = {value.untyped_storage()._cdata for value in rows.call.inputs}
+        self._inputs = {storage_id(value) for value in rows.call.inputs}
         self._state = self._state_storages()
 
     def record_before(self, task: Task, micro_batch: int, first: int) -> None:
@@ -77,10 +78,10 @@ class MemoryMeter:
                 continue
             value = values[name]
             storage = value.untyped_storage()
-            if storage._cdata in self._state:
+            if storage_id(value) in self._state:
                 continue
-            is_input = storage._cdata in self._inputs
-            key: _Memory = (micro_batch, value.data_ptr()) if is_input else storage._cdata
+            is_input = storage_id(value) in self._inputs
+            key: _Memory = (micro_batch, value.data_ptr()) if is_input else storage_id(value)
             self._memory[micro_batch, name] = key
             self._names[key] += 1
             if key not in self._held:
@@ -102,7 +103,7 @@ class MemoryMeter:
         """Return the addresses of the storage objects of replica 0's weights, buffers and constants."""
         state = self._rows.state
         values = (*state.values[0].values(), *state.new_buffers[0].values())
-        return {value.untyped_storage()._cdata for value in values}
+        return {storage_id(value) for value in values}
 
 
 DETAILED_STEPS = 2  # number of steps that are recorded in detail

@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import ir
 from ..errors import Error, RunError
 from ..settings import Settings
+from ..torch_private import storage_use_count
 from .backends.eager import Code, FiniteCheck, build, user_line
 from .call import EngineCall, Stopped
 from .devices import upload
@@ -328,7 +329,7 @@ def _has_layout(gradient: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
 
 def _reference_counts(value: Tensor) -> tuple[int, int]:
     """Return the numbers of references to a tensor and to its storage, including those by this call."""
-    return sys.getrefcount(value), torch._C._storage_Use_Count(value.untyped_storage()._cdata)  # pyright: ignore
+    return sys.getrefcount(value), storage_use_count(value.untyped_storage()._cdata)
 
 
 def _reference_counts_in_frame() -> tuple[int, int]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..settings import Optimizer
+from ..torch_private import fused_sgd_
 
 Rates = Mapping[str, float]
 State = dict[str, Tensor]  # of one parameter, by name
@@ -239,7 +240,7 @@ def fused_sgd(step: Step) -> None:
     rate, momentum, dampening = rates["lr"], rates["momentum"], rates.get("dampening", 0.0)
     if momentum == 0 and dampening != 0:
         rate = rate * (1 - dampening)  # the kernel dampens velocities only; see `sgd`
-    torch._fused_sgd_(
+    fused_sgd_(
         parameters,
         gradients,
         step.state("velocity") if momentum != 0 else [],

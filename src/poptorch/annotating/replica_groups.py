@@ -10,11 +10,11 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from popengine.errors import Error
 from popengine.settings import ReplicaGroups
+from popengine.torch_private import DisableTorchFunctionSubclass
 
 from ..enums import CommGroupType, VariableRetrievalMode
 
@@ -44,10 +44,9 @@ class GroupableParameter(nn.Parameter):
 
         Args: groupings: the executor's, to which `replicaGrouping` adds an item; None once it is compiled
         """
-        with torch._C.DisableTorchFunctionSubclass():
-            view = torch.Tensor._make_subclass(
-                GroupableParameter, parameter.detach(), parameter.requires_grad
-            )
+        with DisableTorchFunctionSubclass():
+            view = parameter.detach().as_subclass(GroupableParameter)
+            view.requires_grad_(parameter.requires_grad)
         vars(view).update(vars(parameter))
         view.grad = parameter.grad
         view._grouping_target = (name, groupings)

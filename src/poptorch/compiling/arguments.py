@@ -14,6 +14,7 @@ from torch import Tensor
 
 from popengine.errors import BatchError, Error
 from popengine.settings import Counts
+from popengine.torch_private import DisableTorchFunctionSubclass
 from poptorch.data.loader import factors_of_loaded
 from poptorch.logs import logger
 from poptorch.nested_values import Spec, constants_of, path_step, paths_of, spec_of, tensors_of, with_tensors
@@ -190,7 +191,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def has_float64_weights(model: torch.nn.Module) -> bool:
     """Return whether a model has weights or buffers of float64."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return any(value.dtype == torch.float64 for value in weights_of(model).values())
 
 

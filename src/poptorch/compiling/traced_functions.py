@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
 from torch.nn import functional
-from torch.nn.modules import transformer
-from torch.nn.modules.transformer import _detect_is_causal_mask
 from torch.overrides import TorchFunctionMode
 
 from popengine.compile.recording.current_capture import current, is_traced, recording_paused
 from popengine.errors import CaptureError
+from popengine.torch_private import DisableTorchFunction, detect_is_causal_mask, value_checks_off
 
 from ..ops.ctc import ctc_loss
 
@@ -29,15 +27,8 @@ def replace_untraceable_functions() -> Iterator[None]:
 
     In the body torch.distributions checks no arguments, and nn.Transformer does not read masks.
     """
-    validates = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    transformer._detect_is_causal_mask = _is_causal_mask
-    try:
-        with _ReplacementMode():
-            yield
-    finally:
-        Distribution.set_default_validate_args(validates)
-        transformer._detect_is_causal_mask = _detect_is_causal_mask
+    with value_checks_off(_is_causal_mask), _ReplacementMode():
+        yield
 
 
 class _ReplacementMode(TorchFunctionMode):
@@ -85,7 +76,7 @@ def _gaussian_nll_loss(
 def _format_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> str:
     """Return a tensor's repr. A traced tensor has no values: then the text has size and dtype."""
     if not is_traced(tensor.data):
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return Tensor.__repr__(tensor)
     kind = "Parameter containing: tensor" if isinstance(tensor, torch.nn.Parameter) else "tensor"
     return f"{kind}(<unavailable>, size={tuple(tensor.shape)}, dtype={tensor.dtype})"
@@ -96,7 +87,7 @@ def _to_numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     capture = current()
     value = capture.recorder.value_of(tensor) if capture is not None and is_traced(tensor.data) else tensor
     if value is not None:  # computed from constants alone
-        with torch._C.DisableTorchFunction(), recording_paused():
+        with DisableTorchFunction(), recording_paused():
             return Tensor.numpy(value, *args, **kwargs)
     raise CaptureError(
         "the forward takes a tensor's values to numpy, and it has none while the model is compiled\n"
@@ -122,7 +113,7 @@ def _is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: in
         capture = current()
         if capture is None or capture.recorder.value_of(mask) is None:
             return False
-    return _detect_is_causal_mask(mask, is_causal, size)
+    return detect_is_causal_mask(mask, is_causal, size)
 
 
 def _refuse_backward(*args: Any, **kwargs: Any) -> None:

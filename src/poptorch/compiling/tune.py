@@ -24,6 +24,7 @@ from popengine.run.instances.all_reduce import all_gather_rows
 from popengine.run.instances.process_group import FIRST_TAG, group_of_size
 from popengine.run.piece_costs import call_in_one_thread, measure_sharing, measure_speedup, sample_of
 from popengine.settings import Settings, StagePlan, Strategy
+from popengine.torch_private import OpOverload
 from popengine.update.optimizer_rules import RULES
 
 from ..annotating.replica_groups import first_rows_only
@@ -78,7 +79,7 @@ def measure_hints(
 def calls_user_code(graph: Graph) -> bool:
     """Return whether a graph calls functions that are no aten or prims operations, such as the user's."""
     called = {node.target for node in graph.code.nodes if node.op == "call_function"} - {operator.getitem}
-    return not all(isinstance(t, torch._ops.OpOverload) and t.namespace in ("aten", "prims") for t in called)
+    return not all(isinstance(t, OpOverload) and t.namespace in ("aten", "prims") for t in called)
 
 
 # ---- AutoBalance ---------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch
 
 from popengine.errors import Error
 from popengine.run.instances.consistency import fingerprint_of_plan, hash_weights
+from popengine.torch_private import DisableTorchFunctionSubclass
 
 from ..annotating.replica_groups import Grouping
 from ..compiling.executable import Executable
@@ -183,7 +184,7 @@ def training_state(executor: Any) -> TrainingState:
     """
     plans, optimizer = executor._plans, executor._optimizer
     names = dict(executor._wrapped.traced.named_buffers())
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         if plans.engine is not None:
             with plans.engine.state.weights_lock:
                 values = {name: value.clone() for name, value in plans.engine.state.read().items()}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from popengine.errors import Error
 from popengine.run.engine import Engine
+from popengine.torch_private import DisableTorchFunctionSubclass
 
 from ..compiling.executable import Executable
 from ..logs import logger
@@ -156,7 +157,7 @@ class LoadedPlans:
         # An executable from a file runs on the device that this program's options name.
         device = chosen_device(self._options, executable.settings.training)
         settings = replace(executable.settings, device=device)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             engine = Engine(executable.plan, settings, weights, self._seed(), previous=previous)
         if plan.reporter is not None:
             plan.reporter.on_attach(engine, executable)

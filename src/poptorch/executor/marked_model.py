@@ -11,10 +11,10 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from popengine.errors import Error
+from popengine.torch_private import DisableTorchFunctionSubclass
 
 from ..annotating.replica_groups import Grouping
 from ..compiling.arguments import weights_of
@@ -51,13 +51,13 @@ class _Marked:
                             "  fix: call register_hook before the first call; or executor.destroy(), register_hook,"
                             " and call it again"
                         )
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def _as_plain_tensor(self) -> Any:
         """Copy newer values from the devices; return a plain parameter or tensor with the same memory."""
         _refresh_weights(self.__dict__.get("_owner"))
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             plain = self.detach()  # type: ignore[attr-defined]
             return nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain
 
@@ -265,7 +265,7 @@ class WrappedModel:
 
         Args: groups: names of per-replica parameters, which on the host have one row per group of replicas
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return {
                 n: tuple(w.shape[1:] if n in groups else w.shape) for n, w in weights_of(self.traced).items()
             }

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from popengine import settings
 from popengine.errors import Error
+from popengine.torch_private import DisableTorchFunctionSubclass
 
 from ..enums import MeanReductionStrategy
 from ..logs import logger
@@ -110,7 +111,7 @@ class OptimizerLink:
                 self._model.options._unfreeze()
                 update.setMeanAccumulationAndReplicationReductionStrategy(MeanReductionStrategy.Running)
                 self._model.options._freeze()
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 parameters = self._model.traced.named_parameters()
                 trained = [name for name, parameter in parameters if parameter.requires_grad]
             lost = [name for name in trained if name not in frozen.group_of]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from popengine.errors import Error
+from popengine.torch_private import DisableTorchFunctionSubclass
 
 from ..compiling.arguments import weights_of
 from ..logs import listed, logger
@@ -79,7 +80,7 @@ class WeightSync:
             )
         shapes = self._model.shapes(executable.settings.replica_groups)
         for slot in slots:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 shape, dtype = shapes[slot.key], host[slot.key].dtype
             if (shape, dtype) != (slot.shape, slot.dtype):
                 is_cast = shape == slot.shape
@@ -111,7 +112,7 @@ class WeightSync:
     def write_to_host(self, values: Mapping[str, Tensor]) -> None:
         """Copy values, by canonical name, into the user's model; in training notify the peers."""
         host = self.host_weights()
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), DisableTorchFunctionSubclass():
             for name, value in values.items():
                 if host[name].shape == value.shape:
                     host[name].copy_(value)
@@ -137,7 +138,7 @@ class WeightSync:
         engine, host = self._plans.require_engine(), self.host_weights()
         weights = host if names is None else {name: host[name] for name in names}
         event = recording_event(self._plans.reporter, "weights to devices")
-        with event, torch._C.DisableTorchFunctionSubclass():
+        with event, DisableTorchFunctionSubclass():
             engine.write(weights)
         self._mark_synced(weights, is_behind=self._is_behind and names is not None)
 
@@ -201,7 +202,7 @@ class WeightSync:
             return
         results = self._plans.require_executable().plan.partition.signature.results
         trained = [result.key for result in results if result.kind == "gradient"]
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             frozen = [name for name in trained if not host[name].requires_grad]
             freed = [n for n, weight in host.items() if weight.requires_grad and self._flags.get(n) is False]
         if frozen:
@@ -315,7 +316,7 @@ def _watch_registrations_in_all_modules() -> None:
 
 def _fingerprints_of(weights: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
     """Return the fingerprint of each weight by name. Tensors made in inference mode have version 0."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return {
             name: (0 if weight.is_inference() else weight._version, weight.data_ptr(), weight.requires_grad)
             for name, weight in weights.items()
@@ -324,14 +325,14 @@ def _fingerprints_of(weights: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
 
 def _training_flags_of(model: nn.Module) -> dict[str, bool]:
     """Return the flags `training` of layers and `requires_grad` of parameters, by name."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         modes = {name: layer.training for name, layer in model.named_modules()}
         return modes | {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
 
 def _set_training_flags(model: nn.Module, flags: Mapping[str, bool]) -> None:
     """Set the flags of layers and parameters to `flags`, as returned by `_training_flags_of`. Other names stay."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         for name, layer in model.named_modules():
             vars(layer)["training"] = flags.get(name, layer.training)
         for name, parameter in model.named_parameters():

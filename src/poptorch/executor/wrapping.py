@@ -1,7 +1,6 @@
 """Functions that make executors (`trainingModel`, `inferenceModel`, `load`), and `describe` and `plan`."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from torch import nn
 
 from popengine.errors import Error
 from popengine.settings import Settings
+from popengine.torch_private import optimized_module_type
 
 from ..compiling.arguments import bind
 from ..compiling.compilation_log import Overview
@@ -60,8 +60,7 @@ def inferenceModel(
 
 def _unwrap_module(model: Any) -> Any:
     """Return the module inside an executor or torch.compile's wrapper, else `model`. Refuse torch.jit."""
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
+    if isinstance(model, optimized_module_type()):
         logger.warning(
             "torch.compile is left out: the module inside is wrapped, and compiled by its executor"
         )

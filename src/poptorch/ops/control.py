@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from popengine.compile.recording.current_capture import current
 from popengine.compile.recording.functional import trace_body
 from popengine.errors import Error
+from popengine.torch_private import tree_map_only
 
 from .host import as_list
 from .library import check_tensors, raise_in_training, shapes_of, shapes_text

@@ -21,6 +21,7 @@ from popengine.compile.recording.current_capture import current, hidden_from_cap
 from popengine.errors import Error
 from popengine.ir import Plan
 from popengine.operations import called_operations
+from popengine.torch_private import DisableTorchFunctionSubclass
 
 from .known_operations import KNOWN, compute_known_operation
 from .library import check_tensors, raise_in_training, register_computed, shapes_of, shapes_text
@@ -155,7 +156,7 @@ def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
 
 def _version_counters(call: HostCall) -> dict[str, int]:
     """Return the version counter of each weight of the model on the host, by name; a write increments it."""
-    with torch._C.DisableTorchFunctionSubclass():  # reading a marked tensor would copy weights to the host
+    with DisableTorchFunctionSubclass():  # reading a marked tensor would copy weights to the host
         return {name: value._version for name, link in call.weights if (value := link()) is not None}
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from popengine.compile.recording.current_capture import Capture
 from popengine.errors import Error
+from popengine.torch_private import BelowAutograd, number_of_dispatch_modes
 
 LIBRARY = torch.library.Library("poptorch", "DEF")
 
@@ -36,7 +37,7 @@ def register_mark(
         return first
 
     def record_mark(first: Tensor, *settings: Any) -> Tensor:
-        if torch._C._len_torch_dispatch_stack() == 0:  # no capture
+        if number_of_dispatch_modes() == 0:  # no capture
             return first
         return _MarkAutogradFunction.apply(operation, gradient, first, *settings)
 
@@ -55,7 +56,7 @@ class _MarkAutogradFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operation: Any, gradient: Any, first: Tensor, *settings: Any) -> Tensor:
         ctx.gradient, ctx.settings = gradient, settings
-        with torch._C._AutoDispatchBelowAutograd():
+        with BelowAutograd():
             return operation(first, *settings)
 
     @staticmethod

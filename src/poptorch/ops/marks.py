@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from popengine.compile.recording.current_capture import ConvolutionGroup, current
 from popengine.errors import Error
+from popengine.torch_private import tree_map
 
 from ..enums import MultiConvPlanType, OverlapMode, member_by_name
 from .library import check_tensors, register_mark

@@ -9,10 +9,10 @@ import math
 from typing import Any
 
 import torch
-import torch.optim.optimizer as torch_optimizer
 
 from popengine import settings
 from popengine.errors import Error
+from popengine.torch_private import step_hooks
 from popengine.update.optimizer_rules import RULES, Rule
 from poptorch.logs import logger
 from poptorch.optim.optimizer_base import Optimizer
@@ -266,13 +266,7 @@ class OptimizerGuard:
 
 def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Raise Error if the optimizer has hooks of `step()`, which executors never call; allow torch's own."""
-    hooks = {
-        **optimizer._optimizer_step_pre_hooks,
-        **optimizer._optimizer_step_post_hooks,
-        **torch_optimizer._global_optimizer_pre_hooks,
-        **torch_optimizer._global_optimizer_post_hooks,
-    }
-    for hook in hooks.values():
+    for hook in step_hooks(optimizer):
         if not str(getattr(hook, "__module__", "")).startswith("torch."):  # torch's profiler has one
             raise Error(
                 f"the optimizer's step hook {getattr(hook, '__qualname__', hook)} would never be called\n"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from popengine import settings
 from popengine.settings import Hyper
+from popengine.torch_private import DisableTorchFunctionSubclass
 from popengine.update.optimizer_rules import RULES, Rule
 from poptorch.logs import logger
 
@@ -246,7 +247,7 @@ def check_torch_state(kind: str, optimizer: Any, state_dict: Mapping[str, Any]) 
     names = {each.torch_name: each.name for each in rule_states if each.torch_name}
     always = {each.torch_name for each in rule_states if each.dtype and not each.when}
     known = {"step", *names}
-    with torch._C.DisableTorchFunctionSubclass():  # reading a marked parameter copies weights
+    with DisableTorchFunctionSubclass():  # reading a marked parameter copies weights
         shapes = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]]
     states: dict[str, State] = {}
     for index, state in state_dict.get("state", {}).items():

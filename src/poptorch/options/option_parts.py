@@ -6,10 +6,10 @@ import os
 from typing import Any, Literal, Self
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from popengine.environment import read_integer, read_launch
 from popengine.errors import Error
+from popengine.torch_private import tree_leaves
 from poptorch import autocasting
 from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 from poptorch.logs import logger

@@ -22,16 +22,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-)
 
 from ...errors import CaptureError
 from ...ir import Visit
+from ...torch_private import (
+    DisableTorchFunction,
+    FakeTensor,
+    current_autograd_node,
+    current_fake_mode,
+    disable_dispatch_modes,
+    next_sequence_number,
+    optimized_module_type,
+)
 from .graph_recorder import TORCH, CaptureRecorder, user_line
 from .standins import StandIns
 
@@ -60,15 +63,15 @@ def current_set_to(capture: Capture | None) -> Iterator[None]:
 @contextlib.contextmanager
 def recording_paused() -> Iterator[Any]:
     """Run the body with all dispatch modes off: no operation is recorded. Yield the fake mode that was on, or None."""
-    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    with _disable_current_modes():
+    fake = current_fake_mode()
+    with disable_dispatch_modes():
         yield fake
 
 
 @contextlib.contextmanager
 def hidden_from_capture() -> Iterator[Any]:
     """Run user code that is no part of the graph: as `recording_paused`, and `current()` returns None."""
-    with current_set_to(None), recording_paused() as fake, torch._C.DisableTorchFunction():
+    with current_set_to(None), recording_paused() as fake, DisableTorchFunction():
         yield fake
 
 
@@ -152,7 +155,7 @@ class Capture:
                 "  fix: move it into a block, or open the next one before it"
             )
         place = {"phase": "F", "block": self.block, "where": where, "module": self.module}
-        self.places.append((torch.autograd._get_sequence_nr(), place))  # pyright: ignore
+        self.places.append((next_sequence_number(), place))
         meta: dict[str, Any] = {**place, "scope": "_".join(self.scopes), "attributes": self.attributes}
         if self.group is not None and func is aten.convolution.default:
             meta["group"] = self.group
@@ -160,7 +163,7 @@ class Capture:
         return meta
 
     def _backward_meta(self) -> dict[str, Any]:
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         if node is None or not self.places:  # the sum of two gradients: autograd's own
             return {"phase": "B", "block": None, "where": "?", "module": "?"}
         number = bisect.bisect_right(self.places, node._sequence_nr(), key=lambda entry: entry[0])
@@ -188,20 +191,6 @@ def interrupts_delayed() -> Iterator[None]:
             handler(*held[0])
 
 
-@contextlib.contextmanager
-def modes_restored() -> Iterator[None]:
-    """Run the body, then turn off the torch modes that the body has turned on and not off."""
-    functions, modes = torch._C._len_torch_function_stack(), _get_current_dispatch_mode_stack()
-    try:
-        yield
-    finally:
-        while torch._C._len_torch_function_stack() > functions:
-            torch._C._pop_torch_function_stack()
-        for mode in _get_current_dispatch_mode_stack():
-            if not any(mode is before for before in modes):
-                _pop_mode(getattr(mode, "_mode_key", None))  # torch keeps its own modes by key
-
-
 # `tracing_settings` sets state of the whole process: threads that capture take turns.
 _CAPTURING = threading.RLock()
 
@@ -216,13 +205,10 @@ def tracing_settings(module: nn.Module, training: bool, device: str) -> Iterator
     otherwise recurrent layers and attention would be operations that only CPUs have.
     """
     with _CAPTURING, contextlib.ExitStack() as contexts:
-        dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-        if dynamo is not None:  # unless it is loaded, nothing is compiled
+        if optimized := optimized_module_type():
             contexts.enter_context(torch.compiler.set_stance("force_eager"))
             modules = module.modules()
-            if any(
-                isinstance(m, dynamo.OptimizedModule) or m._compiled_call_impl is not None for m in modules
-            ):
+            if any(isinstance(m, optimized) or m._compiled_call_impl is not None for m in modules):
                 logger.warning("torch.compile is left out of the compiled model, which runs as it is written")
         if device != "cpu":
             mkldnn = torch.backends.mkldnn  # `mkldnn.flags` would also set TF32, and warn

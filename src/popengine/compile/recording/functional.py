@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import CaptureError
 from ...ir import Graph, Key, Result, Slot, Visit
 from ...operations import Body
+from ...torch_private import DisableTorchFunction, FakeTensor
 from ..partition import NO_STAGE, make_piece
 from .current_capture import Capture, recording_paused
 from .graph_recorder import (
@@ -259,7 +259,7 @@ def trace_body(
         recorder.graph.output(tuple(nodes))
         graph, outer = recorder.graph, recorder.constants
         if any(map(is_write, graph.nodes)):
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 graph = functionalize_graph(graph, {}).graph
     drop_aliases_and_dead_code(graph)
     name_of = {node.meta["key"]: node.name for node in graph.find_nodes(op="placeholder")}

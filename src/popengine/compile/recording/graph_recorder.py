@@ -17,15 +17,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-)
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ...errors import CaptureError
+from ...torch_private import (
+    DataDependentOutputException,
+    DisableTorchFunction,
+    DynamicOutputShapeException,
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    disable_dispatch_modes,
+    storage_id,
+    tree_leaves,
+    tree_map,
+)
 
 aten = torch.ops.aten
 PLACE = ("phase", "block", "where", "module")  # keys of a node's meta: its place in the user's model
@@ -85,7 +90,7 @@ def check_dense(value: Tensor, what: str) -> None:
 
 def is_write(node: fx.Node) -> bool:
     """Return whether a node is an operation that writes into an operand."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
@@ -105,7 +110,7 @@ def storage_of(node: fx.Node) -> int | None:
         value = next(iter(node.users)).meta.get("val")
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return None  # a sparse tensor has several memories
-    return value.untyped_storage()._cdata
+    return storage_id(value)
 
 
 def _empty_grouped_mm(
@@ -262,7 +267,7 @@ class CaptureRecorder(GraphRecorder):
         def pack(value: Tensor) -> list[Tensor]:
             saved = [value]
             if isinstance(value, FakeTensor):
-                self._saved.setdefault(value.untyped_storage()._cdata, []).append(saved)
+                self._saved.setdefault(storage_id(value), []).append(saved)
             return saved
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved[0])
@@ -271,7 +276,7 @@ class CaptureRecorder(GraphRecorder):
         """Before an operation runs, replace the tensors that autograd has saved in the memory it writes by copies."""
         for value in _written_arguments(func, args, kwargs):
             if isinstance(value, FakeTensor):
-                for saved in self._saved.pop(value.untyped_storage()._cdata, ()):
+                for saved in self._saved.pop(storage_id(value), ()):
                     saved[0] = saved[0].clone()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -336,7 +341,7 @@ class CaptureRecorder(GraphRecorder):
         found: list[Any] = []
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
-                with _disable_current_modes():
+                with disable_dispatch_modes():
                     positions = known_value(index).nonzero().unbind(1)
                 found += map(self.add_constant, positions)
             else:
@@ -345,7 +350,7 @@ class CaptureRecorder(GraphRecorder):
 
     def _run_on_real_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on real tensors, unrecorded; return the result, with a constant for each dense tensor."""
-        with _disable_current_modes():
+        with disable_dispatch_modes():
             result = func(*args, **kwargs)
 
         def as_constant(leaf: Any) -> Any:
@@ -356,7 +361,7 @@ class CaptureRecorder(GraphRecorder):
 
     def value_of(self, value: Tensor) -> Tensor | None:
         """Return a copy of the value of a recorded tensor; None if the tensor depends on more than constants."""
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        with DisableTorchFunction(), disable_dispatch_modes():
             wanted = self.node_of(value)
             for node in self.graph.nodes:
                 if node not in self._values:

@@ -13,9 +13,9 @@ from types import CodeType, FrameType, FunctionType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import CaptureError
+from ...torch_private import FakeTensor
 
 logger = logging.getLogger("poptorch::python")
 

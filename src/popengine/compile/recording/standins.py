@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import CaptureError
+from ...torch_private import DisableTorchFunction, FakeTensor, storage_id
 from .graph_recorder import empty_like, user_line
 
 
@@ -119,7 +119,7 @@ class StandIns:
         # A leaf in a member's memory is another parameter, of no module: it is added to the orphans.
         is_orphan = value.requires_grad and value.is_leaf
         with (
-            torch._C.DisableTorchFunction(),
+            DisableTorchFunction(),
             torch.set_grad_enabled(torch.is_grad_enabled() and value.requires_grad and not is_orphan),
         ):
             if replays:
@@ -237,16 +237,16 @@ def _refresh_flat_weights(module: nn.Module) -> None:
 
 def _storage_id(value: Tensor) -> int:
     """Return the address of a tensor's storage; for a tensor without memory, a negative number of its own."""
-    with torch._C.DisableTorchFunction(), contextlib.suppress(NotImplementedError, RuntimeError):
+    with DisableTorchFunction(), contextlib.suppress(NotImplementedError, RuntimeError):
         # A tensor subclass may have no memory of its own.
         if value.layout is torch.strided and not value.is_meta and value.numel():
-            return value.untyped_storage()._cdata
+            return storage_id(value)
     return -id(value)
 
 
 def _byte_range(value: Tensor) -> tuple[int, int]:
     """Return the range of bytes [begin, end) of its storage that a tensor spans."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         last = sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True))
         first, size = value.storage_offset(), value.element_size()
     return int(first * size), int((first + last + 1) * size)

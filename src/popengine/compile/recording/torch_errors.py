@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import logging
 import re
 import traceback
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import CaptureError, Error
+from ...torch_private import FAKE_TENSOR_LOG
 from .graph_recorder import TORCH, VALUE_READS, user_line
 
 # The errors that torch raises, subclasses first. The error that explains one has its class, too.
@@ -69,8 +69,7 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
     Args:
         given: a description of forward's arguments, for the message
     """
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints the tracebacks of what fails
-    before, log.disabled = log.disabled, True
+    before, FAKE_TENSOR_LOG.disabled = FAKE_TENSOR_LOG.disabled, True
     try:
         yield
     except VALUE_READS as error:
@@ -98,7 +97,7 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
             f"  fix: {hint.fix}"
         ) from None
     finally:
-        log.disabled = before
+        FAKE_TENSOR_LOG.disabled = before
 
 
 @functools.cache

@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ...errors import Error
 from ...ir import Piece
 from ...operations import Body
+from ...torch_private import LAYER_FUNCTIONS, TENSOR_FUNCTIONS, OpOverload, TorchDispatchMode, tree_leaves
 from ..devices import CPU
 from ..random_draws import draw
 
@@ -53,9 +51,9 @@ _LAYERS = "avg_pool2d.default gelu.default max_pool2d_with_indices.default silu.
 DIRECT: dict[str, Callable[..., Any]] = {
     f"aten.{name}": getattr(home, name.partition(".")[0])
     for names, home in (
-        (_FUNCTIONS, torch._C._VariableFunctions),  # pyright: ignore[reportAttributeAccessIssue]
+        (_FUNCTIONS, TENSOR_FUNCTIONS),
         (_METHODS, torch.Tensor),
-        (_LAYERS, torch._C._nn),  # pyright: ignore[reportAttributeAccessIssue]
+        (_LAYERS, LAYER_FUNCTIONS),
     )
     for name in names.split()
 }

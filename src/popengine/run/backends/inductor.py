@@ -12,19 +12,25 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...ir import Partition, Piece
 from ...operations import LIBRARY
+from ...torch_private import (
+    FakeTensorMode,
+    OpOverload,
+    compile_graph,
+    decompositions,
+    has_cpp_compiler,
+    storage_id,
+    trace,
+    tree_flatten,
+    tree_unflatten,
+)
 from ..random_draws import draw
 from .eager import NEEDS_GRADIENTS_ON, Code, build
 
@@ -64,12 +70,7 @@ def _missing_requirement(device: torch.device) -> tuple[str, str] | None:
             f"pieces are compiled for CPUs only, and the device is {device.type!r}",
             'options.device("cpu")',
         )
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
+    if not has_cpp_compiler():
         return "there is no C++ compiler", "install a C++ compiler (g++), or name one in CXX"
     return None
 
@@ -93,18 +94,10 @@ def _compile_or_build(piece: Piece, reads: Sequence[TensorMetadata]) -> Code:
 @functools.lru_cache(maxsize=256)  # replicas and repeated layers run the same code
 def compile_piece(piece: Piece, reads: tuple[TensorMetadata, ...]) -> Code:
     """Return the compiled function of a piece for inputs with the metadata `reads`. Results are cached."""
-    from torch._guards import TracingContext, tracing
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-
-    graph, fakes = trace(piece, reads, select_decomp_table())
+    graph, fakes = trace_piece(piece, reads, decompositions())
     output = next(iter(reversed(graph.graph.nodes)))
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # keeps their strides
-    mode: Any = fakes[0].fake_mode if fakes else None  # pyright: ignore[reportAttributeAccessIssue]
-    with tracing(TracingContext(mode)), config.patch(OPTIONS):
-        code: Any = compile_fx_inner(graph, fakes, is_inference=True)
-    return _with_traced_inputs(code, reads, piece.draws)
+    return _with_traced_inputs(compile_graph(graph, fakes, OPTIONS), reads, piece.draws)
 
 
 def _with_traced_inputs(code: Any, reads: tuple[TensorMetadata, ...], draws: bool) -> Code:
@@ -152,21 +145,18 @@ def input_metadata(partition: Partition) -> list[tuple[TensorMetadata, ...]]:
     return found
 
 
-def trace(
-    piece: Piece, reads: Sequence[TensorMetadata], decompositions: dict[Any, Any]
+def trace_piece(
+    piece: Piece, reads: Sequence[TensorMetadata], table: Mapping[Any, Any]
 ) -> tuple[fx.GraphModule, list[Tensor]]:
     """Return the fx graph of a piece, and the fake inputs with which the piece was traced; the last input is
     the key of random numbers, if the piece draws some."""
-    fake = FakeTensorMode(shape_env=ShapeEnv())  # inductor's cache asks for one, though no shape is dynamic
-    with fake:
+
+    def make_inputs() -> list[Tensor]:
         values = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in reads]
-        if piece.draws:
-            values.append(torch.empty((), dtype=torch.int64))
+        return [*values, torch.empty((), dtype=torch.int64)] if piece.draws else values
 
     code = build(piece, _traced_function, draw=_call_eager)
-    traced = make_fx(lambda *given: list(code(list(given))), decomposition_table=decompositions)
-    with fake, torch.no_grad():
-        return traced(*values), values
+    return trace(lambda *given: list(code(list(given))), make_inputs, table)
 
 
 # ---- operations that are not compiled ---------------------------------------------------------------------
@@ -214,9 +204,9 @@ def _call_eager(
 def _run_eager(text: str, key: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
     """Return the results of `_calls[text]`: the implementation of `popengine::eager`. A result that shares
     memory with an argument is copied, because compiled code may reuse this memory."""
-    owned = {tensor.untyped_storage()._cdata for tensor in tensors}
+    owned = {storage_id(tensor) for tensor in tensors}
     made = _calls[text](key, tensors, False)
-    return [value.clone() if value.untyped_storage()._cdata in owned else value for value in made]
+    return [value.clone() if storage_id(value) in owned else value for value in made]
 
 
 LIBRARY.define("eager(str call, Tensor? key, Tensor[] tensors) -> Tensor[]")

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import Error
+from ...torch_private import default_store
 from ..state import OptimizerState, State
 from .connections import Connections, TorchThread, join_torch_threads
 from .consistency import HEADER, Fingerprint, barrier_header, barrier_name, describe_differences
@@ -208,7 +209,7 @@ def current() -> ProcessGroup | None:
     """Return the process group of this process; None if the process trains alone. Without `set_current` it is
     made from torch.distributed's default group, if the program has initialized that for several processes."""
     if _current is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         atexit.register(join_torch_threads, _PATIENCE_AT_EXIT)
         return set_current(
             ProcessGroup(dist.PrefixStore("pando", store), dist.get_rank(), dist.get_world_size())

@@ -11,7 +11,7 @@ from engine_models import graph_of, net
 from popengine.compile import compile_graph
 from popengine.run.backends import inductor
 from popengine.run.backends.eager import build
-from popengine.run.backends.inductor import TensorMetadata, input_metadata, trace
+from popengine.run.backends.inductor import TensorMetadata, input_metadata, trace_piece
 from popengine.run.engine import Engine
 from popengine.run.recorder import Recorder
 from popengine.settings import Counts, Hyper, Optimizer, Settings, StagePlan, Strategy
@@ -136,7 +136,7 @@ def test_what_a_piece_will_read_is_known_before_anything_has_run():
 def test_a_draw_is_one_opaque_call_in_the_compiled_graph():
     partition = partition_of(net(0.5))
     traced = [
-        trace(piece, likes, {})[0]
+        trace_piece(piece, likes, {})[0]
         for piece, likes in zip(partition.pieces, input_metadata(partition), strict=True)
     ]
     calls = [node for graph in traced for node in graph.graph.nodes if "popengine.eager" in str(node.target)]

@@ -1,0 +1,176 @@
+"""Torch's private names that Pando uses, and what differs between the versions of torch in Pando's range.
+
+No other module imports or reads a private name of torch (`tests/test_torch_private.py`). Numbers in comments are
+the versions of torch that introduced a name; "old" is before 2.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch import _fused_sgd_ as fused_sgd_  # 2.3: the kernel of torch.optim.SGD(fused=True)
+from torch._C import (
+    DisableTorchFunction,  # old: no mode's and no subclass's __torch_function__ is called
+    DisableTorchFunctionSubclass,  # 2.0: no subclass's __torch_function__ is called
+    _AutoDispatchBelowAutograd as BelowAutograd,  # old: autograd records nothing
+    _current_autograd_node as current_autograd_node,  # 1.13: the node whose backward runs, or None
+    _len_torch_dispatch_stack as number_of_dispatch_modes,  # 2.0
+)
+from torch._ops import OpOverload  # 1.11: the type of torch.ops.aten.add.Tensor
+from torch._ops import _OpNamespace as OpNamespace  # 1.11: the type of torch.ops.aten
+from torch._subclasses.fake_tensor import (  # 1.13: tensors without values
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.autograd import (
+    _get_sequence_nr as next_sequence_number,
+)  # 2.2: of the next node that autograd makes
+from torch.distributed import distributed_c10d
+from torch.distributions import Distribution
+from torch.nn.modules import transformer
+from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks  # 2.0
+from torch.utils._python_dispatch import TorchDispatchMode  # 1.12: receives each operation below autograd
+from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes  # 2.0
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode  # 2.0
+from torch.utils._pytree import (  # 1.8: nested lists, tuples and dicts
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
+
+TENSOR_FUNCTIONS: Any = torch._C._VariableFunctions  # old: the kernels of torch.add and other functions # pyright: ignore
+LAYER_FUNCTIONS: Any = torch._C._nn  # old: the kernels of torch.nn.functional # pyright: ignore
+
+# 2.1: returns the number of references to the storage with an address
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # pyright: ignore
+
+# 1.13: prints a traceback of each operation that fails on fake tensors
+FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+# 2.0: returns whether a mask is causal, by reading its values
+detect_is_causal_mask = transformer._detect_is_causal_mask
+
+
+def storage_id(value: Tensor) -> int:
+    """Return the address of a tensor's storage, which is unique also for a fake tensor without memory."""
+    return value.untyped_storage()._cdata  # old
+
+
+def current_fake_mode() -> Any:
+    """Return the FakeTensorMode that is on, or None."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # 2.1
+
+
+@contextlib.contextmanager
+def modes_restored() -> Iterator[None]:
+    """Run the body, then turn off the torch modes that the body has turned on and not off."""
+    functions, modes = torch._C._len_torch_function_stack(), _get_current_dispatch_mode_stack()
+    try:
+        yield
+    finally:
+        while torch._C._len_torch_function_stack() > functions:
+            torch._C._pop_torch_function_stack()
+        for mode in _get_current_dispatch_mode_stack():
+            if not any(mode is before for before in modes):
+                _pop_mode(getattr(mode, "_mode_key", None))  # torch keeps its own modes by key
+
+
+@contextlib.contextmanager
+def value_checks_off(is_causal_mask: Callable[..., bool]) -> Iterator[None]:
+    """Run the body with torch.distributions checking no arguments, and with `is_causal_mask` in place of
+    `detect_is_causal_mask`."""
+    validates = Distribution._validate_args  # old
+    Distribution.set_default_validate_args(False)
+    transformer._detect_is_causal_mask = is_causal_mask
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(validates)
+        transformer._detect_is_causal_mask = detect_is_causal_mask
+
+
+def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """Return the hooks of an optimizer's `step()`, including the hooks of all optimizers."""
+    return [
+        *optimizer._optimizer_step_pre_hooks.values(),  # 2.0
+        *optimizer._optimizer_step_post_hooks.values(),
+        *_global_optimizer_pre_hooks.values(),
+        *_global_optimizer_post_hooks.values(),
+    ]
+
+
+def default_store() -> Any:
+    """Return the store of torch.distributed's default process group."""
+    return distributed_c10d._get_default_store()  # old
+
+
+# ---- torch.compile and inductor, which are slow to import ----------------------------------------------------
+
+
+def optimized_module_type() -> Any:
+    """Return the type of the modules that torch.compile returns; () if torch.compile was never called."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # 2.0
+    return () if dynamo is None else dynamo.OptimizedModule
+
+
+def has_cpp_compiler() -> bool:
+    """Return whether inductor finds a C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # 2.5
+    from torch._inductor.exc import InvalidCxxCompiler  # 2.0
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
+
+
+def decompositions() -> Mapping[Any, Any]:
+    """Return the table of operations that inductor decomposes while a function is traced."""
+    from torch._inductor.decomposition import select_decomp_table  # 2.0
+
+    return select_decomp_table()
+
+
+def trace(
+    function: Callable[..., Any], make_inputs: Callable[[], list[Tensor]], table: Mapping[Any, Any]
+) -> tuple[fx.GraphModule, list[Tensor]]:
+    """Return the fx graph of a function of tensors, and the fake inputs with which it was traced.
+
+    Args:
+        make_inputs: returns the inputs; called under the fake mode
+        table:       decompositions
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx  # 1.12
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.0
+
+    with FakeTensorMode(
+        shape_env=ShapeEnv()
+    ) as fake:  # inductor's cache needs one, though no shape is dynamic
+        inputs = make_inputs()
+    with fake, torch.no_grad():
+        return make_fx(function, decomposition_table=table)(*inputs), inputs
+
+
+def compile_graph(graph: fx.GraphModule, fakes: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
+    """Return a function that runs the kernels which inductor compiles for a graph: it takes a list of inputs.
+
+    Args: options: values of `torch._inductor.config` by name
+    """
+    from torch._guards import TracingContext, tracing  # 2.0
+    from torch._inductor import config  # 2.0
+    from torch._inductor.compile_fx import compile_fx_inner  # 2.0
+
+    mode: Any = fakes[0].fake_mode if fakes else None  # pyright: ignore[reportAttributeAccessIssue]
+    with tracing(TracingContext(mode)), config.patch(dict(options)):
+        return compile_fx_inner(graph, fakes, is_inference=True)
