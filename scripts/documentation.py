@@ -30,6 +30,19 @@ FENCES = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\]\([^()]*\))*)\]\(([^()\s]+)\)")
 
 _markdown: dict[str, str] = {}  # by the page's path in the site
+# How much a page counts in a search, by the first match of the start of its path: guides and options come first.
+_SEARCH_BOOST = {
+    "guide/kubernetes": 8,
+    "guide/options": 8,
+    "guide/": 4,
+    "reference/options": 8,
+    "reference/": 2,
+    "troubleshooting": 4,
+    "benchmarks/": 0.2,
+    "examples/": 0.2,
+    "CHANGELOG": 0.2,
+    "": 1,
+}
 
 
 def on_config(config: Any) -> None:
@@ -68,8 +81,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     here = page.file.src_uri
     if here == "README.md":
         page.meta["hide"] = ["navigation"]  # one entry
-    if here.startswith("benchmarks/") or (here.startswith("examples/") and not here.endswith("README.md")):
-        page.meta["search"] = {"boost": 0.3}
+    page.meta["search"] = {
+        "boost": next(boost for start, boost in _SEARCH_BOOST.items() if here.startswith(start))
+    }
     parts = FENCES.split(markdown)
     parts[::2] = [LINK.sub(lambda found: _link(found, here, files), part) for part in parts[::2]]
     text = "".join(parts).replace('"docs/images/', '"images/')
