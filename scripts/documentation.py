@@ -11,6 +11,8 @@ import inspect
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -67,6 +69,8 @@ def on_files(files: Files, config: Any) -> Files:
                 if files.get_file_from_path(name) is None:
                     files.append(File(name, str(ROOT), config.site_dir, use_directory_urls=False))
     files.append(File.generated(config, "reference/api.md", content=api_page()))
+    for command in ("popvision", "poprun", "ipujob"):
+        files.append(File.generated(config, f"reference/{command}.md", content=command_page(command)))
     for program in sorted(ROOT.glob("examples/*/*.py")):  # as pages, for the links to them
         name = program.relative_to(ROOT).as_posix()
         text = f"# {program.name}\n\n```py\n{program.read_text()}```\n"
@@ -169,6 +173,21 @@ def api_page() -> str:
     return "\n".join(text) + "\n"
 
 
+def command_page(command: str) -> str:
+    """Return the page of a command: its help text, and the help text of each of its subcommands."""
+    subcommands = re.findall(r"^    ([a-z]+) ", _help(command).partition("COMMAND\n")[2], re.MULTILINE)
+    sections = [f"# {command}\n\n```text\n{_help(command)}```\n"]
+    sections += [f"## {command} {name}\n\n```text\n{_help(command, name)}```\n" for name in subcommands]
+    return "\n".join(sections)
+
+
+def _help(*words: str) -> str:
+    """Return the help text of a command of this project, in lines of at most 100 characters."""
+    environment = {**os.environ, "COLUMNS": "100"}
+    command = [sys.executable, "-m", *words, "--help"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+
 def notebook_page(path: Path) -> str:
     """Return a notebook as a page: its text, its code and what the code printed or drew."""
     parts = []
@@ -212,12 +231,18 @@ def _signature(thing: Any) -> str:
         signature = inspect.signature(thing)
     except ValueError:  # an alias of a type
         return ""
-    text = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])|'|~", "", str(signature))
+    parameters = [p.replace(annotation=_plain(p.annotation)) for p in signature.parameters.values()]
+    result = _plain(signature.return_annotation)
+    text = str(signature.replace(parameters=parameters, return_annotation=result))
+    text = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", text)
     text = re.sub(r"<([\w.]+): [^>]*>", r"\1", text)  # members of enums
     if len(text) < 80 or not signature.parameters:
         return text
-    parts, depth, start = [], 0, 1
+    parts, depth, start, is_quoted = [], 0, 1, False
     for index, letter in enumerate(text):
+        is_quoted ^= letter == "'"
+        if is_quoted:
+            continue
         depth += (letter in "([") - (letter in ")]")
         if (letter == "," and depth == 1) or (letter == ")" and depth == 0):
             parts.append(text[start:index].strip())
@@ -225,6 +250,17 @@ def _signature(thing: Any) -> str:
         if depth == 0:
             return "(\n" + "".join(f"    {part},\n" for part in parts) + f"){text[index + 1 :]}"
     return text
+
+
+def _plain(annotation: Any) -> Any:
+    """Return an annotation that `inspect` prints without quotes."""
+
+    class Type:
+        def __repr__(self) -> str:
+            text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+            return re.sub("['~]", "", text)
+
+    return annotation if annotation is inspect.Parameter.empty else Type()
 
 
 def _paragraphs(doc: str) -> list[str]:
