@@ -227,7 +227,11 @@ class Recording:
 
     def _manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
         if not is_traced(loss):
-            raise CaptureError(f"manual_backward at {user_line()} takes a loss that is computed in the step")
+            raise CaptureError(
+                f"{user_line()}: manual_backward got a {type(loss).__name__} that this step did not compute\n"
+                "  why: the compiled step differentiates a loss from the tensors of its batch\n"
+                "  fix: compute the loss in training_step, and pass the tensor itself"
+            )
         self._manual_calls.append("backward")
         self._capture.choose_loss(loss, user_line())
 

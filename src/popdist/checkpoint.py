@@ -43,6 +43,13 @@ class Checkpoint:
         if every < 0 or keep < 1:
             raise ValueError(f"every must not be negative, and keep at least 1: got {every} and {keep}")
         self._directory, self._calls_between, self._keep = Path(directory).absolute(), every, keep
+        existing = next(path for path in (self._directory, *self._directory.parents) if path.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(
+                f"popdist.Checkpoint: {existing} is a file\n"
+                "  fix: the directory is a folder, which is made if it is missing; to load a file written by"
+                " torch.save, call model.load_state_dict(torch.load(file))"
+            )
         self._launch = read_launch()
         self._model: Any = None
         self._parts: dict[str, Any] = {}
@@ -81,7 +88,9 @@ class Checkpoint:
             if not faults:
                 self._load_checkpoint(folder)
                 return self.calls
-            logger.warning("checkpoint %s is damaged: %s; the one before is taken", folder, "; ".join(faults))
+            logger.warning(
+                "can't restore checkpoint %s: %s; an older one is tried", folder, "; ".join(faults)
+            )
         return 0
 
     def step(self) -> None:

@@ -130,7 +130,10 @@ def find_damage(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
         manifest = json.loads((folder / _MANIFEST).read_text())
         sums = sorted(manifest["files"].items())
         if manifest["format"] != _FORMAT:
-            raise ValueError(f"it is of format {manifest['format']}, and this is {_FORMAT}")
+            raise ValueError(
+                f"another version of Pando wrote it, in format {manifest['format']}; this version reads format"
+                f" {_FORMAT}"
+            )
     except (OSError, ValueError, KeyError, TypeError) as error:
         return [f"{_MANIFEST}: {error}"] if reader == 0 else []
     return [

@@ -1,8 +1,6 @@
 """Errors: one class for each pass, so that the type of an error shows where it was raised."""
 
 import difflib
-import os
-import traceback
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,11 +16,10 @@ class Error(Exception):
 
     `str(error)`, and `args[0]`, is `'poptorch_py_error': <message>`; `message` is the message alone, `type`
     the word in quotes. Errors of the engine have another type and a `location`, a text that names the running
-    passes (else ""), and begin with `In <file>:<line>: `, the line that raised the error.
+    passes (else "") and is the end of `str(error)`.
     """
 
     type = "poptorch_py_error"
-    _raised_at = ""
 
     def __init__(self, message: str, location: str = "") -> None:
         self.message = message
@@ -30,9 +27,7 @@ class Error(Exception):
         super().__init__(str(self))
 
     def mark_as_engine_error(self, location: str) -> None:
-        """Set `location`, and `type` to "poptorch_cpp_error"; begin the text with the raising line."""
-        *_, (frame, line) = traceback.walk_tb(self.__traceback__)
-        self._raised_at = f"In {os.path.basename(frame.f_code.co_filename)}:{line}: "
+        """Set `location`, and `type` to "poptorch_cpp_error"."""
         self.type, self.location = "poptorch_cpp_error", location
         self.args = (str(self),)
 
@@ -41,7 +36,7 @@ class Error(Exception):
         self.args = (str(self),)  # pickle and copy passed the whole text to `__init__`
 
     def __str__(self) -> str:
-        text = f"{self._raised_at}'{self.type}': {self.message}"
+        text = f"'{self.type}': {self.message}"
         return f"{text}\n{self.location}" if self.location else text
 
 

@@ -56,7 +56,7 @@ def twice(self, loss):
         (lambda self, loss: None, "found neither"),
         (lambda self, loss: (self.lr_schedulers(), self.once(loss)), "step schedulers in on_train_batch_end"),
         (lambda self, loss: self.clip_gradients(self.optimizers(), 1.0), "max_grad_norm"),
-        (lambda self, loss: self.manual_backward(3.0), "takes a loss that is computed in the step"),
+        (lambda self, loss: self.manual_backward(3.0), "got a float that this step did not compute"),
     ],
 )
 def test_anything_else_is_refused_before_it_trains(body, words):

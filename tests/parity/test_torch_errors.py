@@ -1,8 +1,10 @@
 """What torch refuses while a model is captured is an error with the user's line, a reason and a fix."""
 
 import copy
+import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from parity_runs import options
@@ -66,6 +68,7 @@ REFUSED = {
         "torch.library.register_fake",
     ),
     "memory": (lambda layer, x, y: x.untyped_storage()[0], "poptorch.CPU"),
+    "an array": (lambda layer, x, y: np.ones(4) * x, "torch.from_numpy"),
 }
 
 
@@ -85,7 +88,8 @@ def test_what_torch_refuses_has_the_users_line_a_reason_and_a_fix(name):
         warnings.simplefilter("ignore")
         poptorch.inferenceModel(Refused(expression))(X, LABELS)
     text = str(caught.value)
-    assert f"{__file__}:{expression.__code__.co_firstlineno}" in text
+    line = re.escape(f"{__file__}:{expression.__code__.co_firstlineno}")
+    assert re.match(rf"'poptorch_cpp_error': {line}\d?: ", text)  # an expression may begin at an earlier line
     assert "x: torch.float32 (2, 4), y: torch.int64 (2,)" in text
     assert words in text and "\n  why: " in text and "\n  fix: " in text
 
@@ -98,6 +102,32 @@ def test_an_argument_that_is_no_tensor_is_named(value):
         poptorch.inferenceModel(nn.Linear(4, 3))(value)
     assert "torch.from_numpy" in str(caught.value)
     assert type(value).__name__.removesuffix("Type") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [lambda layer, x, y: np.tanh(x), lambda layer, x, y: x.numpy(), lambda layer, x, y: x * np.ones(4)],
+)
+def test_numpy_in_the_forward_is_refused_at_the_users_line(expression):
+    line = f"{__file__}:{expression.__code__.co_firstlineno}"
+    with pytest.raises(poptorch.Error, match=f"^'poptorch_cpp_error': {re.escape(line)}: .* to numpy"):
+        poptorch.inferenceModel(Refused(expression))(X, LABELS)
+
+
+def test_a_traced_tensor_can_be_formatted_with_a_width():
+    texts = []
+    model = Refused(lambda layer, x, y: texts.append(f"{x.sum():.3f} {torch.tensor(2.0):.3f}"))
+    poptorch.inferenceModel(model)(X, LABELS)
+    assert texts == ["tensor(<unavailable>, size=(), dtype=torch.float32) 2.000"]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_arguments_with_different_numbers_of_rows_are_named(accumulation):
+    model = Refused(lambda layer, x, y: functional.cross_entropy(layer(x), y))
+    trainer = poptorch.trainingModel(model, options(accumulation=accumulation))
+    with pytest.raises(poptorch.Error, match=r"different numbers of rows: \{'x': 8, 'y': 6}") as caught:
+        trainer(torch.ones(8 * accumulation, 4), torch.zeros(6 * accumulation, dtype=torch.long))
+    assert "fix: pass as many rows of each" in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, IndexError, ValueError])

@@ -1,6 +1,7 @@
 """A training goes on from a checkpoint as if it had never ended, or from the one before if that is damaged."""
 
 import errno
+import json
 import logging
 import os
 import shutil
@@ -105,7 +106,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken_and_that_is_said(tmp_pa
     training = Training(options(), tmp_path, seed=99)
     with caplog.at_level(logging.WARNING):
         assert training.restore() == 2
-    assert "call-4 is damaged: " in caplog.text and "; the one before is taken" in caplog.text
+    assert "call-4: " in caplog.text and "; an older one is tried" in caplog.text
     training.train(4)  # and takes its place
     assert files.find_damage(tmp_path / "call-4") == []
 
@@ -196,6 +197,34 @@ def test_a_checkpoint_of_another_model_is_refused_and_says_what_differs(tmp_path
         poptorch.Error, match=r"of another model: a.bias is .*; bias is missing there, \[9\] here"
     ):
         popdist.Checkpoint(tmp_path).restore(other)
+
+
+def test_a_checkpoint_of_another_version_is_named(tmp_path, caplog):
+    trained_to_four(tmp_path)
+    for manifest in tmp_path.glob("call-*/manifest.json"):
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
+    assert Training(options(), tmp_path).restore() == 0
+    assert "another version of Pando wrote it, in format 99; this version reads format " in caplog.text
+
+
+def test_the_number_of_parameter_groups_must_be_equal(tmp_path):
+    trained_to_four(tmp_path)
+    training = Training(options(), tmp_path)
+    optimizer = training.trainer._optimizer
+    optimizer.param_groups = [
+        {**group, "params": [parameter]} for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    with pytest.raises(
+        poptorch.Error, match=r"the optimizer has \d parameter groups, and the checkpoint's had 1"
+    ):
+        training.restore()
+
+
+@pytest.mark.parametrize("below", ["", "folder/checkpoints"])
+def test_a_file_is_no_directory_of_checkpoints(tmp_path, below):
+    (tmp_path / "weights.pt").touch()
+    with pytest.raises(NotADirectoryError, match=r"weights.pt is a file\n  fix: the directory is a folder"):
+        popdist.Checkpoint(tmp_path / "weights.pt" / below)
 
 
 def test_parts_that_differ_are_named(tmp_path):

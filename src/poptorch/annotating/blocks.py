@@ -334,7 +334,11 @@ def _marks_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> list[_Ma
                 )
     unused = set(marks) - {key for _, key in found.values()}
     if unused:
-        raise Error(f"poptorch.annotate: other keys place all modules of {', '.join(map(repr, unused))}")
+        raise Error(
+            f"poptorch.annotate: no module is left for {', '.join(map(repr, unused))}, because other keys place all of"
+            " its modules\n"
+            "  fix: leave it out; a name precedes a range of numbers, and a range precedes '*' and classes"
+        )
     return [(m, key if isinstance(key, str) else key.__name__, marks[key]) for m, (_, key) in found.items()]
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from popengine.compile.recording.torch_errors import ROWS_DIFFER
 from popengine.errors import BatchError, Error
 from popengine.settings import Counts
 from popengine.torch_private import DisableTorchFunctionSubclass
@@ -71,6 +72,9 @@ class BoundCall:
             default = self.bound.signature.parameters[name].default
             parts = constants_of(value, name)
             words += [f"{path}: {type(part).__name__}" for part, path, _ in parts if part is not default]
+        rows = {path: len(s) for path, s in zip(self.named_tensors, samples, strict=True) if s.dim()}
+        if len(set(rows.values())) > 1:
+            words.append(f"with {ROWS_DIFFER}: {rows}")
         return ", ".join(words)
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> BoundCall:
@@ -172,7 +176,8 @@ def warn_about_inputs(call: BoundCall, counts: Counts, has_float64: bool) -> Non
     for path, tensor in named.items():
         if tensor.requires_grad:
             logger.warning(
-                "Input tensor has requires_grad=True set: %s is detached, since no gradient flows to a model's inputs",
+                "Input tensor has requires_grad=True set. This tensor will be detached because backward pass via"
+                " inputs is not supported. It is the input %s",
                 path,
             )
         if not tensor.is_contiguous():

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from popengine.compile.recording.current_capture import current, is_traced, recording_paused
+from popengine.compile.recording.graph_recorder import user_line
 from popengine.errors import CaptureError
 from popengine.torch_private import DisableTorchFunction, detect_is_causal_mask, value_checks_off
 
@@ -82,15 +83,28 @@ def _format_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> str:
     return f"{kind}(<unavailable>, size={tuple(tensor.shape)}, dtype={tensor.dtype})"
 
 
+def _value_of(tensor: Tensor) -> Tensor | None:
+    """Return a tensor with values: `tensor`, or what was computed from constants alone; else None."""
+    capture = current()
+    return capture.recorder.value_of(tensor) if capture is not None and is_traced(tensor.data) else tensor
+
+
+def _format_value(tensor: Tensor, spec: str) -> str:
+    """Return a tensor as text, formatted by `spec` if the tensor has values."""
+    value = _value_of(tensor)
+    if value is None:
+        return _format_tensor(tensor)
+    with DisableTorchFunction(), recording_paused():
+        return Tensor.__format__(value, spec)
+
+
 def _to_numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return a tensor as a numpy array. Raises CaptureError for a traced tensor with unknown values."""
-    capture = current()
-    value = capture.recorder.value_of(tensor) if capture is not None and is_traced(tensor.data) else tensor
-    if value is not None:  # computed from constants alone
+    if (value := _value_of(tensor)) is not None:
         with DisableTorchFunction(), recording_paused():
             return Tensor.numpy(value, *args, **kwargs)
     raise CaptureError(
-        "the forward takes a tensor's values to numpy, and it has none while the model is compiled\n"
+        f"{user_line()}: the forward takes a tensor's values to numpy, and it has none while the model is compiled\n"
         "  fix: compute with torch, or run this part on the host: poptorch.CPU(function, name)"
     )
 
@@ -118,7 +132,8 @@ def _is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: in
 
 def _refuse_backward(*args: Any, **kwargs: Any) -> None:
     raise CaptureError(
-        "backward() can't be called inside a forward: the executor differentiates the model's loss by itself\n"
+        f"{user_line()}: backward() can't be called inside a forward\n"
+        "  why: the executor differentiates the model's loss by itself\n"
         "  fix: return the loss from forward, and leave backward() out"
     )
 
@@ -127,7 +142,7 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     functional.ctc_loss: _ctc_loss,
     functional.gaussian_nll_loss: _gaussian_nll_loss,
     Tensor.__repr__: _format_tensor,
-    Tensor.__format__: lambda tensor, spec: format(_format_tensor(tensor), spec),
+    Tensor.__format__: _format_value,
     Tensor.numpy: _to_numpy,
     Tensor.__array__: _to_numpy,
     Tensor.backward: _refuse_backward,

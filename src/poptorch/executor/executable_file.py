@@ -241,9 +241,14 @@ def _check_state(executor: Any, state: TrainingState) -> None:
         if here.get(name) != there.get(name)
     ]
     if other:
-        raise Error(f"the checkpoint is of another model: {'; '.join(other[:5])}")
+        raise Error(
+            f"the checkpoint is of another model: {'; '.join(other[:5])}\n"
+            "  fix: build the model as in the run that saved the checkpoint"
+        )
     if len(state["rates"]) != len(executor._optimizer.param_groups):
         raise Error(
-            f"the checkpoint's optimizer has {len(state['rates'])} groups, this one"
-            f" {len(executor._optimizer.param_groups)}"
+            f"the optimizer has {len(executor._optimizer.param_groups)} parameter groups, and the checkpoint's had"
+            f" {len(state['rates'])}\n"
+            "  why: each group's learning rate and other rates are restored from the checkpoint\n"
+            "  fix: build the optimizer with the parameter groups of the run that saved the checkpoint"
         )

@@ -66,8 +66,20 @@ class PoplarExecutor(PublicNames):
         self._compiled_plans = 0  # dropped ones included
         if training:
             marked_model.check_buffer_classes(model)
-            self.setOptimizer(SGD(model.parameters(), lr=0.01) if optimizer is None else optimizer)
+            self.setOptimizer(self._default_optimizer() if optimizer is None else optimizer)
             marked_model.mark_model(model, self)
+
+    def _default_optimizer(self) -> SGD:
+        """Return the optimizer of a model that is wrapped without one. Raises Error without parameters."""
+        parameters = list(self._user_model.parameters())
+        if not parameters:
+            raise Error(
+                "poptorch.trainingModel: the model has no parameters to train\n"
+                "  why: those of a function, or of layers in a plain list or dictionary, can't be found\n"
+                "  fix: wrap an nn.Module that has the layers as attributes (nn.ModuleList, nn.ModuleDict)"
+            )
+        logger.warning("poptorch.trainingModel: without an optimizer the model trains with SGD and lr=0.01")
+        return SGD(parameters, lr=0.01)
 
     # ---- calling -----------------------------------------------------------------------------------------
 

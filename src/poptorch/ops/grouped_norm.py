@@ -28,7 +28,8 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
         super().__init__(num_features, *args, **kwargs)
         if not isinstance(group_size, int) or group_size < 1:
             raise Error(
-                f"GroupedBatchNorm2d: group_size is a number of replicas from 1; found {group_size!r}"
+                f"GroupedBatchNorm2d: group_size is {group_size!r}\n"
+                "  fix: an integer of at least 1: the number of replicas that share mean and variance"
             )
         self.group_size = group_size
 

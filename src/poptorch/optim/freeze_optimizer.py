@@ -145,8 +145,8 @@ def _group_indices(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> d
         raise UnknownParameterError(
             "the optimizer holds parameters that aren't parameters of the model:\n"
             f"{''.join(unknown[:8])}{more}"
-            "  fix: build the optimizer from the parameters() of the model that is wrapped, after any "
-            "change of its layers"
+            "  fix: build the optimizer from the parameters() of the model that is wrapped, after any change of its"
+            " layers; in place of a function wrap an nn.Module that has the layers as attributes"
         )
     return group_of
 

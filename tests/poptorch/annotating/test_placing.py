@@ -127,7 +127,7 @@ def test_layers_per_ipu_takes_all_stacks_in_turn_where_one_is_not_enough():
         ({"layers.4-6": 0}, "no module is named 'layers.6', of 'layers.4-6'; did you mean 'layers.5'"),
         ({nn.Conv2d: 0}, "no module is a Conv2d; there are Foreign, Layer, Linear, ModuleList"),
         ({"layers.0-2": 0, "layers.2-3": 1}, "'layers.0-2' and 'layers.2-3' place the same Layer"),
-        ({"layers.0-5": 0, "layers.*": 1}, r"other keys place all modules of 'layers.\*'"),
+        ({"layers.0-5": 0, "layers.*": 1}, r"no module is left for 'layers.\*'"),
         ({"head": -1}, "a block's ipu_id is a number from 0; found ipu_id=-1"),
     ],
 )

@@ -58,8 +58,8 @@ def test_an_error_of_the_compiler_says_which_pass_it_is_from():
     assert found.value.location == "Error raised in:\n  [0] partition\n  [1] PoplarExecutor.compile"
     assert "Error raised in" not in found.value.message
     text = f"'poptorch_cpp_error': {found.value.message}\n{found.value.location}"
-    assert re.fullmatch(rf"In placement\.py:\d+: {re.escape(text)}", str(found.value))
-    assert found.value.args == (str(found.value),)
+    assert str(found.value) == text
+    assert found.value.args == (text,)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])

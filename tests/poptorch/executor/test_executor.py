@@ -338,6 +338,23 @@ def test_the_popart_graph_is_refused():
         trainer()[0]._debugGetPopartIR()
 
 
+def test_training_without_an_optimizer_logs_which_one_is_used(caplog):
+    poptorch.trainingModel(Trained(), options())
+    assert caplog.messages == [
+        "poptorch.trainingModel: without an optimizer the model trains with SGD and lr=0.01"
+    ]
+    poptorch.trainingModel(model := Trained(), options(), torch.optim.SGD(model.parameters(), lr=0.1))
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("model", [lambda x: x.sum(), nn.ReLU()], ids=["function", "module"])
+def test_training_a_model_without_parameters_names_the_cause(model):
+    with pytest.raises(
+        poptorch.Error, match=r"the model has no parameters to train\n  why: [^$]*\n  fix: wrap"
+    ):
+        poptorch.trainingModel(model, options())
+
+
 def test_an_executor_that_lives_until_the_interpreter_exits_prints_nothing():
     code = (
         "import torch, poptorch\n"

@@ -335,6 +335,7 @@ def test_each_way_to_write_on_the_host_is_seen_and_an_upload_answers_it(caplog, 
     inputs = batch() if training else batch()[:1]
     for each in (executor, told):
         each(*inputs)
+    caplog.clear()
     write(model)
     executor.copyWeightsToDevice()
     executor(*inputs)
@@ -427,6 +428,7 @@ def test_a_layer_replaced_after_compilation_is_one_warning(caplog, training):
     executor = (poptorch.trainingModel if training else poptorch.inferenceModel)(model, options())
     inputs = batch() if training else batch()[:1]
     executor(*inputs)
+    caplog.clear()
     model.layer = nn.Linear(3, 2)
     executor(*inputs)
     executor(*inputs)

@@ -17,15 +17,25 @@ _KINDS = (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, 
 _MODES = str(Path(__file__).parents[1])  # the capture's modes: their frames are between those of torch
 
 
+ROWS_DIFFER = "different numbers of rows"  # words of `given`, see `explaining_torch_errors`
+
+
 class _Hint(NamedTuple):
-    """The reason and the fix of errors with a message that matches the regular expression `words`."""
+    """The reason and the fix of errors for which the error's text, or `given`, matches the expression `words`."""
 
     words: str
     why: str
     fix: str
 
 
+_NUMPY = "'numpy.ndarray' and 'FakeTensor'"  # in Python's message for an operator
+
 _HINTS = (
+    _Hint(
+        _NUMPY,
+        "a tensor has no values for numpy while the model is compiled",
+        "compute with tensors: torch.from_numpy(array)",
+    ),
     _Hint(
         "int32/int64|Long|Integers are expected",
         "indices and class numbers are integers",
@@ -52,6 +62,11 @@ _HINTS = (
         "compute with other operations on dense tensors, or on the host: poptorch.CPU(function, name)",
     ),
     _Hint(
+        ROWS_DIFFER,
+        "the arguments have different numbers of rows in a micro-batch",
+        "pass as many rows of each, such as a label for each image",
+    ),
+    _Hint(
         "",  # all others
         "torch refuses this operation on tensors of such shapes and types",
         "compare the shapes and types that forward was given with those that this line takes; `model(*micro_batch)` in"
@@ -67,31 +82,30 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
     Other errors, such as those of the user's own code, pass unchanged.
 
     Args:
-        given: a description of forward's arguments, for the message
+        given: a description of forward's arguments, for the message; has the words `ROWS_DIFFER` if so
     """
     before, FAKE_TENSOR_LOG.disabled = FAKE_TENSOR_LOG.disabled, True
     try:
         yield
     except VALUE_READS as error:
         raise CaptureError(
-            "the forward reads a value out of a tensor, which has none while the model is compiled\n"
-            f"  {error.func} at {user_line(error)}\n"
-            "  why: `tensor.item()`, `.tolist()`, `if tensor:` and shapes that depend on data (nonzero, a boolean"
-            " mask, one_hot without num_classes: num classes must be specified) can't be part of one compiled"
-            " graph, unless the value comes from constants alone\n"
+            f"{user_line(error)}: the forward reads a value out of a tensor, which has none while the model is"
+            " compiled\n"
+            f"  why: {error.func} reads it; `tensor.item()`, `.tolist()`, `if tensor:` and shapes that depend on data"
+            " (nonzero, a boolean mask, one_hot without num_classes: num classes must be specified) can't be part of"
+            " one compiled graph, unless the value comes from constants alone\n"
             "  fix: compute with tensors (torch.where, masks that keep the shape), branch with poptorch.cond, or"
             " pass the number as a Python argument of forward"
         ) from None
     except _KINDS as error:
         *_, innermost = traceback.extract_tb(error.__traceback__)
-        is_raised_by_torch = innermost.filename.startswith((TORCH, _MODES))
+        is_raised_by_torch = innermost.filename.startswith((TORCH, _MODES)) or _NUMPY in str(error)
         if isinstance(error, (Error, RecursionError)) or not is_raised_by_torch:
             raise
         words = f"{type(error).__name__}: {error}".partition(" You may have run into this message")[0]
-        hint = next(hint for hint in _HINTS if re.search(hint.words, words))
+        hint = next(hint for hint in _HINTS if re.search(hint.words, f"{words}\n{given}"))
         raise _error_class(next(kind for kind in _KINDS if isinstance(error, kind)))(
-            f"torch fails in the forward: {words}\n"
-            f"  at {user_line(error)}\n"
+            f"{user_line(error)}: torch fails in the forward: {words}\n"
             f"  forward was given {given or 'no arguments'}\n"
             f"  why: {hint.why}\n"
             f"  fix: {hint.fix}"
