@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,6 +29,15 @@ from poptorch.logs import logger
 
 from . import checkpoint_files as files
 from . import collectives
+
+_NOT_COMPARED = (
+    "params",
+    "initial_lr",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+)  # of a parameter group
 
 
 class Checkpoint:
@@ -53,7 +63,8 @@ class Checkpoint:
         self._launch = read_launch()
         self._model: Any = None
         self._parts: dict[str, Any] = {}
-        self._run = ""  # random and equal in all instances: distinguishes the files of a killed run
+        self._run: dict[str, Any] = {}  # the description of this run
+        self._run_id = ""  # random and equal in all instances: distinguishes the files of a killed run
         self._writing: threading.Thread | None = None
         self._failure = ""  # the text of the newest checkpoint's error
         self._saved_call = 0  # `calls` at the newest checkpoint
@@ -69,28 +80,32 @@ class Checkpoint:
     def restore(self, model: Any, loader: Any = None, **others: Any) -> int:
         """Load the newest undamaged checkpoint into the arguments, which each `save` will save. Call it once.
 
-        At exit the program will wait up to 60 s for an unfinished checkpoint.
+        A warning names the checkpoint that is loaded. Damaged checkpoints are renamed, with a warning. At exit
+        the program will wait up to 60 s for an unfinished checkpoint.
 
         Args:
             model:  a training executor, compiled or not
             loader: a `poptorch.DataLoader`, or None
             others: objects with `state_dict` and `load_state_dict`, equal in all instances (schedulers)
-        Returns: the number of calls before the checkpoint; 0 if none is found. Warns of damaged checkpoints
-        Raises: Error, if the checkpoint is of another model or other arguments, or before `popdist.init()`
+        Returns: the number of calls before the checkpoint; 0 if none is found
+        Raises: Error, if the checkpoint is of another model, optimizer, number of replicas, options or arguments,
+            or before `popdist.init()`
         """
         self._model, self._parts = model, {"loader": loader, **others} if loader is not None else others
+        self._run = self._describe_run()
         atexit.register(self.wait, 60)  # seconds
         # Instance 0 chooses the checkpoint, since other instances may see other files.
         names = [path.name for path in files.complete_checkpoints(self._directory)]
-        self._run, *names = _all_gather([secrets.token_hex(4), *names] if self._launch.instance == 0 else [])
+        is_first = self._launch.instance == 0
+        self._run_id, *names = _all_gather([secrets.token_hex(4), *names] if is_first else [])
         for folder in (self._directory / name for name in names):
             faults = _all_gather(files.find_damage(folder, self._launch.instance, self._launch.instances))
             if not faults:
                 self._load_checkpoint(folder)
                 return self.calls
-            logger.warning(
-                "can't restore checkpoint %s: %s; an older one is tried", folder, "; ".join(faults)
-            )
+            if is_first:
+                text = "can't restore checkpoint %s: %s; it is renamed to %s, and an older one is tried"
+                logger.warning(text, folder, "; ".join(faults), files.set_aside(folder).name)
         return 0
 
     def step(self) -> None:
@@ -114,11 +129,9 @@ class Checkpoint:
         self._writing.start()
 
     def _write_in_background(self, state: dict[str, Any]) -> None:
-        folder = self._directory / f"call-{self._saved_call}.{self._run}{files.UNFINISHED}"
-        replicas = self._launch.instances * self._model._options.replication_factor
-        self._failure = files.write_checkpoint(
-            folder, self._launch.instance, self._launch.instances, state, replicas, self._keep
-        )
+        folder = self._directory / f"call-{self._saved_call}.{self._run_id}{files.UNFINISHED}"
+        place = self._launch.instance, self._launch.instances
+        self._failure = files.write_checkpoint(folder, *place, state, self._run, self._keep)
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until the checkpoint that is being written, if any, is complete; warn if writing it failed, or
@@ -132,6 +145,23 @@ class Checkpoint:
         elif self._failure:
             text = "the checkpoint of call %d could not be written: %s; the training goes on, older checkpoints stay"
             logger.warning(text, self._saved_call, self._failure)
+
+    def _describe_run(self) -> dict[str, Any]:
+        """Return this run's command line, and values that are equal in each run that restores its checkpoints."""
+        options, optimizer = self._model._options, self._model._optimizer
+        seed = {"random_seed": options.random_seed} if options.exists("random_seed") else {}
+        run = {
+            "command": " ".join(sys.argv),
+            "replicas": self._launch.instances * options.replication_factor,
+            "optimizer": type(optimizer).__name__,
+            "device_iterations": options.device_iterations,
+            **options.Training.toDict(),
+            **seed,
+        }
+        for number, group in enumerate(optimizer.param_groups):
+            rates = {**group, "lr": group.get("initial_lr", group.get("lr"))}  # before a scheduler's changes
+            run |= {f"{n} of group {number}": repr(v) for n, v in rates.items() if n not in _NOT_COMPARED}
+        return run
 
     # ---- contents ----------------------------------------------------------------------------------------
 
@@ -161,7 +191,17 @@ class Checkpoint:
 
         Raises: Error, if it is of another model or of other arguments
         """
-        count, saved = files.read_checkpoint(folder)
+        run = files.read_run(folder)
+        here = {name: self._run[name] for name in run.keys() & self._run.keys() - {"command"}}
+        other = [
+            f"{name} {run[name]} there, {here[name]} here" for name in sorted(here) if run[name] != here[name]
+        ]
+        if other:
+            raise poptorch.Error(
+                f"checkpoint {folder} is of another run: {'; '.join(other)}\n"
+                "  fix: another directory for this run; or the same optimizer, options and number of replicas"
+            )
+        saved, count = files.read_checkpoint(folder), run["replicas"]
         each = count // len(saved)
         here = self._model._options.replication_factor
         # The index of the saved replica for each replica of this instance.
@@ -185,7 +225,13 @@ class Checkpoint:
             part.load_state_dict(own["parts"][name])
         set_random_state(own["host_random"])
         self.calls = self._saved_call = own["calls"]
-        logger.info("the training goes on after call %d, from %s", self.calls, folder)
+        if self._launch.instance == 0:
+            by = (
+                ""
+                if run["command"] == self._run["command"]
+                else f", which another command wrote: {run['command']}"
+            )
+            logger.warning("the run resumes after call %d, from %s%s", self.calls, folder, by)
 
 
 def resumable(

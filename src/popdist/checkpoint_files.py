@@ -1,8 +1,9 @@
 """The files of checkpoints, and when each instance writes them.
 
     call-120/                       complete: renamed when all files were in it and on the disk
-        manifest.json               replicas, and each file's size and checksum
+        manifest                    its own checksum, the run, and each file's size and checksum
         instance-0.pt ...
+    call-110.unreadable-3f2a/       a damaged checkpoint, or one of another format
     call-130.5f3a9c01.unfinished/   being written, by the run with this random id
         instance-0.pt  instance-0.done  instance-1.pt  instance-2.failed ...
 
@@ -14,6 +15,7 @@ the current checkpoint.
 import io
 import json
 import os
+import secrets
 import shutil
 import time
 import zlib
@@ -24,13 +26,13 @@ from typing import Any
 import torch
 
 UNFINISHED = ".unfinished"
-_MANIFEST = "manifest.json"
+_MANIFEST = "manifest"
 _PATIENCE = 600  # seconds that instance 0 waits for the others' files
-_FORMAT = 1
+_FORMAT = 2
 
 
 def write_checkpoint(
-    folder: Path, instance: int, instances: int, state: dict[str, Any], replicas: int, keep: int
+    folder: Path, instance: int, instances: int, state: dict[str, Any], run: dict[str, Any], keep: int
 ) -> str:
     """Write one instance's file of a checkpoint, then `done`, or after an error `failed` with the reason.
     Instance 0 also waits for the others, and completes the checkpoint; if an instance failed, it removes it.
@@ -38,7 +40,7 @@ def write_checkpoint(
     Args:
         folder:   the unfinished folder, the same in all instances
         state:    contents of the file; emptied at the end, to free the copies while instance 0 waits for peers
-        replicas: number of replicas in all instances
+        run:      a description of the run, for the manifest
         keep:     number of complete checkpoints that are kept
     Returns: the text of the first error; "" after success
     """
@@ -64,30 +66,40 @@ def write_checkpoint(
     state.clear()
     if instance == 0 and folder.exists():
         try:
-            _complete_checkpoint(folder, instances, replicas, keep)
+            _complete_checkpoint(folder, instances, run, keep)
         except Exception as error:
             shutil.rmtree(folder, ignore_errors=True)
             failure = failure or str(error)
     return failure
 
 
-def _complete_checkpoint(folder: Path, instances: int, replicas: int, keep: int) -> None:
-    """Wait for the files of all instances, write the manifest, and rename the folder to its name. Remove
-    all complete checkpoints but the newest `keep`, and unfinished checkpoints of other runs."""
-    manifest = {"format": _FORMAT, "replicas": replicas, "files": _await_checksums(folder, instances)}
-    _write_text(folder / _MANIFEST, json.dumps(manifest, indent=1))
+def _complete_checkpoint(folder: Path, instances: int, run: dict[str, Any], keep: int) -> None:
+    """Wait for the files of all instances, write the manifest, and rename the folder to its name. Remove all
+    earlier checkpoints but the newest `keep - 1`, and unfinished checkpoints of other runs."""
+    manifest = {"format": _FORMAT, "run": run, "files": _await_checksums(folder, instances)}
+    text = f"\n{json.dumps(manifest, indent=1)}\n"
+    _write_text(folder / _MANIFEST, f"{zlib.crc32(text.encode()):08x}{text}")
     for path in folder.glob("*.done"):
         path.unlink()
     _flush_to_disk(folder)
-    name, run, _ = folder.name.split(".")
+    name, run_id, _ = folder.name.split(".")
     complete = folder.with_name(name)
-    if complete.exists():  # a damaged checkpoint
-        shutil.rmtree(complete)
+    if complete.exists():
+        set_aside(complete)
     folder.rename(complete)
     _flush_to_disk(folder.parent)
-    of_killed_runs = (path for path in folder.parent.glob(f"call-*{UNFINISHED}") if run not in path.name)
-    for path in (*complete_checkpoints(folder.parent)[keep:], *of_killed_runs):
+    of_killed_runs = (path for path in folder.parent.glob(f"call-*{UNFINISHED}") if run_id not in path.name)
+    # Another run may have left checkpoints of later calls: they don't count, so that no new one is removed.
+    found = [
+        path for path in complete_checkpoints(folder.parent) if call_number(path) <= call_number(complete)
+    ]
+    for path in (*found[keep:], *of_killed_runs):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a complete checkpoint so that it is not restored, and return its new path."""
+    return checkpoint.rename(f"{checkpoint}.unreadable-{secrets.token_hex(2)}")
 
 
 def _await_checksums(folder: Path, instances: int) -> dict[str, Any]:
@@ -127,14 +139,8 @@ def call_number(checkpoint: Path) -> int:
 def find_damage(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
     """Return a text for each damaged file. Each of n readers checks every n-th, reader 0 the manifest."""
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text())
-        sums = sorted(manifest["files"].items())
-        if manifest["format"] != _FORMAT:
-            raise ValueError(
-                f"another version of Pando wrote it, in format {manifest['format']}; this version reads format"
-                f" {_FORMAT}"
-            )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        sums = sorted(_read_manifest(folder)["files"].items())
+    except (OSError, ValueError) as error:
         return [f"{_MANIFEST}: {error}"] if reader == 0 else []
     return [
         f"{name} is not what was written"
@@ -143,11 +149,28 @@ def find_damage(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
     ]
 
 
-def read_checkpoint(folder: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Return the number of replicas that saved a checkpoint, and the contents of each instance's file."""
-    manifest = json.loads((folder / _MANIFEST).read_text())
-    paths = [folder / f"instance-{i}.pt" for i in range(len(manifest["files"]))]
-    return manifest["replicas"], [torch.load(path, weights_only=True) for path in paths]
+def read_run(folder: Path) -> dict[str, Any]:
+    """Return the description of the run that saved a checkpoint."""
+    return _read_manifest(folder)["run"]
+
+
+def read_checkpoint(folder: Path) -> list[dict[str, Any]]:
+    """Return the contents of each instance's file."""
+    paths = [folder / f"instance-{i}.pt" for i in range(len(_read_manifest(folder)["files"]))]
+    return [torch.load(path, weights_only=True) for path in paths]
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's manifest. Raises: OSError, ValueError, if it can't be read or is damaged"""
+    data = (folder / _MANIFEST).read_bytes()
+    if data[:8] != f"{zlib.crc32(data[8:]):08x}".encode():
+        raise ValueError("its checksum differs")
+    manifest = json.loads(data[8:])
+    if manifest["format"] != _FORMAT:
+        raise ValueError(
+            f"another version of Pando wrote it, in format {manifest['format']}; this version reads format {_FORMAT}"
+        )
+    return manifest
 
 
 class _ChecksumFile(io.BufferedWriter):

@@ -1,17 +1,17 @@
 """A training goes on from a checkpoint as if it had never ended, or from the one before if that is damaged."""
 
 import errno
-import json
 import logging
 import os
 import shutil
 import subprocess
 import threading
 import time
+import zlib
 
 import pytest
 import torch
-from checkpoint_program import Training, adamw, difference, torchs_sgd
+from checkpoint_program import Net, Training, adamw, difference, torchs_sgd
 
 import popdist
 import poptorch
@@ -63,7 +63,7 @@ def test_the_newest_few_stay_and_what_killed_runs_left_goes(tmp_path):
     training.restore()
     training.train(4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["call-3", "call-4"]
-    assert sorted(path.name for path in (tmp_path / "call-4").iterdir()) == ["instance-0.pt", "manifest.json"]
+    assert sorted(path.name for path in (tmp_path / "call-4").iterdir()) == ["instance-0.pt", "manifest"]
 
 
 def test_resumable_yields_the_batches_that_are_left_and_saves_after_the_last(tmp_path, monkeypatch):
@@ -102,13 +102,96 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken_and_that_is_said(tmp_pa
         content[len(content) // 2] ^= 1
     file.write_bytes(content[: -1 if damage == "cut short" else None])
     if damage in ("gone", "no manifest"):
-        (file if damage == "gone" else tmp_path / "call-4" / "manifest.json").unlink()
+        (file if damage == "gone" else tmp_path / "call-4" / "manifest").unlink()
     training = Training(options(), tmp_path, seed=99)
     with caplog.at_level(logging.WARNING):
         assert training.restore() == 2
-    assert "call-4: " in caplog.text and "; an older one is tried" in caplog.text
-    training.train(4)  # and takes its place
+    assert "call-4: " in caplog.text and ", and an older one is tried" in caplog.text
+    assert f"the run resumes after call 2, from {tmp_path / 'call-2'}" in caplog.text
+    training.train(4)
     assert files.find_damage(tmp_path / "call-4") == []
+    (aside,) = tmp_path.glob("call-4.unreadable-*")
+    assert f"it is renamed to {aside.name}" in caplog.text
+
+
+def test_a_run_whose_newest_checkpoints_are_damaged_keeps_those_that_it_writes(tmp_path, caplog):
+    """Those of later calls were counted as newer, so each new checkpoint was removed at once."""
+    trained_to_four(tmp_path)
+    for call in (2, 4):
+        (tmp_path / f"call-{call}").rename(tmp_path / f"call-{call + 10}")
+        (tmp_path / f"call-{call + 10}" / "instance-0.pt").write_bytes(b"cut")
+    training = Training(options(), tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert training.restore() == 0
+    training.train(4)
+    assert [path.name for path in files.complete_checkpoints(tmp_path)] == ["call-4", "call-2"]
+    assert len(list(tmp_path.glob("call-1?.unreadable-*"))) == 2
+    assert Training(options(), tmp_path).restore() == 4
+
+
+def test_checkpoints_of_later_calls_do_not_make_new_ones_go(tmp_path):
+    training = Training(options(), tmp_path)
+    training.restore()
+    for call in (16, 18):  # as another run, in the same folder at the same time, would write them
+        (tmp_path / f"call-{call}").mkdir()
+    training.train(4)
+    assert [call for call in (2, 4, 16, 18) if (tmp_path / f"call-{call}").exists()] == [2, 4, 16, 18]
+
+
+def test_each_bit_of_a_manifest_is_checked(tmp_path):
+    trained_to_four(tmp_path)
+    manifest = tmp_path / "call-4" / "manifest"
+    content = manifest.read_bytes()
+    passed = []
+    for bit in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        manifest.write_bytes(changed)
+        if not files.find_damage(tmp_path / "call-4"):
+            passed.append(bit)
+    assert passed == []
+    for text in (b"", b"[" * 100_000, b"{}", content[:-1], content + b" "):
+        manifest.write_bytes(text)
+        assert files.find_damage(tmp_path / "call-4") != []
+
+
+def other_rate(model):
+    return poptorch.optim.AdamW(model.parameters(), lr=0.03, weight_decay=0.1, loss_scaling=64.0)
+
+
+@pytest.mark.parametrize(
+    "how, named",
+    [
+        ({"opts": poptorch.Options().replicationFactor(4)}, "replicas 2 there, 4 here"),
+        ({"optimizer": other_rate}, "lr of group 0 0.02 there, 0.03 here"),
+        ({"optimizer": torchs_sgd}, "optimizer AdamW there, SGD here"),
+        ({"accumulation": 6}, "gradient_accumulation 3 there, 6 here"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_and_what_differs_is_named(tmp_path, how, named):
+    trained_to_four(tmp_path)
+    how = {"opts": options(), **how}
+    training = Training(folder=tmp_path, **{k: v for k, v in how.items() if k != "accumulation"})
+    if "accumulation" in how:
+        opts, model = training.trainer.options.clone(), Net()
+        opts.Training.gradientAccumulation(how["accumulation"])
+        training.trainer = poptorch.trainingModel(model, opts, adamw(model))
+    with pytest.raises(
+        poptorch.Error, match=f"call-4 is of another run: .*{named}.*\n  fix: another directory"
+    ):
+        training.restore()
+
+
+def test_another_command_line_is_named_with_what_is_resumed(tmp_path, caplog, monkeypatch):
+    """It is no error: a program that is given more epochs continues from its checkpoints."""
+    monkeypatch.setattr("sys.argv", ["train.py", "--epochs=2"])
+    trained_to_four(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert Training(options(), tmp_path).restore() == 4
+        assert "another command" not in caplog.text
+        monkeypatch.setattr("sys.argv", ["train.py", "--epochs=3"])
+        assert Training(options(), tmp_path).restore() == 4
+    assert f"from {tmp_path / 'call-4'}, which another command wrote: train.py --epochs=2" in caplog.text
 
 
 def test_a_full_disk_is_a_warning_the_training_goes_on_and_older_checkpoints_stay(
@@ -175,7 +258,7 @@ def test_what_several_instances_could_not_write_goes_though_one_of_them_comes_la
 
     def write(instance):
         state = {"a": torch.ones(200_000 if instance != late else 1), "b": torch.ones(1)}
-        failures[instance] = files.write_checkpoint(folder, instance, 2, state, replicas=2, keep=2)
+        failures[instance] = files.write_checkpoint(folder, instance, 2, state, {}, keep=2)
 
     early, late_one = (threading.Thread(target=write, args=(instance,)) for instance in (1 - late, late))
     early.start()
@@ -191,8 +274,9 @@ def test_what_several_instances_could_not_write_goes_though_one_of_them_comes_la
 
 def test_a_checkpoint_of_another_model_is_refused_and_says_what_differs(tmp_path):
     trained_to_four(tmp_path)
+    like = Training(options(), tmp_path / "unused")
     model = torch.nn.Linear(6, 9)
-    other = poptorch.trainingModel(model, poptorch.Options(), poptorch.optim.SGD(model.parameters(), lr=0.1))
+    other = poptorch.trainingModel(model, like.trainer.options.clone(), adamw(model))
     with pytest.raises(
         poptorch.Error, match=r"of another model: a.bias is .*; bias is missing there, \[9\] here"
     ):
@@ -201,10 +285,11 @@ def test_a_checkpoint_of_another_model_is_refused_and_says_what_differs(tmp_path
 
 def test_a_checkpoint_of_another_version_is_named(tmp_path, caplog):
     trained_to_four(tmp_path)
-    for manifest in tmp_path.glob("call-*/manifest.json"):
-        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
+    for manifest in tmp_path.glob("call-*/manifest"):
+        text = manifest.read_bytes()[8:].replace(b'"format": ', b'"format": 99')
+        manifest.write_bytes(f"{zlib.crc32(text):08x}".encode() + text)
     assert Training(options(), tmp_path).restore() == 0
-    assert "another version of Pando wrote it, in format 99; this version reads format " in caplog.text
+    assert "another version of Pando wrote it, in format 992; this version reads format " in caplog.text
 
 
 def test_the_number_of_parameter_groups_must_be_equal(tmp_path):
