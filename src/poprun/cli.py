@@ -32,7 +32,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     try:
         node = node_from_variables(os.environ)
-        starts_hosts = len(request.hosts) > 1 and NUM_NODES not in os.environ
+        is_elsewhere = len(request.hosts) > 1 or not all(map(hosts.is_here, request.hosts))
+        starts_hosts = is_elsewhere and NUM_NODES not in os.environ
         local_instance_count(request, len(request.hosts) if starts_hosts else node.count)
     except ValueError as error:
         request.log.error(f"error: {error}")

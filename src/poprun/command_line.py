@@ -74,6 +74,11 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
     fewest, most = parser.check_number_options(options)
     mpi, ignored_mpi = parser.parse_mpi_options([*options.mpi_global_args, *options.mpi_local_args])
     pairs = [word.partition("=") for word in (*mpi.x, *options.x)]
+    for name, _, _ in pairs:
+        if not re.fullmatch(
+            r"[A-Za-z_][A-Za-z0-9_]*", name
+        ):  # it becomes part of a shell script on other hosts
+            parser.error(f"argument -x: {name!r} is not the name of an environment variable")
     known = [pair for pair in pairs if pair[1] or pair[0] in environment]
     variables = {name: value if equals else environment[name] for name, equals, value in known}
     if options.executable_cache_path:
@@ -196,7 +201,7 @@ class _Parser(argparse.ArgumentParser):
         """Set the values in a file of `--export-config` as defaults; exit if the file is not of this kind."""
         try:
             values = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             self.error(f"--import-config {path}: {error}")
         unknown = set(values) - {action.dest for action in self._actions}
         if not isinstance(values, dict) or unknown:
@@ -238,7 +243,10 @@ class _Parser(argparse.ArgumentParser):
         known.add_argument("-x", action="append", default=[], metavar="NAME[=VALUE]")
         known.add_argument("--tag-output", "-tag-output", action="store_true")
         known.add_argument("--allow-run-as-root", action="store_true")
-        return known.parse_known_args(shlex.split(" ".join(texts)))
+        try:
+            return known.parse_known_args(shlex.split(" ".join(texts)))
+        except ValueError as error:
+            known.error(f"{error}: {' '.join(texts)}")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"poprun: error: {message}\n  fix: poprun --help lists all options\n")

@@ -20,7 +20,7 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run_guarded(work: Callable[[], int]) -> int:
-    """Call `work` in a child process and forward signals to the child; if `work` fails, kill all descendants.
+    """Call `work` in a child process and forward signals to the child; then kill all descendants.
 
     Returns: the exit code that `work` returned; 128 + n if this process received signal n (the first one
         counts), or if signal n ended the child
@@ -46,10 +46,8 @@ def run_guarded(work: Callable[[], int]) -> int:
     pid = status = -1
     while pid != child:  # adopted processes end, too
         pid, status = os.wait()
-    code = 128 + received[0] if received else shell_exit_code(os.waitstatus_to_exitcode(status))
-    if code:
-        _kill_descendants()
-    return code
+    _kill_descendants()
+    return 128 + received[0] if received else shell_exit_code(os.waitstatus_to_exitcode(status))
 
 
 def shell_exit_code(code: int) -> int:
@@ -58,7 +56,7 @@ def shell_exit_code(code: int) -> int:
 
 
 def _run_child(work: Callable[[], int], guard: int) -> int:
-    """Call `work` in the child process and return its exit code; if it is not 0, kill all descendants.
+    """Call `work` in the child process, kill all descendants, and return the exit code.
 
     The exit code is 128 + n after signal n, and 1 if `work` raises an exception, which is printed.
     Args: guard: process id of the guard, this process's parent
@@ -76,8 +74,7 @@ def _run_child(work: Callable[[], int], guard: int) -> int:
         code = int(leaving.code or 0)
     except BaseException:
         traceback.print_exc()
-    if code:
-        _kill_descendants()
+    _kill_descendants()
     sys.stdout.flush()
     sys.stderr.flush()
     return code

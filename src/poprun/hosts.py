@@ -23,6 +23,13 @@ WATCH = "POPRUN_ENDS_WITH_STDIN"  # environment variable: if set, poprun ends wh
 CONSEQUENCE = 75  # exit code of a poprun with WATCH that ended because another host failed
 
 
+def is_here(host: str) -> bool:
+    """Return whether a host name or address is one of this machine."""
+    with suppress(OSError), socket.create_server((host, 0)):
+        return True
+    return host in _HERE
+
+
 def run_on_hosts(request: CommandLine, words: Sequence[str]) -> int:
     """Run poprun with the arguments `words` on every host; return 0, or the first failed host's exit code.
 

@@ -155,3 +155,29 @@ def test_a_range_of_instances_is_an_elastic_training():
     assert (found.fewest_instances, found.instances, found.is_elastic) == (2, 8, True)
     assert (found.max_restarts, found.hang_timeout, found.ends_idle) == (3, 600, True)
     assert found.variables == (("POPDIST_CHECKPOINT_DIR", "/c"),)
+
+
+@pytest.mark.parametrize(
+    "line", ["-x 'A;touch f;B=1' t", "--mpi-local-args \"-x 'A b'\" t", "-x =1 t", "-x 2=1 t"]
+)
+def test_what_is_no_name_of_a_variable_is_refused(line, capsys):
+    """On other hosts the name becomes part of a shell script, which ran `touch f`."""
+    with pytest.raises(SystemExit) as leaving:
+        request(line)
+    assert leaving.value.code == 2
+    assert "is not the name of an environment variable" in capsys.readouterr().err
+
+
+def test_an_unclosed_quote_is_named(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        parse(["--mpi-local-args", "-x 'A=1", "t"], HERE)
+    assert leaving.value.code == 2
+    assert "in --mpi-*-args: No closing quotation: -x 'A=1" in capsys.readouterr().err
+
+
+def test_a_nested_file_of_options_is_refused(tmp_path, capsys):
+    (tmp_path / "options").write_text("[" * 100_000)
+    with pytest.raises(SystemExit) as leaving:
+        parse([f"--import-config={tmp_path / 'options'}", "t"], HERE)
+    assert leaving.value.code == 2
+    assert "--import-config" in capsys.readouterr().err

@@ -208,3 +208,22 @@ def test_hosts_are_told_variables_and_the_secret_by_standard_input_and_a_host_is
     for host in ("-oProxyCommand=false", "two"):
         assert log[log.index(host) - 1] == "--"
     assert not [line for line in log if secret in line or "a b" in line]
+
+
+def test_one_other_host_is_reached_by_ssh_too(poprun, tmp_path):
+    """It was ignored, and the program ran on this machine."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\necho "$3" >> "$LOG"\n[ $3 = nohost ] && exit 255\nexec sh -c "$4"\n')
+    ssh.chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log")}
+    words = ("--num-replicas=2", "--num-instances=2", *PYTHON, PLACE)
+    run = poprun("--host", "nohost", *words, **variables)
+    assert run.wait() == 255
+    assert "ssh could not connect" in run.said() and run.out.read_text() == ""
+    run = poprun("--host", "there", *words, **variables, MASTER_ADDR="127.0.0.1")
+    assert run.wait() == 0, run.said()
+    assert sorted(run.out.read_text().splitlines()) == ["0 0 0 2", "0 1 1 2"]
+    for here in ("localhost", "127.0.0.1"):
+        run = poprun("--host", here, *words, **variables)
+        assert run.wait() == 0, run.said()
+    assert (tmp_path / "log").read_text().split() == ["nohost", "there"]

@@ -203,3 +203,13 @@ def test_instances_find_horovods_names_whatever_their_path_is(poprun, words):
     assert run.wait() == 0, run.said()
     origin, *path = run.out.read_text().split()
     assert origin.endswith("aliases/horovod/__init__.py") and "/of/the/user" in path
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_process_that_an_instance_has_started_in_a_session_of_its_own_does_not_survive(poprun, code):
+    program = (
+        f"import subprocess, sys\nsubprocess.Popen(['setsid', 'sleep', '1000'], stdout=2)\nsys.exit({code})"
+    )
+    run = poprun(*PYTHON, program)
+    assert run.wait() == code
+    assert run.processes("sleep") == []
