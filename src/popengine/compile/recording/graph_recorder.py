@@ -289,6 +289,8 @@ class CaptureRecorder(GraphRecorder):
                 "  fix: compute a new tensor, or write values with `copy_`"
             )
         kwargs = kwargs or {}
+        if (device := kwargs.get("device")) is not None and device.type not in ("cpu", "meta"):
+            raise RuntimeError(f"{func} makes a tensor on {device.type}")  # `torch_errors` explains it
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         has_real = not all(isinstance(value, FakeTensor) for value in operands)
         if has_real and any(value.layout is not torch.strided for value in operands):

@@ -47,7 +47,7 @@ _HINTS = (
         "pass tensors: torch.from_numpy(array), torch.tensor(numbers)",
     ),
     _Hint(
-        "cuda|CUDA",
+        "makes a tensor on|cuda|CUDA",
         "the options say where a compiled model runs, and its tensors are there already",
         "leave `.cuda()` and `.to(device)` out of forward",
     ),
