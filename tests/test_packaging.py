@@ -15,9 +15,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from poptorch.logs import NEWEST_TORCH, log_untested_torch
+
 ROOT = Path(__file__).parents[1]
 LINES = (ROOT / "constraints.txt").read_text().splitlines()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+(TORCH,) = (Requirement(text) for text in PROJECT["dependencies"] if text.startswith("torch"))
 PINS = [Requirement(line) for line in LINES if line and not line.startswith("#")]
 
 
@@ -53,7 +56,29 @@ def test_a_pin_is_the_version_that_is_installed(pin):
     found = installed().get(canonicalize_name(pin.name))
     if found is None:
         pytest.skip(f"{pin.name} is not installed here")
-    assert pin.specifier.contains(Version(found.version).public), found.version
+    # `make test-torch` runs this test with each version of torch in the range.
+    allowed = TORCH.specifier if pin.name == "torch" else pin.specifier
+    assert allowed.contains(Version(found.version).public), found.version
+
+
+def test_the_range_of_torch_ends_with_the_newest_tested_version_and_holds_the_pin(caplog):
+    minor = re.compile(r"(\d+)\.(\d+)")
+    (end,) = (bound.version for bound in TORCH.specifier if bound.operator == "<")
+    (major, newest), (end_major, end_minor) = (minor.match(text).groups() for text in (NEWEST_TORCH, end))
+    assert (major, int(newest) + 1) == (end_major, int(end_minor))
+    assert all(TORCH.specifier.contains(found) for found in re.findall(r"torch==([\d.]+)", "\n".join(LINES)))
+    log_untested_torch(f"{NEWEST_TORCH}.9+cpu")
+    assert caplog.text == ""
+    log_untested_torch(f"{end}.0.dev20270101+cpu")
+    assert len(caplog.messages) == 1 and f"is newer than {NEWEST_TORCH}" in caplog.text
+
+
+def test_the_documented_table_has_the_oldest_the_pinned_and_the_newest_version():
+    page = (ROOT / "docs" / "reference" / "torch.md").read_text()
+    tested = [Version(found) for found in re.findall(r"^\| (2[\d.]+) \|", page, re.MULTILINE)]
+    assert all(TORCH.specifier.contains(version) for version in tested)
+    inside = [minor for minor in range(100) if TORCH.specifier.contains(f"2.{minor}.0")]
+    assert {version.minor for version in tested} >= {inside[0], 13, inside[-1]}
 
 
 def test_installed_packages_have_the_dependencies_that_they_name():

@@ -7,9 +7,11 @@ the versions of torch that introduced a name; "old" is before 2.0.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,6 +66,15 @@ detect_is_causal_mask = transformer._detect_is_causal_mask
 def storage_id(value: Tensor) -> int:
     """Return the address of a tensor's storage, which is unique also for a fake tensor without memory."""
     return value.untyped_storage()._cdata  # old
+
+
+@functools.cache
+def cpu_features() -> Mapping[str, Any]:
+    """Return the processor's features by name, such as "avx512_bf16"."""
+    if hasattr(torch.cpu, "get_capabilities"):  # 2.11
+        return torch.cpu.get_capabilities()
+    info = Path("/proc/cpuinfo")
+    return dict.fromkeys(info.read_text().split() if info.exists() else (), True)
 
 
 def current_fake_mode() -> Any:

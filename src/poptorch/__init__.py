@@ -17,6 +17,7 @@ from popengine.environment import append_aliases_to_path as _append_aliases_to_p
 from popengine.torch_private import OpNamespace as _OpNamespace
 
 from .logs import log_ignored_variables as _log_ignored_variables
+from .logs import log_untested_torch as _log_untested_torch
 
 
 def _read_stub() -> tuple[dict[str, tuple[str, str | None]], list[str]]:
@@ -60,6 +61,7 @@ class _Operations(_OpNamespace):
 
 setattr(_torch.ops, "poptorch", _Operations("poptorch"))  # noqa: B010
 _log_ignored_variables()
+_log_untested_torch(_torch.__version__)
 if _PLAN_WISH in _os.environ:
     _importlib.import_module(".planning", __name__).make_parameters_fake()
 _append_aliases_to_path()

@@ -37,6 +37,8 @@ RECORDED = {
     "POPLAR_LOG_LEVEL": "there is one log: POPTORCH_LOG_LEVEL",
 }
 
+NEWEST_TORCH = "2.15"  # the newest version of torch on which the tests have run
+
 logger = logging.getLogger("poptorch::python")
 logging.getLogger("popengine").parent = logger  # the engine's lines go to the same handlers
 
@@ -134,6 +136,16 @@ def log_ignored_variables(environment: Mapping[str, str] = os.environ) -> None:
     for name, why in RECORDED.items():
         if name in environment:
             logger.info("%s=%s has no effect: %s", name, environment[name], why)
+
+
+def log_untested_torch(version: str) -> None:
+    """Log a warning if a version of torch, such as "2.16.0+cpu", is newer than `NEWEST_TORCH`."""
+    if tuple(map(int, version.split(".")[:2])) > tuple(map(int, NEWEST_TORCH.split("."))):
+        logger.warning(
+            "torch %s is newer than %s, the newest that Pando was tested with: compare results with plain PyTorch's",
+            version,
+            NEWEST_TORCH,
+        )
 
 
 def counted(number: int, noun: str) -> str:

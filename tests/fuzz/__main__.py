@@ -1,4 +1,4 @@
-"""Runs trials for some seconds; ends with 1, and a program, at the first failure."""
+"""Runs trials for some seconds, or a number of trials; ends with 1, and a program, at the first failure."""
 
 import argparse
 import faulthandler
@@ -13,13 +13,18 @@ from .trials import trial
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--trials", type=int, help="run this number of trials, however long they take")
     parser.add_argument("--seed", type=int, default=0, help="another seed tries other models")
     parser.add_argument("--first", type=int, default=0, help="the trial to begin with")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("poptorch::python").setLevel(logging.ERROR)
     until, number = time.monotonic() + given.seconds, given.first
-    while number == given.first or time.monotonic() < until:
+
+    def is_enough() -> bool:
+        return time.monotonic() >= until if given.trials is None else number - given.first >= given.trials
+
+    while number == given.first or not is_enough():
         faulthandler.dump_traceback_later(300, exit=True)  # a trial that hangs is a failure, too
         wrong = trial(f"{given.seed}.{number}")
         faulthandler.cancel_dump_traceback_later()

@@ -114,7 +114,7 @@ def test_measuring_on_this_machine_leaves_the_training_alone(tmp_path):
 def test_native_half_kernels_are_measured_where_auto_would_take_others(
     tmp_path, monkeypatch, features, names
 ):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    monkeypatch.setattr("popengine.compile.rewriting.partials.cpu_features", lambda: features)
     options = poptorch.Options().enableProfiling(tmp_path).memoryFormat("preserve")
     options.Precision.halfKernels("native")
     _, profile = hinted(tmp_path, options, torch.bfloat16)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from ...ir import Graph
+from ...torch_private import cpu_features
 from ..recording.functional import with_nodes_replaced
 from ..recording.graph_recorder import PLACE, run_node, storage_of
 
@@ -40,7 +41,7 @@ def is_faster_in_float32(operation: Any, dtype: torch.dtype) -> bool:
     processor has no units. Else only for attention: its half kernels are no faster, and in backward 2 to 7 times
     slower.
     """
-    return operation in _ATTENTION or not torch.cpu.get_capabilities().get(_UNITS[dtype], False)
+    return operation in _ATTENTION or not cpu_features().get(_UNITS[dtype], False)
 
 
 def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str, ...]]:

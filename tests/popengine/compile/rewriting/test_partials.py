@@ -169,7 +169,7 @@ def test_only_what_was_chosen_is_computed_in_float32():
     ("features", "products"), [({}, True), ({"avx512_bf16": True}, False), ({"avx512_fp16": True}, True)]
 )
 def test_the_processors_features_decide_what_is_computed_in_float32(monkeypatch, features, products):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    monkeypatch.setattr("popengine.compile.rewriting.partials.cpu_features", lambda: features)
     assert is_faster_in_float32(aten.mm.default, torch.bfloat16) is products
     assert is_faster_in_float32(aten.convolution_backward.default, torch.bfloat16) is products
     attention = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
