@@ -1,4 +1,4 @@
-"""The engine's own operations: a branch, a loop, and a gather of the values of all replicas of a group.
+"""The engine's own operations: a branch, a loop, a gather of the values of all replicas of a group, a strided copy.
 
 A branch or loop runs bodies, graphs inside a graph. A body is passed to its operation as text, since the operations of
 a graph take tensors and plain values only. `compile/recording/functional.py` makes bodies, and
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,3 +93,16 @@ LIBRARY.impl(
 def gather_over_replicas(value: Tensor, size: int) -> Tensor:
     """Return the values of the group's replicas, stacked: [size, *value.shape], without a gradient."""
     return torch.ops.popengine.gather_over_replicas(value, size)
+
+
+LIBRARY.define("with_strides(Tensor value, int[] strides) -> Tensor")
+LIBRARY.impl(
+    "with_strides",
+    lambda value, strides: value.new_empty_strided(value.shape, strides).copy_(value),
+    "CompositeExplicitAutograd",
+)
+
+
+def with_strides(value: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return a copy of a tensor with other strides."""
+    return torch.ops.popengine.with_strides(value, strides)

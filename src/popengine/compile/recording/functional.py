@@ -13,8 +13,8 @@ from torch import Tensor, fx
 
 from ...errors import CaptureError
 from ...ir import Graph, Key, Result, Slot, Visit
-from ...operations import Body
-from ...torch_private import DisableTorchFunction, FakeTensor
+from ...operations import Body, with_strides
+from ...torch_private import DisableTorchFunction, FakeTensor, tree_leaves
 from ..partition import NO_STAGE, make_piece
 from .current_capture import Capture, recording_paused
 from .graph_recorder import (
@@ -25,6 +25,7 @@ from .graph_recorder import (
     materialized_copy,
     run_node,
     storage_of,
+    written_arguments,
 )
 
 aten = torch.ops.aten
@@ -60,14 +61,89 @@ def replace_unaliased_writes(graph: fx.Graph) -> None:
 
 
 def _out_of_place(node: fx.Node) -> Any:
-    """Return the out-of-place overload of a node's in-place operation (add for add_), or None."""
-    operation: Any = node.target
-    if operation is aten.bernoulli_.float:  # its probability has a default, that of `bernoulli.p` has none
-        return aten.bernoulli.p if len(node.args) == 2 else None
-    packet = getattr(aten, operation._schema.name.removeprefix("aten::").removesuffix("_"), None)
-    other = getattr(packet, operation._overloadname, None)
-    has_one_result = len(operation._schema.returns) == 1
-    return other if has_one_result and other is not None and not other._schema.is_mutable else None
+    """Return the overload that computes a node's in-place operation out of place (add for add_), or None.
+
+    It takes the same arguments in the same order, and those that the node leaves out have the same defaults.
+    """
+    schema = node.target._schema  # type: ignore[union-attr]
+    if len(schema.returns) != 1:
+        return None
+    packet = getattr(aten, schema.name.removeprefix("aten::").removesuffix("_"), None)
+    given = len(node.args)
+
+    def taken(schema: Any) -> list[Any]:
+        return [
+            (
+                a.name,
+                str(a.type),
+                i < given or a.name in node.kwargs or (a.has_default_value(), a.default_value),
+            )
+            for i, a in enumerate(schema.arguments)
+        ]
+
+    for overload in packet.overloads() if packet is not None else ():
+        other = getattr(packet, overload)
+        if not other._schema.is_mutable and taken(other._schema) == taken(schema):
+            return other
+    return None
+
+
+class ReplayRecorder(GraphRecorder):
+    """The recorder of a replay: the operations that it records have the meta of the node that is replayed.
+
+    If the node is an in-place operation, the results of the operation in its place have the strides of the tensors
+    that it writes into, and its bits: kernels may round differently in rows of another length.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(lambda func: {**self._meta, "replay": True})
+        self._node: fx.Node | None = None
+        self._meta: dict[str, Any] = {}
+
+    def set_node(self, node: fx.Node) -> None:
+        """Set the node to which the operations that run from now on belong."""
+        self._node = node if is_write(node) else None
+        self._meta = {key: node.meta[key] for key in _REPLAYED_META if key in node.meta}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._node is None or func._schema.is_mutable or func.is_view:
+            return out
+        target: Any = self._node.target
+        if func._schema.name.endswith("_scatter") and func is not target:  # of the memory around a view
+            return out
+        written = tree_leaves(written_arguments(target, self._node.args, self._node.kwargs))
+        results = list(out) if isinstance(out, tuple | list) else [out]
+        first = len(results) - len(written)
+        for index, operand in enumerate(written if first >= 0 else (), first):
+            value, like = results[index], operand.meta["val"]
+            is_value = isinstance(value, Tensor) and (value.shape, value.dtype) == (like.shape, like.dtype)
+            if is_value and value.stride() != like.stride():
+                with self:
+                    results[index] = _computed_in_strides(
+                        target, func, args, kwargs or {}, value, like.stride()
+                    )
+        return type(out)(results) if isinstance(out, tuple | list) else results[0]
+
+
+def _computed_in_strides(
+    target: Any, func: Any, args: Any, kwargs: Any, value: Tensor, strides: Sequence[int]
+) -> Tensor:
+    """Return `value`, which is `func(*args, **kwargs)`, in other strides, with the bits of the in-place operation
+    `target`. Kernels that do more than compute each element from those at its place write into a new tensor."""
+    schema = target._schema
+    is_out = schema.name == func._schema.name
+    is_random = torch.Tag.nondeterministic_seeded in target.tags
+    writes_one = sum(argument.is_write for argument in schema.arguments) == len(schema.returns) == 1
+    if is_random or not writes_one or not (is_out or schema.name == f"{func._schema.name}_"):
+        return with_strides(value, strides)
+    if is_out:
+        known = {argument.name for argument in schema.arguments}  # of a factory, not the dtype
+        given = {name: value for name, value in kwargs.items() if name in known}
+        return target(*args, **given, out=with_strides(value, strides))
+    if torch.Tag.pointwise in target.tags:
+        return with_strides(value, strides)
+    return target(with_strides(args[0], strides), *args[1:], **kwargs)
 
 
 def replay_graph(
@@ -82,8 +158,7 @@ def replay_graph(
         run:    called with each node and the values of all earlier nodes, returns the node's value
         around: called with the function that runs the graph, returns the function to call in place of that one
     """
-    meta: dict[str, Any] = {}
-    recorder = GraphRecorder(lambda func: {**meta, "replay": True})
+    recorder = ReplayRecorder()
     recorder.constants.update(constants)
     placeholders, results = graph.find_nodes(op="placeholder"), graph.output_node().args[0]
 
@@ -91,8 +166,7 @@ def replay_graph(
         values: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
         for node in graph.nodes:
             if node.op == "call_function":
-                meta.clear()
-                meta.update({key: node.meta[key] for key in _REPLAYED_META if key in node.meta})
+                recorder.set_node(node)
                 values[node] = run(node, values)
         return fx.node.map_arg(results, values.__getitem__)  # type: ignore[arg-type]
 

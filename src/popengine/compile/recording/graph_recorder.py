@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from ...errors import CaptureError
+from ...operations import with_strides
 from ...torch_private import (
     DataDependentOutputException,
     DisableTorchFunction,
@@ -221,7 +222,7 @@ class GraphRecorder(TorchDispatchMode):
         if func is aten.copy_.default and self.node_of(args[0]).op == "placeholder" and meta.get("replay"):
             self.written[self.node_of(args[0])] = self.node_of(args[1])
             return out
-        if not isinstance(out, (Tensor, tuple, list)):
+        if not isinstance(out, (Tensor, tuple, list)) and not func._schema.is_mutable:
             return out  # a device, a size: known while tracing
         as_nodes = map_leaves(
             lambda leaf: self.node_of(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
@@ -232,7 +233,7 @@ class GraphRecorder(TorchDispatchMode):
         node.meta.update(meta)
         if isinstance(out, Tensor):
             return self.assign_tensor(node, out)
-        for position, leaf in enumerate(out):
+        for position, leaf in enumerate(out or ()):  # an operation on lists in place returns None
             if isinstance(leaf, Tensor):
                 item = self.graph.call_function(operator.getitem, (node, position))
                 item.meta.update(meta)
@@ -274,14 +275,16 @@ class CaptureRecorder(GraphRecorder):
 
     def _copy_saved_tensors(self, func: Any, args: Any, kwargs: Any) -> None:
         """Before an operation runs, replace the tensors that autograd has saved in the memory it writes by copies."""
-        for value in _written_arguments(func, args, kwargs):
+        for value in written_arguments(func, args, kwargs):
             if isinstance(value, FakeTensor):
                 for saved in self._saved.pop(storage_id(value), ()):
-                    saved[0] = saved[0].clone()
+                    saved[0] = with_strides(saved[0], saved[0].stride())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # two of three calls; nothing is computed
             return args[0].device
+        if func is aten.resize_.default and tuple(args[1]) == args[0].shape:  # by an `out=`
+            return args[0]
         if func.overloadpacket in _OTHER_MEMORY:
             raise CaptureError(
                 f"{func} gives a tensor another memory or size, at {user_line()}\n"
@@ -386,12 +389,12 @@ class CaptureRecorder(GraphRecorder):
             return
         self._values[node] = None
         if is_write(node):
-            written = _written_arguments(target, node.args, node.kwargs)
+            written = written_arguments(target, node.args, node.kwargs)
             memory = {storage_of(operand) for operand in written if isinstance(operand, fx.Node)} - {None}
             self._values.update(dict.fromkeys([n for n in self._values if storage_of(n) in memory]))
 
 
-def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
+def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments into which an operation writes, as a flat list."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     return tree_leaves([given.get(argument.name) for argument in func._schema.arguments if argument.is_write])

@@ -168,10 +168,10 @@ _calls: dict[str, Callable[[Tensor | None, Sequence[Tensor], bool], list[Tensor]
 
 
 def _traced_function(operation: OpOverload) -> Callable[..., Any]:
-    """Return the function that is traced for an operation: an operation of torch itself, or for a custom
-    operation a function that calls it through `popengine::eager`."""
-    is_torch = operation.namespace in ("aten", "prims")
-    return operation if is_torch else functools.partial(_call_eager, operation, None, None)
+    """Return the function that is traced for an operation: a functional operation of torch itself, or for others
+    a function that calls the operation through `popengine::eager`."""
+    is_compiled = operation.namespace in ("aten", "prims") and not operation._schema.is_mutable
+    return operation if is_compiled else functools.partial(_call_eager, operation, None, None)
 
 
 def _call_eager(
