@@ -17,7 +17,7 @@ from torch import Tensor
 import popdist
 import poptorch
 from popdist import collectives
-from popengine.torch_private import DisableTorchFunctionSubclass, tree_map_only
+from popengine.torch_private import tree_map_only
 from poptorch.nested_values import tensors_of, with_tensors
 
 from .loaders import convert_loader, micro_batch_count, resize_batch, row_count
@@ -153,7 +153,7 @@ class StrategyPart:
         super().teardown()  # type: ignore[misc]
 
     def model_to_device(self) -> None:
-        """Do nothing: executors copy the weights at their first call."""
+        """Do nothing: executors train the weights where they are."""
 
     @property
     def root_device(self) -> torch.device:
@@ -165,8 +165,6 @@ class StrategyPart:
         executor = self._executor_for(self._current_stage)
         if self.optimizers:
             executor.setOptimizer(self.optimizers[0])
-        if executor.isAttachedToDevice() and executor.hostWeightsChanged():
-            executor.copyWeightsToDevice()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._step(self._current_stage, *args, **kwargs)
@@ -210,8 +208,7 @@ class StrategyPart:
         executor = self.poptorch_models[stage]
         now = [getattr(self._lightning_module, name) for name in self.recompile_on]
         if stage == "train":
-            with DisableTorchFunctionSubclass():  # reads no weights from the device
-                now += [parameter.requires_grad for parameter in self._lightning_module.parameters()]
+            now += [parameter.requires_grad for parameter in self._lightning_module.parameters()]
             now += [len(optimizer.param_groups) for optimizer in self.optimizers]
         if self._compiled_values.setdefault(id(executor), now) != now:
             self._compiled_values[id(executor)] = now

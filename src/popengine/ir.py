@@ -78,6 +78,11 @@ class Signature:
         return [slot for slot in self.slots if slot.role in ("parameter", "buffer")]
 
     @property
+    def trained(self) -> list[str]:
+        """Return the canonical names of the parameters that have a gradient."""
+        return [result.key for result in self.results if result.kind == "gradient"]
+
+    @property
     def changed_buffers(self) -> frozenset[str]:
         """Return the slot names of buffers that the forward changes."""
         keys = {result.key for result in self.results if result.kind == "buffer"}

@@ -112,7 +112,7 @@ class Call(NamedTuple):
 class HostEvent(NamedTuple):
     """An action or a wait of the host; ns since the profile's origin."""
 
-    kind: str  # loader, weights to devices, weights to host
+    kind: str  # loader
     start: int
     end: int
     bytes: int = 0

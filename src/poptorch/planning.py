@@ -32,7 +32,7 @@ from popengine.profile import Profile
 from popengine.run.engine import Engine
 from popengine.run.piece_costs import Sample, call_in_one_thread, measure_sharing
 from popengine.run.ready_queue import JUDGED
-from popengine.run.state import State
+from popengine.run.state import State, TrainState
 from popengine.settings import Hyper, Settings
 from popengine.torch_private import FakeTensor, FakeTensorMode, tree_leaves, tree_map_only
 from popengine.update.group_update import init_state, update
@@ -184,7 +184,7 @@ def planned_profile(plan: Plan, settings: Settings, graph: Graph) -> Profile:
         for slot in plan.partition.signature.parameters_and_buffers
     }
     whole = replace(settings, replica_groups={}, shard_optimizer=None)
-    state = State(plan, whole, weights, torch.device("meta"))
+    state = State(plan, whole, TrainState(lambda: weights), torch.device("meta"))
     return replace(found, facts=facts, memory=tuple(state.memory(0, ipu) for ipu in ipus))
 
 
@@ -248,7 +248,7 @@ def _measure_steps(found: Executable, hyper: Hyper | None) -> list[tuple[int, fl
         batch = [_random_values(shape, inputs[index].dtype) for index, shape in enumerate(shapes)]
         # Only after its first tasks does the engine know whether it should use several cores.
         warm = math.ceil(2 * JUDGED / (product * len(plan.partition.pieces)))
-        with contextlib.closing(Engine(plan, short, weights, seed=0)) as engine:
+        with contextlib.closing(Engine(plan, short, TrainState(weights.copy))) as engine:
             seconds = _median_seconds(partial(engine.run, batch, hyper), warm)
         rows.append((count * short.counts.replicas, seconds))
     return rows

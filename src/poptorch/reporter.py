@@ -6,7 +6,6 @@ profiles in the directory, `<directory>/report.html`. At the end of the program 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
@@ -15,7 +14,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -172,16 +171,6 @@ def _save_on_sigterm(number: int, frame: Any) -> None:
             reporter.save()
     finally:
         os.kill(os.getpid(), number)
-
-
-@contextlib.contextmanager
-def recording_event(reporter: Reporter | None, kind: str) -> Iterator[None]:
-    """Context manager that records the duration of its body as an event of this kind. Nothing is recorded if
-    `reporter` is None, or if the body raises."""
-    start = time.perf_counter_ns()
-    yield
-    if reporter is not None:
-        reporter.recorder.record_host_event(kind, start)
 
 
 # ---- recorded times ---------------------------------------------------------------------------------------

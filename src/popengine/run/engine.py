@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from .instances.process_group import group_of_size
 from .ready_queue import ReadyQueue
 from .recorder import Recorder
 from .row_functions import RowFunctions
-from .state import State
+from .state import OptimizerState, State, TrainState, write
 
 logger = logging.getLogger("popengine")
 _BUFFERS_TAG = 10  # of messages
@@ -41,42 +41,39 @@ _OVERFLOW = (
 
 
 class Engine:
-    """A loaded plan: its tensors, and the threads that run its calls.
+    """A loaded plan, and the threads that run its calls.
 
     Args:
-        weights:  parameters and buffers by canonical name; they are copied
-        device:   the device that holds all ipus; None: this machine's device of the kind in `settings`
-        previous: an engine with another plan of the model, whose tensors and call count this engine continues
+        shared: the model's tensors and the state of the training, for all engines of an executor
+        device: the device that holds all ipus; None: this machine's device of the kind in `settings`
     """
 
     def __init__(
         self,
         plan: Plan,
         settings: Settings,
-        weights: Mapping[str, Tensor],
-        seed: int,
+        shared: TrainState,
         device: torch.device | None = None,
-        previous: Engine | None = None,
     ) -> None:
         several = settings.training and settings.counts.instances > 1
         self._group = group_of_size(settings.counts.instances) if several else None
         if self._group is not None:
-            what = "compilation" if previous is None else "compilation for other inputs"
-            first = weights if previous is None else {}
-            self._group.barrier(what, fingerprint_of_plan(plan, settings, first, seed))
+            what = f"compilation{' for other inputs' if shared.engines else ''}"
+            weights = {} if shared.engines else shared.find_weights()
+            seed, _ = shared.random_state
+            self._group.barrier(what, fingerprint_of_plan(plan, settings, weights, seed))
         self.plan, self.settings = plan, settings
         device = device or devices.device_of(settings.device)
         devices.keep_freed_memory()
         # Threads refer to the state and not to the engine: they end when nothing else refers to the engine.
-        self._state = State(plan, settings, weights, device, previous.state if previous else None)
-        if previous is None:
-            self._state.random_state = seed, 0
+        self._state = State(plan, settings, shared, device)
         self.updates_done = 0  # of the latest call
-        self._calls = 0 if previous is None else previous._calls
-        # Parameters that were written since the processes compared them.
-        self._unconfirmed: set[str] = set() if previous is None else previous._unconfirmed
-        # The name under which peers read this process's shard of the optimizer state; "": it is not sharded.
-        self._sharded = self._group.publish_state(self._state) if self._group and self._state.owner else ""
+        if self._group is not None:
+            if not shared.engines:
+                shared.confirm(self._state.trained)
+            if shared.owner and not shared.shard_name:
+                shared.shard_name = self._group.publish_state(shared)
+        shared.engines += 1
         self._has_warned = False  # of overflowing gradients
         self._is_running = False
         self._latest: EngineCall | None = None  # the call that the threads may still run
@@ -94,15 +91,14 @@ class Engine:
         self._queue = ReadyQueue(self._step, cores // per_operation, per_operation)
         self._close = weakref.finalize(self, self._queue.close)
 
-    def take_over(self, other: Engine) -> None:
-        """Continue with the tensors and the call count of an engine with another plan of the model."""
-        self._state.take_over(other.state)
-        self._calls, self._unconfirmed = other._calls, other._unconfirmed
-
     def close(self) -> None:
-        """End the threads. Peers can read a copy of this process's optimizer shard until the next barrier."""
-        if self._group is not None and self._sharded:
-            self._group.copy_state_until_barrier(self._sharded)
+        """End the threads. After the last engine of a `TrainState`, peers can read this process's optimizer shard
+        until the next barrier."""
+        shared = self._state.shared
+        shared.engines -= 1
+        if self._group is not None and shared.shard_name and not shared.engines:
+            self._group.withdraw_state(shared.shard_name)
+            shared.shard_name = ""
         self._close()
 
     # ---- running -----------------------------------------------------------------------------------------
@@ -140,12 +136,13 @@ class Engine:
         if recorder is not None:
             recorder.begin_call()
         self._await_idle()
-        self._state.check_not_lost()
+        shared = self._state.shared
+        shared.check_not_lost()
+        self._state.bind(hyper)
         self.updates_done = 0
-        name = f"call {self._calls + 1} of the training"
+        name = f"call {shared.calls + 1} of the training"
         if self._group is not None:
             self._group.barrier(name, self._fingerprint(hyper, inputs))
-            self._unconfirmed.clear()
         call = self._latest = EngineCall(
             self._split_into_micro_batches(inputs),
             Results(self.plan.partition.signature, self.settings, self._state.device),
@@ -159,7 +156,10 @@ class Engine:
             self._queue.wait_until_idle()
         finally:
             self._await_idle()  # returns at once, except after Ctrl-C
-            self._calls += call.done == call.steps
+            shared.calls += call.done == call.steps
+            self._state.end_call()
+            if self._group is not None:
+                shared.confirm(self._state.trained)
             self.updates_done = call.done if self.settings.training and self.settings.part.ends_step else 0
             if recorder is not None:
                 recorder.end_call(call.done, failed=call.done < call.steps)
@@ -186,16 +186,18 @@ class Engine:
     def _fingerprint(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Fingerprint:
         """Return the fingerprint of a call, written weights included: it has to be equal in all processes."""
         assert hyper is not None
-        seed, step = self._state.random_state
+        seed, step = self._state.shared.random_state
         texts: dict[str, dict[str, str]] = {
             "rates": rates_as_texts(hyper),
-            "state": {"updates so far": str(step), "loss scaling factor": repr(self._state.loss_factor)},
+            "state": {
+                "updates so far": str(step),
+                "loss scaling factor": repr(self._state.shared.loss_factor),
+            },
             "seed": {"random seed": str(seed)},
             "input": {str(index): f"{tuple(value.shape)}" for index, value in enumerate(inputs)},
         }
-        if self._unconfirmed:
-            weights = self._state.read()
-            texts["value"] = hash_weights({key: weights[key] for key in self._unconfirmed})
+        if written := self._state.shared.unconfirmed(self._state.trained):
+            texts["value"] = hash_weights(written)
         return texts
 
     def _await_idle(self) -> None:
@@ -224,34 +226,28 @@ class Engine:
 
     def _mark_weights_lost(self, call: EngineCall) -> None:
         """Mark the weights as lost after a failed update: `call` and later calls raise UnrecoverableError."""
-        self._state.lost = UnrecoverableError(
+        self._state.shared.lost = UnrecoverableError(
             f"the weights are lost: some are those after {call.name}, and some those before"
             f" ({type(call.failure).__name__}: {call.failure})\n"
             "  why: an update failed halfway\n"
             "  fix: start again from a checkpoint"
         )
-        self._state.host_is_stale = False  # the host's weights stay
         self._step.updates.is_writing = False
-        self._state.weights_lock.release()
-        call.failure = self._state.lost
+        self._state.shared.lock.release()
+        call.failure = self._state.shared.lost
 
-    # ---- the host's side -----------------------------------------------------------------------------------
+    # ---- state of all processes ------------------------------------------------------------------------------
 
-    def read_whole_optimizer(self) -> dict[str, dict[str, Tensor]]:
-        """Return copies of the optimizer state by parameter. If processes shard the state, gather all shards:
-        wait until each peer reads, too, or is at its next call (see `ProcessGroup.read_shards`)."""
-        if self._group is None or not self._sharded:
-            return self._state.read_optimizer()
-        shards = self._group.read_shards(self._sharded)
+    def read_whole_optimizer(self) -> dict[str, OptimizerState]:
+        """Return the optimizer state by parameter. If processes shard the state, gather all shards: wait until
+        each peer reads, too, or is at its next call (see `ProcessGroup.read_shards`)."""
+        shared = self.state.shared
+        if self._group is None or not shared.shard_name:
+            return shared.optimizer
+        shards = self._group.read_shards(shared.shard_name)
         # This process's shard is last: each instance has its own states of parameters with replica groups.
         whole = {key: state for shard in [*shards, shards[self._group.rank]] for key, state in shard.items()}
         return {key: whole[key] for key in dict.fromkeys(self._state.trained) if key in whole}
-
-    def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy parameters and buffers, by canonical name, to all replicas; an error changes none. The next
-        call of a training raises Error if trained parameters differ between processes."""
-        self._state.write([weights] * self.settings.counts.replicas)
-        self._unconfirmed.update(key for key in weights if key in self._state.trained)
 
     def average_buffers(self) -> None:
         """Set each floating point buffer that forward changes to its mean over all replicas of all processes.
@@ -262,7 +258,9 @@ class Engine:
             buffers = [r for r in results if r.kind == "buffer" and r.dtype.is_floating_point]
             if not buffers:
                 return
-            replicas = self._state.read_buffers()
+            self._state.bind(None)
+            slot_of = self._state.slot_of
+            replicas = [{b.key: values[slot_of[b.key]] for b in buffers} for values in self._state.values]
             flats = [torch.cat([each[b.key].double().reshape(-1) for b in buffers]) for each in replicas]
             if self._group is None:
                 tree_sum(leaf_nodes([flat] for flat in flats))
@@ -272,10 +270,10 @@ class Engine:
                 self._group.after_barrier(what, fingerprint, lambda: reduction.all_reduce(flats))
             flat = flats[0] / self.settings.counts.global_replicas
             means = flat.split([replicas[0][b.key].numel() for b in buffers])
-            pairs = zip(buffers, means, strict=True)
-            new = {b.key: mean.view(b.shape).to(b.dtype) for b, mean in pairs}
-            self._state.write([new] * len(replicas))
-            self._state.host_is_stale = True
+            for buffer, mean in zip(buffers, means, strict=True):
+                for each in replicas:
+                    write(each[buffer.key], mean.view(buffer.shape))
+            self._state.end_call()
 
 
 def threads_per_operation(plan: Plan, settings: Settings, cores: int) -> int:

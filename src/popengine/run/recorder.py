@@ -214,7 +214,7 @@ class Recorder:
     def begin_step(self, rows: RowFunctions) -> None:
         """Prepare to record a step. In the first two steps add clock readings to replica 0's eager pieces."""
         plan, replicas = rows.plan, range(rows.settings.counts.replicas)
-        _, number = rows.state.random_state  # of the step, over all calls
+        _, number = rows.state.shared.random_state  # of the step, over all calls
         if self._rows is None or self._rows.plan is not plan:
             self._lengths, self._first_instruction, self.detail = {}, {}, None
             for ipu, program in programs(plan).items():

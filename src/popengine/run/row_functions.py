@@ -92,7 +92,7 @@ class RowFunctions:
         self.state.begin_step()
         self._copy_anchored_weights("weight")
         if self.call.hyper is not None:
-            scale = self.call.hyper.loss_scaling * self.state.loss_factor
+            scale = self.call.hyper.loss_scaling * self.state.shared.loss_factor
             self.state.set_loss_scale(scale * self._weight)
             self.call.results.loss_scale = scale
 
@@ -177,7 +177,7 @@ class RowFunctions:
                 del frame[name]
             if piece.draws:
                 number_in_step = self.settings.part.before + micro_batch
-                values.append(hash_integers(*self.state.random_state, number_in_step, global_replica))
+                values.append(hash_integers(*self.state.shared.random_state, number_in_step, global_replica))
             try:
                 with self._checks():
                     made = codes[number](values)

@@ -1,35 +1,39 @@
 """The tensors that tasks share: weights, buffers, gradient sums and optimizer state, each held once.
 
-Local replicas that have the same value of a parameter hold the same tensor, and so do all ipus of a replica:
-all are in one memory. Updates write in place. The attributes of `State`:
+Parameters, buffers and optimizer state are the user's own tensors, which updates change in place (`TrainState`). A
+`State` binds the slots of one plan to them. Local replicas that have the same value of a parameter read the same
+tensor, and so do all ipus of a replica: all are in one memory. The attributes of `State`:
 
     values[replica]      parameters, buffers, constants and the loss scale, by slot name
-    new_buffers[replica] new values of the buffers that forward changes, by slot name; `end_step` moves them
-                         to `values`
+    new_buffers[replica] new values of the buffers that forward changes, by slot name; `end_step` copies them
+                         into `values`
     sums[replica]        gradient sums of the running step, by parameter
     optimizer[unit]      optimizer state of a parameter, for each group of replicas that share the parameter
-    owner[key]           if processes shard the optimizer state: the process that has a parameter's state
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import Error
-from ..ir import Plan
+from ..ir import Plan, Slot
 from ..profile import Memory
-from ..settings import Settings
-from ..update.group_update import init_state
+from ..settings import Hyper, Settings
+from ..torch_private import DisableTorchFunctionSubclass
+from ..update.group_update import fitting_state
+from ..update.optimizer_rules import RULES
 from . import devices
 from .devices import with_aligned_start
 
 OptimizerState = dict[str, Tensor]
-WEIGHTS = ("parameter", "buffer")  # roles of the slots that the host reads and writes
+WEIGHTS = ("parameter", "buffer")  # roles of the slots that are tensors of the model
+Mark = tuple[Tensor, int, int]  # a tensor, its address and its version counter
 
 
 class Unit(NamedTuple):
@@ -39,44 +43,121 @@ class Unit(NamedTuple):
     replica: int  # the first replica of the group
 
 
-class State:
-    """The tensors of a loaded plan, and methods by which the host reads and writes them.
+class TrainState:
+    """What training changes and calls continue with. All plans and engines of an executor use one `TrainState`.
 
-    Args:
-        weights:  parameters and buffers by canonical name; they are copied
-        previous: the state of another plan of the model, whose tensors this state shares
+    Args: find_weights: returns the model's present parameters and buffers, by canonical name
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        settings: Settings,
-        weights: Mapping[str, Tensor],
-        device: torch.device,
-        previous: State | None = None,
-    ) -> None:
-        self.plan, self.settings, self.device = plan, settings, device
-        # Held while updates write to the weights, and by threads that read them.
-        self.weights_lock = threading.Lock()
-        self.lost: Error | None = None  # why the weights can't be used any more
+    def __init__(self, find_weights: Callable[[], Mapping[str, Tensor]], seed: int = 0) -> None:
+        self.find_weights = find_weights
+        # Optimizer state by canonical name of the parameter; of parameters with replica groups a row per group.
+        self.optimizer: dict[str, OptimizerState] = {}
+        # If processes shard the optimizer state: the process that has a parameter's state, by canonical name.
+        self.owner: dict[str, int] = {}
+        self.shard_name = ""  # under which peers read this process's shard; "": it is not published
         # (seed, number of weight updates so far): one value, so that an interrupt changes both or none.
-        self.random_state: tuple[int, int] = (0, 0)
-        self.host_is_stale = False  # the weights have changed since the host read them
+        self.random_state: tuple[int, int] = seed, 0
         self.loss_factor = 1.0  # of automatic loss scaling: multiplies the user's loss scale
+        self.calls = 0  # complete calls
+        self.engines = 0  # that are not closed
+        # By replica, buffers that forward changes. Those of replica 0 are copies of the model's own after the
+        # latest step: the model's differ if the user has written them, and then all replicas take these.
+        self.buffers: list[dict[str, Tensor]] = []
+        # Of a step that a plan has begun and another one will end: gradient sums and new buffers of replica 0.
+        self.held: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
+        # Held while updates write to the weights, and by threads that read them.
+        self.lock = threading.Lock()
+        self.lost: Error | None = None  # why the weights can't be used any more
+        self._confirmed: dict[str, Mark] = {}  # trained parameters when they were equal in all processes
+
+    def check_not_lost(self) -> None:
+        """Raise the error `lost` if the weights are lost."""
+        if self.lost is not None:
+            raise self.lost
+
+    def confirm(self, keys: Iterable[str]) -> None:
+        """Record that these parameters are equal in all processes: after a comparison, or an update in all."""
+        weights = self.find_weights()
+        self._confirmed |= {key: _mark(weights[key]) for key in keys}
+
+    def unconfirmed(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """Return those of these parameters that were written or replaced since `confirm`, by name."""
+        found = {}
+        for key, value in ((key, weights[key]) for weights in [self.find_weights()] for key in keys):
+            known, now = self._confirmed.get(key), _mark(value)
+            if known is None or known[0] is not value or known[1:] != now[1:]:
+                found[key] = value.detach()
+        return found
+
+    def load_optimizer(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Replace optimizer state by copies of `states`, by parameter and name. Other states stay."""
+        for key, state in states.items():
+            own = self.optimizer.setdefault(key, {})
+            own.update((name, value.detach().clone()) for name, value in state.items())
+
+    def own_buffers(self, keys: Iterable[str], replicas: int) -> list[dict[str, Tensor]]:
+        """Return `buffers`, with these keys for each replica. A buffer that has no value of a replica's own, or
+        that the user has written, gets the model's value in all replicas."""
+        weights = self.find_weights()
+        self.buffers.extend({} for _ in range(replicas - len(self.buffers)))
+        for key in keys:
+            value = weights[key].detach()
+            is_written = key not in self.buffers[0] or not _has_same_bits(self.buffers[0][key], value)
+            for own in self.buffers:
+                if is_written or key not in own:
+                    own[key] = value.clone()
+        return self.buffers
+
+    def write_buffers(self, replicas: list[dict[str, Tensor]]) -> None:
+        """Copy buffers, by canonical name for each replica, to the model (replica 0's) and to the replicas."""
+        weights = self.find_weights()
+        for key, value in replicas[0].items():
+            write(weights[key], value)
+        self.buffers = [{key: value.clone() for key, value in each.items()} for each in replicas]
+
+
+def _mark(value: Tensor) -> Mark:
+    return value, value.data_ptr(), 0 if value.is_inference() else value._version
+
+
+def write(target: Tensor, value: Tensor) -> None:
+    """Copy a value into a tensor of the user's, in place."""
+    # Tensors that were made in inference mode can be written only there.
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        target.detach().copy_(value)
+
+
+class State:
+    """The tensors of a loaded plan. `bind` has to be called before each call of the engine.
+
+    Args: shared: the model's tensors and all other state that outlives the plan
+    """
+
+    def __init__(self, plan: Plan, settings: Settings, shared: TrainState, device: torch.device) -> None:
+        self.plan, self.settings, self.shared, self.device = plan, settings, shared, device
         self._loss_scale = 1.0
         signature = plan.partition.signature
         self.slot_of = {slot.key: slot.name for slot in signature.parameters_and_buffers}
-        # Of a step that another plan has begun: gradient sums and new buffers of replica 0, by canonical name.
-        self._held: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         names = {name for names in plan.state.values() for name in names}
-        if settings.several_plans:  # other plans may read slots that this plan does not read
-            names.update(self.slot_of.values())
-        # The slots whose values this state holds, by name.
-        self._slots = {slot.name: slot for slot in signature.slots if slot.name in names}
+        self._slots = {
+            slot.name: slot for slot in signature.slots if slot.name in names
+        }  # those that are held
         self._weights = [slot for slot in self._slots.values() if slot.role in WEIGHTS]
         self._changed = [name for name in self._slots if name in signature.changed_buffers]
-        self.trained = [r.key for r in signature.results if r.kind == "gradient"]
+        self.trained = signature.trained
         replicas, trained = range(settings.counts.replicas), set(self.trained)
+        self._bound: dict[
+            str, tuple[Tensor, Any, Any, Any, Any]
+        ] = {}  # with address, shape, strides and dtype
+        self._plain: dict[
+            str, Tensor
+        ] = {}  # the model's tensors without autograd, or copies on an accelerator
+        self._strides: dict[str, tuple[int, ...]] = {}  # of the model's tensors in the first `bind`
+        self._rows: dict[str, list[tuple[Tensor, Tensor]]] = {}  # (row, the row that is copied to it)
+        self.new_buffers: list[dict[str, Tensor]] = [{} for _ in replicas]
+        self.sums: list[dict[str, Tensor]] = [{} for _ in replicas]
+        self.optimizer: dict[Unit, OptimizerState] = {}
         with devices.as_current_device(device):
             fixed = {}  # constants, and the loss scale, which is 1 at first
             for slot in (slot for slot in self._slots.values() if slot.role not in WEIGHTS):
@@ -85,35 +166,21 @@ class State:
                 else:
                     fixed[slot.name] = torch.ones(slot.shape, dtype=slot.dtype, device=device)
             self.values: list[dict[str, Tensor]] = [dict(fixed) for _ in replicas]
-            known = () if previous is None else previous.slot_of
-            new = {key: value for key, value in weights.items() if key not in known}
-            self.write([new] * len(replicas))
-            self.new_buffers: list[dict[str, Tensor]] = [{} for _ in replicas]
-            self.sums: list[dict[str, Tensor]] = [{} for _ in replicas]
-            self.optimizer: dict[Unit, OptimizerState] = {}
-            self.owner: dict[str, int] = {}
-            # The ipu that updates each trained parameter, by canonical name; `units` are in the same order.
-            self.ipu_of = {
-                slot.key: ipu
-                for ipu, names in plan.state.items()
-                for slot in map(self._slots.__getitem__, names)
-                if slot.role == "parameter" and slot.key in trained
-            }
-            self.units = [
-                Unit(key, replica)
-                for key in self.ipu_of
-                for replica in replicas
-                if settings.sharing_replicas(key, replica)[0] == replica
-            ]
-            if previous is not None:
-                self.take_over(previous)
-            self.owner = self._owners() | self.owner
-            if (optimizer := settings.optimizer) is not None:
-                for unit in self.units:
-                    is_updated_here = unit.key in optimizer.group_of and self.is_updated_here(unit.key)
-                    if is_updated_here and unit not in self.optimizer:
-                        self.optimizer[unit] = init_state(optimizer, self.weight(unit))
-        devices.synchronize(device)
+        # The ipu that updates each trained parameter, by canonical name; `units` are in the same order.
+        self.ipu_of = {
+            slot.key: ipu
+            for ipu, names in plan.state.items()
+            for slot in map(self._slots.__getitem__, names)
+            if slot.role == "parameter" and slot.key in trained
+        }
+        self.units = [
+            Unit(key, replica)
+            for key in self.ipu_of
+            for replica in replicas
+            if settings.sharing_replicas(key, replica)[0] == replica
+        ]
+        shared.owner = self._owners() | shared.owner
+        self.bind(None)
 
     def _owners(self) -> dict[str, int]:
         """Return the owner process of each sharded parameter, by canonical name. Processes own about the same
@@ -125,26 +192,146 @@ class State:
         found: dict[str, int] = {}
         loads: dict[int, list[int]] = {}  # by ipu, the elements that each process owns
         for unit in self.units:
-            size, is_grouped = self.weight(unit).numel(), unit.key in self.settings.replica_groups
+            size = prod(self._slots[self.slot_of[unit.key]].shape)
+            is_grouped = unit.key in self.settings.replica_groups
             if unit.key in optimizer.group_of and not is_grouped and size >= least:
                 load = loads.setdefault(self.ipu_of[unit.key], [0] * counts.instances)
                 found[unit.key] = load.index(min(load))
                 load[found[unit.key]] += size
         return found
 
-    def take_over(self, other: State) -> None:
-        """Share the weights, buffers, optimizer state and random state of another plan's state, without
-        copies. A replica that the other plan lacks keeps its tensors; if it has none, it shares those of the
-        other plan's last replica."""
+    # ---- the user's tensors --------------------------------------------------------------------------------
+
+    def bind(self, hyper: Hyper | None) -> None:
+        """Set `values` and `optimizer` to the present tensors of model and optimizer. Missing optimizer state
+        is added. On an accelerator they are copies of the model's tensors.
+
+        Args: hyper: the rates of the next call; None: not known
+        Raises: Error, if a weight was removed from the model, or has another shape or dtype
+        """
+        with torch.no_grad(), DisableTorchFunctionSubclass(), devices.as_current_device(self.device):
+            present = self.shared.find_weights()
+            if lost := [slot.key for slot in self._weights if slot.key not in present]:
+                raise Error(
+                    f"the model has lost {', '.join(lost)} since it was compiled\n"
+                    "  why: its parameters and buffers are those of the compilation; one of them was removed, or"
+                    " became the same object as another one\n"
+                    "  fix: put it back, or change the model before it is wrapped"
+                )
+            for slot in self._weights:
+                value = present[slot.key]
+                now = value, value.data_ptr(), value.shape, value.stride(), value.dtype
+                known = self._bound.get(slot.key)
+                if (
+                    known is None
+                    or known[0] is not value
+                    or known[1:] != now[1:]
+                    or self.device != devices.CPU
+                ):
+                    self._bind_weight(slot, value)
+            self._bind_buffers()
+            if self.settings.optimizer is not None:
+                for unit in self.units:
+                    self._bind_optimizer(unit, hyper)
+        for row, source in (pair for pairs in self._rows.values() for pair in pairs):
+            row.copy_(source)
+
+    def _bind_weight(self, slot: Slot, value: Tensor) -> None:
+        """Set `values` of all replicas to a tensor of the model, which is moved if `_must_move` says so."""
+        groups = self.settings.replica_groups.get(slot.key)
+        shape = value.shape if groups is None else value.shape[1:]
+        if (shape, value.dtype) != (slot.shape, slot.dtype):
+            is_cast = shape == slot.shape
+            now, before = (value.dtype, slot.dtype) if is_cast else (list(shape), list(slot.shape))
+            raise Error(
+                f"{slot.role} {slot.key} has the {'type' if is_cast else 'shape'} {now} now, and the model is compiled"
+                f" for {before}\n"
+                "  why: half(), to(), another layer in its place or an assignment to .data has changed it\n"
+                "  fix: change it back, or call destroy() and compile the model again"
+            )
+        if groups is not None and len(value) != len(
+            groups.rows
+        ):  # `all_rows`, and the model has one per group
+            value.data = value.detach()[list(groups.of)]
+        is_overlapping = any(
+            step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)
+        )
+        dense = torch.empty(value.shape, device="meta").stride() if is_overlapping else value.stride()
+        strides = self._strides.setdefault(slot.key, dense)
+        # A view of larger memory stays there, since the user's other tensors may share this memory.
+        is_unaligned = value.is_cpu and value.data_ptr() % devices.BYTES and not value.storage_offset()
+        if (value.stride() != strides or is_unaligned) and not value.is_inference():
+            moved = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+            value.data = moved.copy_(value)
+        self._bound[slot.key] = value, value.data_ptr(), value.shape, value.stride(), value.dtype
+        plain = value.detach() if self.device == devices.CPU else value.detach().to(self.device, copy=True)
+        self._plain[slot.key] = plain
         for replica, values in enumerate(self.values):
-            theirs = other.values[min(replica, len(other.values) - 1)]
-            for key, name in other.slot_of.items():
-                if replica < len(other.values) or self.slot_of[key] not in values:
-                    values[self.slot_of[key]] = theirs[name]
-        self.optimizer, self.owner = self.optimizer | other.optimizer, self.owner | other.owner
-        self.weights_lock, self.lost, self.host_is_stale = other.weights_lock, other.lost, other.host_is_stale
-        self.random_state, self.loss_factor = other.random_state, other.loss_factor
-        self._held = other._held if self.settings.part.before else None
+            first = self.settings.sharing_replicas(slot.key, replica)[0]
+            if groups is None:
+                values[slot.name] = plain
+            elif first == replica:
+                values[slot.name] = plain[groups.rows.index(replica)]
+            else:
+                values[slot.name] = self.values[first][slot.name]
+        if groups is not None:
+            self._rows[slot.key] = self._copied_rows(slot.key, plain)
+
+    def _copied_rows(self, key: str, value: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return each row of a value with replica groups that repeats an earlier one, and this earlier row."""
+        rows = self.settings.replica_groups[key].rows
+        firsts = (self.settings.sharing_replicas(key, replica)[0] for replica in rows)
+        return [
+            (value[index], value[rows.index(first)])
+            for index, (replica, first) in enumerate(zip(rows, firsts, strict=True))
+            if first != replica
+        ]
+
+    def _bind_buffers(self) -> None:
+        """Set `values` of replicas 1, 2, ... to their own buffers; to copies of the model's if the user has
+        written these. With one replica do nothing."""
+        if len(self.values) == 1:
+            return
+        own = self.shared.own_buffers((self._slots[name].key for name in self._changed), len(self.values))
+        for values, buffers in list(zip(self.values, own, strict=False))[1:]:
+            for name in self._changed:
+                values[name] = buffers[self._slots[name].key].to(self.device)
+
+    def _bind_optimizer(self, unit: Unit, hyper: Hyper | None) -> None:
+        """Set `optimizer[unit]` to the shared optimizer state. States that are missing are added; those with
+        another dtype or layout are replaced by copies. Remove a state that another process owns."""
+        optimizer, shared = self.settings.optimizer, self.shared.optimizer
+        assert optimizer is not None
+        if unit.key not in optimizer.group_of:
+            return
+        if not self.is_updated_here(unit.key):
+            shared.pop(unit.key, None)
+            return
+        rates = {} if hyper is None else hyper.groups[optimizer.group_of[unit.key]]
+        kept = list(RULES[optimizer.kind].states_of(optimizer, rates))
+        states, known = shared.setdefault(unit.key, {}), self.optimizer.get(unit)
+        groups = self.settings.replica_groups.get(unit.key)
+        if groups is None:
+            if known is None or [*known] != [state.name for state in kept] or self._has_other(known, states):
+                for state in kept:
+                    states[state.name] = fitting_state(
+                        optimizer, state, self.weight(unit), states.get(state.name)
+                    )
+                self.optimizer[unit] = {state.name: states[state.name] for state in kept}
+            return
+        index, copied = groups.rows.index(unit.replica), list[tuple[Tensor, Tensor]]()
+        for state in kept:
+            if state.name not in states:
+                first = fitting_state(optimizer, state, self.weight(unit))
+                states[state.name] = torch.stack([first] * len(groups.rows))
+            copied += self._copied_rows(unit.key, states[state.name])
+        self.optimizer[unit] = {state.name: states[state.name][index] for state in kept}
+        self._rows[f"state of {unit.key}"] = copied
+
+    @staticmethod
+    def _has_other(known: OptimizerState, states: OptimizerState) -> bool:
+        """Return whether one of the tensors in `known` is not in `states` under its name."""
+        return any(states.get(name) is not value for name, value in known.items())
 
     # ---- a step --------------------------------------------------------------------------------------------
 
@@ -154,7 +341,7 @@ class State:
 
     def is_updated_here(self, key: str) -> bool:
         """Return whether this process updates a parameter: False if a peer owns the optimizer state."""
-        return self.owner.get(key, self.settings.counts.instance) == self.settings.counts.instance
+        return self.shared.owner.get(key, self.settings.counts.instance) == self.settings.counts.instance
 
     def begin_step(self) -> None:
         """Set the new buffers to the current buffers. If another plan has begun the step, take the new buffers
@@ -162,29 +349,32 @@ class State:
         for values, new in zip(self.values, self.new_buffers, strict=True):
             new.clear()
             new.update((name, values[name]) for name in self._changed)
-        if self._held is None:
+        held, self.shared.held = self.shared.held, None
+        if held is None or not self.settings.part.before:
             return
-        sums, buffers = self._held
+        sums, buffers = held
         self.new_buffers[0].update((self.slot_of[key], value) for key, value in buffers.items())
         for key, value in sums.items():
             if key in self.sums[0]:  # in a bucket
                 self.sums[0][key].copy_(value)
             else:
                 self.sums[0][key] = value
-        self._held = None
 
     def hold_sums_and_buffers(self) -> None:
         """Hold the gradient sums and new buffers of replica 0 for the plan that ends the step."""
         buffers = {self._slots[name].key: value for name, value in self.new_buffers[0].items()}
-        self._held = dict(self.sums[0]), buffers
+        self.shared.held = dict(self.sums[0]), buffers
 
     def end_step(self) -> None:
-        """Move the new buffers to `values`, and add 1 to the step count in `random_state`."""
+        """Copy the new buffers into `values`, and add 1 to the step count in `random_state`."""
         for values, new in zip(self.values, self.new_buffers, strict=True):
-            values.update(new)
-        seed, step = self.random_state
-        self.random_state = seed, step + 1
-        self.host_is_stale = self.host_is_stale or self.settings.training
+            for name, value in new.items():
+                if value is not values[name]:
+                    write(values[name], value)
+        for row, source in (pair for pairs in self._rows.values() for pair in pairs):
+            row.copy_(source)
+        seed, step = self.shared.random_state
+        self.shared.random_state = seed, step + 1
 
     def set_loss_scale(self, scale: float) -> None:
         """Set the value by which pieces multiply the loss; do nothing if the plan has no loss scale."""
@@ -195,93 +385,27 @@ class State:
                 values[name] = value
             self._loss_scale = scale
 
-    # ---- the host's side -----------------------------------------------------------------------------------
+    def end_call(self) -> None:
+        """Update the buffers in `shared`. Copy weights and buffers from an accelerator to the model; on the CPU
+        they are the model's own."""
+        if self.device != devices.CPU:
+            devices.synchronize(self.device)
+            for slot in self._weights:
+                write(self._bound[slot.key][0], self._plain[slot.key])
+        if len(self.values) > 1:
+            for values, own in zip(self.values, self.shared.buffers, strict=False):
+                for name in self._changed:
+                    own[self._slots[name].key].copy_(values[name])
 
-    def check_not_lost(self) -> None:
-        """Raise the error `lost` if the weights are lost."""
-        if self.lost is not None:
-            raise self.lost
-
-    def write(self, weights: Sequence[Mapping[str, Tensor]]) -> None:
-        """Copy `weights[replica]`, parameters and buffers by canonical name, to each replica. Other weights
-        keep their values; after an error all weights do."""
-        after: list[dict[str, Tensor]] = []
-        with torch.no_grad(), devices.as_current_device(self.device):
-            for replica, given in enumerate(weights):
-                values = dict(self.values[replica])
-                after.append(values)
-                for slot in (slot for slot in self._weights if slot.key in given):
-                    first = self.settings.sharing_replicas(slot.key, replica)[0]
-                    if slot.role == "parameter" and first != replica:
-                        values[slot.name] = after[first][slot.name]
-                    else:
-                        new = torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
-                        values[slot.name] = new.copy_(self._row_of(slot.key, given[slot.key], replica))
-        devices.synchronize(self.device)
-        if self.slot_of.keys() <= weights[0].keys():
-            self.host_is_stale = False
-        self.values = after  # one assignment: an interrupt changes all weights or none
+    # ---- reading -------------------------------------------------------------------------------------------
 
     def read(self) -> dict[str, Tensor]:
-        """Return replica 0's parameters and buffers by canonical name; of a parameter with replica groups the
-        values of the replicas `ReplicaGroups.rows`, stacked. Raises Error if the weights are lost.
+        """Return the model's parameters and buffers by canonical name, as plain tensors in the same memory.
 
-        On the CPU these are the tensors that updates change, not copies: hold `weights_lock` while you copy
-        them if another thread may run a call.
+        Raises: Error, if the weights are lost
         """
-        self.check_not_lost()
-        return {slot.key: self._host_value(slot.key, slot.name, self.values) for slot in self._weights}
-
-    def read_buffers(self) -> list[dict[str, Tensor]]:
-        """Return copies of each replica's buffers, by canonical name."""
-        buffers = [slot for slot in self._weights if slot.role == "buffer"]
-        return [{slot.key: values[slot.name].cpu().clone() for slot in buffers} for values in self.values]
-
-    def read_optimizer(self) -> dict[str, OptimizerState]:
-        """Return copies of replica 0's optimizer state by parameter; if processes shard it, of this process's
-        shard; with replica groups, stacked as by `read`. Raises Error if the weights are lost."""
-        found: dict[str, OptimizerState] = {}
-        with self.weights_lock:
-            self.check_not_lost()
-            for key in dict.fromkeys(unit.key for unit in (*self.units, *self.optimizer)):
-                states = [
-                    self.optimizer.get(Unit(key, self.settings.sharing_replicas(key, replica)[0]), {})
-                    for replica in range(self.settings.counts.replicas)
-                ]
-                for name in states[0]:
-                    found.setdefault(key, {})[name] = self._host_value(key, name, states).clone()
-        return found
-
-    def write_optimizer(
-        self, states: Mapping[str, Mapping[str, Tensor]], loss_factor: float | None = None
-    ) -> None:
-        """Copy optimizer state, by parameter, to all replicas (an error changes none), and set the loss
-        factor unless None. Only states that are in `states`, and that this process has, are written."""
-        written: dict[Unit, OptimizerState] = {}
-        with devices.as_current_device(self.device):
-            for unit, state in self.optimizer.items():
-                written[unit] = dict(state)
-                for name, value in states.get(unit.key, {}).items():
-                    row, old = self._row_of(unit.key, value, unit.replica).detach(), state.get(name)
-                    target = (self.device, row.dtype) if old is None else (old.device, old.dtype)
-                    written[unit][name] = row.to(*target, copy=True)
-        devices.synchronize(self.device)
-        self.optimizer = written
-        if loss_factor is not None:
-            self.loss_factor = loss_factor
-
-    def _row_of(self, key: str, value: Tensor, replica: int) -> Tensor:
-        """Return a replica's row of a value on the host; the whole value without replica groups."""
-        groups = self.settings.replica_groups.get(key)
-        return value if groups is None else value[groups.row_index_of_replica(replica, len(value))]
-
-    def _host_value(self, key: str, name: str, values: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """Return `values[0][name]` on the CPU; of a parameter with replica groups the `values[replica][name]`
-        of the replicas `ReplicaGroups.rows`, stacked."""
-        groups = self.settings.replica_groups.get(key)
-        if groups is None:
-            return values[0][name].cpu()
-        return torch.stack([values[replica][name].cpu() for replica in groups.rows])
+        self.shared.check_not_lost()
+        return {key: value.detach() for key, (value, *_) in self._bound.items()}
 
     # ---- what a profile shows --------------------------------------------------------------------------------
 
@@ -297,3 +421,8 @@ class State:
                 gradients += weight.numel() * self.settings.optimizer.sum_dtype(weight.dtype).itemsize
                 states += sum(value.nbytes for value in self.optimizer.get(unit, {}).values())
         return Memory(replica, ipu, weights, sum(sizes.values()) - weights, gradients, states)
+
+
+def _has_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype have the same bits; unlike `torch.equal` with NaNs."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -146,7 +146,7 @@ class Updates:
         update = self._parameter_update(unit)
         self._reduce([update])
         # Each gradient counts once: if processes sum norms and counts, one of them counts unsharded parameters.
-        owner, gradient = self.state.owner, update.gradient
+        owner, gradient = self.state.shared.owner, update.gradient
         if owner and owner.get(unit.key, 0) != self.settings.counts.instance:
             return
         if self.settings.automatic_loss_scaling:
@@ -172,7 +172,7 @@ class Updates:
     def _begin_updates(self, _: int) -> None:
         """Compute the clipping factor and next loss factor, allocate all large tensors, then commit the step.
 
-        Waits for all processes, acquires `weights_lock` until `end_step`, and adds 1 to the optimizer's step
+        Waits for all processes, acquires the lock of the weights until `end_step`, and adds 1 to the optimizer's step
         counts. No weight is updated if the loss scale is automatic and a gradient is not finite.
         """
         optimizer, hyper = self._optimizer, self.call.hyper
@@ -191,7 +191,7 @@ class Updates:
         else:
             # All processes have all sums, and none updates if one of them is interrupted or fails.
             self._group.commit_together(self.call.commit)
-        self.state.weights_lock.acquire()
+        self.state.shared.lock.acquire()
         self.is_writing = True
         for step in self._steps.values():
             step.increment_counts()
@@ -208,7 +208,7 @@ class Updates:
         if scale != 1 and self.state.device.type == "cpu" and not self.settings.automatic_loss_scaling:
             bounds = (bound for gradient in gradients if gradient.numel() for bound in gradient.aminmax())
             if not all(map(math.isfinite, bounds)):
-                self.call.overflows.append((self.state.random_state[1], scale))
+                self.call.overflows.append((self.state.shared.random_state[1], scale))
         if self._clipping_factor is not None:
             torch._foreach_mul_(gradients, self._clipping_factor)
         if optimizer.max_grad_value < math.inf:
@@ -231,7 +231,7 @@ class Updates:
 
     def _all_reduce_if_sharded(self, values: Tensor) -> Tensor:
         """Sum values over all processes, in place, if the optimizer state is sharded; return `values`."""
-        if self.state.owner:
+        if self.state.shared.owner:
             self._all_reduce.all_reduce([values])
         return values
 
@@ -239,14 +239,14 @@ class Updates:
         """Set the loss factor of the next step; return whether all gradients of this step are finite."""
         seen = self._all_reduce_if_sharded(sum(self._counts, torch.zeros(3, dtype=torch.int64)))
         elements, large, not_finite = seen.tolist()
-        self.state.loss_factor *= 2 if not not_finite and large <= _SHARE * elements else 0.5
+        self.state.shared.loss_factor *= 2 if not not_finite and large <= _SHARE * elements else 0.5
         return not not_finite
 
     def _rounding_seed(self, unit: Unit) -> int | None:
         """Return the seed of a parameter's stochastic rounding in this step; None: no stochastic rounding."""
         if not self.settings.stochastic_rounding or self.state.weight(unit).dtype == torch.float32:
             return None
-        return hash_integers(hash_integers(*self.state.random_state), self._slot_index[unit.key])
+        return hash_integers(hash_integers(*self.state.shared.random_state), self._slot_index[unit.key])
 
     def _measure_norms_of_chunk(self, ipu: int, index: int) -> None:
         step_key, chunk = self._chunks[ipu][index]
@@ -265,16 +265,16 @@ class Updates:
 
     def _broadcast_weights(self, _: int) -> None:
         """Send the weights that this process has updated to all peers; receive those that peers updated."""
-        units = [unit for unit in self.state.units if unit.key in self.state.owner]
+        units = [unit for unit in self.state.units if unit.key in self.state.shared.owner]
         weights = [self.state.weight(unit) for unit in units]
-        self._all_reduce.broadcast_by_owners(weights, [self.state.owner[unit.key] for unit in units])
+        self._all_reduce.broadcast_by_owners(weights, [self.state.shared.owner[unit.key] for unit in units])
 
     def end_step(self) -> None:
-        """End the step in the state, drop its gradients, and release `weights_lock`."""
+        """End the step in the state, drop its gradients, and release the lock of the weights."""
         self.state.end_step()
         self.clear_step()
         self.is_writing = False
-        self.state.weights_lock.release()
+        self.state.shared.lock.release()
 
     def clear_step(self) -> None:
         """Drop the gradient sums (those in buckets keep their memory), norms and counts of a step."""
@@ -308,11 +308,11 @@ class Bucket:
     def __init__(
         self, units: Sequence[Unit], members: Sequence[int], dtype: torch.dtype, state: State
     ) -> None:
-        is_sharded, step = units[0].key in state.owner, max(1, _ALIGNED // dtype.itemsize)
+        is_sharded, step = units[0].key in state.shared.owner, max(1, _ALIGNED // dtype.itemsize)
         cuts, starts = [0], dict[Unit, int]()
         for owner in range(state.settings.counts.instances) if is_sharded else [None]:
             end = cuts[-1]
-            for unit in (unit for unit in units if state.owner.get(unit.key) == owner):
+            for unit in (unit for unit in units if state.shared.owner.get(unit.key) == owner):
                 starts[unit] = end
                 end += -(-state.weight(unit).numel() // step) * step
             cuts.append(end)
@@ -333,6 +333,6 @@ def buckets_of(plan: ir.Plan, piece: int, state: State) -> list[Bucket]:
     for unit in (unit for unit in state.units if unit.key in keys):
         assert settings.optimizer is not None
         dtype = settings.optimizer.sum_dtype(state.weight(unit).dtype)
-        kind = settings.sharing_replicas(unit.key, unit.replica), dtype, unit.key in state.owner
+        kind = settings.sharing_replicas(unit.key, unit.replica), dtype, unit.key in state.shared.owner
         kinds.setdefault(kind, []).append(unit)
     return [Bucket(units, members, dtype, state) for (members, dtype, _), units in kinds.items()]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..settings import Optimizer
 from .formulas import Formula, Rates, State, Step
-from .optimizer_rules import RULES, TrustRatios
+from .optimizer_rules import RULES, RuleState, TrustRatios
 
 SCALARS = ("step", "trust")  # names of the states that have one number per parameter
 # Elements of each tensor: 4 MB of float32. Smaller chunks fit a core's own cache, but an operation costs more
@@ -28,15 +28,29 @@ CHUNK = 1 << 20
 
 def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
     """Return the optimizer state of one parameter before its first update."""
-    state = {}
-    for kept in RULES[optimizer.kind].initial_states(optimizer):
-        if kept.name == "step":  # on the CPU: the host reads it
-            state[kept.name] = torch.zeros((), dtype=torch.float32)
-        else:
-            state[kept.name] = _zero_state(optimizer, kept.name, parameter)
-        if optimizer.flags.get(kept.ones_when):
-            state[kept.name].fill_(1)
-    return state
+    kept = RULES[optimizer.kind].states_of(optimizer)
+    return {state.name: fitting_state(optimizer, state, parameter) for state in kept}
+
+
+def fitting_state(
+    optimizer: Optimizer, state: RuleState, parameter: Tensor, value: Tensor | None = None
+) -> Tensor:
+    """Return `value`, or a copy if it has not the dtype, layout and alignment that updates need.
+
+    Args: value: None: return the state before the first update
+    """
+    if state.name == "step":  # on the CPU: the host reads it
+        like, dtype = torch.empty(()), torch.float32
+    else:
+        like, dtype = parameter, optimizer.state_dtype(parameter.dtype, state.name)
+    if value is not None:
+        is_aligned = not value.is_cpu or value.data_ptr() % 64 == 0
+        if is_aligned and (value.dtype, value.device, value.stride()) == (dtype, like.device, like.stride()):
+            return value
+    new = torch.zeros_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
+    if value is not None:
+        return new.copy_(value.detach())
+    return new.fill_(1) if optimizer.flags.get(state.ones_when) else new
 
 
 def has_fused_kernel(optimizer: Optimizer) -> bool:
@@ -59,6 +73,10 @@ def update(
     Args: group: the rates, with the keys that `popengine.settings.Hyper` lists
           seeds: a seed per parameter for the stochastic rounding of half precision; None: round to nearest
     """
+    for parameter, state in zip(parameters, states, strict=True):
+        for kept in RULES[optimizer.kind].states_of(optimizer, group):
+            if kept.name not in state:  # a momentum that was 0 until now
+                state[kept.name] = fitting_state(optimizer, kept, parameter)
     columns = zip(parameters, gradients, states, seeds or [None] * len(parameters), strict=True)
     step = UpdateStep(optimizer, group, [ParameterUpdate(p, g, s, seed=seed) for p, g, s, seed in columns])
     step.increment_counts()
@@ -155,18 +173,13 @@ class UpdateStep:
 
     Call `increment_counts`; then, if the rule has `trust_ratios`, `measure_norms` for each chunk and
     `compute_trust_ratios`; then `apply` for each chunk. The caller reduces and clips the gradients in a
-    chunk's `views` before their first use. The constructor adds missing states of momentum, as zeros.
+    chunk's `views` before their first use.
     """
 
     def __init__(self, optimizer: Optimizer, rates: Rates, parts: Sequence[ParameterUpdate]) -> None:
         self.optimizer, self.rates, self.rule = optimizer, rates, RULES[optimizer.kind]
         self.trust_ratios: TrustRatios | None = self.rule.trust_ratios
         self._is_fused = bool(rates.get("fused")) and has_fused_kernel(optimizer)
-        of_momentum = [state.name for state in self.rule.states if state.when == "momentum"]
-        for name in of_momentum if rates.get("momentum") else ():
-            for part in parts:
-                if name not in part.state:  # the momentum was 0 until now
-                    part.state[name] = _zero_state(optimizer, name, part.parameter)
         if self.trust_ratios is not None:
             parts = [_with_step_buffer(part, self.trust_ratios.min_dims) for part in parts]
         self.parts = parts
@@ -251,11 +264,6 @@ class UpdateStep:
                 if results[name] is not value:
                     value.copy_(results[name])
         return weights, wide
-
-
-def _zero_state(optimizer: Optimizer, name: str, parameter: Tensor) -> Tensor:
-    dtype = optimizer.state_dtype(parameter.dtype, name)
-    return torch.zeros_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
 
 
 def _with_step_buffer(part: ParameterUpdate, min_dims: int) -> ParameterUpdate:

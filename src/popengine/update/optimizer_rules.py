@@ -7,6 +7,7 @@ from the rule.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -100,14 +101,15 @@ class Rule:
         """The keys that every parameter group must have."""
         return (*self.rates, *(name for name, flag in self.flags.items() if flag.of_group))
 
-    def initial_states(self, optimizer: Optimizer) -> Iterator[RuleState]:
-        """Yield the descriptions of the state tensors that a parameter has before its first update.
+    def states_of(self, optimizer: Optimizer, rates: Rates = MappingProxyType({})) -> Iterator[RuleState]:
+        """Yield the descriptions of the state tensors that a parameter has.
 
-        States of momentum are left out if the momentum is constantly 0, states of flags if the flags are off.
+        States of momentum are left out if the momentum is constantly 0 and not in `rates`, the rates of the
+        next update; states of flags if the flags are off.
         """
         for state in self.states:
             if state.when == "momentum":
-                if state.name in optimizer.state_types:
+                if state.name in optimizer.state_types or rates.get("momentum"):
                     yield state
             elif not state.when or optimizer.flags.get(state.when):
                 yield state

@@ -141,9 +141,7 @@ def _block_costs(
     size = [held * settings.strategy.ipus for held in bytes_held_for_backward(graph, parts)]
     optimizer = settings.optimizer
     states = (
-        [state for state in RULES[optimizer.kind].initial_states(optimizer) if state.dtype]
-        if optimizer
-        else []
+        [state for state in RULES[optimizer.kind].states_of(optimizer) if state.dtype] if optimizer else []
     )
     copies = 2 + len(states) if optimizer else 1
     for slot in graph.slots:

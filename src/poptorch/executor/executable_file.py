@@ -17,7 +17,7 @@ import torch
 
 from popengine.errors import Error
 from popengine.run.instances.consistency import fingerprint_of_plan, hash_weights
-from popengine.torch_private import DisableTorchFunctionSubclass
+from popengine.run.state import write
 
 from ..annotating.replica_groups import Grouping
 from ..compiling.executable import Executable
@@ -27,7 +27,7 @@ from ..ops.host import has_host_calls
 from ..options import Options
 from ..version import __version__
 from .loaded_plans import KeptState
-from .marked_model import WrappedModel
+from .wrapped_model import WrappedModel
 
 _HASH = hashlib.sha256().digest_size  # bytes of the hash that a file begins with
 DEFAULT_NAME = "model.poptorch"
@@ -174,8 +174,8 @@ def check_same_model(filename: str, saved: SavedExecutor, model: WrappedModel) -
 def training_state(executor: Any) -> TrainingState:
     """Return the state of an executor that trains, as a dictionary for a checkpoint. The keys are:
 
-    - the fields of `KeptState`. "buffers" has copies of each replica's buffers; without an engine, it has the
-      restored buffers of each replica or, if none were restored, the host's.
+    - the fields of `KeptState`. "buffers" has copies of each replica's buffers; if replicas have none of their
+      own, the model's.
     - "weights": copies of the parameters by name. "rates": hyperparameters of each parameter group.
     - "shares_state": whether the optimizer state is sharded. Then "optimizer" is this instance's shard.
 
@@ -183,19 +183,18 @@ def training_state(executor: Any) -> TrainingState:
     per-replica parameters.
     """
     plans, optimizer = executor._plans, executor._optimizer
-    names = dict(executor._wrapped.traced.named_buffers())
-    with DisableTorchFunctionSubclass():
-        if plans.engine is not None:
-            with plans.engine.state.weights_lock:
-                values = {name: value.clone() for name, value in plans.engine.state.read().items()}
-            buffers = plans.engine.state.read_buffers()
-        else:
-            values = {name: v.detach().clone() for name, v in executor._weights.host_weights().items()}
-            buffers = plans.kept.buffers or [{name: values[name] for name in names}]
-    # Not `current_state`: it also has the other shards, as they were restored.
-    states = plans.optimizer_states(whole=False) or {}
+    names, state = dict(executor._wrapped.traced.named_buffers()), plans.state
+    with state.lock, torch.no_grad():
+        state.check_not_lost()
+        values = {name: value.detach().clone() for name, value in state.find_weights().items()}
+        own = state.own_buffers(state.buffers[0], len(state.buffers)) if state.buffers else [{}]
+        buffers = [{name: each.get(name, values[name]).clone() for name in names} for each in own]
+        states = {
+            key: {n: value.detach().clone() for n, value in each.items()}
+            for key, each in state.optimizer.items()
+        }
     return {
-        **vars(KeptState(plans.random_state, states, plans.loss_factor, buffers)),
+        **vars(KeptState(plans.random_state, states, state.loss_factor, buffers)),
         "weights": {name: value for name, value in values.items() if name not in names},
         "shares_state": plans.is_optimizer_sharded,
         "rates": [
@@ -209,16 +208,15 @@ def training_state(executor: Any) -> TrainingState:
 def set_training_state(executor: Any, state: TrainingState) -> None:
     """Replace the executor's weights, optimizer state, rates and random state by those in a `training_state`.
 
-    An attached executor is detached and attached again; a detached executor uploads the state when attached.
-
     Raises: Error, if names or shapes of weights, or the number of parameter groups, differ
     """
     _check_state(executor, state)
-    attached = executor.isAttachedToDevice()
-    if attached:
-        executor.detachFromDevice()
-    executor._weights.write_to_host({**state["buffers"][0], **state["weights"]})
-    executor._plans.kept = KeptState(**{field.name: state[field.name] for field in fields(KeptState)})
+    present = executor._plans.state.find_weights()
+    for name, value in state["weights"].items():
+        write(present[name], value)
+    executor._plans.set_kept_state(
+        KeptState(**{field.name: state[field.name] for field in fields(KeptState)})
+    )
     optimizer = executor._optimizer
     for group, rates in zip(optimizer.param_groups, state["rates"], strict=True):
         group.update(rates)
@@ -226,8 +224,6 @@ def set_training_state(executor: Any, state: TrainingState) -> None:
         optimizer.loss_scaling = state["loss_scaling"]
     executor._optimizer_link.discard_host_states()
     executor.setOptimizer(optimizer)
-    if attached:
-        executor.attachToDevice()
 
 
 def _check_state(executor: Any, state: TrainingState) -> None:

@@ -2,7 +2,7 @@
 
     bind the arguments ─► split into runs ─► for each run: find or compile its plan, engine.run ─► outputs
 
-Its parts: plans and engines (`loaded_plans.py`), the copies of the weights (`weight_sync.py`), the optimizer
+Its parts: plans and engines (`loaded_plans.py`), the model's flags (`model_flags.py`), the optimizer
 (`optimizer_link.py`), the latest call's results (`latest_call.py`), all other methods (`public_names.py`).
 """
 
@@ -31,11 +31,11 @@ from ..options import Options
 from ..options.freeze_options import engine_settings, resolve_options
 from ..planning import exit_if_only_planning
 from ..reporter import Reporter, start_reporter
-from . import executable_file, marked_model
+from . import executable_file, wrapped_model
 from .latest_call import LatestCall, join_results
 from .loaded_plans import LoadedPlan
-from .marked_model import WrappedModel
 from .public_names import PublicNames, run_methods_outside_inference_mode
+from .wrapped_model import WrappedModel
 
 
 @final
@@ -57,7 +57,7 @@ class PoplarExecutor(PublicNames):
         given._freeze()  # a later change would have no effect
         repeats.set_limit(options.max_repeat_logs)
         # The copy fixes the flags of the top-level module; submodules are shared with the user's model.
-        super().__init__(WrappedModel(model, marked_model.shallow_copy(model), options, training))
+        super().__init__(WrappedModel(model, wrapped_model.shallow_copy(model), options, training))
         self._signature = inspect.signature(self._wrapped.traced.forward)
         self._most_plans = options("new_shapes") if options.exists("new_shapes") else 0  # 0: shapes are fixed
         # Made before the first plan, to record the waits for a loader from now on.
@@ -65,9 +65,9 @@ class PoplarExecutor(PublicNames):
         self._lock = threading.RLock()  # calls in several threads run one by one
         self._compiled_plans = 0  # dropped ones included
         if training:
-            marked_model.check_buffer_classes(model)
+            wrapped_model.check_buffer_classes(model)
             self.setOptimizer(self._default_optimizer() if optimizer is None else optimizer)
-            marked_model.mark_model(model, self)
+            wrapped_model.mark_model(model, self)
 
     def _default_optimizer(self) -> SGD:
         """Return the optimizer of a model that is wrapped without one. Raises Error without parameters."""
@@ -100,18 +100,11 @@ class PoplarExecutor(PublicNames):
         )
         call = arguments.bind(self._signature, args, kwargs)
         with self._lock:
-            self._updates, whole = 0, self._plans.current
+            self._updates = 0
             finished: list[tuple[Run, LoadedPlan, Results]] = []
-            try:
-                for run in self._split_call(call):
-                    plan, results = self._execute_run(run)
-                    finished.append((run, plan, results))
-                    if run.counts.replicas == self.options.replication_factor:
-                        whole = plan
-            finally:
-                if whole is not None and self.isCompiled():
-                    # The host reads and writes the buffers of all replicas, which only `whole` has.
-                    self._plans.make_current(whole, {})
+            for run in self._split_call(call):
+                plan, results = self._execute_run(run)
+                finished.append((run, plan, results))
             if self._most_plans:
                 self._plans.remove_oldest([run.key for run, _, _ in finished], self._most_plans)
             self._latest, outputs = join_results(finished)
@@ -127,9 +120,8 @@ class PoplarExecutor(PublicNames):
     def _execute_run(self, run: Run) -> tuple[LoadedPlan, Results]:
         """Execute a run of a call, and return the run's plan and results.
 
-        A run without a plan is compiled, and a detached model is attached. Optimizer state that was loaded
-        and, in inference, weights that another executor trained are uploaded. Inputs that forward changes in
-        place are copied to the caller's tensors. A plan compiled here is removed if no update succeeds.
+        A run without a plan is compiled, and a detached model is attached. Inputs that forward changes in place
+        are copied to the caller's tensors. A plan compiled here is removed if no update succeeds.
         """
         plans, before = self._plans, self._plans.current
         plan = plans.by_key.get(run.key)
@@ -139,13 +131,11 @@ class PoplarExecutor(PublicNames):
                 plans.first.inputs.check_call(run.call, any_shape=self._most_plans > 0)
             plan = self._compile_plan(run)
         else:
-            plans.make_current(plan, {})
+            plans.make_current(plan)
         try:
             if plans.engine is None:
                 self.attachToDevice()
-            if not self._wrapped.training:
-                self._weights.upload_if_host_is_newer()
-            self._weights.warn_of_changes()
+            self._flags.check_changes(plan.executable.plan.partition.signature.trained)
             self._optimizer_link.warn_of_changes()
             self._optimizer_link.upload_loaded_state()
             engine, recorder = plans.require_engine(), plan.reporter and plan.reporter.recorder
@@ -186,12 +176,9 @@ class PoplarExecutor(PublicNames):
             return
         call = arguments.bind(self._signature, args, kwargs)
         with self._lock:
-            whole = self._plans.current
             for run in self._split_call(call):
                 if run.key not in self._plans.by_key:
                     self._compile_plan(run)
-            if whole is not None:
-                self._plans.make_current(whole, {})
 
     def _compile_plan(self, run: Run) -> LoadedPlan:
         """Compile a plan for a run, make it current, and attach it unless the connection type is Never.
@@ -200,17 +187,17 @@ class PoplarExecutor(PublicNames):
         writes profiles and exits the program.
         """
         if self._wrapped.training:
-            marked_model.mark_model(self._user_model, self)  # destroy() unmarks the model
+            wrapped_model.mark_model(self._user_model, self)  # destroy() unmarks the model
         options, model, plans = self.options, self._wrapped.traced, self._plans
         settings = self._checked_settings(run, options)
         exit_if_only_planning(model, run, options, settings, self._optimizer_link.hyper)
         before, number = plans.current, self._compiled_plans + 1
         if before is None:
-            self._weights.store_compiled_flags()
+            self._flags.store()
         reporter = self._make_reporter(number)
         times = {} if reporter is None else reporter.passes
         with progress(options._show_progress_bar, times) as done:
-            with self._weights.with_compiled_flags():
+            with self._flags.as_compiled():
                 earlier = [plan.executable for plan in plans.by_key.values()]
                 found = compile_model(model, run, options, settings, done, earlier=earlier)
             log_plan(found.plan, found.settings)
@@ -218,7 +205,7 @@ class PoplarExecutor(PublicNames):
             plans.add_plan(plan)
             try:
                 if before is not None:
-                    plans.make_current(plan, self._weights.host_weights())
+                    plans.make_current(plan)
                 elif options.connection_type != ConnectionType.Never:
                     self.attachToDevice()
             except BaseException:
@@ -261,7 +248,7 @@ class PoplarExecutor(PublicNames):
     # ---- devices -----------------------------------------------------------------------------------------
 
     def attachToDevice(self) -> None:
-        """Start the devices' threads, and upload weights, optimizer state and random state.
+        """Start the devices' threads.
 
         Raises: Error, if the model is not compiled, or is attached; AssertionError for ConnectionType.Never
         """
@@ -271,52 +258,43 @@ class PoplarExecutor(PublicNames):
         assert self.options.connection_type != ConnectionType.Never, (
             "Trying to attach a model to an offline device (ConnectionType.Never)"
         )
-        weights = self._weights.newest_host_weights()
         self._optimizer_link.connect_optimizer()
-        self._plans.attach(weights)
+        self._plans.attach()
 
     def detachFromDevice(self) -> None:
-        """Copy the state to the host, and release the devices. Raises: Error, if the model is not attached"""
+        """Release the devices. The state stays. Raises: Error, if the model is not compiled or not attached"""
         self._plans.require_executable()
         if self._plans.engine is None:
             raise Error("Device is not attached")
-        self._detach_if_attached()
-
-    def _detach_if_attached(self) -> None:
-        """If attached, copy a trained model's weights to the host (not in a fork) and release the devices."""
-        if self._plans.engine is None:
-            return
-        if self._wrapped.training and not self._plans.is_forked:
-            self.copyWeightsToHostIfNeeded()
         self._plans.detach()
 
     def destroy(self) -> None:
-        """Free devices and plans, if compiled; in training copy the state to the host, unmark the model."""
+        """Free devices and plans, if the model is compiled; in training also remove the model's mark."""
         if self.isCompiled():
             self._release()
 
     def _release(self) -> None:
-        """Copy the newest state to model and optimizer, unmark and unhook them; free devices and plans."""
-        self._detach_if_attached()
+        """Free devices and plans; in training remove the model's mark, and the link of the optimizer."""
+        self._plans.detach()
         self._optimizer_link.release_optimizer()  # before the plans are gone: it needs them to read the state
         self._plans.clear_plans()
         self._latest = LatestCall()
         # The model's weak reference to this executor is None already when `__del__` runs.
-        if self._wrapped.training and marked_model.executor_of(self._user_model) in (self, None):
-            marked_model.unmark_model(self._user_model)
+        if self._wrapped.training and wrapped_model.executor_of(self._user_model) in (self, None):
+            wrapped_model.unmark_model(self._user_model)
 
     def _remove_plan(self, key: Any, previous: LoadedPlan | None) -> None:
         """Remove the plan of `key` and make `previous` current; if there is none, detach, and remove all."""
         if previous is None:
-            self._detach_if_attached()
+            self._plans.detach()
             self._plans.clear_plans()
         else:
-            self._plans.make_current(previous, {})
+            self._plans.make_current(previous)
             self._plans.remove_plan(key)
 
     def __del__(self) -> None:
-        # Copies the newest weights to the model, if it can: at the interpreter's exit the globals of this module
-        # (so `contextlib` too) and parts of torch may be None already.
+        # At the interpreter's exit the globals of this module (so `contextlib` too) and parts of torch may be None
+        # already.
         try:  # noqa: SIM105
             self._release()
         except Exception:
@@ -340,8 +318,7 @@ class PoplarExecutor(PublicNames):
             Error: the model is not compiled, or can't be pickled
         """
         first = self._plans.first or self._plans.require_executable()
-        self.copyWeightsToHostIfNeeded()
-        kept = self._plans.current_state(whole=True)
+        kept = self._plans.kept_state()
         others = (plan.executable for plan in self._plans.by_key.values() if plan.executable is not first)
         saved = executable_file.SavedExecutor(
             (first, *others),
@@ -371,12 +348,12 @@ class PoplarExecutor(PublicNames):
     def _restore(self, saved: executable_file.SavedExecutor) -> None:
         """Add a file's plans and state to an executor that has no plans. Attach for ConnectionType.Always."""
         if self._wrapped.training:
-            marked_model.mark_model(self._user_model, self)
-        self._weights.store_compiled_flags()
+            wrapped_model.mark_model(self._user_model, self)
+        self._flags.store()
         self._compiled_plans = len(saved.executables)
         for number, executable in enumerate(saved.executables, 1):
             self._plans.add_plan(LoadedPlan(executable, self._make_reporter(number)))
-        self._plans.kept = saved.kept
+        self._plans.set_kept_state(saved.kept)
         self.per_replica_params.clear()
         self.per_replica_params.update(saved.per_replica_params)
         if self.options.connection_type == ConnectionType.Always:

@@ -1,17 +1,19 @@
-"""The compiled plans of a model, their engines, and the state with which the next engine begins."""
+"""The compiled plans of a model, and their engines."""
 
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from popengine.errors import Error
 from popengine.run.engine import Engine
-from popengine.torch_private import DisableTorchFunctionSubclass
+from popengine.run.state import TrainState
 
+from ..compiling.arguments import weights_of
 from ..compiling.executable import Executable
 from ..logs import logger
 from ..options import Options
@@ -21,12 +23,12 @@ from ..reporter import Reporter
 
 @dataclass(frozen=True)
 class KeptState:
-    """The state with which an executor's next engine begins. None stands for the initial state."""
+    """The part of a `TrainState` that is written to files, besides weights. None stands for the initial state."""
 
     random: tuple[int, int] | None = None  # seed, number of steps run
     optimizer: Mapping[str, dict[str, Tensor]] | None = None  # {parameter: {name of a state: tensor}}
     loss_factor: float = 1.0  # of automatic loss scaling
-    buffers: list[dict[str, Tensor]] | None = None  # of each replica; None: the host's in all replicas
+    buffers: list[dict[str, Tensor]] | None = None  # of each replica; None: the model's in all replicas
 
 
 @dataclass(eq=False)
@@ -40,14 +42,18 @@ class LoadedPlan:
 
 
 class LoadedPlans:
-    """The compiled plans of a model, and their engines. The engine of `current` has the newest weights."""
+    """The compiled plans of a model, and their engines, which share one `TrainState`.
 
-    def __init__(self, options: Options) -> None:
+    Args: model: the shallow copy of the user's model that is compiled
+    """
+
+    def __init__(self, options: Options, model: nn.Module) -> None:
         self._options = options
+        self.state = TrainState(functools.partial(weights_of, model))
+        self._is_seeded = False  # whether `state.random_state` is set
         self.by_key: dict[Any, LoadedPlan] = {}  # by `Run.key`, in order of use, the latest last
         self.current: LoadedPlan | None = None
         self.first: Executable | None = None  # compiled first; calls are checked against its inputs
-        self.kept = KeptState()
         self._process = -1  # id of the process that attached; a fork of it has no threads
 
     @property
@@ -96,24 +102,14 @@ class LoadedPlans:
         if self.current is None:
             self.current, self.first = plan, plan.executable
 
-    def make_current(self, plan: LoadedPlan, weights: Mapping[str, Tensor]) -> None:
-        """Make `plan` current. If the previous plan has an engine, its tensors pass to an engine of `plan`.
+    def make_current(self, plan: LoadedPlan) -> None:
+        """Make `plan` current. If the previous plan has an engine, and `plan` has none, create it.
 
-        Args: weights: the host's, by canonical name, for those that the previous engine does not have
         Raises: Error, in a fork of the process that attached the model
         """
-        before = self.current
-        if before is plan:
-            return
-        if before is not None and before.engine is not None:
+        if self.engine is not None and plan.engine is None:
             self.require_engine()
-            if plan.engine is None:
-                plan.engine = self._new_engine(plan, weights, before.engine)
-                held = {unit.key for unit in before.engine.state.optimizer}
-                kept = {key: state for key, state in (self.kept.optimizer or {}).items() if key not in held}
-                plan.engine.state.write_optimizer(kept)  # of parameters that `before` does not train
-            else:
-                plan.engine.take_over(before.engine)
+            plan.engine = self._new_engine(plan)
         self.current = plan
 
     def remove_plan(self, key: Any) -> None:
@@ -134,40 +130,58 @@ class LoadedPlans:
         self.by_key.clear()
         self.current = self.first = None
 
+    @property
+    def random_state(self) -> tuple[int, int]:
+        """Return (seed, number of steps run). The seed is that of `Options.randomSeed`, by default torch's at
+        the first attach."""
+        if self._is_seeded:
+            return self.state.random_state
+        return self._options.random_seed if self._options.exists("random_seed") else torch.initial_seed(), 0
+
+    @random_state.setter
+    def random_state(self, state: tuple[int, int]) -> None:
+        self.state.random_state, self._is_seeded = state, True
+
+    def kept_state(self, whole: bool = True) -> KeptState:
+        """Return the state without weights and buffers. The tensors are those that updates change.
+
+        Args: whole: gather an optimizer state that is sharded over instances; False: this instance's shard
+        """
+        optimizer = self.optimizer_states() if whole else self.state.optimizer
+        return KeptState(self.random_state, optimizer, self.state.loss_factor)
+
+    def set_kept_state(self, kept: KeptState) -> None:
+        """Replace the state, except weights, by a copy of `kept`."""
+        if kept.random is not None:
+            self.random_state = kept.random
+        self.state.optimizer.clear()
+        self.state.load_optimizer(kept.optimizer or {})
+        self.state.loss_factor = kept.loss_factor
+        if kept.buffers is not None:
+            self.state.write_buffers(kept.buffers)
+
     # ---- devices -------------------------------------------------------------------------------------------
 
-    def attach(self, weights: Mapping[str, Tensor]) -> None:
-        """Create the current plan's engine, from the host's weights (by name) and the state in `kept`."""
-        plan, kept = self.current, self.kept
-        assert plan is not None
-        engine = self._new_engine(plan, weights)
-        engine.state.random_state = self.random_state
-        engine.state.write_optimizer(kept.optimizer or {}, kept.loss_factor)
-        if kept.buffers is not None:
-            engine.state.write(kept.buffers)
+    def attach(self) -> None:
+        """Create the current plan's engine."""
+        assert self.current is not None
+        self.random_state = self.random_state
+        engine = self._new_engine(self.current)
         self._process = os.getpid()
-        plan.engine = engine  # last: an engine counts as attached when it is complete
-        self.kept = replace(kept, buffers=None)
+        self.current.engine = engine  # last: an engine counts as attached when it is complete
 
-    def _new_engine(
-        self, plan: LoadedPlan, weights: Mapping[str, Tensor], previous: Engine | None = None
-    ) -> Engine:
-        """Return a new engine for a plan, which shares the tensors of engine `previous`."""
+    def _new_engine(self, plan: LoadedPlan) -> Engine:
         executable = plan.executable
         # An executable from a file runs on the device that this program's options name.
         device = chosen_device(self._options, executable.settings.training)
-        settings = replace(executable.settings, device=device)
-        with DisableTorchFunctionSubclass():
-            engine = Engine(executable.plan, settings, weights, self._seed(), previous=previous)
+        engine = Engine(executable.plan, replace(executable.settings, device=device), self.state)
         if plan.reporter is not None:
             plan.reporter.on_attach(engine, executable)
         return engine
 
     def detach(self) -> None:
-        """Store the current engine's state, except weights, in `kept`; save profiles; close all engines. In a
-        fork of the process that attached the model, only remove the references to the engines."""
-        if not self.is_forked:
-            self.kept = self.current_state()
+        """Save profiles, and close all engines. In a fork of the process that attached the model, only remove
+        the references to the engines."""
         for plan in self.by_key.values():
             self._close_engine(plan)
 
@@ -180,35 +194,7 @@ class LoadedPlans:
             plan.reporter.on_release()
         engine.close()
 
-    def current_state(self, whole: bool = False) -> KeptState:
-        """Return the state of the current engine, except weights and buffers; without an engine `kept`.
-
-        Args: whole: gather an optimizer state that is sharded over instances; False: this instance's shard
-        """
-        kept = replace(self.kept, random=self.random_state, loss_factor=self.loss_factor)
-        if self.engine is not None and self.engine.settings.training:
-            optimizer = {**(kept.optimizer or {}), **(self.optimizer_states(whole) or {})}
-            kept = replace(kept, optimizer=optimizer)
-        return kept
-
-    # ---- state of the engine, or of the next one -----------------------------------------------------------
-
-    @property
-    def random_state(self) -> tuple[int, int]:
-        """Return (seed, number of steps run) of the engine; without an engine, those of the next engine."""
-        if self.engine is not None:
-            return self.engine.state.random_state
-        return self.kept.random or (self._seed(), 0)
-
-    @random_state.setter
-    def random_state(self, state: tuple[int, int]) -> None:
-        self.kept = replace(self.kept, random=state)
-        if self.engine is not None:
-            self.engine.state.random_state = state
-
-    def _seed(self) -> int:
-        """Return the seed of `Options.randomSeed`, by default torch's."""
-        return self._options.random_seed if self._options.exists("random_seed") else torch.initial_seed()
+    # ---- optimizer state -------------------------------------------------------------------------------------
 
     @property
     def is_optimizer_sharded(self) -> bool:
@@ -216,24 +202,18 @@ class LoadedPlans:
         settings = self.executable and self.executable.settings
         return settings is not None and settings.shard_optimizer is not None and settings.counts.instances > 1
 
-    def optimizer_states(self, whole: bool = True) -> Mapping[str, dict[str, Tensor]] | None:
-        """Return the optimizer state of each parameter: {canonical name: {name of the state: tensor}}.
+    def optimizer_states(self) -> Mapping[str, dict[str, Tensor]]:
+        """Return the optimizer state of each parameter: {canonical name: {name of the state: tensor}}. A state
+        that is sharded over instances is gathered, which waits for all instances.
 
-        The states are copies of the engine's; without an engine they are the next engine's, None if initial.
-
-        Args: whole: gather a sharded state, which waits for all instances; False: only this instance's shard
         Raises: Error, if a sharded state is to be gathered without an engine, or an instance is gone
         """
         if self.engine is not None:
-            return self.engine.read_whole_optimizer() if whole else self.engine.state.read_optimizer()
-        if whole and self.is_optimizer_sharded:
+            return self.engine.read_whole_optimizer()
+        if self.is_optimizer_sharded:
             raise Error(
                 "the optimizer's state is shared out over the instances, and can be read while all are attached to"
                 " their devices\n"
                 "  fix: call state_dict() before detachFromDevice() or destroy(), or after attachToDevice()"
             )
-        return self.kept.optimizer
-
-    @property
-    def loss_factor(self) -> float:
-        return self.engine.state.loss_factor if self.engine is not None else self.kept.loss_factor
+        return self.state.optimizer

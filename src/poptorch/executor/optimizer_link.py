@@ -9,7 +9,6 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -34,7 +33,7 @@ from ..optim.optimizer_state import (
     to_torch_state,
 )
 from .loaded_plans import LoadedPlans
-from .marked_model import WrappedModel
+from .wrapped_model import WrappedModel
 
 _LOSS_FACTOR = "lossScaleUpdateFactor"  # key of "ipu_state": the factor of automatic loss scaling
 
@@ -103,7 +102,7 @@ class OptimizerLink:
         frozen, hyper = self._guard.check_and_freeze(optimizer, self._model.parameter_names(), compiled)
         if not compiled:
             if self.optimizer is not None and frozen.kind != self.frozen.kind:
-                self._plans.kept = replace(self._plans.kept, optimizer=None)  # it is of another update rule
+                self._plans.state.optimizer.clear()  # it is of another update rule
             self.frozen = frozen
             is_combined = getattr(optimizer, "use_combined_accum", False)
             if frozen.accumulator_type == torch.float16 and not is_combined:  # running means do not overflow
@@ -174,7 +173,7 @@ class OptimizerLink:
     def _torch_states(self) -> dict[Tensor, dict[str, Tensor]]:
         """Return the devices' states by parameter, in torch's format; no states before the first update."""
         _, steps = self._plans.random_state
-        states, names = self._plans.optimizer_states() or {}, self._model.parameter_names()
+        states, names = self._plans.optimizer_states(), self._model.parameter_names()
         found = {}
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
             name = names.get(id(parameter), "")
@@ -208,11 +207,9 @@ class OptimizerLink:
         """Return ("ipu_state", "ipu_param") for a poptorch optimizer's state_dict(); None without a state."""
         assert self.hyper is not None
         states, executable = self._plans.optimizer_states(), self._plans.executable
-        if states is None:
-            return None
         entries = to_ipu_state(self.frozen.kind, states)
         if executable is not None and executable.settings.automatic_loss_scaling:
-            entries[_LOSS_FACTOR] = torch.tensor(self._plans.loss_factor)
+            entries[_LOSS_FACTOR] = torch.tensor(self._plans.state.loss_factor)
         return entries, to_ipu_param(self.frozen.group_of, self.hyper)
 
     def upload_loaded_state(self) -> None:
@@ -220,26 +217,27 @@ class OptimizerLink:
 
         Loaded "ipu_state" is checked. Missing states stay as they are on the devices; a warning names them.
         """
-        optimizer, state = self.optimizer, self._plans.require_engine().state
+        optimizer, state = self.optimizer, self._plans.state
         if not isinstance(optimizer, PoptorchOptimizer):
             if self._device_states is not None and optimizer.state is not self._device_states:
-                state.write_optimizer(self._host_states())
+                state.load_optimizer(self._host_states())
                 optimizer.state = self._device_states
             return
         if optimizer._has_torch_state:
-            state.write_optimizer(self._host_states())
+            state.load_optimizer(self._host_states())
             self.optimizer.state.clear()
             optimizer._has_torch_state = False
         if optimizer._pending_state is not None:
             kind, entries = self.frozen.kind, optimizer._pending_state[0] or {}
             self._check_ipu_state(entries)
-            missing = sorted(set(to_ipu_state(kind, state.read_optimizer())) - set(entries))
+            missing = sorted(set(to_ipu_state(kind, state.optimizer)) - set(entries))
             if missing:
                 logger.warning(
                     "the loaded optimizer state has nothing for %s: kept as it is", ", ".join(missing)
                 )
             factor = entries.get(_LOSS_FACTOR)
-            state.write_optimizer(from_ipu_state(kind, entries), None if factor is None else float(factor))
+            state.load_optimizer(from_ipu_state(kind, entries))
+            state.loss_factor = state.loss_factor if factor is None else float(factor)
             optimizer._pending_state = None
         if optimizer._has_loaded_rates:
             names = self._model.parameter_names()

@@ -19,12 +19,11 @@ from ..annotating.replica_groups import GroupableParameter
 from ..compiling.compilation_log import Overview
 from ..logs import logger
 from ..options import Options
-from . import marked_model
 from .latest_call import Latency, LatestCall, Times
 from .loaded_plans import LoadedPlans
-from .marked_model import WrappedModel
+from .model_flags import ModelFlags
 from .optimizer_link import OptimizerLink
-from .weight_sync import WeightSync
+from .wrapped_model import HostForward, WrappedModel
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,32 +76,53 @@ class PublicNames:
 
     def __init__(self, wrapped: WrappedModel) -> None:
         self._wrapped = wrapped
-        self._plans = LoadedPlans(wrapped.options)
-        self._weights = WeightSync(wrapped, self._plans)
+        self._flags = ModelFlags(wrapped)
+        self._plans = LoadedPlans(wrapped.options, wrapped.traced)
         self._optimizer_link = OptimizerLink(wrapped, self._plans)
         self._latest, self._updates = LatestCall(), 0
+        self._host_weights_version = 0  # calls of `copyWeightsToHost`
         self._compilation_seconds: float | None = None
         self._announced_methods: set[str] = set()
 
     # ---- weights, optimizer, random state ----------------------------------------------------------------
 
-    copyWeightsToHost = _forwarding_method("_weights", WeightSync.copyWeightsToHost)
-    copyWeightsToDevice = _forwarding_method("_weights", WeightSync.copyWeightsToDevice)
-    copyNamedBuffersToDevice = _forwarding_method("_weights", WeightSync.copyNamedBuffersToDevice)
-    hostWeightsChanged = _forwarding_method("_weights", WeightSync.hostWeightsChanged)
     setOptimizer = _forwarding_method("_optimizer_link", OptimizerLink.setOptimizer)
 
+    def copyWeightsToHost(self) -> None:
+        """Check that the model is attached. Its weights are the ones that train: there is nothing to copy.
+
+        Raises: Error, if the model is not compiled or not attached, or its weights do not fit any more
+        """
+        self._plans.require_engine().state.bind(None)
+        self._host_weights_version += 1
+
+    def copyWeightsToDevice(self) -> None:
+        """Check that the model is attached, and its weights. Each call uses the model's present weights.
+
+        Raises: Error, if the model is not compiled or not attached, or its weights do not fit any more
+        """
+        self._plans.require_engine().state.bind(None)
+
+    def copyNamedBuffersToDevice(self) -> None:
+        """Check `Options.updatableNamedBuffers`. Each call uses the model's present buffers.
+
+        Raises: Error, if the option names none, or the model is not compiled or not attached
+        """
+        self._plans.require_engine()
+        if not self._wrapped.updatable_buffers():
+            raise Error(
+                "No named buffers marked as updatable\n"
+                "  fix: options.updatableNamedBuffers(['name']) before wrapping"
+            )
+
     def copyWeightsToHostIfNeeded(self) -> bool:
-        """Copy newer weights from the devices to the host; return whether there were newer weights."""
-        is_stale = self._weights.host_is_stale
-        if is_stale:
-            self.copyWeightsToHost()
-        return is_stale
+        """Return False: the model's weights are the ones that train, so there is nothing to copy."""
+        return False
 
     def averageRunningStatistics(self) -> None:
         """*Pando*: replace running statistics by their mean over the replicas of all instances.
 
-        Each replica processes different rows, and the host gets the buffers of this instance's first replica:
+        Each replica processes different rows, and the model has the buffers of this instance's first replica:
         call this method before a validation or a checkpoint, in all instances. Running statistics are all
         floating point buffers that forward changes.
 
@@ -111,16 +131,12 @@ class PublicNames:
         self._plans.require_engine().average_buffers()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the `state_dict()` of the user's model, with the newest weights."""
+        """Return the `state_dict()` of the user's model."""
         return self._wrapped.user.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
-        """Load `state_dict` into the model and attached devices; return missing and unexpected keys."""
-        self.copyWeightsToHostIfNeeded()  # what the dictionary lacks keeps its newest value
-        keys = self._wrapped.user.load_state_dict(state_dict, strict)
-        if self.isAttachedToDevice():
-            self.copyWeightsToDevice()
-        return keys
+        """Load `state_dict` into the user's model; return missing and unexpected keys."""
+        return self._wrapped.user.load_state_dict(state_dict, strict)
 
     @property
     def rng_state(self) -> list[int]:
@@ -155,7 +171,7 @@ class PublicNames:
         if self.isCompiled():
             logger.warning("train() and eval() come too late: the model is compiled, and its mode with it")
         self.model.train(mode)
-        self._weights.mode = self._wrapped.user.training  # no second warning at the next call
+        self._flags.mode = self._wrapped.user.training  # no second warning at the next call
         return self
 
     def eval(self) -> Self:
@@ -273,7 +289,7 @@ class PublicNames:
             )
         raise Error("cycleCount() is for a model that has run: run the model at least once")
 
-    forward = marked_model.HostForward()
+    forward = HostForward()
 
     # ---- as a Python object ------------------------------------------------------------------------------
 
@@ -290,7 +306,7 @@ class PublicNames:
             logger.warning(
                 "%s.%s runs on the host, uncompiled, with the newest weights\n"
                 "  fix: none, if that is meant; what forward calls is compiled, and so is a call of the executor",
-                marked_model.plain_class(self.model).__name__,
+                type(self.model).__name__,
                 name,
             )
         if isinstance(value, nn.Parameter) and name in self._wrapped.user._parameters:
@@ -305,7 +321,6 @@ class PublicNames:
     _user_model = property(attrgetter("_wrapped.user"))
     _options = property(attrgetter("_wrapped.options"))
     _optimizer = property(attrgetter("_optimizer_link.optimizer"))
-    _host_weights_version = property(attrgetter("_weights.version"))
     _is_attached = property(isAttachedToDevice)
 
     def _debugGetPopartIR(self) -> str:

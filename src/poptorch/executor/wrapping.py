@@ -19,7 +19,7 @@ from ..logs import logger
 from ..options import Options
 from ..options.freeze_options import resolve_options
 from ..planning import make_profiles
-from . import executable_file, marked_model
+from . import executable_file, wrapped_model
 from .executor import PoplarExecutor
 from .public_names import outside_inference_mode
 
@@ -42,7 +42,7 @@ def trainingModel(
     Raises: RuntimeError, if the model is wrapped for training already
     """
     model = _unwrap_module(model)
-    marked_model.check_not_wrapped(model)
+    wrapped_model.check_not_wrapped(model)
     if loss is not None:
         given = Options() if options is None else options
         options = given.clone().loss(loss)
@@ -173,7 +173,7 @@ def _compile_arguments(
     executor, temporary = model, None
     if not isinstance(model, PoplarExecutor):
         model = _unwrap_module(model)
-        executor = marked_model.executor_of(model) if training else None
+        executor = wrapped_model.executor_of(model) if training else None
         if executor is None:
             executor = temporary = PoplarExecutor(model, options and options.clone(), training=training)
             options = None

@@ -156,8 +156,7 @@ def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
 
 def _version_counters(call: HostCall) -> dict[str, int]:
     """Return the version counter of each weight of the model on the host, by name; a write increments it."""
-    with DisableTorchFunctionSubclass():  # reading a marked tensor would copy weights to the host
-        return {name: value._version for name, link in call.weights if (value := link()) is not None}
+    return {name: value._version for name, link in call.weights if (value := link()) is not None}
 
 
 def _has_same_bits(value: Tensor, before: Tensor) -> bool:

@@ -5,6 +5,7 @@ from engine_models import graph_of, net, stages
 
 from popengine.compile import compile_graph
 from popengine.run.engine import Engine
+from popengine.run.state import TrainState
 from popengine.settings import Anchor, Counts, Hyper, Optimizer, Settings
 
 SGD = {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": False}
@@ -66,7 +67,7 @@ def planned(
     )
     plan = compile_graph(graph_of(model if training else model.eval(), training), settings)
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return plan, settings, weights, 3
+    return plan, settings, TrainState(weights.copy, seed=3)
 
 
 def engine_of(**options):
@@ -92,7 +93,7 @@ def trained(engine, calls=3, hyper=None, recorder=None):
         results = engine.run(batch_for(engine, call), hyper[call], recorder)
         found |= {f"output {call} {i}": value.clone() for i, value in enumerate(results.outputs())}
     found |= {name: value.clone() for name, value in engine.state.read().items()}
-    for key, state in engine.state.read_optimizer().items() if engine.settings.training else ():
+    for key, state in engine.state.shared.optimizer.items() if engine.settings.training else ():
         found |= {f"{key} {name}": value for name, value in state.items()}
     engine.close()
     return found

@@ -1,8 +1,8 @@
 """Whatever a piece reads begins at a multiple of 64 bytes, so that bits don't depend on where rows lie in a batch."""
 
+import numpy as np
 import pytest
 import torch
-from engine_models import net
 from test_engine_runs import HYPER, batch, engine_for
 
 from popengine.run.devices import with_aligned_micro_batches, with_aligned_start
@@ -12,6 +12,15 @@ def odd(value):
     """The same values, 4 bytes after a multiple of 64."""
     room = torch.empty(value.numel() + 1, dtype=value.dtype)
     return room[1:].view_as(value).copy_(value)
+
+
+def odd_memory(value):
+    """The same values in memory of their own, which begins 8 bytes after a multiple of 64, as arrays may."""
+    room = np.empty(value.nbytes + 128, dtype=np.uint8)
+    start = -room.ctypes.data % 64 + 8
+    array = room[start : start + value.nbytes].view(value.numpy().dtype).reshape(value.shape)
+    array[...] = value.numpy()
+    return torch.from_numpy(array)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.bool])
@@ -75,9 +84,24 @@ def test_every_computation_reads_what_begins_well_whatever_the_user_gives(ipus):
     engine, twin = (engine_for(ipus, replicas=2) for _ in range(2))
     wrong = [watched(engine), watched(twin)]
     x, y = batch(32)
-    engine.write({name: odd(value) for name, value in net().state_dict().items()})
+    for name, value in engine.state.read().items():
+        engine.state.shared.find_weights()[name].data = odd_memory(value)
     for _ in range(2):
         engine.run([odd(x), odd(y)], HYPER)
         twin.run([x, y], HYPER)
     assert wrong == [[], []]
     assert all(torch.equal(value, twin.state.read()[name]) for name, value in engine.state.read().items())
+
+
+def test_a_weight_in_memory_of_its_own_is_moved_and_a_view_of_more_stays_where_it_is():
+    """As torch.nn.utils.vector_to_parameters makes it: the vector is trained, too, as in plain PyTorch."""
+    engine = engine_for()
+    weights = engine.state.shared.find_weights()
+    whole = torch.cat([torch.zeros(1), weights["a.weight"].reshape(-1)])
+    weights["a.weight"].data = whole[1:].view_as(weights["a.weight"])
+    weights["b.weight"].data = odd_memory(weights["b.weight"])
+    before = whole.clone()
+    engine.run(batch(16), HYPER)
+    assert not torch.equal(whole[1:], before[1:])
+    assert torch.equal(whole[1:], engine.state.read()["a.weight"].reshape(-1))
+    assert weights["b.weight"].data_ptr() % 64 == 0

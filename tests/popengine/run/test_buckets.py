@@ -7,7 +7,7 @@ import torch
 from engine_models import graph_of, net, stages
 
 from popengine.compile import compile_graph
-from popengine.run.state import State
+from popengine.run.state import State, TrainState
 from popengine.run.updating import buckets_of
 from popengine.settings import Counts, Optimizer, Settings
 
@@ -26,7 +26,7 @@ def made(monkeypatch, size, least=None, replicas=1):
         shard_optimizer=least,
     )
     plan = compile_graph(graph_of(), settings)
-    state = State(plan, settings, net().state_dict(), torch.device("cpu"))
+    state = State(plan, settings, TrainState(net().state_dict().copy), torch.device("cpu"))
     return state, [b for t in plan.tasks if t.kind == "exchange" for b in buckets_of(plan, t.piece, state)]
 
 
@@ -55,17 +55,19 @@ def test_the_sums_are_the_memory_of_their_bucket_and_begin_well(monkeypatch, rep
 
 def test_gradients_that_one_process_needs_lie_in_its_share(monkeypatch):
     state, (bucket,) = made(monkeypatch, 1 << 20, least=0)
-    assert set(state.owner.values()) == {0, 1}
+    assert set(state.shared.owner.values()) == {0, 1}
     start, middle, stop = bucket.cuts
     assert (start, stop) == (0, bucket.flats[0].numel())
     sums = state.sums[0]
-    assert all((sums[key].storage_offset() >= middle) == bool(state.owner[key]) for key in sums)
+    assert all((sums[key].storage_offset() >= middle) == bool(state.shared.owner[key]) for key in sums)
 
 
 def test_the_state_is_shared_out_evenly(monkeypatch):
     state, _ = made(monkeypatch, 1 << 20, least=0)
     loads = [0, 0]
     for unit in state.units:
-        loads[state.owner[unit.key]] += state.weight(unit).numel()
+        loads[state.shared.owner[unit.key]] += state.weight(unit).numel()
     assert abs(loads[0] - loads[1]) <= max(state.weight(unit).numel() for unit in state.units)
-    assert {unit.key for unit in state.optimizer} == {k for k, owner in state.owner.items() if owner == 0}
+    assert {unit.key for unit in state.optimizer} == {
+        k for k, owner in state.shared.owner.items() if owner == 0
+    }

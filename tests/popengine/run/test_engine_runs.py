@@ -11,6 +11,7 @@ from popengine.compile.capture import capture
 from popengine.errors import RunError
 from popengine.run.engine import Engine
 from popengine.run.row_functions import RowFunctions
+from popengine.run.state import TrainState
 from popengine.settings import Counts, Hyper, Optimizer, Settings, Strategy
 
 RATES = {
@@ -37,7 +38,7 @@ def engine_for(
     )
     plan = compile_graph(graph_of(model), settings)
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return Engine(plan, settings, weights, seed)
+    return Engine(plan, settings, TrainState(weights.copy, seed))
 
 
 def batch(micro_batches):
@@ -49,17 +50,23 @@ def copied(engine):
     return {name: value.clone() for name, value in engine.state.read().items()}
 
 
+def write(engine, weights):
+    for name, value in weights.items():
+        engine.state.read()[name].copy_(value)
+
+
 def assert_equal(one, two):
     assert one.keys() == two.keys()
     assert [name for name in one if not torch.equal(one[name], two[name])] == []
 
 
-def test_the_engine_copies_the_weights_it_is_given():
-    model = net()
-    engine = engine_for()
-    assert_equal(copied(engine), dict(model.state_dict()))
+def test_the_engine_trains_the_tensors_that_it_is_given():
+    model, engine = net(), engine_for()
+    given = dict(engine.state.shared.find_weights())
+    assert_equal(given, dict(model.state_dict()))
     engine.run(batch(16), HYPER)
-    assert not torch.equal(engine.state.read()["a.weight"], model.a.weight)
+    assert not torch.equal(given["a.weight"], model.a.weight)
+    assert_equal(given, copied(engine))
 
 
 @pytest.mark.parametrize(
@@ -112,21 +119,17 @@ def test_new_rates_need_no_new_plan():
 
 def test_weights_written_are_used_by_every_replica():
     engine = engine_for(replicas=2)
-    engine.write(
-        {
-            name: torch.zeros_like(value)
-            for name, value in engine.state.read().items()
-            if value.is_floating_point()
-        }
-    )
+    write(engine, {n: torch.zeros_like(v) for n, v in copied(engine).items() if v.is_floating_point()})
     scores = engine.run(batch(32), Hyper(({**RATES, "lr": 0.0},))).outputs()[0]
     assert torch.equal(scores, torch.zeros_like(scores))
 
 
 def test_weights_that_are_written_one_after_another_are_all_compared_with_the_peers():
     engine = engine_for()
+    engine.state.shared.confirm(engine.state.trained)
+    assert "value" not in engine._fingerprint(HYPER, batch(16))
     for names in (["a.weight"], ["c.bias", "norm.running_mean"]):
-        engine.write({name: engine.state.read()[name].clone() for name in names})
+        write(engine, {name: engine.state.read()[name].clone() for name in names})
     assert engine._fingerprint(HYPER, batch(16))["value"].keys() == {"a.weight", "c.bias"}
 
 
@@ -154,12 +157,11 @@ def test_a_failed_call_leaves_what_its_finished_updates_have_made(failing):
     said = f"{failing} of the 3 weight updates" if failing else "as they were before the call"
     assert said in str(error.value)
     assert engine.updates_done == failing
-    assert engine.state.random_state == twin.state.random_state
+    assert engine.state.shared.random_state == twin.state.shared.random_state
     assert_equal(copied(engine), copied(twin))
-    assert engine.state.host_is_stale == bool(failing)
     other = engine_for(iterations=3)
-    other.write(copied(twin))
-    other.state.random_state = twin.state.random_state
+    write(other, copied(twin))
+    other.state.shared.random_state = twin.state.shared.random_state
     assert torch.equal(engine.run(batch(24), HYPER).outputs()[1], other.run(batch(24), HYPER).outputs()[1])
 
 
@@ -183,8 +185,7 @@ def test_inference_holds_few_micro_batches_at_a_time_whatever_the_iterations(mon
     engine = Engine(
         compile_graph(graph_of(model, training=False), settings),
         settings,
-        model.state_dict(),
-        0,
+        TrainState(model.state_dict),
     )
     engine.run(batch(200), None)
     assert max(alive) <= 5
@@ -205,7 +206,7 @@ def test_a_model_without_parameters_runs():
     model = torch.nn.ReLU()
     graph = capture(model, lambda inputs: [model(inputs[0])], [torch.zeros(3)], training=False)
     settings = Settings(False, Counts(iterations=2), Strategy())
-    engine = Engine(compile_graph(graph, settings), settings, {}, 0)
+    engine = Engine(compile_graph(graph, settings), settings, TrainState(dict))
     assert engine.run([torch.tensor([-1.0, 1, 2, -2, 3, 4])], None).outputs()[0].tolist() == [
         0,
         1,

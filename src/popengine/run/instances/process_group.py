@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...errors import Error
 from ...torch_private import default_store
-from ..state import OptimizerState, State
+from ..state import OptimizerState, TrainState
 from .connections import Connections, TorchThread, join_torch_threads
 from .consistency import HEADER, Fingerprint, barrier_header, barrier_name, describe_differences
 
@@ -66,8 +66,8 @@ class ProcessGroup(Connections):
         self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
         # The shards of this instance that peers may read, by the name that `publish_state` returned.
         self._published = 0  # number of names
-        self._states: weakref.WeakValueDictionary[str, State] = weakref.WeakValueDictionary()
-        self._copies: dict[str, OptimizerStates] = {}  # of closed engines, until the next barrier
+        self._states: weakref.WeakValueDictionary[str, TrainState] = weakref.WeakValueDictionary()
+        self._withdrawn: dict[str, TrainState] = {}  # those that peers may read until the next barrier only
 
     # ---- barriers ----------------------------------------------------------------------------------------
 
@@ -125,7 +125,9 @@ class ProcessGroup(Connections):
             headers = self._all_gather_vectors(mine, [HEADER] * self.size, _BARRIER, what)
             if all(torch.equal(other, mine) for other in headers):
                 if not what.startswith(_READING):
-                    self._copies.clear()
+                    for name in self._withdrawn:
+                        self._states.pop(name, None)
+                    self._withdrawn.clear()
                 return
             readings = [name for name in map(barrier_name, headers) if name.startswith(_READING)]
             if not readings:
@@ -139,7 +141,7 @@ class ProcessGroup(Connections):
 
     # ---- sharded state -----------------------------------------------------------------------------------
 
-    def publish_state(self, state: State) -> str:
+    def publish_state(self, state: TrainState) -> str:
         """Let peers read this instance's optimizer state, and return the state's name, for `read_shards`.
 
         All instances must publish their states in the same order. The reference to the state is weak.
@@ -149,11 +151,11 @@ class ProcessGroup(Connections):
         self._states[name] = state
         return name
 
-    def copy_state_until_barrier(self, name: str) -> None:
-        """Replace the published state `name` by a copy, for slower peers, until the next barrier."""
-        state = self._states.pop(name, None)
+    def withdraw_state(self, name: str) -> None:
+        """Let peers read the published state `name` until the next barrier only, and keep it as long."""
+        state = self._states.get(name)
         if state is not None and not self._has_ended:
-            self._copies[name] = state.read_optimizer()
+            self._withdrawn[name] = state
 
     def read_shards(self, name: str) -> list[OptimizerStates]:
         """Return the states `name` of all instances, by rank. Waits until each peer reads, too, or is at its
@@ -165,8 +167,7 @@ class ProcessGroup(Connections):
         Raises PeerFailed if an instance has dropped its state."""
         file = io.BytesIO()
         try:
-            state = self._copies[name] if name in self._copies else self._states[name].read_optimizer()
-            torch.save(state, file)
+            torch.save(self._states[name].optimizer, file)
         except BaseException as error:
             why = "has let go of it" if isinstance(error, KeyError) else f"failed: {error}"
             self.abort(f"was asked for its part of {name.removeprefix(_READING)}, and {why}")
@@ -237,7 +238,7 @@ def announce_end() -> None:
     """Write to the store that this process ends, unless it trains alone. First, if it has a shard of an
     optimizer state and has not failed, wait until all peers end or one fails: they may read the shard."""
     if _current is not None:
-        has_shard = _current._states or _current._copies
+        has_shard = len(_current._states)
         if has_shard and not hasattr(sys, "last_value"):  # the program has not failed
             with suppress(Error):
                 _current.barrier("the end of the program")

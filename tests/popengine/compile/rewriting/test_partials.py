@@ -14,6 +14,7 @@ from popengine.errors import RunError
 from popengine.run import row_functions
 from popengine.run.backends.eager import build
 from popengine.run.engine import Engine
+from popengine.run.state import TrainState
 from popengine.settings import Counts, Hyper, Optimizer, Settings, StagePlan, Strategy
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -202,7 +203,7 @@ def engine_of(ipus, accumulation, recompute=False):
     )
     plan = compile_graph(graph_of(torch.float16), settings)
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return Engine(plan, settings, weights, 7)
+    return Engine(plan, settings, TrainState(weights.copy, 7))
 
 
 RATES = Hyper(
@@ -262,8 +263,9 @@ def test_a_failed_call_leaves_no_old_copies_behind():
     wrong[-1] = 99  # in the last micro-batch of the second step
     with pytest.raises(RunError, match="Target 99 is out of bounds"):
         engine.run([images, wrong], RATES)
-    twin.write({name: value.clone() for name, value in engine.state.read().items()})
-    twin.state.random_state = engine.state.random_state
+    for name, value in engine.state.read().items():
+        twin.state.read()[name].copy_(value)
+    twin.state.shared.random_state = engine.state.shared.random_state
     found = engine.run([images, labels], RATES).outputs()[1]
     assert torch.equal(found, twin.run([images, labels], RATES).outputs()[1])
     engine.close()

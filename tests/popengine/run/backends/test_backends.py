@@ -14,6 +14,7 @@ from popengine.run.backends.eager import build
 from popengine.run.backends.inductor import TensorMetadata, input_metadata, trace_piece
 from popengine.run.engine import Engine
 from popengine.run.recorder import Recorder
+from popengine.run.state import TrainState
 from popengine.settings import Counts, Hyper, Optimizer, Settings, StagePlan, Strategy
 
 # Fused kernels keep sums in another order: one float32 rounding (6e-8) an operation, over some twenty
@@ -47,7 +48,7 @@ def trained(backend, recorder=None, **more):
     settings = settings_for(model, backend, **more)
     plan = compile_graph(graph_of(model), settings)
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    engine = Engine(plan, settings, weights, 7)
+    engine = Engine(plan, settings, TrainState(weights.copy, 7))
     torch.manual_seed(1)
     losses = (
         engine.run([torch.randn(24, 4), torch.randint(0, 3, (24,))], RATES, recorder).outputs()[1].clone()

@@ -1,4 +1,4 @@
-"""The two copies of the weights: when they move between host and devices, and when they don't."""
+"""The weights of a model are the ones that train: what a call sees, and what is seen after it."""
 
 import pytest
 import torch
@@ -13,53 +13,76 @@ def host(model):
     return model.layer.weight.detach().clone()
 
 
-def test_the_host_sees_training_at_its_next_look():
-    executor, model = trainer()
-    before = host(model)
+def test_training_changes_the_models_own_tensors():
+    model = Trained()
+    tensors = {name: (value, value.data_ptr()) for name, value in model.named_parameters()}
+    view, before, kinds = model.layer.weight.detach().numpy(), host(model), [type(m) for m in model.modules()]
+    state = model.state_dict()
+    executor, _ = trainer(model)
     executor(*batch())
-    assert executor._weights.host_is_stale
+    for name, (value, address) in tensors.items():
+        assert model.get_parameter(name) is value
+        assert value.data_ptr() == address
+        assert type(value) is nn.Parameter
+    assert [type(m) for m in model.modules()] == kinds
     assert not torch.equal(host(model), before)
-    assert not executor._weights.host_is_stale
+    assert torch.equal(torch.from_numpy(view), host(model))
+    assert torch.equal(state["layer.weight"], host(model))
 
 
-def test_explicit_copies_count_as_versions():
+def test_the_copies_check_and_copy_nothing():
     executor, model = trainer()
+    for copy in (executor.copyWeightsToHost, executor.copyWeightsToDevice, executor.copyNamedBuffersToDevice):
+        with pytest.raises(poptorch.Error, match="has not been compiled"):
+            copy()
     executor(*batch())
-    assert executor.copyWeightsToHostIfNeeded() is True
-    assert executor.copyWeightsToHostIfNeeded() is False
-    assert model.copyWeightsToHostIfNeeded() is False
     version = executor._host_weights_version
     executor.copyWeightsToHost()
     assert executor._host_weights_version == version + 1
+    now = host(model)
+    executor.copyWeightsToDevice()
+    assert torch.equal(host(model), now)
+    assert executor.copyWeightsToHostIfNeeded() is model.copyWeightsToHostIfNeeded() is False
+    executor.detachFromDevice()
+    for copy in (executor.copyWeightsToHost, executor.copyWeightsToDevice):
+        with pytest.raises(poptorch.Error, match="not attached"):
+            copy()
 
 
-def test_changes_on_the_host_wait_for_copy_weights_to_device():
-    executor, model = trainer(lr=0.0)
+def zeros(model):
+    return {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda m: m.load_state_dict(zeros(m)),
+        lambda m: m.load_state_dict(zeros(m), assign=True),
+        lambda m: [p.data.zero_() for p in m.parameters()],
+        lambda m: [p.detach().numpy().fill(0) for p in m.parameters()],
+        lambda m: [setattr(p, "data", torch.zeros_like(p)) for p in m.parameters()],
+        lambda m: [setattr(m.layer, n, nn.Parameter(v)) for n, v in zeros(m.layer).items()],
+        lambda m: nn.utils.vector_to_parameters(torch.zeros(8), m.parameters()),
+        lambda m: [torch.from_dlpack(p.detach()).zero_() for p in m.parameters()],
+        lambda m: setattr(m.layer.weight, "data", torch.zeros(3, 2).t()) or nn.init.zeros_(m.layer.bias),
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_written_between_calls_is_what_the_next_call_reads(write, training, caplog):
+    model = Trained()
     x, target = batch()
-    first, _ = executor(x, target)
-    with torch.no_grad():
-        model.layer.weight.fill_(0.0)
-        model.layer.bias.fill_(7.0)
-    assert torch.equal(executor(x, target)[0], first)
-    with torch.no_grad():
-        model.layer.weight.fill_(0.0)
-        model.layer.bias.fill_(7.0)
-    executor.copyWeightsToDevice()
-    assert torch.equal(executor(x, target)[0], torch.full((2, 2), 7.0))
+    executor = trainer(model, lr=0.0)[0] if training else poptorch.inferenceModel(model, options())
+    inputs = (x, target) if training else (x,)
+    for _ in range(2):
+        executor(*inputs)
+        write(model)
+        output = executor(*inputs)
+        assert torch.equal(output[0] if training else output, torch.zeros(2, 2))
+        nn.init.ones_(model.layer.weight)
+    assert caplog.messages == []
 
 
-def test_uploading_discards_the_training_since_the_last_copy():
-    executor, model = trainer()
-    executor(*batch())
-    kept = host(model)
-    executor(*batch())
-    executor.copyWeightsToDevice()
-    assert torch.equal(host(model), kept)
-    executor.copyWeightsToHost()
-    assert torch.equal(host(model), kept)
-
-
-def test_load_state_dict_of_the_executor_uploads():
+def test_load_state_dict_of_the_executor_loads_into_the_model():
     executor, _ = trainer(lr=0.0)
     x, target = batch()
     executor(x, target)
@@ -98,27 +121,16 @@ def test_an_interrupted_run_equals_an_uninterrupted_one():
     assert losses(True) == losses(False)
 
 
-def test_inference_alone_sees_changes_when_told():
-    model = Trained()
-    executor = poptorch.inferenceModel(model, options())
-    x, _ = batch()
-    first = executor(x)
-    with torch.no_grad():
-        model.layer.weight.zero_()
-        model.layer.bias.zero_()
-    assert torch.equal(executor(x), first)
-    executor.copyWeightsToDevice()
-    assert torch.equal(executor(x), torch.zeros(2, 2))
-
-
-def test_buffers_of_inference_stay_on_the_device():
+def test_buffers_that_inference_changes_are_the_models():
     model = Counting()
+    seen = model.seen
     executor = poptorch.inferenceModel(model, options(iterations=2))
     assert torch.equal(executor(torch.zeros(2)), torch.tensor([1.0, 2.0]))
     assert torch.equal(executor(torch.zeros(2)), torch.tensor([3.0, 4.0]))
-    assert model.seen == 0
-    executor.copyWeightsToHost()
-    assert model.seen == 4
+    assert model.seen is seen
+    assert seen == 4
+    seen.fill_(10)
+    assert torch.equal(executor(torch.zeros(2)), torch.tensor([11.0, 12.0]))
 
 
 def test_validation_follows_training_without_explicit_copies():
@@ -135,29 +147,6 @@ def test_validation_follows_training_without_explicit_copies():
     assert torch.equal(validation(x), before)
 
 
-def test_validation_uploads_only_what_is_new():
-    executor, model = trainer()
-    validation = poptorch.inferenceModel(model, options())
-    x, target = batch()
-    executor(x, target)
-    validation(x)
-    uploads = 0
-    original = validation._plans.engine.write
-
-    def count(weights):
-        nonlocal uploads
-        uploads += 1
-        original(weights)
-
-    validation._plans.engine.write = count
-    validation(x)
-    assert uploads == 0
-    executor(x, target)
-    validation(x)
-    validation(x)
-    assert uploads == 1
-
-
 def test_after_the_trainers_end_validation_keeps_its_weights():
     executor, model = trainer()
     validation = poptorch.inferenceModel(model, options())
@@ -170,20 +159,15 @@ def test_after_the_trainers_end_validation_keeps_its_weights():
 # ---- several executors of a model ------------------------------------------------------------------------
 
 
-def zeros(model):
-    return {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
-
-
 def write_zeros(executor, model):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    executor.copyWeightsToDevice()
 
 
-@pytest.mark.parametrize("upload", [lambda e, m: e.load_state_dict(zeros(m)), write_zeros])
+@pytest.mark.parametrize("write", [lambda e, m: e.load_state_dict(zeros(m)), write_zeros])
 @pytest.mark.parametrize("by", ["training", "inference"])
-def test_an_upload_is_seen_by_the_models_executors_for_inference(upload, by):
+def test_what_is_written_is_seen_by_all_executors_of_the_model(write, by):
     # They computed with the old weights until the next training call: restore the best, then evaluate.
     executor, model = trainer()
     first, second = (poptorch.inferenceModel(model, options()) for _ in range(2))
@@ -192,30 +176,10 @@ def test_an_upload_is_seen_by_the_models_executors_for_inference(upload, by):
         executor(x, target)
     assert not torch.equal(first(x), torch.zeros(2, 2))
     assert not torch.equal(second(x), torch.zeros(2, 2))
-    upload(executor if by == "training" else first, model)
+    write(executor if by == "training" else first, model)
     for _ in range(2):
         assert torch.equal(first(x), torch.zeros(2, 2))
         assert torch.equal(second(x), torch.zeros(2, 2))
-
-
-def test_uploads_are_not_handed_back_and_forth(monkeypatch):
-    executor, model = trainer()
-    both = [poptorch.inferenceModel(model, options()) for _ in range(2)]
-    x, target = batch()
-    executor(x, target)
-    for each in both:
-        each(x)
-    uploads = []
-    for each in both:
-        original = each._plans.engine.write
-        monkeypatch.setattr(
-            each._plans.engine, "write", lambda weights, write=original: uploads.append(write(weights))
-        )
-    executor(x, target)
-    for _ in range(3):
-        for each in both:
-            each(x)
-    assert len(uploads) == 2
 
 
 def test_inference_sees_what_was_trained_until_destroy():
@@ -254,27 +218,9 @@ def test_a_trainer_wrapped_later_is_followed_too():
     assert not torch.equal(validation(x), before)
 
 
-def test_an_upload_to_inference_leaves_what_was_trained():
-    executor, model = trainer()
-    validation = poptorch.inferenceModel(model, options())
-    x, target = batch()
-    executor(x, target)
-    validation(x)
-    executor(x, target)
-    validation.copyWeightsToDevice()
-    trained = model.layer.weight.detach().clone()
-    executor(x, target)
-    twin, other = trainer()
-    for _ in range(3):
-        twin(x, target)
-    assert torch.equal(model.layer.weight, other.layer.weight)
-    assert not torch.equal(trained, model.layer.weight)
-
-
-def test_two_trainers_that_share_a_layer_are_one_warning(caplog):
+def test_two_trainers_that_share_a_layer_train_the_same_tensors():
     executor, model = trainer()
     x, target = batch()
-    executor(x, target)
 
     class Other(Trained):
         def __init__(self):
@@ -282,79 +228,14 @@ def test_two_trainers_that_share_a_layer_are_one_warning(caplog):
             self.layer = model.layer
 
     other, _ = trainer(Other())
-    (message,) = caplog.messages
-    assert message.startswith("another executor trains layer.weight, layer.bias, too")
-    assert "fix:" in message
-    newest = model.layer.weight.detach().clone()
-    other.compile(x, target)
-    other.copyWeightsToHost()
-    assert torch.equal(model.layer.weight, newest)  # it began with what the first had trained
-    other(x, target)
-    executor(x, target)
-    assert len(caplog.messages) == 1
+    alone, expected = trainer()
+    for each in (executor, other, executor):
+        each(x, target)
+        alone(x, target)
+        assert torch.equal(model.layer.weight, expected.layer.weight)
 
 
-# ---- what is changed on the host after compilation -------------------------------------------------------
-
-
-def test_weights_written_on_the_host_without_an_upload_are_one_warning(caplog):
-    executor, model = trainer()
-    x, target = batch()
-    executor(x, target)
-    executor(x, target)
-    assert model.state_dict()
-    executor(x, target)
-    assert caplog.messages == []
-    model.load_state_dict(zeros(model))
-    executor(x, target)
-    (message,) = caplog.messages
-    assert message.startswith(
-        "layer.weight, layer.bias changed on the host, and the compiled program uses the values"
-    )
-    assert "copyWeightsToDevice()" in message
-    model.load_state_dict(zeros(model))
-    executor(x, target)
-    assert len(caplog.messages) == 1
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda m: m.load_state_dict(zeros(m)),
-        lambda m: m.load_state_dict(zeros(m), assign=True),
-        lambda m: nn.init.zeros_(m.layer.weight),
-        lambda m: setattr(m.layer.weight, "data", torch.zeros(2, 3)),
-        lambda m: setattr(m.layer, "weight", nn.Parameter(torch.zeros(2, 3))),
-    ],
-)
-@pytest.mark.parametrize("training", [True, False])
-def test_each_way_to_write_on_the_host_is_seen_and_an_upload_answers_it(caplog, write, training):
-    model = Trained()
-    wrap = poptorch.trainingModel if training else poptorch.inferenceModel
-    executor, told = wrap(model, options()), wrap(Trained(), options())
-    inputs = batch() if training else batch()[:1]
-    for each in (executor, told):
-        each(*inputs)
-    caplog.clear()
-    write(model)
-    executor.copyWeightsToDevice()
-    executor(*inputs)
-    assert caplog.messages == []
-    write(told.model)
-    told(*inputs)
-    (message,) = caplog.messages
-    assert "layer.weight" in message
-    assert "changed on the host" in message
-
-
-def test_weights_written_before_devices_are_taken_again_are_used_without_a_word(caplog):
-    executor, model = trainer(lr=0.0)
-    x, target = batch()
-    executor(x, target)
-    executor.detachFromDevice()
-    model.load_state_dict(zeros(model))
-    assert torch.equal(executor(x, target)[0], torch.zeros(2, 2))
-    assert caplog.messages == []
+# ---- what is changed after compilation -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -422,14 +303,22 @@ def test_a_layer_made_trainable_after_compilation_is_one_warning(caplog):
     assert message.startswith("layer.bias was made trainable after the compilation")
 
 
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 @pytest.mark.parametrize("training", [True, False])
-def test_a_layer_replaced_after_compilation_is_one_warning(caplog, training):
+def test_a_layer_replaced_by_another_kind_after_compilation_is_one_warning(caplog, training):
     model = Trained()
     executor = (poptorch.trainingModel if training else poptorch.inferenceModel)(model, options())
     inputs = batch() if training else batch()[:1]
     executor(*inputs)
     caplog.clear()
     model.layer = nn.Linear(3, 2)
+    executor(*inputs)
+    assert caplog.messages == []  # it computes the same, with its own weights
+    model.layer = Doubled(3, 2)
     executor(*inputs)
     executor(*inputs)
     (message,) = caplog.messages
@@ -475,8 +364,11 @@ def test_replicas_keep_buffers_of_their_own_when_allowed():
     executor = poptorch.inferenceModel(model, options(replicas=2).broadcastBuffers(False))
     assert torch.equal(executor(torch.tensor([1.0, 10.0])), torch.tensor([1.0, 10.0]))
     assert torch.equal(executor(torch.tensor([1.0, 10.0])), torch.tensor([2.0, 20.0]))
-    executor.copyWeightsToHost()
     assert model.total == 2  # replica 0's
+    executor.detachFromDevice()
+    assert torch.equal(executor(torch.tensor([1.0, 10.0])), torch.tensor([3.0, 30.0]))
+    model.total.numpy()[0] = 100  # what the user writes is for all replicas
+    assert torch.equal(executor(torch.tensor([1.0, 10.0])), torch.tensor([101.0, 110.0]))
 
 
 def test_batch_norm_statistics_are_exempt_and_the_host_gets_replica_0s():
@@ -623,7 +515,7 @@ class Offset(nn.Module):
         return x * self.scale + self.offset
 
 
-def test_only_the_named_buffers_are_uploaded():
+def test_named_buffers_and_all_other_weights_are_read_by_the_next_call():
     model = Offset()
     executor = poptorch.inferenceModel(model, options().updatableNamedBuffers(["offset"]))
     executor(torch.zeros(1))
@@ -631,23 +523,7 @@ def test_only_the_named_buffers_are_uploaded():
         model.offset.fill_(5.0)
         model.scale.fill_(3.0)
     executor.copyNamedBuffersToDevice()
-    assert executor(torch.ones(1)) == 6
-
-
-def test_a_named_buffer_that_was_uploaded_is_no_unused_change(caplog):
-    model = Offset()
-    executor = poptorch.inferenceModel(model, options().updatableNamedBuffers(["offset"]))
-    other = poptorch.inferenceModel(model, options())
-    assert executor(torch.ones(1)) == other(torch.ones(1)) == 2
-    with torch.no_grad():
-        model.offset.fill_(5.0)
-    executor.copyNamedBuffersToDevice()
-    assert executor(torch.ones(1)) == other(torch.ones(1)) == 6
-    assert caplog.messages == []
-    with torch.no_grad():
-        model.scale.fill_(5.0)
-    executor(torch.ones(1))
-    assert "scale changed on the host" in caplog.text
+    assert executor(torch.ones(1)) == 8
 
 
 def test_named_buffers_must_be_named_and_exist():
@@ -658,17 +534,6 @@ def test_named_buffers_must_be_named_and_exist():
     executor = poptorch.inferenceModel(Offset(), options().updatableNamedBuffers(["offest"]))
     with pytest.raises(poptorch.Error, match="offest; the model's buffers are offset"):
         executor(torch.zeros(1))
-
-
-def test_setting_an_optimizer_between_calls_moves_no_weights(monkeypatch):
-    executor, _ = trainer()
-    executor(*batch())
-    copies = []
-    monkeypatch.setattr(executor._weights, "copyWeightsToHost", lambda: copies.append(1))
-    for _ in range(3):
-        executor.setOptimizer(executor._optimizer)
-        executor(*batch())
-    assert copies == []
 
 
 class Prefixed(nn.Module):

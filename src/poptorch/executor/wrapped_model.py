@@ -1,0 +1,147 @@
+"""The model of an executor, and the mark that a model carries while an executor trains it."""
+
+import copy
+import weakref
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from popengine.errors import Error
+
+from ..annotating.replica_groups import Grouping
+from ..compiling.arguments import weights_of
+from ..options import Options
+
+
+@dataclass(frozen=True)
+class WrappedModel:
+    """The model of an executor, its options, and whether it is trained.
+
+    Args:
+        user:        the user's model
+        traced:      the shallow copy of `user` that is compiled; made when the executor was
+        per_replica: by parameter name, the `replicaGrouping` of a parameter with one value per group
+    """
+
+    user: nn.Module
+    traced: nn.Module
+    options: Options
+    training: bool
+    per_replica: dict[str, Grouping] = field(default_factory=dict)
+
+    def shapes(self, groups: Container[str]) -> dict[str, tuple[int, ...]]:
+        """Return, by name, the shape of each weight in a replica.
+
+        Args: groups: names of per-replica parameters, which in the model have one row per group of replicas
+        """
+        return {n: tuple(w.shape[1:] if n in groups else w.shape) for n, w in weights_of(self.traced).items()}
+
+    def parameter_names(self) -> dict[int, str]:
+        """Return {id(parameter): its canonical name}."""
+        return {id(parameter): name for name, parameter in self.traced.named_parameters()}
+
+    def updatable_buffers(self) -> list[str]:
+        """Return the names in `Options.updatableNamedBuffers`. Raises Error if a name is not a buffer's."""
+        names = self.options._Popart.options.get("updatableNamedBuffers", [])
+        known = dict(self.traced.named_buffers())
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise Error(
+                f"updatableNamedBuffers names {', '.join(unknown)}; the model's buffers are"
+                f" {', '.join(known) or 'none'}"
+            )
+        return names
+
+
+class HostForward:
+    """A descriptor: `executor.forward` is the forward of the user's model, which runs on the host. The class
+    attribute `PoplarExecutor.forward` raises AttributeError: trainers read the signature of forward there."""
+
+    def __get__(self, executor: Any, kind: type) -> Any:
+        if executor is not None:
+            return executor.model.forward
+        raise AttributeError(
+            "an executor has no forward of its own: a call computes gradients and updates weights, too\n"
+            "  fix: give a trainer the model, and call the executor in its training_step: docs/guide/hugging_face.md"
+        )
+
+
+# ---- the mark: two attributes of the instance ------------------------------------------------------------------
+
+
+class _MethodOfExecutor:
+    """A method that a trained model has as an attribute. Deep copies and pickles of the model have None instead.
+
+    Args: owner: a weak reference to the executor that trains the model
+    """
+
+    def __init__(self, owner: weakref.ref[Any], name: str, without_owner: Any) -> None:
+        self.owner, self._name, self._without_owner = owner, name, without_owner
+        self.__doc__ = getattr(type(owner()), name).__doc__
+
+    def __call__(self) -> Any:
+        executor = self.owner()
+        return self._without_owner if executor is None else getattr(executor, self._name)()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+_METHODS = {"copyWeightsToHostIfNeeded": False, "destroy": None}  # by name, what they return without executor
+
+
+def executor_of(model: Any) -> Any:
+    """Return the executor that trains a model; None if no executor does, or if it is gone."""
+    method = getattr(model, "__dict__", {}).get("destroy")
+    return method.owner() if isinstance(method, _MethodOfExecutor) else None
+
+
+def check_not_wrapped(model: Any) -> None:
+    """Raise RuntimeError if a model is wrapped for training already."""
+    if executor_of(model) is not None:
+        raise RuntimeError(
+            "this model has already been wrapped in 'poptorch.trainingModel'\n"
+            "  fix: call model.destroy() to unwrap it first"
+        )
+
+
+def mark_model(model: nn.Module, executor: Any) -> None:
+    """Give a model the methods `copyWeightsToHostIfNeeded` and `destroy` of the executor that trains it.
+
+    Raises: RuntimeError, if another executor trains the model
+    """
+    if executor_of(model) is not executor:
+        check_not_wrapped(model)
+        owner = weakref.ref(executor)
+        for name, result in _METHODS.items():
+            vars(model)[name] = _MethodOfExecutor(owner, name, result)
+
+
+def unmark_model(model: nn.Module) -> None:
+    """Remove the methods that `mark_model` has added."""
+    for name in _METHODS:
+        if isinstance(vars(model).get(name), _MethodOfExecutor):
+            del vars(model)[name]
+
+
+def shallow_copy(model: nn.Module) -> nn.Module:
+    """Return an unmarked copy of the top-level module. Its weights and submodules are those of `model`."""
+    plain = copy.copy(model)
+    unmark_model(plain)
+    return plain
+
+
+def check_buffer_classes(model: nn.Module) -> None:
+    """Raise Error if a buffer of the model is of a subclass of Tensor."""
+    for name, buffer in model.named_buffers():
+        if type(buffer) is not Tensor:
+            raise Error(
+                f"All buffers must be an instance of torch.Tensor: {name} is a {type(buffer).__module__}."
+                f"{type(buffer).__qualname__}\n"
+                f"  fix: register_buffer({name.rsplit('.', 1)[-1]!r}, value.data)"
+            )
