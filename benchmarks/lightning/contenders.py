@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from ways import Unit  # pyright: ignore[reportMissingImports]
 
 import poptorch
-from poptorch.executor.weight_sync import WeightSync
 
 
 class Digits(pl.LightningModule):
@@ -114,20 +113,3 @@ def loop(rank: int, calls: int, replicas: int = 1) -> Unit:
         return losses.flatten()[-1].item()
 
     return unit
-
-
-def weights_to_host(calls: int) -> int:
-    """How often a fit of so many calls copies the weights from the ipus to the host."""
-    copies: list[None] = []
-    original = WeightSync.copyWeightsToHost
-
-    def counted(self: WeightSync) -> None:
-        copies.append(None)
-        original(self)
-
-    WeightSync.copyWeightsToHost = counted
-    try:
-        trainer("ipu", 1, max_epochs=1).fit(Digits(), DataLoader(dataset(calls), TASK.rows))
-    finally:
-        WeightSync.copyWeightsToHost = original
-    return len(copies)

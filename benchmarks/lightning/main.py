@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("", "mnist_pipeline"))
-from contenders import lightning, loop, weights_to_host
+from contenders import lightning, loop
 from digits import TASK  # pyright: ignore[reportMissingImports]
 from harness import Contender, environment, measure, table  # pyright: ignore[reportMissingImports]
 
@@ -39,12 +39,10 @@ def main() -> None:
     where = environment()
     chosen = [who for name, who in contenders(args.calls).items() if name in (*args.only, "cpu2")]
     measured = measure(chosen, args.rounds, patience=args.patience)
-    copies = weights_to_host(args.calls)
     losses = [measurement.numbers[0] for measurement in measured]
     print(table(measured, BASELINE, args.calls * TASK.unit_rows, "images"))
     print()
     print(f"losses of the contenders differ by at most {max(losses) - min(losses):.2g} after the first unit")
-    print(f"weights were copied to the host {copies} time(s) in a fit of {args.calls} calls")
     print(where)
 
 

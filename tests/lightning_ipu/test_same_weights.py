@@ -182,16 +182,6 @@ def test_a_callback_may_write_into_weights_while_training():
     assert differing(found["ipu"], found["cpu"]) == []
 
 
-def test_weights_come_to_the_host_once_a_fit(monkeypatch):
-    copies = []
-    original = poptorch.PoplarExecutor.copyWeightsToHost
-    monkeypatch.setattr(
-        poptorch.PoplarExecutor, "copyWeightsToHost", lambda self: (copies.append(1), original(self))[1]
-    )
-    trainer().fit(made(optimizer=OPTIMIZERS["adam"]), loader())
-    assert len(copies) == 1
-
-
 def test_two_fits_with_one_module_go_on():
     modules = {}
     for accelerator in ("ipu", "cpu"):

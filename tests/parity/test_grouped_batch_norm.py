@@ -260,14 +260,14 @@ def test_running_statistics_are_averaged_over_replicas_on_request():
         executor.averageRunningStatistics()
     (images, labels), *_ = batches(torch.float32)
     executor(images[0], labels[0])
-    each = executor._plans.engine.state.read_buffers()
+    each = [dict(own) for own in executor._plans.state.buffers]
     assert not torch.equal(each[0]["norm1.running_var"], each[1]["norm1.running_var"])
     assert torch.equal(model.norm1.running_var.clone(), each[0]["norm1.running_var"])
     executor.averageRunningStatistics()
     for name in ("norm1.running_mean", "norm2.running_var"):
         mean = (each[0][name].double() + each[1][name].double()) / 2
         assert torch.equal(model.state_dict()[name], mean.float())
-    averaged = executor._plans.engine.state.read_buffers()
+    averaged = [dict(own) for own in executor._plans.state.buffers]
     assert all(torch.equal(averaged[0][name], averaged[1][name]) for name in averaged[0])
     assert model.norm1.num_batches_tracked.item() == 1
     executor.destroy()

@@ -74,14 +74,22 @@ def test_a_hook_after_the_accumulation_of_a_gradient_is_refused_at_compilation()
 
 
 @pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_that_is_set_after_compilation_is_refused_where_it_is_set(name):
+def test_a_hook_that_is_set_or_removed_after_compilation_is_refused_by_the_next_call(name):
     weight, executor = trainer()
+    kept = weight.register_hook(lambda gradient: gradient)
     executor(X)
-    with pytest.raises(poptorch.Error, match="would never be called"):
-        getattr(weight, name)(lambda gradient: None)
-    assert not weight._backward_hooks
+    handle = getattr(weight, name)(lambda gradient: None)
+    with pytest.raises(
+        poptorch.Error, match=r"model\.0\.weight of a compiled model, and that would have no effect"
+    ):
+        executor(X)
+    handle.remove()
+    executor(X)
+    kept.remove()
+    with pytest.raises(poptorch.Error, match=r"executor\.destroy"):
+        executor(X)
     executor.destroy()
-    weight.register_hook(lambda gradient: gradient * 0)
+    executor(X)
 
 
 def test_a_gradient_that_a_hook_keeps_is_an_error():

@@ -96,7 +96,7 @@ def test_the_loss_scale_follows_the_share_of_large_gradients(slope, factors):
     seen = []
     for _ in range(3):
         executor(torch.ones(1))
-        seen.append(executor._plans.engine.state.loss_factor)
+        seen.append(executor._plans.state.loss_factor)
     assert seen == factors
 
 
@@ -109,7 +109,7 @@ def test_an_update_whose_gradients_overflow_is_skipped():
     )
     executor(torch.tensor([torch.inf]))
     assert torch.equal(model.weight, torch.ones(4096))
-    assert executor._plans.engine.state.loss_factor == 0.5
+    assert executor._plans.state.loss_factor == 0.5
 
 
 def half_precision_mean_change(stochastic, steps=20):

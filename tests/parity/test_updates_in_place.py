@@ -1,6 +1,7 @@
 """Updates write to the weights themselves, once nothing else of their step can fail: each is done or not done."""
 
 import contextlib
+import copy
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ import poptorch
 from popengine.errors import UnrecoverableError
 from popengine.run.row_functions import RowFunctions
 from popengine.update.optimizer_rules import RULES
+from poptorch.executor.executable_file import training_state
 
 PATIENCE = 240.0  # seconds until a test has failed
 
@@ -166,13 +168,11 @@ def test_another_thread_reads_weights_as_they_were_before_or_after_an_update(cor
     executor(rows(executor))
     pieces = moments.kinds.count("piece")
     twin(rows(twin))
-    engine = executor._plans.engine
     readers = []
 
     def read():
-        with engine.state.weights_lock:
-            values = {name: value.clone() for name, value in engine.state.read().items()}
-        found.append((values, engine.state.read_optimizer()))
+        training = training_state(executor)
+        found.append((training["weights"], training["optimizer"]))
 
     def begin_to_read():
         readers.append(threading.Thread(target=read))
@@ -184,9 +184,9 @@ def test_another_thread_reads_weights_as_they_were_before_or_after_an_update(cor
     readers[0].join(PATIENCE)
     twin(rows(twin))
     ((weights, states),) = found
-    after = twin._plans.engine
-    assert same(weights, after.state.read())
-    assert all(same(states[key], value) for key, value in after.state.read_optimizer().items())
+    after = training_state(twin)
+    assert same(weights, after["weights"])
+    assert all(same(states[key], value) for key, value in after["optimizer"].items())
 
 
 def test_an_update_that_fails_while_it_is_written_says_that_the_weights_are_lost(cores, moments):
@@ -195,6 +195,7 @@ def test_an_update_that_fails_while_it_is_written_says_that_the_weights_are_lost
     executor(rows(executor))
     pieces = moments.kinds.count("piece")
     kept = {name: value.clone() for name, value in executor.model.state_dict().items()}
+    optimizer = copy.deepcopy(executor._optimizer.state_dict())
 
     def fail():
         raise MemoryError("no room")
@@ -205,10 +206,16 @@ def test_an_update_that_fails_while_it_is_written_says_that_the_weights_are_lost
     ) as first:
         executor(rows(executor))
     assert "call 2 of the training" in str(first.value)
-    for later in (lambda: executor(rows(executor)), executor.copyWeightsToHost):
+    for later in (lambda: executor(rows(executor)), executor.copyWeightsToHost, executor.model.state_dict):
         with pytest.raises(UnrecoverableError, match="the weights are lost"):
             later()
-    assert same(dict(executor.model.state_dict()), kept)  # the host's are those that it had
+    executor.model.load_state_dict(kept)
+    executor._optimizer.load_state_dict(optimizer)
+    executor(rows(executor))
+    twin = trainer()
+    for _ in range(2):
+        twin(rows(twin))
+    assert same(dict(executor.model.named_parameters()), dict(twin.model.named_parameters()))
 
 
 @pytest.mark.parametrize("iterations", [1, 2])

@@ -230,7 +230,7 @@ class Engine:
             f"the weights are lost: some are those after {call.name}, and some those before"
             f" ({type(call.failure).__name__}: {call.failure})\n"
             "  why: an update failed halfway\n"
-            "  fix: start again from a checkpoint"
+            "  fix: load the model's and the optimizer's state from a checkpoint; or start again from one"
         )
         self._step.updates.is_writing = False
         self._state.shared.lock.release()

@@ -207,8 +207,9 @@ class State:
         is added. On an accelerator they are copies of the model's tensors.
 
         Args: hyper: the rates of the next call; None: not known
-        Raises: Error, if a weight was removed from the model, or has another shape or dtype
+        Raises: Error, if a weight was removed from the model, or has another shape or dtype, or all are lost
         """
+        self.shared.check_not_lost()
         with torch.no_grad(), DisableTorchFunctionSubclass(), devices.as_current_device(self.device):
             present = self.shared.find_weights()
             if lost := [slot.key for slot in self._weights if slot.key not in present]:

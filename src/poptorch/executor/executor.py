@@ -145,6 +145,8 @@ class PoplarExecutor(PublicNames):
             finally:
                 self._updates += engine.updates_done
         except Exception:
+            if plans.state.lost is not None:
+                wrapped_model.refuse_reads_if_lost(self._user_model, plans.state)
             # The inputs may have caused the error: remove the plan, so that others can be compiled for.
             if is_new and not self.finished_updates:
                 self._remove_plan(run.key, before)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from popengine.errors import Error
+from popengine.run.state import TrainState
 
 from ..annotating.replica_groups import Grouping
 from ..compiling.arguments import weights_of
@@ -134,6 +135,20 @@ def shallow_copy(model: nn.Module) -> nn.Module:
     plain = copy.copy(model)
     unmark_model(plain)
     return plain
+
+
+def refuse_reads_if_lost(model: nn.Module, state: TrainState) -> None:
+    """Let `state_dict()` of a model raise an error while `state` is lost: until a complete `load_state_dict()`."""
+
+    def check(*args: Any) -> None:
+        state.check_not_lost()
+
+    def end(module: nn.Module, keys: Any) -> None:
+        if not keys.missing_keys:
+            state.lost = None
+
+    model.register_state_dict_pre_hook(check)
+    model.register_load_state_dict_post_hook(end)
 
 
 def check_buffer_classes(model: nn.Module) -> None:
