@@ -258,12 +258,6 @@ class StrategyPart:
 
     # ---- weights and checkpoints -------------------------------------------------------------------------
 
-    def upload_weights(self) -> None:
-        """Copy the host's weights to the devices of all attached executors."""
-        for executor in set(self.poptorch_models.values()):
-            if executor.isAttachedToDevice():
-                executor.copyWeightsToDevice()
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         self._save_random_state()
         if self._random_state:

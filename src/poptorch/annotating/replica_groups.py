@@ -1,4 +1,4 @@
-"""Per-replica parameters: on the host one row per group of replicas; on each replica the row of its group.
+"""Per-replica parameters: in the model one row per group of replicas; in each replica the row of its group.
 
 executor.weight.replicaGrouping(poptorch.CommGroupType.Consecutive, 2,
                                 poptorch.VariableRetrievalMode.OnePerGroup)

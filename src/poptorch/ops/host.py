@@ -131,9 +131,8 @@ def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
         made = [value.to(device) for value in made]
         if changed := [name for name, version in _version_counters(call).items() if version != weights[name]]:
             raise Error(
-                f"{name} changes {', '.join(changed)} of the model on the host, and the compiled model keeps its"
-                " own\n"
-                "  why: what is written there is overwritten when the weights are next copied to the host\n"
+                f"{name} changes {', '.join(changed)} of the model in the middle of a step\n"
+                "  why: other stages may have read the weight before, so this write comes too late for them\n"
                 "  fix: give it to the function as an input, and declare that with `writes=[...]`"
             )
         for i in call.unchanged:

@@ -148,5 +148,5 @@ def test_a_write_into_the_model_around_a_function_is_an_error():
     executor = poptorch.inferenceModel(model)
     assert torch.equal(executor(torch.ones(2)), torch.full((2,), 2.0))
     assert model.calls > 0
-    with pytest.raises(poptorch.Error, match=r"poptorch\.CPU 'add' changes count of the model on the host"):
+    with pytest.raises(poptorch.Error, match=r"poptorch\.CPU 'add' changes count of the model in the middle"):
         executor(torch.full((2,), 3.0))
