@@ -1,24 +1,24 @@
 """The order of a step: which of its ready tasks runs first, and how many micro-batches may be under way.
 
-An order is a key, by which a device chooses among ready tasks, and a bound on the micro-batches under way.
-Engine, drawings and virtual time use the same orders. A new order is an `Order` that is entered in `ORDERS`.
+An `Order` is a value: a key, by which a device chooses among ready tasks, and bounds, which keep memory small.
+Engine, drawings, virtual time and plans use the same order; `ORDERS` has those that have a name. On separate
+devices each ipu does one thing at a time; cores that share all ipus sort their tasks by the same key:
 
-    one forward, one backward       each ipu is a device of its own: profiles, drawings, plans
-    ipu 0 | F0 F1 .. B0 F2 B1 .. B2
-    ipu 1 | .. F0 B0 F1 B1 F2 B2 ..
-    depth first                     cores share all ipus: each takes the earliest micro-batch that can go on
-    core 0 | F0.0 F1.0 B1.0 B0.0 F0.2 F1.2 B1.2 B0.2
-    core 1 | F0.1 F1.1 B1.1 B0.1 F0.3 F1.3 B1.3 B0.3
-    in turns                        one micro-batch after another
-    ipu 0 | F0 .. .. B0 F1 .. .. B1
-    ipu 1 | .. F0 B0 .. .. F1 B1 ..
+    1f1b      ipu 0  | F0 F1 .. B0 F2 B1 .. B2          each device alternates: one forward, one backward
+              ipu 1  | .. F0 B0 F1 B1 F2 B2 ..
+              core 0 | F0.0 F1.0 B1.0 B0.0 F0.2 F1.2 B1.2 B0.2
+              core 1 | F0.1 F1.1 B1.1 B0.1
+    sharded   ipu 0  | F0 .. .. B0 F1 .. .. B1          one micro-batch after another
+              ipu 1  | .. F0 B0 .. .. F1 B1 ..
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from .errors import Error, did_you_mean
 
 
 class After(NamedTuple):
@@ -43,66 +43,129 @@ class Action(NamedTuple):
     after: tuple[After, ...] = ()
 
 
+class StepActions(NamedTuple):
+    """What an order sees of a step: its actions, in the order of the data, and the devices that run them."""
+
+    actions: tuple[Action, ...]
+    micro_batches: int
+    cores: int = 0  # the number of cores that share all ipus; 0: each ipu is a device of its own
+
+    @property
+    def stages(self) -> int:
+        return 1 + max((action.stage for action in self.actions), default=0)
+
+    def last_of(self, stage: int) -> int | None:
+        """Return the index of the last action of a stage, or of the next stage that has a backward; None in
+        inference."""
+        found = [i for i, one in enumerate(self.actions) if one.phase != "F" and one.stage >= stage]
+        return found[-1] if found else None
+
+
 @dataclass(frozen=True)
 class Order:
-    """The rule by which devices choose among ready tasks.
+    """The rule by which devices choose among ready tasks, and the properties that compilation needs.
 
     Args:
-        key:   maps (action's index, action, micro-batch) to a key: the ready task with the smallest runs first
-        bound: maps (action's index, all actions, number of devices that share them) to the dependency by
-            which the action waits for an earlier micro-batch, or to None
+        name:      under which `ORDERS` has it
+        key:       maps (step, action, micro-batch) to a key: of the ready tasks, that with the smallest runs first
+        bounds:    maps (step, action) to the dependencies by which the action waits for earlier micro-batches;
+            `After.row` is the index of an action in `step.actions`
+        in_flight: maps a step to the most micro-batches that have begun and not ended; more never begin
+        overlaps:  whether stages work on different micro-batches at the same time
+        placement: "merged": neighbouring stages of one ipu are one stage; "apart": they stay apart; "turns": each
+            change of ipu in the forward begins a stage; "turns of blocks": so does a block's own ipu
     """
 
     name: str
-    key: Callable[[int, Action, int], tuple[int, ...]]
-    bound: Callable[[int, Sequence[Action], int], After | None]
+    key: Callable[[StepActions, Action, int], tuple[float, ...]]
+    bounds: Callable[[StepActions, Action], Sequence[After]] = lambda step, action: ()
+    in_flight: Callable[[StepActions], int] = lambda step: step.micro_batches
+    overlaps: bool = True
+    placement: Literal["merged", "apart", "turns", "turns of blocks"] = "merged"
+
+    def least_micro_batches(self, forward_stages: int, training: bool) -> int:
+        """Return the number of micro-batches that a step needs: as many as fill a pipeline, or 1."""
+        return (2 * forward_stages - 1 if training else forward_stages) if self.overlaps else 1
+
+    def all_bounds(self, step: StepActions) -> list[list[After]]:
+        """Return, for each action, its bounds. The first actions of a micro-batch also wait until the
+        micro-batch `in_flight` before has ended."""
+        awaited = {edge.row for action in step.actions for edge in action.after if edge.behind == 0}
+        last = [After(row, self.in_flight(step)) for row in range(len(step.actions)) if row not in awaited]
+        return [
+            [*self.bounds(step, action), *(() if any(edge.behind == 0 for edge in action.after) else last)]
+            for action in step.actions
+        ]
 
 
-def _stage_count(actions: Sequence[Action]) -> int:
-    return 1 + max((action.stage for action in actions), default=0)
+def _bounds_of_1f1b(step: StepActions, action: Action) -> Sequence[After]:
+    """A forward waits for the backward of its stage, so that at most (stages - stage) micro-batches are between
+    both; on shared cores at least as many as there are cores."""
+    last = step.last_of(action.stage)
+    if action.phase != "F" or last is None:
+        return ()
+    return (After(last, max(step.stages - action.stage, step.cores)),)
 
 
-def _bound_in_flight(row: int, actions: Sequence[Action], in_flight: int) -> After | None:
-    """Return the dependency that keeps at most `in_flight` micro-batches under way: the first action of a
-    micro-batch waits for the last action of an earlier one. None: action `row` isn't the first."""
-    is_first = all(after.behind != 0 for after in actions[row].after)
-    return After(len(actions) - 1, in_flight) if is_first else None
+def _in_flight_of_1f1b(step: StepActions) -> int:
+    return max(step.stages, step.cores)
 
 
-def _bound_of_1f1b(row: int, actions: Sequence[Action], devices: int) -> After | None:
-    """Return the dependency by which action `row` waits for an earlier micro-batch in 1F1B order; None: none.
-
-    A forward waits for the backward of its stage, so that at most (stages - stage) micro-batches are between
-    both. Without backwards (in inference) at most `stages` micro-batches are under way.
-    """
-    action, stages = actions[row], _stage_count(actions)
-    backwards = [i for i, other in enumerate(actions) if other.phase == "B" and other.stage >= action.stage]
-    if action.phase == "F" and backwards:
-        return After(backwards[-1], stages - action.stage)
-    return _bound_in_flight(row, actions, stages) if not backwards else None
+def _ideal_time(step: StepActions, action: Action, micro_batch: int) -> tuple[float]:
+    """Return the tick at which a full pipeline runs an action, if it takes micro-batches in groups of as many as
+    there are ipus, each group through the ipus' first stages, then through their second ones, and so on."""
+    ipus = len({one.ipu for one in step.actions})
+    rounds = -(-step.stages // ipus)
+    turn, ipu = divmod(action.stage if action.phase == "F" else step.stages - 1 - action.stage, ipus)
+    group, member = divmod(micro_batch, ipus)
+    begin = -0.5 if action.phase == "F" else ipus * (2 * rounds - 1)
+    return (2 * ((group * rounds + turn) * ipus + member) + ipu + begin,)
 
 
-ONE_FORWARD_ONE_BACKWARD = Order(
-    "one forward, one backward",
-    lambda row, action, micro_batch: (action.phase == "F", -action.stage, micro_batch),
-    _bound_of_1f1b,
-)
-DEPTH_FIRST = Order(
-    "depth first",
-    lambda row, action, micro_batch: (micro_batch, row),
-    lambda row, actions, devices: _bound_in_flight(row, actions, max(_stage_count(actions), devices)),
-)
-IN_TURNS = Order(
-    "in turns",
-    lambda row, action, micro_batch: (micro_batch, row),
-    lambda row, actions, devices: _bound_in_flight(row, actions, 1),
-)
-# For each mode of a strategy: where each ipu is a device of its own, and where cores share all ipus.
-ORDERS: dict[str, tuple[Order, Order]] = {
-    "pipelined": (ONE_FORWARD_ONE_BACKWARD, DEPTH_FIRST),
-    "sharded": (IN_TURNS, IN_TURNS),
-    "phased": (IN_TURNS, IN_TURNS),
+def _in_turns(name: str, placement: Literal["turns", "turns of blocks"]) -> Order:
+    """Return the order in which one micro-batch passes all stages before the next begins."""
+    return Order(
+        name, lambda step, action, m: (m,), in_flight=lambda step: 1, overlaps=False, placement=placement
+    )
+
+
+ORDERS: dict[str, Order] = {
+    order.name: order
+    for order in (
+        Order(
+            "1f1b",
+            lambda step, action, micro_batch: (action.phase == "F", -action.stage, micro_batch),
+            _bounds_of_1f1b,
+            _in_flight_of_1f1b,
+        ),
+        Order("gpipe", lambda step, action, micro_batch: (action.phase != "F", -action.stage, micro_batch)),
+        Order("interleaved", _ideal_time, _bounds_of_1f1b, _in_flight_of_1f1b, placement="apart"),
+        _in_turns("sharded", "turns"),
+        _in_turns("phased", "turns of blocks"),
+    )
 }
+
+
+_BUILT_IN = frozenset(ORDERS)
+
+
+def enter_order(order: Order) -> str:
+    """Enter a user's order into `ORDERS`, in place of an earlier one of that name, and return its name."""
+    if order.name in _BUILT_IN and ORDERS[order.name] is not order:
+        raise Error(f"{order.name!r} is the name of an order of Pando's\n  fix: give yours another name")
+    ORDERS[order.name] = order
+    return order.name
+
+
+def order_named(name: str) -> Order:
+    """Return an order of `ORDERS`. Raise Error for another name."""
+    if name not in ORDERS:
+        raise Error(
+            f"there is no order {name!r}: known are {', '.join(ORDERS)}{did_you_mean(name, ORDERS)}\n"
+            "  fix: one of these; an order of your own is known once a strategy with it was used:"
+            " poptorch.PipelinedExecution(schedule=order)"
+        )
+    return ORDERS[name]
 
 
 @dataclass(frozen=True)
@@ -121,7 +184,7 @@ class Timeline:
 
 
 def simulate(
-    after: Sequence[Sequence[int]], costs: Sequence[float], devices: int | Sequence[int]
+    after: Sequence[Collection[int]], costs: Sequence[float], devices: int | Sequence[int]
 ) -> Timeline:
     """Return the timeline of tasks in virtual time: a free device runs the ready task of the smallest index.
 
@@ -186,14 +249,16 @@ def timeline(
         replicas: the number of replicas that run the same actions
         updates:  the time of the weight update of each ipu, which runs after all tasks of the ipu
         keeps_order: each ipu runs its tasks in the order that follows if all costs are 1, as its program does
-    Returns: (action's index, micro-batch) of each task, by ascending key; and their timeline, updates last
+    Returns: (action's index, micro-batch) of each task, by ascending key (of equal keys the earlier
+        micro-batch and action first); and their timeline, updates last
     """
-    bounds = [order.bound(row, actions, cores or 1) for row in range(len(actions))]
-    after = [(*action.after, *filter(None, [bound])) for action, bound in zip(actions, bounds, strict=True)]
+    step = StepActions(tuple(actions), micro_batches, cores)
+    bounds = order.all_bounds(step)
+    after = [(*action.after, *bound) for action, bound in zip(actions, bounds, strict=True)]
     tasks = [
         (row, m, r) for m in range(micro_batches) for row in range(len(actions)) for r in range(replicas)
     ]
-    tasks.sort(key=lambda task: (*order.key(task[0], actions[task[0]], task[1]), task[2]))
+    tasks.sort(key=lambda task: (order.key(step, actions[task[0]], task[1]), task[1], task[0], task[2]))
     index_of = {task: index for index, task in enumerate(tasks)}
     needs = [
         [
@@ -223,7 +288,7 @@ def step_duration(
 
     The duration of a step with more than `most` tasks is extrapolated linearly from two shorter steps.
     """
-    stages = max(1, _stage_count(actions))
+    stages = 1 + max((action.stage for action in actions), default=0)
     short = 2 * stages + 4  # micro-batches, enough to fill the pipeline
     if len(actions) * micro_batches <= most or micro_batches <= short + stages:
         return run(micro_batches)

@@ -4,7 +4,7 @@ Profiles and drawings number the instructions by these programs.
 """
 
 from .ir import Plan
-from .order import ORDERS, Action, After, draw, timeline
+from .order import Action, After, draw, order_named, timeline
 
 
 def actions(plan: Plan) -> tuple[list[Action], list[list[int]]]:
@@ -32,8 +32,7 @@ def programs(plan: Plan) -> dict[int, list[tuple[int, int]]]:
     Each ipu is a device of its own, and each action takes one tick. The micro-batch is -1 for a row of the whole step.
     """
     found, rows_of = actions(plan)
-    apart, _ = ORDERS[plan.order]
-    tasks, times = timeline(found, plan.micro_batches, apart)
+    tasks, times = timeline(found, plan.micro_batches, order_named(plan.order))
     rows: list[tuple[int, int]] = [(r, -1) for r, task in enumerate(plan.tasks) if task.kind == "copy"]
     rows += [(row, tasks[i][1]) for i in times.order for row in rows_of[tasks[i][0]]]
     rows += [(r, -1) for r, task in enumerate(plan.tasks) if task.kind == "update"]
@@ -44,10 +43,9 @@ def programs(plan: Plan) -> dict[int, list[tuple[int, int]]]:
 
 
 def drawn_schedule(plan: Plan, cores: int = 0) -> tuple[str, str]:
-    """Return the name of a step's order, and its schedule as a text grid (see `order.draw`).
+    """Return the name of a plan's order, and its schedule as a text grid (see `order.draw`).
 
     Args:
         cores: the number of cores that share all ipus; 0: each ipu is a device of its own
     """
-    order = ORDERS[plan.order][bool(cores)]
-    return order.name, draw(actions(plan)[0], plan.micro_batches, order, cores)
+    return plan.order, draw(actions(plan)[0], plan.micro_batches, order_named(plan.order), cores)

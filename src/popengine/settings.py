@@ -5,7 +5,6 @@ from typing import Literal
 
 import torch
 
-Mode = Literal["pipelined", "sharded", "phased"]
 AutoRule = Literal["same_as_ipu", "auto_increment", "balance"]
 Outputs = Literal["final", "every_n", "all", "sum"]
 DeviceKind = Literal["cpu", "cuda", "xpu"]
@@ -24,20 +23,18 @@ class Strategy:
     """The execution strategy: how stages are scheduled, and how the stage of each block is chosen.
 
     Args:
-        mode:           whether stages overlap ("pipelined") or take turns ("sharded", "phased")
+        order:          the name of the order of a step, in `popengine.order.ORDERS`
         auto:           the rule that chooses the stages; None: `stages` lists the blocks of each stage
         ipus, capacity: for the rule "balance", which places blocks on `ipus` ipus of `capacity` bytes by cost
         or_sharded:     a pipeline with too few micro-batches runs as "sharded", instead of raising an error
-        joined:         join neighbouring stages on one ipu into one stage; for plans of machines with a device per ipu
     """
 
-    mode: Mode = "pipelined"
+    order: str = "1f1b"
     auto: AutoRule | None = "same_as_ipu"
     stages: tuple[StagePlan, ...] = ()
     ipus: int = 1
     capacity: float = float("inf")
     or_sharded: bool = False
-    joined: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from popengine.compile import compile_graph
 from popengine.compile.describe import describe, peak_bytes_by_ipu
 from popengine.environment import PLAN_WISH
 from popengine.ir import Graph, Line, Piece, Plan, Value
+from popengine.order import ORDERS
 from popengine.piece import GETITEM
 from popengine.profile import Profile
 from popengine.run.engine import Engine
@@ -132,8 +133,8 @@ def make_profiles(
     for kind in kinds:
         chosen, kernels = settings, torch.backends.cuda
         may_reduce_in_half = kernels.fp16_bf16_reduction_math_sdp_allowed()
-        if kind == "apart":  # neighbouring stages of an ipu are one, and attention is products and a softmax
-            chosen = replace(settings, device="cuda", strategy=replace(settings.strategy, joined=True))
+        if kind == "apart":  # attention is products and a softmax
+            chosen = replace(settings, device="cuda")
             kernels.allow_fp16_bf16_reduction_math_sdp(True)  # attention has no casts to float32
         try:
             executable = compile_model(model, run, options, chosen, is_plan_only=True)
@@ -195,7 +196,7 @@ def _most_bytes_in_transit(found: Profile, ipu: int) -> int:
     total = 0
     for part in {part for part in found.parts if part.kind == "receive" and part.ipu == ipu}:
         sender, count = sent[part.channel], 1
-        if sender.phase and found.facts["mode"] == "pipelined":
+        if sender.phase and ORDERS[found.facts["mode"]].overlaps:
             # The number of micro-batches that a stage begins before it ends the first one.
             ahead = stages - (sender.stage if sender.phase == "F" else part.stage)
             count = min(micro_batches, ahead if found.training else found.facts["in_flight"])

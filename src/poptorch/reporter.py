@@ -90,7 +90,6 @@ class Reporter:
         detail = recorder.detail
         found = describe(engine.plan, settings, executable.graph)
         name = options("model_name") if options.exists("model_name") else found.name
-        strategy, mode = type(options._execution_strategy).__name__, settings.strategy.mode
         inside = threads_per_operation(engine.plan, settings, torch.get_num_threads())
         facts = {
             "calls": recorder.calls,
@@ -108,7 +107,7 @@ class Reporter:
             },
             "made": time.strftime("%Y-%m-%d %H:%M:%S"),
             # A pipeline with few micro-batches may run sharded.
-            "strategy": strategy if strategy.lower().startswith(mode) else f"{strategy}, run {mode}",
+            "strategy": f"{type(options._execution_strategy).__name__} ({engine.plan.order})",
             "optimizer": _describe_optimizer(settings.optimizer),
             **executable.hints,
         }

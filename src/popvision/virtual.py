@@ -36,7 +36,7 @@ class StepModel:
     updates: Mapping[int, float]  # ns of the weight update, by ipu
     micro_batches: int  # of a replica
     replicas: int = 1
-    mode: str = "pipelined"  # a key of `popengine.order.ORDERS`
+    mode: str = "1f1b"  # a key of `popengine.order.ORDERS`
     between: float = 0.0  # ns between two tasks of a host's core
     fixed: float = 0.0  # ns that a call on a host spends outside its steps, for each step
     # By number of cores: the lowest and the highest measured speed of these cores together, relative to one core.
@@ -146,7 +146,7 @@ def simulate_step(step: StepModel, cores: int = 0) -> tuple[list[tuple[int, int]
     between, replicas = (step.between, step.replicas) if cores else (0.0, 1)
     costs = [cost + count * between for cost, count in zip(step.costs, step.tasks, strict=True)]
     updates = {ipu: cost + between for ipu, cost in step.updates.items() if cost}  # one for all replicas
-    order, keeps_order = ORDERS[step.mode][bool(cores)], step.keeps_order and not cores
+    order, keeps_order = ORDERS[step.mode], step.keeps_order and not cores
     return timeline(step.actions, step.micro_batches, order, cores, costs, replicas, updates, keeps_order)
 
 
@@ -221,10 +221,10 @@ def _candidate_changes(
         yield "micro-batches", replace(step, micro_batches=count), f"{option}({count})", also
 
     stages, ipus = len(profile.ipus), list(profile.ipus)
-    least = 2 * stages - 1 if profile.training else stages  # micro-batches of a pipeline
-    if profile.facts.get("mode") == "sharded" and ipus == sorted(ipus) and step.micro_batches >= least > 1:
+    least = ORDERS["1f1b"].least_micro_batches(stages, profile.training)
+    if not ORDERS[step.mode].overlaps and ipus == sorted(ipus) and step.micro_batches >= least > 1:
         also = "up to as many micro-batches as there are stages are held at the same time"
-        yield "pipeline", replace(step, mode="pipelined"), "poptorch.PipelinedExecution", also
+        yield "pipeline", replace(step, mode="1f1b"), "poptorch.PipelinedExecution", also
 
     factor, held_by = cores // step.replicas, profile.facts.get("capacity") or {}
     limit, wanted = memory.capacity_and_need(profile, memory.memory_needs(profile))

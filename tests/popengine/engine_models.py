@@ -48,7 +48,7 @@ def graph_of(model=None, training=True):
     return capture(model, lambda inputs: model(*inputs), samples, training=training)
 
 
-def stages(*ipus, mode="pipelined"):
+def stages(*ipus, order="1f1b"):
     """Blocks A, B, C and D as stages on these ipus."""
     plans = tuple(StagePlan((block,), ipu) for block, ipu in zip("ABCD", ipus, strict=True))
-    return Strategy(mode, None, plans)
+    return Strategy(order, None, plans)

@@ -4,13 +4,16 @@ from textwrap import dedent
 
 import pytest
 
+from popengine.errors import Error
 from popengine.order import (
-    DEPTH_FIRST,
-    IN_TURNS,
-    ONE_FORWARD_ONE_BACKWARD,
+    ORDERS,
     Action,
     After,
+    Order,
+    StepActions,
     draw,
+    enter_order,
+    order_named,
     step_duration,
     timeline,
 )
@@ -26,8 +29,8 @@ def actions(*ipus, training=True):
     ]
 
 
-def drawn(ipus, micro_batches, order=ONE_FORWARD_ONE_BACKWARD, training=True, cores=0):
-    return "\n" + draw(actions(*ipus, training=training), micro_batches, order, cores)
+def drawn(ipus, micro_batches, order="1f1b", training=True, cores=0):
+    return "\n" + draw(actions(*ipus, training=training), micro_batches, ORDERS[order], cores)
 
 
 def test_one_forward_one_backward_over_two_stages():
@@ -74,21 +77,21 @@ def test_inference_streams_forwards():
 
 
 def test_sharded_stages_take_turns():
-    assert drawn((0, 1), 2, IN_TURNS) == dedent("""
+    assert drawn((0, 1), 2, "sharded") == dedent("""
         ipu 0 | F0 .. .. B0 F1 .. .. B1
         ipu 1 | .. F0 B0 .. .. F1 B1 ..
         """)
 
 
 def test_sharded_stages_take_turns_in_inference():
-    assert drawn((0, 1), 2, IN_TURNS, training=False) == dedent("""
+    assert drawn((0, 1), 2, "sharded", training=False) == dedent("""
         ipu 0 | F0 .. F1 ..
         ipu 1 | .. F0 .. F1
         """)
 
 
 def test_cores_that_share_all_ipus_stay_with_a_micro_batch():
-    assert drawn((0, 1), 3, DEPTH_FIRST, cores=2) == dedent("""
+    assert drawn((0, 1), 3, cores=2) == dedent("""
         core 0 | F0.0 F1.0 B1.0 B0.0 F0.2 F1.2 B1.2 B0.2
         core 1 | F0.1 F1.1 B1.1 B0.1 ..   ..   ..   ..
         """)
@@ -111,25 +114,38 @@ PLACEMENTS = [
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 7, 20])
-@pytest.mark.parametrize(
-    ("order", "cores"),
-    [(ONE_FORWARD_ONE_BACKWARD, 0), (IN_TURNS, 0), *((DEPTH_FIRST, cores) for cores in (1, 2, 3, 8))],
-    ids=lambda value: getattr(value, "name", value),
-)
+@pytest.mark.parametrize("cores", [0, 1, 2, 3, 8])
+@pytest.mark.parametrize("order", ORDERS)
 def test_every_order_runs_each_action_once(order, cores, micro_batches, training):
     for ipus in PLACEMENTS:
         rows = actions(*ipus, training=training)
-        tasks, found = timeline(rows, micro_batches, order, cores)
+        tasks, found = timeline(rows, micro_batches, ORDERS[order], cores)
         assert sorted(tasks) == [(row, m) for row in range(len(rows)) for m in range(micro_batches)]
         assert min(found.devices) >= 0, "none waits forever"
         assert cores or set(found.devices) == set(ipus)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("cores", [0, 1, 2, 8])
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_more_micro_batches_are_under_way_than_an_order_says(order, cores, training):
+    for ipus in PLACEMENTS:
+        rows = actions(*ipus, training=training)
+        most = ORDERS[order].in_flight(StepActions(tuple(rows), 20, cores))
+        tasks, found = timeline(rows, 20, ORDERS[order], cores)
+        begins, ends = [20 * [None] for _ in range(2)]
+        for (_, m), start, end in zip(tasks, found.starts, found.ends, strict=True):
+            begins[m] = start if begins[m] is None else min(begins[m], start)
+            ends[m] = end if ends[m] is None else max(ends[m], end)
+        flying = [sum(b <= now < e for b, e in zip(begins, ends, strict=True)) for now in begins]
+        assert max(flying) <= most
 
 
 @pytest.mark.parametrize("ipus", PLACEMENTS)
 def test_a_stage_has_at_most_stages_minus_stage_micro_batches_in_flight(ipus):
     """Between their forward and their backward; so a stage's memory does not grow with the accumulation."""
     rows = actions(*ipus)
-    tasks, found = timeline(rows, 30, ONE_FORWARD_ONE_BACKWARD)
+    tasks, found = timeline(rows, 30, ORDERS["1f1b"])
     flying = [0] * len(ipus)
     for number in found.order:
         action = rows[tasks[number][0]]
@@ -142,7 +158,7 @@ def test_a_stage_has_at_most_stages_minus_stage_micro_batches_in_flight(ipus):
 def test_the_bubble_of_a_pipeline_is_that_of_the_textbook(stages, factor):
     """(p - 1) / (m + p - 1) for p stages and m micro-batches."""
     micro_batches = factor * stages
-    _, found = timeline(actions(*range(stages)), micro_batches, ONE_FORWARD_ONE_BACKWARD)
+    _, found = timeline(actions(*range(stages)), micro_batches, ORDERS["1f1b"])
     assert found.length == 2 * micro_batches + 2 * (stages - 1)
     idle = 1 - 2 * micro_batches / found.length
     assert idle == pytest.approx((stages - 1) / (micro_batches + stages - 1), abs=1e-12)
@@ -150,14 +166,49 @@ def test_the_bubble_of_a_pipeline_is_that_of_the_textbook(stages, factor):
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, 32), (2, 16), (4, 8), (8, 8)])
 def test_cores_that_share_all_ipus_are_busy_as_long_as_there_are_micro_batches(cores, expected):
-    assert timeline(actions(0, 1, 2, 3), 4, DEPTH_FIRST, cores)[1].length == expected
+    assert timeline(actions(0, 1, 2, 3), 4, ORDERS["1f1b"], cores)[1].length == expected
 
 
-@pytest.mark.parametrize("order", [ONE_FORWARD_ONE_BACKWARD, IN_TURNS])
+@pytest.mark.parametrize(
+    "order", ["1f1b", "gpipe", "sharded", "phased"]
+)  # interleaved: groups of micro-batches
 def test_the_length_of_a_long_step_is_that_of_all_its_ticks(order):
     rows = actions(0, 1, 2, 1)
 
     def ticks(micro_batches):
-        return timeline(rows, micro_batches, order)[1].length
+        return timeline(rows, micro_batches, ORDERS[order])[1].length
 
     assert step_duration(rows, 200, ticks, most=1) == ticks(200)
+
+
+def test_gpipe_runs_all_forwards_first():
+    assert drawn((0, 1), 3, "gpipe") == dedent("""
+        ipu 0 | F0 F1 F2 .. .. B0 B1 B2
+        ipu 1 | .. F0 F1 F2 B0 B1 B2 ..
+        """)
+
+
+def test_interleaved_stages_pass_on_as_many_micro_batches_as_there_are_ipus():
+    assert drawn((0, 1, 0, 1), 4, "interleaved") == dedent("""
+        ipu 0 | F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 ..   B2.2 ..   B2.3 B0.2 B0.3
+        ipu 1 | ..   F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3 ..
+        """)
+
+
+@pytest.mark.parametrize(
+    ("ipus", "turns", "micro_batches", "plain"),
+    [(4, 2, 16, 78), (4, 2, 8, 42), (2, 2, 8, 34), (4, 3, 16, 114), (3, 2, 12, 57), (8, 2, 32, 161)],
+)
+def test_interleaving_leaves_the_bubble_of_one_stage(ipus, turns, micro_batches, plain):
+    """2 (p - 1) ticks for p ipus, however many stages each has; in one forward, one backward it grows with them."""
+    rows = actions(*(list(range(ipus)) * turns))
+    assert timeline(rows, micro_batches, ORDERS["1f1b"])[1].length == plain
+    ticks = timeline(rows, micro_batches, ORDERS["interleaved"])[1].length
+    assert ticks == 2 * micro_batches * turns + 2 * (ipus - 1)
+
+
+def test_the_name_of_an_order_is_checked():
+    with pytest.raises(Error, match=r"no order '1f1c': known are 1f1b, .*did you mean '1f1b'"):
+        order_named("1f1c")
+    with pytest.raises(Error, match=r"'gpipe' is the name of an order of Pando's"):
+        enter_order(Order("gpipe", lambda step, action, micro_batch: (0,)))

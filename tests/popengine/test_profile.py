@@ -24,7 +24,7 @@ PROFILE = Profile(
     ("A", "B"),
     (0, 1),
     {"accumulation": 2},
-    {"mode": "pipelined"},
+    {"mode": "1f1b"},
     {0: [0, 0, 1, 0, 0, 1, 1, 1], 1: [2, 0, 2, 1]},
     pieces=(ProfiledPiece("F", 0, 0, "model.py:3"), ProfiledPiece("F", 1, 1, "model.py:4")),
     operations=(Operation(0, "mm_1", "mm", "A", "model.py:3", 2, 500, 64, 32, 16),),

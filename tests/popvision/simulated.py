@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 
-from popengine.order import IN_TURNS, ONE_FORWARD_ONE_BACKWARD, Action, After, timeline
+from popengine.order import ORDERS, Action, After, StepActions, timeline
 from popengine.profile import (
     Call,
     Memory,
@@ -29,7 +29,7 @@ def simulated(
     training: bool = True,
     cost: Callable[[str, int], int] = lambda phase, stage: MS,
     blocks: tuple[str, ...] | None = None,
-    order=ONE_FORWARD_ONE_BACKWARD,
+    order="1f1b",
     gap: int = 0,
 ) -> Profile:
     """A profile of `steps` steps, one a call, `gap` ns between them.
@@ -37,7 +37,7 @@ def simulated(
     `blocks[i]` are the names of stage i's blocks, joined by ", ".
     """
     actions = actions_of(stages, training)
-    tasks, ticks = timeline(actions, micro_batches, order)
+    tasks, ticks = timeline(actions, micro_batches, ORDERS[order])
     when = {tasks[number]: int(ticks.starts[number]) for number in ticks.order}
     blocks = blocks or tuple(f"block{stage}" for stage in range(stages))
     parts: dict[ProfiledInstruction, int] = {}
@@ -84,11 +84,11 @@ def simulated(
         tuple(range(stages)),
         {"micro_batch_size": 2, "iterations": 1, "accumulation": micro_batches, "replicas": 1, "groups": 1},
         {
-            "mode": "pipelined",
+            "mode": order,
             "schedule_length": max(when.values()) + 1,
             "schedule_actions": len(when),
             "schedule_micro_batches": micro_batches,
-            "in_flight": 1 if order is IN_TURNS else stages,
+            "in_flight": ORDERS[order].in_flight(StepActions(tuple(actions), micro_batches)),
             "calls": steps,
             "failed_calls": 0,
             "steps": steps,
@@ -141,8 +141,8 @@ def actions_of(stages, training):
 
 def _timed(actions, tasks, order, cost):
     """For each ipu its actions with their micro-batch, start and end, in the order in which they begin."""
-    bounds = [order.bound(row, actions, 1) for row in range(len(actions))]
-    after = [(*action.after, *filter(None, [bound])) for action, bound in zip(actions, bounds, strict=True)]
+    bounds = ORDERS[order].all_bounds(StepActions(tuple(actions), len(tasks)))
+    after = [(*action.after, *bound) for action, bound in zip(actions, bounds, strict=True)]
     ends, free, rows = {}, defaultdict(int), defaultdict(list)
     for row, m in tasks:
         action = actions[row]

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from simulated import MS, simulated
 
-from popengine.order import IN_TURNS
 from popengine.profile import HostEvent, Profile
 from popvision import memory, virtual
 from popvision.advice import advice_sentences, machine_sentence, stages_sentence
@@ -32,7 +31,7 @@ def test_the_bubble_of_an_ideal_pipeline_is_p_minus_1_over_m_plus_p_minus_1(stag
 
 
 def test_a_sharded_run_has_one_ipu_busy_at_a_time():
-    found = Figures(simulated(4, 8, order=IN_TURNS))
+    found = Figures(simulated(4, 8, order="sharded"))
     assert found.bubble_ideal == pytest.approx(0.75)
     assert found.bubble_measured == pytest.approx(0.75)
 
@@ -113,7 +112,7 @@ def test_the_cores_that_share_all_ipus_are_said_of_those_of_the_machine():
 
 
 def test_what_more_cores_give_is_what_they_were_measured_to_share():
-    profile = simulated(2, 16, order=IN_TURNS)
+    profile = simulated(2, 16, order="sharded")
     profile = replace(profile, facts={**profile.facts, "mode": "sharded"})
     well, badly = shared(profile, (2, 1.8, 2.0, 1.0)), shared(profile, (2, 0.9, 1.1, 1.0))
     # At any time but when the last micro-batch ends both cores have a task; the least that was measured counts.
@@ -126,7 +125,7 @@ def test_what_more_cores_give_is_what_they_were_measured_to_share():
 
 def test_where_the_driver_may_leave_tasks_to_one_core_two_promise_nothing():
     def sharded(cost):
-        found = simulated(2, 16, order=IN_TURNS, cost=lambda phase, stage: cost)
+        found = simulated(2, 16, order="sharded", cost=lambda phase, stage: cost)
         found = replace(found, facts={**found.facts, "mode": "sharded"})
         return of_kind(shared(found, (2, 1.8, 1.8, 1.0)), "pipeline")
 

@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ..ir import Graph, Line, Partition, Plan, Visit
-from ..order import ORDERS, Action, step_duration, timeline
+from ..order import Action, StepActions, order_named, step_duration, timeline
 from ..profile import Operation, Profile, ProfiledBlock, ProfiledInstruction, ProfiledPiece, Tick
 from ..programs import actions, programs
 from ..settings import Settings
@@ -91,11 +91,11 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
             "instances": counts.instances,
         },
         {
-            "mode": settings.strategy.mode,
+            "mode": plan.order,
             "schedule_length": ticks,
             "schedule_actions": len(found) * plan.micro_batches,
             "schedule_micro_batches": plan.micro_batches,
-            "in_flight": 1 if plan.order != "pipelined" else partition.stages,
+            "in_flight": order_named(plan.order).in_flight(StepActions(tuple(found), plan.micro_batches)),
             "cores": os.cpu_count() or 1,
             "threads": torch.get_num_threads(),
             "device": settings.device,
@@ -213,7 +213,7 @@ def _schedule_ticks(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:
 
     Args: found: the actions of the plan
     """
-    order, _ = ORDERS[plan.order]
+    order = order_named(plan.order)
     micro_batches = min(plan.micro_batches, 1 + MOST_TICKS // max(1, len(found)))
     tasks, times = timeline(found, micro_batches, order)
     rows = [

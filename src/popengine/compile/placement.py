@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 
 from ..errors import PartitionError, did_you_mean
 from ..ir import Visit
+from ..order import order_named
 from ..settings import Settings, Strategy
 
 logger = logging.getLogger("poptorch::python")
@@ -41,16 +42,22 @@ def place_blocks(visits: Sequence[Visit], used: set[int], strategy: Strategy) ->
     """
     numbers = _stage_numbers(visits, used, strategy)
     ipu_of = _stage_ipus(visits, numbers, strategy)
-    if strategy.mode != "pipelined" or strategy.joined:
-        # Ipus take turns as the forward does: each change of ipu begins a new stage. In phased mode a stage may be on
-        # several ipus, which its blocks name.
+    placement = order_named(strategy.order).placement
+    if placement.startswith("turns"):
+        # Ipus take turns as the forward does: each change of ipu begins a new stage.
         turns, ipu_of_turn, turn = [0] * len(visits), dict[int, int](), -1
         for i in sorted(used):
-            own = visits[i].ipu if strategy.mode == "phased" else None
+            own = visits[i].ipu if placement == "turns of blocks" else None
             ipu = own if own is not None else ipu_of[numbers[i]]
             turn += ipu != ipu_of_turn.get(turn)
             turns[i], ipu_of_turn[turn] = turn, ipu
         numbers, ipu_of = turns, ipu_of_turn
+    elif placement == "merged":
+        kept = sorted({numbers[i] for i in used})
+        first = {kept[0]: kept[0]}  # of each stage: the first of the neighbours on its ipu
+        for before, number in pairwise(kept):
+            first[number] = first[before] if ipu_of[before] == ipu_of[number] else number
+        numbers = [first.get(number, number) for number in numbers]
     stages = sorted({numbers[i] for i in used})  # those with operations
     blocks = [
         dict.fromkeys(visits[i].name or "no block" for i in sorted(used) if numbers[i] == stage)
@@ -94,7 +101,7 @@ def _stage_numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) 
 
 def _stage_ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy) -> dict[int, int]:
     """Return the ipu of each stage: n of Stage(...).ipu(n), else a block's ipu_id, else the stage's own number.
-    Raise BlockError if blocks of one stage name different ipus, unless the mode is phased."""
+    Raise BlockError if blocks of one stage name different ipus, unless the order lets each block have its own."""
     found: dict[int, tuple[int, str]] = {}
     for visit, number in zip(visits, numbers, strict=True):
         stage = strategy.stages[number] if number < len(strategy.stages) else None
@@ -102,7 +109,8 @@ def _stage_ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy)
         if ipu is None:
             continue
         before, where = found.setdefault(number, (ipu, visit.where))
-        if before != ipu and (strategy.mode != "phased" or (stage and stage.ipu is not None)):
+        may_differ = order_named(strategy.order).placement == "turns of blocks"
+        if before != ipu and (not may_differ or (stage and stage.ipu is not None)):
             raise BlockError(
                 f"stage {number} can't be on ipu {before} and on ipu {ipu}\n"
                 f"  block {visit.name!r}, opened at {visit.where}, asks for ipu {ipu}; ipu {before} is from {where}\n"
@@ -112,21 +120,19 @@ def _stage_ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy)
 
 
 def sharded_if_too_few_micro_batches(visits: Sequence[Visit], used: set[int], settings: Settings) -> Settings:
-    """Return the settings; for `or_sharded` and too few micro-batches for a pipeline, with the mode "sharded".
+    """Return the settings; for `or_sharded` and too few micro-batches for a pipeline, with the order "sharded".
 
-    With n forward stages, a pipeline needs 2n - 1 micro-batches in training, n device iterations in inference.
-    n is 1 plus the number of times that the active ipu changes in the forward, which starts on ipu 0.
+    The number of forward stages is 1 plus the number of times that the active ipu changes in the forward, which
+    starts on ipu 0; see `Order.least_micro_batches`.
 
     Raises:
         PartitionError: there are too few micro-batches for a pipeline, and the strategy is not `or_sharded`
     """
     strategy, training = settings.strategy, settings.training
-    if strategy.mode != "pipelined":
-        return settings
     placement = place_blocks(visits, used | {*range(1, len(visits))}, strategy)
     active = [0, *(placement.ipus[stage] for stage in placement.stage_of[1:])]
     forward = 1 + sum(ipu != following for ipu, following in pairwise(active))
-    needed = 2 * forward - 1 if training else forward
+    needed = order_named(strategy.order).least_micro_batches(forward, training)
     given = settings.counts.accumulation if training else settings.counts.iterations
     if forward == 1 or given >= needed:
         return settings
@@ -134,7 +140,7 @@ def sharded_if_too_few_micro_batches(visits: Sequence[Visit], used: set[int], se
     if strategy.or_sharded:
         said = "the stages run one after another: %s is %d, and from %d they are a pipeline"
         logger.info(said, option, given, needed)
-        return replace(settings, strategy=replace(strategy, mode="sharded"))
+        return replace(settings, strategy=replace(strategy, order="sharded"))
     more = f": {forward} forward stages bring {forward - 1} more in training" if training else ""
     raise PartitionError(
         f"poptorch.Options().{option} is {given}, and must be greater than or equal to the number of pipeline"

@@ -16,11 +16,12 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ..order import IN_TURNS, ORDERS, After
+from ..errors import Error
+from ..order import After, StepActions, order_named, simulate, timeline
 from ..programs import actions, programs
 from . import devices
 from .call import EngineCall
@@ -77,7 +78,13 @@ class StepTasks:
             plan.micro_batches if task.index == "micro_batch" else rows.updates.index_count(row)
             for row, task in enumerate(plan.tasks)
         ]
-        after = self._edges_of_rows(rows, cores)
+        found, self._rows_of = actions(plan)
+        self._order, self._step = (
+            order_named(plan.order),
+            StepActions(tuple(found), plan.micro_batches, cores),
+        )
+        self._action_of = {row: number for number, own in enumerate(self._rows_of) for row in own}
+        after = self._edges_of_rows()
         self.all = sorted(
             (
                 BoundTask(row, index, replica, work, rows.communicates(row))
@@ -98,11 +105,20 @@ class StepTasks:
             }
             for task in self.all
         ]
+        for earlier, later in pairwise(self._exchanges(rows)):
+            before[number_of[later]].add(number_of[earlier])
         for program in programs(plan).values() if not cores else ():
             lane = [(row, micro_batch) for row, micro_batch in program if micro_batch >= 0]
             for replica in range(self._replicas):
                 for earlier, later in pairwise(lane):
                     before[number_of[*later, replica]].add(number_of[*earlier, replica])
+        if -1 in (order := simulate(before, [1.0] * len(before), 1)).devices:
+            task = self.all[order.devices.index(-1)]
+            raise Error(
+                f"in the order {plan.order!r} {plan.tasks[task.row]} of micro-batch {task.index} never begins\n"
+                "  why: by the bounds of the order, tasks wait for each other\n"
+                "  fix: let each action wait for earlier micro-batches only, as far behind as the order begins them"
+            )
         self.waits_for = [len(needs) for needs in before]
         self.followers: list[list[int]] = [[] for _ in self.all]
         for number, needs in enumerate(before):
@@ -110,31 +126,44 @@ class StepTasks:
                 self.followers[need].append(number)
         self.first = [number for number, needs in enumerate(before) if not needs]
 
-    def _sort_key(self, task: BoundTask) -> tuple[int, ...]:
-        """Return the sort key of a task: sums first (they free memory), then other tasks of micro-batches (by
-        micro-batch, then row), then tasks without a micro-batch (by row)."""
-        row = self._plan.tasks[task.row]
+    def _sort_key(self, task: BoundTask) -> tuple[Any, ...]:
+        """Return the sort key of a task: sums first (they free memory), then tasks of micro-batches in the plan's
+        order, then tasks without a micro-batch (by row)."""
+        row, own = self._plan.tasks[task.row], (task.index, task.row, task.replica)
         if row.index != "micro_batch":
-            return (self._plan.micro_batches, task.row, task.index, task.replica)
-        return (-1 if row.kind == "sum" else task.index, task.row, task.index, task.replica)
+            return 2, task.row, own
+        action = self._step.actions[self._action_of[task.row]]
+        return row.kind != "sum", self._order.key(self._step, action, task.index), own
 
-    def _edges_of_rows(self, rows: RowFunctions, cores: int) -> list[list[After]]:
-        """Return for each row its edges to the rows that it waits for: those of the table, and one by which
+    def _edges_of_rows(self) -> list[list[After]]:
+        """Return for each row its edges to the rows that it waits for: those of the table, and those by which
         the order bounds the number of micro-batches in flight."""
-        plan = self._plan
-        found = [list(task.after) for task in plan.tasks]
-        # All processes must gather values of micro-batches in the same order.
-        in_turns = any(rows.communicates(row) for row, task in enumerate(plan.tasks) if task.kind == "gather")
-        order = IN_TURNS if in_turns else ORDERS[plan.order][bool(cores)]
-        all_actions, rows_of = actions(plan)
-        for number, own in enumerate(rows_of):
-            bound = order.bound(number, all_actions, max(cores, 1))
-            if bound is not None:
-                end = next(row for row in reversed(rows_of[bound.row]) if plan.tasks[row].kind != "sum")
+        rows = self._plan.tasks
+        found = [list(task.after) for task in rows]
+        for own, bounds in zip(self._rows_of, self._order.all_bounds(self._step), strict=True):
+            for bound in bounds:
+                end = next(row for row in reversed(self._rows_of[bound.row]) if rows[row].kind != "sum")
                 for row in own:
-                    if not any(edge.row in own and not edge.behind for edge in plan.tasks[row].after):
-                        found[row].append(After(end, bound.behind))
+                    if not any(edge.row in own and not edge.behind for edge in rows[row].after):
+                        found[row].append(bound._replace(row=end))
         return found
+
+    def _exchanges(self, rows: RowFunctions) -> list[tuple[int, int, int]]:
+        """Return (row, micro-batch, replica) of the tasks that gather values over processes, in the order of
+        separate devices: all processes must run them in one order."""
+        gathers = {
+            row for row, t in enumerate(self._plan.tasks) if t.kind == "gather" and rows.communicates(row)
+        }
+        if not gathers:
+            return []
+        tasks, times = timeline(self._step.actions, self._plan.micro_batches, self._order)
+        return [
+            (row, micro_batch, replica)
+            for action, micro_batch in map(tasks.__getitem__, times.order)
+            for row in self._rows_of[action]
+            if row in gathers
+            for replica in range(self._replicas)
+        ]
 
     def _awaited_tasks(self, edge: After, task: BoundTask) -> list[tuple[int, int, int]]:
         """Return (row, index, replica) of each task for which `task` waits because its row has this edge."""

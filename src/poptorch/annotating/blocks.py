@@ -229,13 +229,14 @@ def split(model: M, ipus: int) -> M:
 
 def strategy_of_marks(model: nn.Module, strategy: ExecutionStrategy) -> ExecutionStrategy:
     """Return the strategy that `annotate` or `split` chose for the model, if `strategy` is the default
-    strategy, with or without `orSharded()`, which is carried over; else return `strategy`."""
-    default = ("pipelined", AutoStage.SameAsIpu)
-    if not isinstance(strategy, PipelinedExecution) or (strategy._mode, strategy._auto) != default:
+    strategy, with or without `orSharded()` and a schedule, which are carried over; else return `strategy`."""
+    if not isinstance(strategy, PipelinedExecution) or strategy._auto != AutoStage.SameAsIpu:
         return strategy
     hooks = filter(None, map(find_begin_hook, model.modules()))
     found = next((hook.strategy for hook in hooks if hook.strategy is not None), strategy)
-    return copy.copy(found).orSharded() if strategy._or_sharded else found
+    found = copy.copy(found)
+    found._schedule, found._or_sharded = strategy._schedule, found._or_sharded or strategy._or_sharded
+    return found
 
 
 @contextlib.contextmanager

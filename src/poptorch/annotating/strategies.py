@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from popengine.errors import Error, did_you_mean
-from popengine.settings import AutoRule, Mode, StagePlan, Strategy
+from popengine.order import Order, enter_order, order_named
+from popengine.settings import AutoRule, StagePlan, Strategy
 from poptorch.enums import AutoStage, Liveness
 
-_MODES = ("pipelined", "sharded", "phased")  # `execution_mode` is the index
 _RULES: dict[AutoStage, AutoRule] = {
     AutoStage.SameAsIpu: "same_as_ipu",
     AutoStage.AutoIncrement: "auto_increment",
@@ -95,7 +95,8 @@ def _as_phase(argument: Any) -> Phase:
 class ExecutionStrategy:
     """The base class of strategies: the stage of each block, and two methods called around the capture."""
 
-    _mode: Mode
+    _execution_mode: int  # PopTorch's number of the kind of strategy
+    _schedule: str  # the name of the order of a step
 
     def __init__(self, stages: Iterable[Stage]) -> None:
         self._order = tuple(stages)
@@ -123,11 +124,11 @@ class ExecutionStrategy:
 
     def backendOptions(self) -> dict[str, Any]:
         """Return this strategy's items of the dictionary `Options.toDict()`."""
-        return {"execution_mode": _MODES.index(self._mode)}
+        return {"execution_mode": self._execution_mode}
 
     def freeze(self) -> Strategy:
         """Return this strategy as a frozen value for the engine."""
-        return Strategy(self._mode, None, tuple(stage.freeze() for stage in self._order))
+        return Strategy(self._schedule, None, tuple(stage.freeze() for stage in self._order))
 
 
 @dataclass(frozen=True)
@@ -153,22 +154,48 @@ class AutoBalance:
         )
 
 
-class PipelinedExecution(ExecutionStrategy):
-    """A strategy that runs all stages at the same time, each on another micro-batch.
+class _StagedExecution(ExecutionStrategy):
+    """A strategy of stages, which the user lists or a rule chooses.
 
     Args: one `AutoStage` (default `SameAsIpu`) or `AutoBalance`, or the stages in order, numbered from 0:
         each a `Stage`, a block id, or a list of block ids
-
-    >>> PipelinedExecution("embedding", ["layer0", "layer1"], Stage("head").ipu(0))
     """
-
-    _mode = "pipelined"
 
     def __init__(self, *args: AutoStage | AutoBalance | Stage | str | Sequence[str]) -> None:
         first, *others = args or (AutoStage.SameAsIpu,)
         self._auto = first if isinstance(first, AutoStage | AutoBalance) and not others else None
-        self._or_sharded = False
         super().__init__(map(_as_stage, args) if self._auto is None else ())
+
+    def freeze(self) -> Strategy:
+        strategy = super().freeze()
+        if isinstance(self._auto, AutoBalance):
+            return replace(strategy, auto="balance", ipus=self._auto.ipus, capacity=self._auto.capacity)
+        return strategy if self._auto is None else replace(strategy, auto=_RULES[self._auto])
+
+    def __repr__(self) -> str:
+        auto = f"AutoStage.{self._auto.name}" if isinstance(self._auto, AutoStage) else repr(self._auto)
+        return f"{type(self).__name__}({', '.join(map(repr, self._order)) if self._auto is None else auto})"
+
+
+class PipelinedExecution(_StagedExecution):
+    """A strategy that runs all stages at the same time, each on another micro-batch.
+
+    Args: one `AutoStage` (default `SameAsIpu`) or `AutoBalance`, or the stages in order, numbered from 0:
+        each a `Stage`, a block id, or a list of block ids
+        schedule: the order in which an ipu runs its micro-batches: "1f1b", or another name in
+            `popengine.order.ORDERS`, or an `Order` of your own. Results are the same, to the bit. (Pando.)
+
+    >>> PipelinedExecution("embedding", ["layer0", "layer1"], Stage("head").ipu(0))
+    """
+
+    _execution_mode = 0
+
+    def __init__(
+        self, *args: AutoStage | AutoBalance | Stage | str | Sequence[str], schedule: str | Order = "1f1b"
+    ) -> None:
+        self._schedule = enter_order(schedule) if isinstance(schedule, Order) else order_named(schedule).name
+        self._or_sharded = False
+        super().__init__(*args)
 
     def orSharded(self) -> Self:
         """Run stages one after another, as `ShardedExecution`, when a call has too few micro-batches for a
@@ -177,28 +204,28 @@ class PipelinedExecution(ExecutionStrategy):
         return self
 
     def freeze(self) -> Strategy:
-        strategy = replace(super().freeze(), or_sharded=self._or_sharded)
-        if isinstance(self._auto, AutoBalance):
-            return replace(strategy, auto="balance", ipus=self._auto.ipus, capacity=self._auto.capacity)
-        return strategy if self._auto is None else replace(strategy, auto=_RULES[self._auto])
+        return replace(super().freeze(), or_sharded=self._or_sharded)
 
     def __repr__(self) -> str:
-        stages = ", ".join(map(repr, self._order))
-        auto = f"AutoStage.{self._auto.name}" if isinstance(self._auto, AutoStage) else repr(self._auto)
+        schedule = "" if self._schedule == "1f1b" else f", schedule={self._schedule!r}"
         also = ".orSharded()" if self._or_sharded else ""
-        return f"{type(self).__name__}({stages if self._auto is None else auto}){also}"
+        return f"{super().__repr__()[:-1]}{schedule}){also}"
 
 
-class ShardedExecution(PipelinedExecution):
-    """A strategy that runs one stage at a time: a micro-batch passes all stages before the next starts."""
+class ShardedExecution(_StagedExecution):
+    """A strategy that runs one stage at a time: a micro-batch passes all stages before the next starts.
 
-    _mode = "sharded"
+    Args: one `AutoStage` (default `SameAsIpu`) or `AutoBalance`, or the stages in order, numbered from 0:
+        each a `Stage`, a block id, or a list of block ids
+    """
+
+    _execution_mode, _schedule = 1, "sharded"
 
 
 class _PhasedExecution(ExecutionStrategy):
     """A strategy that runs phases one after another; on an IPU, tensors are in host memory between phases."""
 
-    _mode = "phased"
+    _execution_mode, _schedule = 2, "phased"
     _serial: bool
 
     def __init__(self, *phases: Phase | Stage | str | Sequence[Stage] | Sequence[str]) -> None:

@@ -138,7 +138,7 @@ class Overview:
                 sizes[partition.home[slot.name]] += torch.Size(slot.shape).numel()
         kind = "training" if settings.training else "inference"
         self.title = (
-            f"{kind}, {settings.strategy.mode}: {counted(partition.stages, 'stage')}"
+            f"{kind}, {settings.strategy.order}: {counted(partition.stages, 'stage')}"
             f" on {counted(len(set(partition.ipus)), 'ipu')}, {counted(counts.replicas, 'replica')}; a call is"
             f" {counted(counts.iterations, 'device iteration')} of {counted(counts.accumulation, 'micro-batch')}"
         )

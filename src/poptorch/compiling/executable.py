@@ -22,7 +22,7 @@ from popengine.settings import Settings
 
 from ..annotating.blocks import layers_as_blocks
 from ..annotating.replica_groups import first_rows_only
-from ..annotating.strategies import PipelinedExecution, ShardedExecution
+from ..annotating.strategies import PipelinedExecution
 from ..autocasting import using_policy
 from ..enums import OutputMode, OverlapMode
 from ..logs import logger
@@ -253,8 +253,7 @@ def _check_overlap(graph: Graph, options: Options) -> None:
                 f"  why: it must be {place}: only then can the transfer overlap with computation\n"
                 "  fix: move it there"
             )
-    strategy = options._execution_strategy
-    if isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution):
+    if isinstance(options._execution_strategy, PipelinedExecution):
         raise Error(
             "Overlapped IO is not supported with poptorch.PipelinedExecution\n"
             "  fix: options.setExecutionStrategy(poptorch.ShardedExecution(...))"

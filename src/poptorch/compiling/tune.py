@@ -35,7 +35,7 @@ from .arguments import weights_of
 _MOST_SECONDS = 1.0  # a micro-batch that takes longer is not measured
 _ROUNDS = 5
 _EACH_ALONE = Strategy("sharded", "auto_increment")
-_STAGE_OF_EACH_BLOCK = Strategy("pipelined", "auto_increment")
+_STAGE_OF_EACH_BLOCK = Strategy("interleaved", "auto_increment")
 Hints = dict[str, Any]  # the facts of a profile that `measure_hints` returns
 NO_HINTS: Hints = {"hints": {}, "sharing": []}
 

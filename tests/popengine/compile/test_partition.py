@@ -45,7 +45,7 @@ def test_every_value_is_made_once_before_it_is_read():
         stages(0, 1, 2, 3),
         stages(0, 1, 2, 0),
         stages(0, 0, 1, 1),
-        stages(0, 1, 0, 1, mode="sharded"),
+        stages(0, 1, 0, 1, order="sharded"),
     ):
         made = set()
         for piece in partition(graph, strategy).pieces:
@@ -95,7 +95,7 @@ def test_nothing_but_blocks_is_known_of_an_empty_model():
 
 def test_data_that_flows_back_is_refused():
     with pytest.raises(PartitionError, match="flows back from stage 1"):
-        order = Strategy("pipelined", None, (StagePlan(("A", "C")), StagePlan(("B", "D"))))
+        order = Strategy("1f1b", None, (StagePlan(("A", "C")), StagePlan(("B", "D"))))
         partition(graph_of(), order)
 
 
@@ -108,8 +108,8 @@ def visits(*blocks):
     return [Visit(None, None, "?"), *(Visit(name, ipu, "model.py:1") for name, ipu in pairs)]
 
 
-AUTO_INCREMENT = Strategy("pipelined", "auto_increment")
-SAME_AS_IPU = Strategy("pipelined", "same_as_ipu")
+AUTO_INCREMENT = Strategy("1f1b", "auto_increment")
+SAME_AS_IPU = Strategy("1f1b", "same_as_ipu")
 
 
 def test_auto_increment_numbers_new_blocks_after_the_implicit_part():
@@ -129,12 +129,12 @@ def test_same_as_ipu_puts_blocks_of_one_ipu_into_one_stage():
 
 
 def test_the_strategys_ipu_comes_before_the_blocks():
-    strategy = Strategy("pipelined", None, (StagePlan(("x",), 3), StagePlan(("y",))))
+    strategy = Strategy("1f1b", None, (StagePlan(("x",), 3), StagePlan(("y",))))
     assert place_blocks(visits(("x", 0), ("y", 1)), {1, 2}, strategy).ipus == (3, 1)
 
 
 def test_a_stage_on_two_ipus_is_refused():
-    strategy = Strategy("pipelined", None, (StagePlan(("x", "y")),))
+    strategy = Strategy("1f1b", None, (StagePlan(("x", "y")),))
     with pytest.raises(BlockError, match="stage 0 can't be on ipu 0 and on ipu 1"):
         place_blocks(visits(("x", 0), ("y", 1)), {1, 2}, strategy)
 

@@ -15,12 +15,12 @@ from popengine.programs import programs
 from popengine.settings import Counts, Optimizer, Settings
 
 
-def plan_of(*ipus, mode="pipelined", accumulation=8, iterations=1, training=True, kind="sgd", instances=1):
+def plan_of(*ipus, order="1f1b", accumulation=8, iterations=1, training=True, kind="sgd", instances=1):
     graph = graph_of(Net().train(training), training)
     settings = Settings(
         training,
         Counts(iterations=iterations, accumulation=accumulation, instances=instances),
-        stages(*ipus, mode=mode),
+        stages(*ipus, order=order),
         optimizer=Optimizer(kind, {}) if training else None,
     )
     return compile_graph(graph, settings)
@@ -32,9 +32,9 @@ def instructions_of(plan, program):
 
 
 LAYOUTS = [
-    ((0, 1, 2, 3), "pipelined"),
-    ((0, 1, 2, 0), "pipelined"),
-    ((0, 0, 0, 0), "pipelined"),
+    ((0, 1, 2, 3), "1f1b"),
+    ((0, 1, 2, 0), "1f1b"),
+    ((0, 0, 0, 0), "1f1b"),
     ((0, 1, 0, 1), "sharded"),
 ]
 
@@ -50,7 +50,7 @@ def row_of(plan, name):
 
 
 def test_the_table_of_a_small_model():
-    plan = plan_of(0, 1, 0, 1, mode="sharded", accumulation=3)
+    plan = plan_of(0, 1, 0, 1, order="sharded", accumulation=3)
     names = [str(task) for task in plan.tasks]
     forward = ["copy", "copy", "F0", "F0", "F1", "F2", "F3"]  # F0 is cut at its buffers
     backward = ["B3", "sum B3", "B2", "sum B2", "B1", "sum B1", "B0", "sum B0"]
@@ -93,12 +93,12 @@ def test_processes_exchange_in_one_order_and_before_any_update():
     assert After(exchanges[-1]) in plan.tasks[row_of(plan, "begin")].after
 
 
-@pytest.mark.parametrize(("ipus", "mode"), LAYOUTS)
+@pytest.mark.parametrize(("ipus", "order"), LAYOUTS)
 @pytest.mark.parametrize("training", [True, False])
-def test_each_value_is_freed_by_its_last_reader_which_waits_for_the_others(ipus, mode, training):
+def test_each_value_is_freed_by_its_last_reader_which_waits_for_the_others(ipus, order, training):
     plan = plan_of(
         *ipus,
-        mode=mode,
+        order=order,
         training=training,
         iterations=1 if training else 8,
         accumulation=8 if training else 1,
@@ -124,10 +124,10 @@ def test_each_value_is_freed_by_its_last_reader_which_waits_for_the_others(ipus,
     assert readers.keys() - state <= freed.keys()
 
 
-@pytest.mark.parametrize(("ipus", "mode"), LAYOUTS)
-def test_no_value_of_a_micro_batch_outlives_its_step_on_an_ipu(ipus, mode):
+@pytest.mark.parametrize(("ipus", "order"), LAYOUTS)
+def test_no_value_of_a_micro_batch_outlives_its_step_on_an_ipu(ipus, order):
     """Runs the programs on names alone: what is read is there, and nothing is left at the end."""
-    plan = plan_of(*ipus, mode=mode)
+    plan = plan_of(*ipus, order=order)
     for program in programs(plan).values():
         alive = set()
         for i, m in instructions_of(plan, program):
@@ -145,10 +145,10 @@ def test_no_value_of_a_micro_batch_outlives_its_step_on_an_ipu(ipus, mode):
         assert not alive
 
 
-@pytest.mark.parametrize(("ipus", "mode"), LAYOUTS)
-def test_what_is_sent_is_received(ipus, mode):
+@pytest.mark.parametrize(("ipus", "order"), LAYOUTS)
+def test_what_is_sent_is_received(ipus, order):
     sent, received = {}, {}
-    plan = plan_of(*ipus, mode=mode)
+    plan = plan_of(*ipus, order=order)
     for ipu, program in programs(plan).items():
         for i, m in instructions_of(plan, program):
             if i.kind == "send":
@@ -201,7 +201,7 @@ def test_the_same_graph_and_settings_give_the_same_plan():
 @pytest.mark.parametrize("seed", ["1", "2", "3", "4"])
 def test_the_plan_is_the_same_in_processes_with_other_hash_seeds(seed):
     # Names were in sets: processes freed values in another order, and "the instances differ at compilation".
-    made = "repr(plan_of(0, 0, 0, 0, mode='sharded', training=False, iterations=8, accumulation=1).tasks)"
+    made = "repr(plan_of(0, 0, 0, 0, order='sharded', training=False, iterations=8, accumulation=1).tasks)"
     tests = Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{tests}:{tests / 'compile'}"}
     done = subprocess.run(

@@ -20,7 +20,7 @@ LAYOUTS = {
     "one ipu": {"ipus": (0, 0, 0, 0)},
     "pipelined": {},
     "two stages on an ipu": {"ipus": (0, 1, 2, 0)},
-    "sharded": {"ipus": (0, 1, 0, 1), "mode": "sharded"},
+    "sharded": {"ipus": (0, 1, 0, 1), "order": "sharded"},
     "dropout": {"dropout": 0.5},
     "adam": {"kind": "adamw"},
     "replicas": {"counts": (2, 8, 3)},
@@ -34,7 +34,7 @@ LAYOUTS = {
         "anchors": (Anchor("weight", "a.weight", "all"), Anchor("updated", "c.weight", "all"))
     },
     "inference": {"training": False, "counts": (20, 1, 2)},
-    "sharded inference": {"training": False, "counts": (20, 1, 1), "ipus": (0, 1, 0, 1), "mode": "sharded"},
+    "sharded inference": {"training": False, "counts": (20, 1, 1), "ipus": (0, 1, 0, 1), "order": "sharded"},
 }
 
 
@@ -44,7 +44,7 @@ def rates(kind, lr=0.05):
 
 def planned(
     ipus=(0, 1, 2, 3),
-    mode="pipelined",
+    order="1f1b",
     kind="sgd",
     counts=(2, 8, 1),
     dropout=0.0,
@@ -59,7 +59,7 @@ def planned(
     settings = Settings(
         training,
         Counts(iterations, accumulation, replicas, replicas),
-        stages(*ipus, mode=mode),
+        stages(*ipus, order=order),
         optimizer=Optimizer(kind, names, TYPES.get(kind, TYPES["adam"]), **(optimizer or {}))
         if training
         else None,

@@ -21,7 +21,7 @@ def made(monkeypatch, size, least=None, replicas=1):
     settings = Settings(
         True,
         Counts(1, 1, replicas, replicas, instances=2),
-        stages(0, 0, 0, 0, mode="sharded"),
+        stages(0, 0, 0, 0, order="sharded"),
         optimizer=Optimizer("sgd", names),
         shard_optimizer=least,
     )

@@ -90,7 +90,7 @@ OPTIONS = [
     },
     {"optimizer": {"max_grad_norm": 1.0}},
     {"kind": "lamb", "optimizer": {"flags": {"bias_correction": False}}},
-    {"ipus": (0, 1, 0, 1), "mode": "sharded", "outputs": "sum", "recompute": True, "dropout": 0.5},
+    {"ipus": (0, 1, 0, 1), "order": "sharded", "outputs": "sum", "recompute": True, "dropout": 0.5},
     {"training": False, "counts": (20, 1, 1)},
 ]
 

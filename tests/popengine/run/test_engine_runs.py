@@ -9,6 +9,7 @@ from engine_models import Net, graph_of, net, stages
 from popengine.compile import compile_graph
 from popengine.compile.capture import capture
 from popengine.errors import RunError
+from popengine.order import ORDERS
 from popengine.run.engine import Engine
 from popengine.run.row_functions import RowFunctions
 from popengine.run.state import TrainState
@@ -26,13 +27,13 @@ HYPER = Hyper((RATES,))
 
 
 def engine_for(
-    ipus=(0, 1, 2, 3), mode="pipelined", iterations=2, accumulation=8, replicas=1, dropout=0.0, seed=3, **more
+    ipus=(0, 1, 2, 3), order="1f1b", iterations=2, accumulation=8, replicas=1, dropout=0.0, seed=3, **more
 ):
     model = net(dropout)
     settings = Settings(
         True,
         Counts(iterations=iterations, accumulation=accumulation, replicas=replicas, groups=replicas),
-        stages(*ipus, mode=mode),
+        stages(*ipus, order=order),
         optimizer=Optimizer("sgd", {name: 0 for name, _ in model.named_parameters()}),
         **more,
     )
@@ -70,11 +71,11 @@ def test_the_engine_trains_the_tensors_that_it_is_given():
 
 
 @pytest.mark.parametrize(
-    ("ipus", "mode"), [((0, 0, 0, 0), "pipelined"), ((0, 1, 2, 0), "pipelined"), ((0, 1, 0, 1), "sharded")]
+    ("ipus", "order"), [((0, 0, 0, 0), "1f1b"), *(((0, 1, 0, 1), order) for order in ORDERS)]
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_every_layout_gives_the_same_bits(ipus, mode, dropout):
-    one, two = engine_for(dropout=dropout), engine_for(ipus, mode, dropout=dropout)
+def test_every_layout_gives_the_same_bits(ipus, order, dropout):
+    one, two = engine_for(dropout=dropout), engine_for(ipus, order, dropout=dropout)
     for _ in range(3):
         losses = [engine.run(batch(16), HYPER).outputs()[1] for engine in (one, two)]
         assert torch.equal(*losses)

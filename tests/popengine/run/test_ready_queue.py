@@ -141,7 +141,7 @@ class Noting(Recorder):
 def drawn(plan, cores=0):
     """For each device the actions of a step, as the drawing shows them."""
     found, _ = actions(plan)
-    tasks, times = timeline(found, plan.micro_batches, ORDERS[plan.order][bool(cores)], cores)
+    tasks, times = timeline(found, plan.micro_batches, ORDERS[plan.order], cores)
     rows = {}
     for number in times.order:
         (row, m), device = tasks[number], times.devices[number]
@@ -152,9 +152,9 @@ def drawn(plan, cores=0):
 LANES = [
     {},
     {"ipus": (0, 1, 2, 0)},
-    {"ipus": (0, 1, 0, 1), "mode": "sharded"},
+    {"ipus": (0, 1, 0, 1), "order": "sharded"},
     {"training": False, "counts": (8, 1, 1)},
-    {"training": False, "counts": (8, 1, 1), "mode": "sharded"},
+    {"training": False, "counts": (8, 1, 1), "order": "sharded"},
 ]
 
 
@@ -177,12 +177,12 @@ def test_a_profile_shows_separate_devices_that_run_the_step_as_it_is_drawn(optio
     engine.close()
 
 
-@pytest.mark.parametrize("mode", ["pipelined", "sharded"])
-def test_one_core_goes_depth_first_as_it_is_drawn(mode):
+@pytest.mark.parametrize("order", ORDERS)
+def test_one_core_runs_the_order_that_is_drawn(order):
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        engine = engine_of(mode=mode, counts=(1, 8, 1))
+        engine = engine_of(order=order, counts=(1, 8, 1))
     finally:
         torch.set_num_threads(before)
     engine.run(batch_for(engine), rates("sgd"))
@@ -204,7 +204,7 @@ def test_one_core_goes_depth_first_as_it_is_drawn(mode):
     engine.close()
 
 
-ONE_STAGE = Strategy("pipelined", None, (StagePlan(tuple("ABCD"), 0),))
+ONE_STAGE = Strategy("1f1b", None, (StagePlan(tuple("ABCD"), 0),))
 
 
 @pytest.mark.parametrize("strategy", [ONE_STAGE, stages(0, 1, 2, 3)], ids=["one stage", "four ipus"])
@@ -213,6 +213,5 @@ def test_cores_share_a_model_however_many_stages_it_has(strategy):
     settings = Settings(True, Counts(1, 8), strategy, optimizer=engine_of().settings.optimizer)
     plan = compile_graph(graph_of(net()), settings)
     found, _ = actions(plan)
-    _, shared = ORDERS[plan.order]
-    alone, both = (timeline(found, 8, shared, cores)[1].length for cores in (1, 2))
+    alone, both = (timeline(found, 8, ORDERS[plan.order], cores)[1].length for cores in (1, 2))
     assert both <= alone / 2 + len(found)  # the second core is a part behind the first

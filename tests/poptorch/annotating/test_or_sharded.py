@@ -44,7 +44,7 @@ def test_it_runs_sharded_with_the_same_bits_and_says_so(caplog):
 def test_with_enough_micro_batches_it_stays_a_pipeline():
     allowed, _ = executor(poptorch.PipelinedExecution().orSharded(), accumulation=7)
     allowed(torch.ones(7, 3))
-    assert allowed._executable.settings.strategy.mode == "pipelined"
+    assert allowed._executable.settings.strategy.order == "1f1b"
 
 
 def test_without_leave_it_is_refused():

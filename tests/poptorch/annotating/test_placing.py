@@ -81,7 +81,7 @@ def test_an_earlier_range_precedes_a_later_wildcard_and_an_ipu_may_come_again():
         **{f"layers.{i}": ("layers.*", 1) for i in (3, 4, 5)},
         "head": ("head", 0),
     }
-    assert stages(model) == [(0, "no block"), (0, "layers.0-2"), (1, "layers.*"), (0, "head")]
+    assert stages(model) == [(0, "no block, layers.0-2"), (1, "layers.*"), (0, "head")]
 
 
 def test_a_name_precedes_ranges_and_wildcards_wherever_it_stands():

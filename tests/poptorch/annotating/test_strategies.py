@@ -4,8 +4,11 @@ import copy
 import pickle
 
 import pytest
+import torch
 
+import poptorch
 from popengine.errors import Error
+from popengine.order import ORDERS, Order
 from popengine.settings import StagePlan, Strategy
 from poptorch.annotating.strategies import (
     ParallelPhasedExecution,
@@ -30,15 +33,15 @@ def test_a_stage_holds_block_ids_and_perhaps_an_ipu():
 
 
 def test_without_arguments_stages_are_the_same_as_ipus():
-    assert PipelinedExecution().freeze() == Strategy("pipelined", "same_as_ipu", ())
-    assert PipelinedExecution(AutoStage.AutoIncrement).freeze() == Strategy("pipelined", "auto_increment", ())
+    assert PipelinedExecution().freeze() == Strategy("1f1b", "same_as_ipu", ())
+    assert PipelinedExecution(AutoStage.AutoIncrement).freeze() == Strategy("1f1b", "auto_increment", ())
     assert ShardedExecution(AutoStage.SameAsIpu).freeze() == Strategy("sharded", "same_as_ipu", ())
 
 
 def test_a_stage_is_a_block_a_list_of_blocks_or_a_stage():
     strategy = PipelinedExecution("a", ["b", "c"], ("d",), Stage("e", "f").ipu(0))
     assert strategy.freeze() == Strategy(
-        mode="pipelined",
+        order="1f1b",
         auto=None,
         stages=(
             StagePlan(("a",)),
@@ -94,7 +97,7 @@ def test_phases_are_flattened_into_stages_in_order():
     strategy.phase(2).ipus(0, 1)
     strategy.stage("g").ipu(3)
     assert strategy.freeze() == Strategy(
-        mode="phased",
+        order="phased",
         auto=None,
         stages=(
             StagePlan(("a",)),
@@ -162,5 +165,32 @@ def test_strategies_print_without_addresses_and_survive_copying():
 
 def test_a_pipeline_may_be_allowed_to_run_sharded():
     strategy = PipelinedExecution().orSharded()
-    assert strategy.freeze() == Strategy("pipelined", "same_as_ipu", or_sharded=True)
+    assert strategy.freeze() == Strategy("1f1b", "same_as_ipu", or_sharded=True)
     assert repr(strategy) == "PipelinedExecution(AutoStage.SameAsIpu).orSharded()"
+
+
+# ---- schedules -----------------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_has_a_schedule_by_name_or_of_the_users_own():
+    assert PipelinedExecution("a", schedule="gpipe").freeze().order == "gpipe"
+    mine = Order("latest first", lambda step, action, micro_batch: (-micro_batch,))
+    try:
+        strategy = PipelinedExecution("a", schedule=mine)
+        assert strategy.freeze().order == "latest first"
+        assert repr(strategy) == "PipelinedExecution(Stage('a'), schedule='latest first')"
+    finally:
+        del ORDERS["latest first"]
+    with pytest.raises(Error, match=r"there is no order '1f2b': known are 1f1b, .* did you mean '1f1b'"):
+        PipelinedExecution(schedule="1f2b")
+
+
+def test_sharded_execution_is_no_pipeline():
+    assert not issubclass(ShardedExecution, PipelinedExecution)
+    options = poptorch.Options()
+    options.Training.gradientAccumulation(4)
+    for strategy, advises in ((PipelinedExecution(), True), (ShardedExecution(), False)):
+        options.setExecutionStrategy(strategy)
+        with pytest.raises(Error, match="must be 1") as error:
+            poptorch.inferenceModel(torch.nn.Linear(1, 1), options)
+        assert ("fill the pipeline" in str(error.value)) is advises

@@ -38,7 +38,7 @@ def test_the_log_has_the_passes_their_times_and_the_schedule(caplog, monkeypatch
     compiled(0, 1)
     passes = re.findall(r"pass (\w+) took [\d.]+ ms", caplog.text)
     assert passes == ["capture", "partition", "tasks", "load"]
-    assert "schedule of a step on 2 cores of this machine, depth first:\ncore 0 | F0.0 F1.0\n" in caplog.text
+    assert "schedule of a step on 2 cores of this machine, 1f1b:\ncore 0 | F0.0 F1.0\n" in caplog.text
     assert "\ncore 1 | F0.1 F1.1" in caplog.text
 
 

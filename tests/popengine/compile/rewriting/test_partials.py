@@ -67,7 +67,7 @@ def graph_of(dtype, wide=True):
 
 def strategy_of(*ipus):
     return Strategy(
-        "pipelined", None, tuple(StagePlan((name,), ipu) for name, ipu in zip("AB", ipus, strict=True))
+        "1f1b", None, tuple(StagePlan((name,), ipu) for name, ipu in zip("AB", ipus, strict=True))
     )
 
 

@@ -1,0 +1,86 @@
+"""Neighbouring stages of one ipu are one stage, however a model is marked: so more micro-batches fill the pipeline."""
+
+import pytest
+import torch
+from torch import nn
+
+import poptorch
+
+LAYERS, IPUS, ROWS = 8, 4, 2
+
+
+class Stack(nn.Module):
+    """An embedding and eight layers; `blocks` marks each as a block of its own, two layers on an ipu."""
+
+    def __init__(self, blocks=False):
+        super().__init__()
+        self.blocks = blocks
+        self.embedding = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(LAYERS))
+
+    def forward(self, x, y):
+        x = self.embedding(x)
+        for i, layer in enumerate(self.layers):
+            if self.blocks:
+                poptorch.Block.start(f"layer {i}", ipu_id=i // 2)
+            x = layer(x).tanh()
+        return nn.functional.mse_loss(x, y)
+
+
+def each_layer_alone():
+    return {f"layers.{i}": i // 2 for i in range(LAYERS)}
+
+
+AUTO = poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement)
+WAYS = {
+    "blocks by hand": (lambda: Stack(blocks=True), AUTO),
+    "stages by hand": (
+        lambda: Stack(blocks=True),
+        poptorch.PipelinedExecution(*(poptorch.Stage(f"layer {i}").ipu(i // 2) for i in range(LAYERS))),
+    ),
+    "annotate": (lambda: poptorch.annotate(Stack(), each_layer_alone()), None),
+    "layers_per_ipu": (lambda: poptorch.annotate(Stack(), layers_per_ipu=[2] * IPUS), None),
+    "split": (lambda: poptorch.split(Stack(), IPUS), None),
+    "AutoBalance": (lambda: Stack(), poptorch.PipelinedExecution(poptorch.AutoBalance(IPUS))),
+}
+
+
+def idle_share(model, strategy, micro_batches):
+    options = poptorch.Options().showCompilationProgressBar(False)
+    options.Training.gradientAccumulation(micro_batches)
+    if strategy is not None:
+        options.setExecutionStrategy(strategy)
+    batch = torch.randn(ROWS * micro_batches, 4), torch.randn(ROWS * micro_batches, 4)
+    drawn = poptorch.describe(model, options, batch).schedule
+    lanes = [line.split(" | ")[1].split() for line in drawn.splitlines() if line.startswith("ipu ")]
+    assert len(lanes) == IPUS
+    ticks = max(map(len, lanes))
+    return 1 - sum(cell != ".." for lane in lanes for cell in lane) / (ticks * IPUS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_drawn_bubble_falls_with_the_number_of_micro_batches(way):
+    make, strategy = WAYS[way]
+    for micro_batches in (8, 16):
+        expected = (IPUS - 1) / (micro_batches + IPUS - 1)
+        assert idle_share(make(), strategy, micro_batches) == pytest.approx(expected)
+
+
+def test_interleaved_keeps_neighbouring_stages_apart():
+    options = poptorch.Options().showCompilationProgressBar(False)
+    options.Training.gradientAccumulation(8)
+    options.setExecutionStrategy(
+        poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement, schedule="interleaved")
+    )
+    batch = torch.randn(16, 4), torch.randn(16, 4)
+    assert [row[1] for row in poptorch.describe(Stack(blocks=True), options, batch).stages] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+    ]
