@@ -207,7 +207,7 @@ class Task:
     kind: TaskKind
     ipu: int = -1
     stage: int = -1
-    phase: Literal["F", "B", ""] = ""
+    phase: Literal[Phase, ""] = ""
     index: Index = "micro_batch"
     after: tuple[After, ...] = ()
     piece: int = -1

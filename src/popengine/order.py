@@ -37,7 +37,7 @@ class After(NamedTuple):
 class Action(NamedTuple):
     """One phase of one stage, which runs for each micro-batch. The rows in `after` are indices of actions."""
 
-    phase: str  # F or B
+    phase: str  # F, B or W
     stage: int
     ipu: int
     after: tuple[After, ...] = ()
@@ -57,8 +57,10 @@ class StepActions(NamedTuple):
     def last_of(self, stage: int) -> int | None:
         """Return the index of the last action of a stage, or of the next stage that has a backward; None in
         inference."""
-        found = [i for i, one in enumerate(self.actions) if one.phase != "F" and one.stage >= stage]
-        return found[-1] if found else None
+        found = [
+            (-one.stage, i) for i, one in enumerate(self.actions) if one.phase != "F" and one.stage >= stage
+        ]
+        return max(found)[1] if found else None
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Order:
         overlaps:  whether stages work on different micro-batches at the same time
         placement: "merged": neighbouring stages of one ipu are one stage; "apart": they stay apart; "turns": each
             change of ipu in the forward begins a stage; "turns of blocks": so does a block's own ipu
+        cuts_backwards: whether a backward is two actions: B computes what the stage before reads, W the rest: mostly
+            the gradients of weights
     """
 
     name: str
@@ -82,6 +86,7 @@ class Order:
     in_flight: Callable[[StepActions], int] = lambda step: step.micro_batches
     overlaps: bool = True
     placement: Literal["merged", "apart", "turns", "turns of blocks"] = "merged"
+    cuts_backwards: bool = False
 
     def least_micro_batches(self, forward_stages: int, training: bool) -> int:
         """Return the number of micro-batches that a step needs: as many as fill a pipeline, or 1."""
@@ -105,6 +110,13 @@ def _bounds_of_1f1b(step: StepActions, action: Action) -> Sequence[After]:
     if action.phase != "F" or last is None:
         return ()
     return (After(last, max(step.stages - action.stage, step.cores)),)
+
+
+def _bounds_of_zero_bubble(step: StepActions, action: Action) -> Sequence[After]:
+    """A forward waits for the last action of its stage, so that a stage holds at most as many micro-batches as the
+    first stage does in 1F1B; of those W runs where nothing else is ready."""
+    last = step.last_of(action.stage)
+    return () if action.phase != "F" or last is None else (After(last, max(step.stages, step.cores)),)
 
 
 def _in_flight_of_1f1b(step: StepActions) -> int:
@@ -140,6 +152,13 @@ ORDERS: dict[str, Order] = {
         ),
         Order("gpipe", lambda step, action, micro_batch: (action.phase != "F", -action.stage, micro_batch)),
         Order("interleaved", _ideal_time, _bounds_of_1f1b, _in_flight_of_1f1b, placement="apart"),
+        Order(
+            "zero-bubble",
+            lambda step, action, micro_batch: ("BFW".index(action.phase), -action.stage, micro_batch),
+            _bounds_of_zero_bubble,
+            in_flight=lambda step: 2 * max(step.stages, step.cores),
+            cuts_backwards=True,
+        ),
         _in_turns("sharded", "turns"),
         _in_turns("phased", "turns of blocks"),
     )

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from .torch_private import tree_leaves
 
-Phase = Literal["F", "B"]
+Phase = Literal["F", "B", "W"]  # forward; backward; its weight gradients, if these are cut off
 GETITEM = "getitem"  # the call that selects one of an operation's results
 GATHER = "popengine.gather_over_replicas.default"  # the call that reads values of other replicas
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import dataclass, field
 from typing import Any
 
 import poptorch
+from popengine.order import ORDERS
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Layout:
     cuts: list[int] = field(default_factory=lambda: [0])
     ipus: list[int] = field(default_factory=lambda: [0])
     recompute: bool = False
+    schedule: str = "1f1b"
 
     def strategy(self, blocks: int) -> Any:
         ends = [*self.cuts[1:], blocks]
@@ -40,7 +43,7 @@ class Layout:
             for start, end, ipu in zip(self.cuts, ends, self.ipus, strict=True)
         ]
         kinds: dict[str, Any] = {
-            "pipelined": poptorch.PipelinedExecution,
+            "pipelined": functools.partial(poptorch.PipelinedExecution, schedule=self.schedule),
             "sharded": poptorch.ShardedExecution,
             "phased": poptorch.SerialPhasedExecution,
         }
@@ -67,7 +70,8 @@ def random_layout(numbers: random.Random, mode: str, blocks: int, load: Load) ->
     ipus = list(range(stages))
     if numbers.random() < 0.4:  # wrapped around
         ipus = [stage % 2 for stage in ipus]
-    return Layout(mode, cuts, ipus, mode == "pipelined" and numbers.random() < 0.5)
+    schedule = numbers.choice([name for name, order in ORDERS.items() if order.overlaps])
+    return Layout(mode, cuts, ipus, mode == "pipelined" and numbers.random() < 0.5, schedule)
 
 
 def options(blocks: int, layout: Layout, load: Load) -> poptorch.Options:

@@ -8,6 +8,7 @@ from parity_models import Digits, Normed, Transformer
 from parity_runs import LAYOUTS, plain, trained
 
 import poptorch
+from popengine.order import ORDERS
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
@@ -35,6 +36,15 @@ def test_twenty_updates_of_a_model_without_blocks_equal_plain_pytorch(name):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_twenty_updates_in_every_layout_equal_plain_pytorch(name, layout):
     assert trained(MODELS[name], ADAM, LAYOUTS[layout]()).differs_from(expected(MODELS[name], ADAM)) == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("schedule", [name for name, order in ORDERS.items() if order.overlaps])
+def test_twenty_updates_in_every_schedule_equal_plain_pytorch(name, schedule):
+    """Two stages on each of two ipus; in the transformer the first and the last share a weight."""
+    stages = [poptorch.Stage(block).ipu(ipu) for block, ipu in zip("abcd", (0, 1, 0, 1), strict=True)]
+    strategy = poptorch.PipelinedExecution(*stages, schedule=schedule)
+    assert trained(MODELS[name], ADAM, strategy).differs_from(expected(MODELS[name], ADAM)) == []
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd with momentum", "adamw"])

@@ -19,18 +19,24 @@ from popengine.order import (
 )
 
 
-def actions(*ipus, training=True):
-    """Each phase waits for the one before, F0 F1 ... B1 B0; `ipus` of each stage."""
+def actions(*ipus, training=True, order="1f1b"):
+    """Each phase waits for the one before, F0 F1 ... B1 B0; `ipus` of each stage. In an order that cuts backwards
+    B1 W1 W0 are in place of B1 B0, and W waits for the B of its stage (W0 for B1)."""
     phases = [("F", stage) for stage in range(len(ipus))]
-    phases += [("B", stage) for stage in reversed(range(len(ipus)))] if training else []
-    return [
+    cuts = training and ORDERS[order].cuts_backwards
+    phases += [("B", stage) for stage in reversed(range(cuts, len(ipus)))] if training else []
+    found = [
         Action(phase, stage, ipus[stage], (After(row - 1),) if row else ())
         for row, (phase, stage) in enumerate(phases)
     ]
+    for stage in reversed(range(len(ipus))) if cuts else ():
+        last = phases.index(("B", max(1, stage))) if len(ipus) > 1 else 0
+        found.append(Action("W", stage, ipus[stage], (After(last),)))
+    return found
 
 
 def drawn(ipus, micro_batches, order="1f1b", training=True, cores=0):
-    return "\n" + draw(actions(*ipus, training=training), micro_batches, ORDERS[order], cores)
+    return "\n" + draw(actions(*ipus, training=training, order=order), micro_batches, ORDERS[order], cores)
 
 
 def test_one_forward_one_backward_over_two_stages():
@@ -118,7 +124,7 @@ PLACEMENTS = [
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_runs_each_action_once(order, cores, micro_batches, training):
     for ipus in PLACEMENTS:
-        rows = actions(*ipus, training=training)
+        rows = actions(*ipus, training=training, order=order)
         tasks, found = timeline(rows, micro_batches, ORDERS[order], cores)
         assert sorted(tasks) == [(row, m) for row in range(len(rows)) for m in range(micro_batches)]
         assert min(found.devices) >= 0, "none waits forever"
@@ -130,7 +136,7 @@ def test_every_order_runs_each_action_once(order, cores, micro_batches, training
 @pytest.mark.parametrize("order", ORDERS)
 def test_no_more_micro_batches_are_under_way_than_an_order_says(order, cores, training):
     for ipus in PLACEMENTS:
-        rows = actions(*ipus, training=training)
+        rows = actions(*ipus, training=training, order=order)
         most = ORDERS[order].in_flight(StepActions(tuple(rows), 20, cores))
         tasks, found = timeline(rows, 20, ORDERS[order], cores)
         begins, ends = [20 * [None] for _ in range(2)]
@@ -205,6 +211,30 @@ def test_interleaving_leaves_the_bubble_of_one_stage(ipus, turns, micro_batches,
     assert timeline(rows, micro_batches, ORDERS["1f1b"])[1].length == plain
     ticks = timeline(rows, micro_batches, ORDERS["interleaved"])[1].length
     assert ticks == 2 * micro_batches * turns + 2 * (ipus - 1)
+
+
+def test_zero_bubble_fills_waits_with_weight_gradients():
+    assert drawn((0, 1), 4, "zero-bubble") == dedent("""
+        ipu 0 | F0 F1 .. W0 F2 W1 F3 .. W2 .. .. W3 ..
+        ipu 1 | .. F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
+        """)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 8), (3, 9), (4, 8), (4, 16)])
+def test_zero_bubble_leaves_a_third_of_the_bubble(stages, micro_batches):
+    """A backward takes two ticks, and each half of it one; a stage holds no more micro-batches than in 1F1B."""
+    rows = actions(*range(stages))
+    costs = [1 + (action.phase == "B") for action in rows]
+    whole = timeline(rows, micro_batches, ORDERS["1f1b"], costs=costs)[1].length
+    rows = actions(*range(stages), order="zero-bubble")
+    costs = [1 + (action.phase == "W" and not action.stage) for action in rows]
+    tasks, found = timeline(rows, micro_batches, ORDERS["zero-bubble"], costs=costs)
+    assert (whole, found.length) == (3 * (micro_batches + stages - 1), 3 * micro_batches + stages - 1)
+    held = [0] * stages
+    for number in found.order:
+        action = rows[tasks[number][0]]
+        held[action.stage] += {"F": 1, "B": 0, "W": -1}[action.phase]
+        assert held[action.stage] <= stages
 
 
 def test_the_name_of_an_order_is_checked():

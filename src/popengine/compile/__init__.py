@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 from ..errors import Error
 from ..ir import Graph, Partition, Plan
+from ..order import order_named
 from ..piece import GATHER
 from ..settings import Settings
-from .partition import cut_pieces, partition
+from .partition import cut_backwards, cut_pieces, partition
 from .tasks import make_plan
 
 
@@ -21,6 +22,8 @@ def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] 
     """
     parts = partition(graph, settings.strategy, settings.recompute)
     _check_replica_groups(parts, settings)
+    if order_named(settings.strategy.order).cuts_backwards:
+        parts = cut_backwards(parts)
     parts = cut_pieces(parts, settings)
     done("partition")
     plan = make_plan(parts, settings)

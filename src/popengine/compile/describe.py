@@ -255,7 +255,7 @@ def bytes_held_for_backward(graph: Graph, partition: Partition) -> tuple[int, ..
     Values that share memory count once. Weights, buffers, gradients and optimizer state don't count.
     """
     memories, found = _memory_of_values(graph), [0] * partition.stages
-    backwards = [piece for piece in partition.pieces if piece.phase == "B"]
+    backwards = [piece for piece in partition.pieces if piece.phase != "F"]
     others = {name for piece in backwards for name in piece.writes} | partition.prepared.keys()
     for piece in backwards:
         held = _HeldBytes(memories)

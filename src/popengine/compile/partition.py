@@ -303,3 +303,36 @@ def _cut_piece(piece: Piece, indices: Sequence[int], changed: frozenset[str]) ->
         reads |= dict.fromkeys(name for line in lines for name in line.operands() if name not in made)
         writes = [line.name for line in lines if line.name in later or line.name in piece.writes] + through
         yield Piece(piece.phase, piece.stage, tuple(reads), tuple(writes), lines, number)
+
+
+def cut_backwards(partition: Partition) -> Partition:
+    """Return the partition with each backward piece cut in two: B computes what earlier stages need to compute
+    with their activations, and results other than gradients; W computes the rest, mostly gradients of weights.
+    Stage 0 has only W, since nothing waits for it.
+
+    All W stand after all B, in the order of the data. If each stood beside its B, a value that both read would be
+    freed by the B of the stage before, which would have to wait for it.
+    """
+    forwards = [piece for piece in partition.pieces if piece.phase == "F"]
+    backwards = partition.pieces[len(forwards) :]
+    gradients = {name for piece in backwards for name in piece.writes}
+    wanted = {result.name for result in partition.signature.results if result.kind != "gradient"}
+    firsts, rests = list[Piece](), list[Piece]()
+    for piece in reversed(backwards):  # of stage 0 first
+        needed, activations = wanted.intersection(piece.writes), set(piece.reads) - gradients
+        used = set(needed)  # a gradient of a shared weight is only added to another: nothing waits for it
+        for line in reversed(piece.lines):
+            operands = line.operands()
+            needed.update(operands if line.name in needed else ())
+            used.update(operands if line.name in used or not activations.isdisjoint(operands) else ())
+        wanted |= used
+        first = tuple(line for line in piece.lines if line.name in needed)
+        rest = tuple(line for line in piece.lines if line.name not in needed)
+        parts = [piece]
+        if first and rest:
+            parts = list(_cut_piece(replace(piece, lines=first + rest), [len(first)], frozenset()))
+        if first or not rest:
+            firsts.append(parts[0])
+        if rest:
+            rests.append(replace(parts[-1], phase="W", part=0))
+    return replace(partition, pieces=(*forwards, *reversed(firsts), *reversed(rests)))

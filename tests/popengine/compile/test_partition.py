@@ -7,7 +7,7 @@ import torch
 from engine_models import Net, enter, graph_of, stages
 from torch import nn
 
-from popengine.compile.partition import partition, visits_with_operations
+from popengine.compile.partition import cut_backwards, partition, visits_with_operations
 from popengine.compile.placement import BlockError, place_blocks, sharded_if_too_few_micro_batches
 from popengine.errors import PartitionError
 from popengine.ir import Visit
@@ -40,19 +40,41 @@ def test_each_weight_lives_in_its_stage_and_a_shared_one_where_its_gradient_is_m
 
 def test_every_value_is_made_once_before_it_is_read():
     graph = graph_of()
-    slots = {slot.name for slot in graph.slots}
     for strategy in (
         stages(0, 1, 2, 3),
         stages(0, 1, 2, 0),
         stages(0, 0, 1, 1),
         stages(0, 1, 0, 1, order="sharded"),
     ):
-        made = set()
-        for piece in partition(graph, strategy).pieces:
-            assert set(piece.reads) <= made | slots
-            assert not made & set(piece.writes)
-            made |= set(piece.writes)
-        assert {result.name for result in graph.results} <= made | slots
+        parts = partition(graph, strategy)
+        for pieces in (parts.pieces, cut_backwards(parts).pieces):
+            check_pieces(graph, pieces)
+
+
+def check_pieces(graph, pieces):
+    made, slots = set(), {slot.name for slot in graph.slots}
+    for piece in pieces:
+        assert set(piece.reads) <= made | slots
+        assert not made & set(piece.writes)
+        made |= set(piece.writes)
+    assert {result.name for result in graph.results} <= made | slots
+
+
+def test_a_backward_is_cut_into_what_the_stage_before_needs_and_gradients_of_weights():
+    whole = partition(graph_of(), stages(0, 1, 2, 3))
+    cut = cut_backwards(whole)
+    assert " ".join(map(str, cut.pieces)) == "F0 F1 F2 F3 B3 B2 B1 W3 W2 W1 W0"
+    for stage in range(4):
+        of = [[piece for piece in parts.pieces if piece.stage == stage] for parts in (whole, cut)]
+        lines = [sorted(line.name for piece in pieces for line in piece.lines) for pieces in of]
+        assert lines[0] == lines[1]
+    gradients = {result.name for result in whole.signature.results if result.kind == "gradient"}
+    assert not [
+        name for piece in cut.pieces if piece.phase == "B" for name in piece.writes if name in gradients
+    ]
+    # The weight of C is used in D again: D's part of its gradient is only added to C's, so no B waits for it.
+    (shared,) = set(piece(cut, "W3").writes) & set(piece(cut, "W2").reads)
+    assert shared in piece(whole, "B3").writes
 
 
 def test_backward_never_reads_a_weight_view_from_another_stage():

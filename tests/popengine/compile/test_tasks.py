@@ -10,7 +10,7 @@ import pytest
 from engine_models import Net, graph_of, stages
 
 from popengine.compile import compile_graph
-from popengine.order import After
+from popengine.order import ORDERS, After
 from popengine.programs import programs
 from popengine.settings import Counts, Optimizer, Settings
 
@@ -35,7 +35,7 @@ LAYOUTS = [
     ((0, 1, 2, 3), "1f1b"),
     ((0, 1, 2, 0), "1f1b"),
     ((0, 0, 0, 0), "1f1b"),
-    ((0, 1, 0, 1), "sharded"),
+    *(((0, 1, 0, 1), order) for order in ORDERS),
 ]
 
 
