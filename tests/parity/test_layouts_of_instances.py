@@ -36,6 +36,7 @@ RULES = {
     "rmsprop": lambda w: poptorch.optim.RMSprop(w, lr=0.01, momentum=0.5, centered=True),
     "lamb": lambda w: poptorch.optim.LAMB(w, lr=0.01, weight_decay=0.1),
     "lars": lambda w: poptorch.optim.LARS(w, lr=0.5, weight_decay=0.1),
+    "nadam": lambda w: torch.optim.NAdam(w, lr=0.01),  # by its own step()
 }
 
 

@@ -27,7 +27,8 @@ from ..profile import Memory
 from ..settings import Hyper, Settings
 from ..torch_private import DisableTorchFunctionSubclass
 from ..update.group_update import fitting_state
-from ..update.optimizer_rules import RULES
+from ..update.optimizer_rules import OWN_STEP, RULES
+from ..update.own_step import StepFunction
 from . import devices
 from .devices import with_aligned_start
 
@@ -58,6 +59,7 @@ class TrainState:
         self.shard_name = ""  # under which peers read this process's shard; "": it is not published
         # (seed, number of weight updates so far): one value, so that an interrupt changes both or none.
         self.random_state: tuple[int, int] = seed, 0
+        self.own_step: StepFunction  # of an optimizer without a rule
         self.loss_factor = 1.0  # of automatic loss scaling: multiplies the user's loss scale
         self.calls = 0  # complete calls
         self.engines = 0  # that are not closed
@@ -187,7 +189,7 @@ class State:
         number of elements of each ipu. Small parameters, and those with replica groups, are not sharded."""
         counts, optimizer = self.settings.counts, self.settings.optimizer
         least = self.settings.shard_optimizer
-        if least is None or optimizer is None or counts.instances == 1:
+        if least is None or optimizer is None or optimizer.kind == OWN_STEP or counts.instances == 1:
             return {}
         found: dict[str, int] = {}
         loads: dict[int, list[int]] = {}  # by ipu, the elements that each process owns

@@ -21,7 +21,7 @@ of the parameter's slot. Another draw has to use the key (seed, step) and number
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -30,6 +30,8 @@ from torch import Tensor
 from .. import ir
 from ..settings import Optimizer, Settings
 from ..update.group_update import Chunk, ParameterUpdate, UpdateStep, cut_into_chunks
+from ..update.optimizer_rules import OWN_STEP
+from ..update.own_step import OwnStep
 from .call import EngineCall
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from .instances.process_group import FIRST_TAG, ProcessGroup
@@ -66,7 +68,11 @@ class Updates:
         for unit in (unit for unit in state.units if unit in state.optimizer):
             step_key = state.ipu_of[unit.key], self._optimizer.group_of[unit.key]
             self._units.setdefault(step_key, []).append(unit)
-        for step_key, units in sorted(self._units.items()):
+        self._has_own_step = bool(self._units) and self._optimizer.kind == OWN_STEP
+        if self._has_own_step:  # one chunk of all parameters, which the first ipu runs
+            step_key, units = min(self._units), [unit for units in self._units.values() for unit in units]
+            self._units, self._chunks = {step_key: units}, {step_key[0]: [(step_key, [])]}
+        for step_key, units in sorted(self._units.items()) if not self._has_own_step else ():
             # The gradients will have the weights' layouts.
             updates = [ParameterUpdate(state.weight(u), state.weight(u), state.optimizer[u]) for u in units]
             chunks = ((step_key, chunk) for chunk in cut_into_chunks(updates))
@@ -74,7 +80,9 @@ class Updates:
         # Values of the running step:
         self._norms: dict[Unit, Tensor] = {}  # of the gradients that this process measures
         self._counts: list[Tensor] = []  # all, large, and not finite elements of a gradient: int64 [3]
-        self._steps: dict[_StepKey, UpdateStep] = {}  # empty: a gradient overflowed, and no weight changes
+        self._steps: dict[
+            _StepKey, UpdateStep | OwnStep
+        ] = {}  # empty: a gradient overflowed, and no weight changes
         self._clipping_factor: Tensor | None = None  # of clipping by norm
         self.is_writing = False  # from `_begin_updates` to `end_step`
 
@@ -175,17 +183,12 @@ class Updates:
         Waits for all processes, acquires the lock of the weights until `end_step`, and adds 1 to the optimizer's step
         counts. No weight is updated if the loss scale is automatic and a gradient is not finite.
         """
-        optimizer, hyper = self._optimizer, self.call.hyper
-        assert hyper is not None
-        if optimizer.max_grad_norm < math.inf:
+        bound = self._optimizer.max_grad_norm
+        if bound < math.inf:
             # torch's own epsilon. A factor of 1 changes no bits, so the host need not wait for the norm.
-            self._clipping_factor = torch.clamp(
-                optimizer.max_grad_norm / (self._total_norm() + 1e-6), max=1.0
-            )
+            self._clipping_factor = torch.clamp(bound / (self._total_norm() + 1e-6), max=1.0)
         if not self.settings.automatic_loss_scaling or self._adapt_loss_scale():
-            for step_key, units in self._units.items():
-                updates = [self._parameter_update(unit, self.settings.measures_gradients) for unit in units]
-                self._steps[step_key] = UpdateStep(optimizer, hyper.groups[step_key[1]], updates)
+            self._steps.update((step_key, self._new_step(step_key)) for step_key in self._units)
         if self._group is None:
             self.call.commit()
         else:
@@ -195,6 +198,15 @@ class Updates:
         self.is_writing = True
         for step in self._steps.values():
             step.increment_counts()
+
+    def _new_step(self, step_key: _StepKey) -> UpdateStep | OwnStep:
+        """Return the update of the parameters of an ipu and group; of all parameters for an own `step()`."""
+        assert self.call.hyper is not None
+        units = self._units[step_key]
+        updates = [self._parameter_update(unit, self.settings.measures_gradients) for unit in units]
+        if self._has_own_step:
+            return OwnStep(self._run_own_step, [unit.key for unit in units], updates)
+        return UpdateStep(self._optimizer, self.call.hyper.groups[step_key[1]], updates)
 
     def _prepare_gradients(self, parts: Sequence[ParameterUpdate]) -> Sequence[ParameterUpdate]:
         """Reduce gradients (unless row "norm" did) and clip them, in place; return `parts`. Record in the
@@ -250,18 +262,25 @@ class Updates:
 
     def _measure_norms_of_chunk(self, ipu: int, index: int) -> None:
         step_key, chunk = self._chunks[ipu][index]
-        if step := self._steps.get(step_key):
+        step = self._steps.get(step_key)
+        if isinstance(step, UpdateStep):
             step.measure_norms(self._prepare_gradients(step.views(chunk)))
 
     def _compute_trust_ratios(self, _: int) -> None:
         for step in self._steps.values():
-            step.compute_trust_ratios()
+            if isinstance(step, UpdateStep):
+                step.compute_trust_ratios()
 
     def _update_chunk(self, ipu: int, index: int) -> None:
         step_key, chunk = self._chunks[ipu][index]
         if step := self._steps.get(step_key):
             views = step.views(chunk)
             step.apply(views if step.trust_ratios is not None else self._prepare_gradients(views))
+
+    def _run_own_step(self, gradients: Mapping[str, Tensor]) -> None:
+        """Run the optimizer's own `step()`, which may give parameters other memory."""
+        self.state.shared.own_step(gradients)
+        self.state.bind(self.call.hyper)
 
     def _broadcast_weights(self, _: int) -> None:
         """Send the weights that this process has updated to all peers; receive those that peers updated."""

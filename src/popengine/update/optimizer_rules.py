@@ -140,7 +140,17 @@ _ADAM: dict[str, Any] = {
     "flags": {"amsgrad": Flag(of_group=True), **_BIAS},
 }
 
+OWN_STEP = (
+    "own_step"  # the kind of all optimizers without a formula here: their own `step()` updates the weights
+)
+
+
+def _no_formula(step: formulas.Step) -> None:
+    raise AssertionError("an optimizer of this kind is run by popengine.update.own_step")
+
+
 RULES: dict[str, Rule] = {
+    OWN_STEP: Rule(_no_formula, rates=(), states=()),
     "sgd": Rule(
         formulas.sgd,
         rates=("lr", "momentum", "dampening", "weight_decay", "nesterov"),

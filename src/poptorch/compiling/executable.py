@@ -48,6 +48,7 @@ class Executable:
         graph:    the captured graph, for profiles; None in a file
         hints:    `NO_HINTS` if no profile is recorded
         key:      `Run.key`, by which an executor finds the plan
+        frozen:   `Run.frozen`: parameters that did not require gradients
     """
 
     plan: Plan
@@ -62,6 +63,7 @@ class Executable:
     memory_format: str = "preserve"  # never "auto"
     hints: Hints = field(default_factory=NO_HINTS.copy)
     key: Any = None
+    frozen: tuple[str, ...] = ()
 
 
 def compile_model(
@@ -89,7 +91,8 @@ def compile_model(
     settings, call, has_float64 = run.settings(settings), run.call, has_float64_weights(model)
     inputs = CompiledInputs(call.kind, list(call.named_tensors), call.positional, run.counts, has_float64)
     samples = first_micro_batches(call, run.counts, has_float64)
-    same = [e for e in earlier if e.graph is not None and e.inputs.micro_batch == inputs.micro_batch]
+    kind = inputs.micro_batch, run.frozen
+    same = [e for e in earlier if e.graph is not None and (e.inputs.micro_batch, e.frozen) == kind]
     layout = earlier[0].memory_format if earlier else None
     new = same[0] if same else _capture_model(model, call, options, settings, samples, layout, is_plan_only)
     graph = new.graph
@@ -107,7 +110,7 @@ def compile_model(
     settings = sharded_if_too_few_micro_batches(graph.visits, visits_with_operations(graph), settings)
     plan = compile_graph(graph, settings, done)
     compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
-    return replace(new, plan=plan, settings=settings, inputs=inputs, key=run.key)
+    return replace(new, plan=plan, settings=settings, inputs=inputs, key=run.key, frozen=run.frozen)
 
 
 def _capture_model(

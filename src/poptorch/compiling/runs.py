@@ -30,6 +30,8 @@ class Run:
         iteration: None, or for the last, incomplete step of a ragged batch with OutputMode.EveryN, the number
             of device iterations before this run
         is_ragged: whether the call's batch is incomplete
+        frozen:    in training the names of the parameters that do not require gradients
+        replaced:  the names of those that are not updated, since the optimizer holds another one
     """
 
     call: BoundCall
@@ -37,11 +39,13 @@ class Run:
     part: StepPart = _WHOLE_STEP
     iteration: int | None = None
     is_ragged: bool = False
+    frozen: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
 
     @property
     def key(self) -> Any:
         """Return the key of this run's plan. Runs with equal keys share a plan."""
-        return self.call.kind, self.counts, self.part, self.iteration
+        return self.call.kind, self.counts, self.part, self.iteration, self.frozen, self.replaced
 
     def settings(self, settings: Settings) -> Settings:
         """Return the settings of the run's plan, from those of a complete combined batch."""
@@ -89,7 +93,8 @@ def split_into_runs(whole: Run, options: Options, training: bool, like: Compiled
     found, start = [], 0
     for taken, own_counts, part, iteration in parts:
         inputs = (tensor[start : start + taken] if tensor.dim() else tensor for tensor in call.tensors)
-        found.append(Run(call.with_tensors(inputs), own_counts, part, iteration, is_ragged=True))
+        own = {"counts": own_counts, "part": part, "iteration": iteration, "is_ragged": True}
+        found.append(replace(whole, call=call.with_tensors(inputs), **own))
         start += taken
     return found
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from popengine.errors import Error
 from popengine.run.call import Results
 from popengine.settings import Settings
+from popengine.update.optimizer_rules import OWN_STEP
 
 from ..annotating.replica_groups import make_replica_groups
 from ..compiling import arguments
@@ -62,6 +63,9 @@ class PoplarExecutor(PublicNames):
         self._most_plans = options("new_shapes") if options.exists("new_shapes") else 0  # 0: shapes are fixed
         # Made before the first plan, to record the waits for a loader from now on.
         self._next_reporter = start_reporter(self, options, training, 1)
+        # Parameters and optimizer of the latest call, and `Run.frozen` and `Run.replaced` for them.
+        self._present: tuple[list[tuple[int, bool]], Any] = [], None
+        self._trained: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
         self._lock = threading.RLock()  # calls in several threads run one by one
         self._compiled_plans = 0  # dropped ones included
         if training:
@@ -98,8 +102,8 @@ class PoplarExecutor(PublicNames):
             "Trying to run a model on an offline device (ConnectionType.Never)\n"
             "  fix: use model.compile(...) or compileAndExport(...) only, or another connection type"
         )
-        call = arguments.bind(self._signature, args, kwargs)
         with self._lock:
+            call = self._bind(args, kwargs)
             self._updates = 0
             finished: list[tuple[Run, LoadedPlan, Results]] = []
             for run in self._split_call(call):
@@ -110,9 +114,23 @@ class PoplarExecutor(PublicNames):
             self._latest, outputs = join_results(finished)
             return fill_outputs(finished[0][1].executable.template, outputs)
 
+    def _bind(self, args: Any, kwargs: Any) -> arguments.BoundCall:
+        """Bind arguments to the signature of forward, which before compilation is the one of now."""
+        if not self._plans.by_key:
+            self._flags.take()
+            self._optimizer_link.freeze_again()
+            self._signature = inspect.signature(self._wrapped.traced.forward)
+        return arguments.bind(self._signature, args, kwargs)
+
     def _split_call(self, call: arguments.BoundCall) -> list[Run]:
         """Return the runs of a call: one run; with `allowNewShapes` several runs for an incomplete batch."""
         run, first = Run(call, self.options._counts()), self._plans.first
+        if self._wrapped.training:
+            present = self._flags.present_parameters(), self._optimizer_link.optimizer
+            if not present[0] or present != self._present:
+                self._present = present
+                self._trained = self._flags.frozen_parameters(), self._optimizer_link.replaced_parameters()
+            run = replace(run, frozen=self._trained[0], replaced=self._trained[1])
         if not self._most_plans or run.key in self._plans.by_key:
             return [run]
         return split_into_runs(run, self.options, self._wrapped.training, first and first.inputs)
@@ -135,7 +153,7 @@ class PoplarExecutor(PublicNames):
         try:
             if plans.engine is None:
                 self.attachToDevice()
-            self._flags.check_changes(plan.executable.plan.partition.signature.trained)
+            self._flags.check_changes()
             self._optimizer_link.warn_of_changes()
             self._optimizer_link.upload_loaded_state()
             engine, recorder = plans.require_engine(), plan.reporter and plan.reporter.recorder
@@ -176,8 +194,8 @@ class PoplarExecutor(PublicNames):
         if self.isCompiled() and not self._most_plans:
             logger.warning("Call to compile() ignored: the model is compiled already")
             return
-        call = arguments.bind(self._signature, args, kwargs)
         with self._lock:
+            call = self._bind(args, kwargs)
             for run in self._split_call(call):
                 if run.key not in self._plans.by_key:
                     self._compile_plan(run)
@@ -194,14 +212,14 @@ class PoplarExecutor(PublicNames):
         settings = self._checked_settings(run, options)
         exit_if_only_planning(model, run, options, settings, self._optimizer_link.hyper)
         before, number = plans.current, self._compiled_plans + 1
-        if before is None:
-            self._flags.store()
         reporter = self._make_reporter(number)
         times = {} if reporter is None else reporter.passes
         with progress(options._show_progress_bar, times) as done:
             with self._flags.as_compiled():
                 earlier = [plan.executable for plan in plans.by_key.values()]
                 found = compile_model(model, run, options, settings, done, earlier=earlier)
+            if before is None:
+                self._flags.fix()
             log_plan(found.plan, found.settings)
             plan = LoadedPlan(found, reporter)
             plans.add_plan(plan)
@@ -217,8 +235,10 @@ class PoplarExecutor(PublicNames):
             done("load")
         self._compiled_plans, self._compilation_seconds = number, sum(times.values())
         if before is not None:
-            shapes = ", ".join(str(list(tensor.shape)) for tensor in run.call.tensors)
-            logger.info("plan %d, for inputs %s, took %.2f s", number, shapes, self._compilation_seconds)
+            what = f"inputs {', '.join(str(list(tensor.shape)) for tensor in run.call.tensors)}"
+            if run.key[0] == earlier[-1].key[0]:
+                what = "other parameters that are trained"
+            logger.info("plan %d, for %s, took %.2f s", number, what, self._compilation_seconds)
         return plan
 
     def _make_reporter(self, number: int) -> Reporter | None:
@@ -239,7 +259,16 @@ class PoplarExecutor(PublicNames):
                 f" for each: {', '.join(groups)}\n  fix: poptorch.DataLoader(..., drop_last=True)"
             )
         optimizer = self._optimizer_link.frozen if training else None
+        if optimizer is not None and run.replaced:
+            group_of = {name: index for name, index in optimizer.group_of.items() if name not in run.replaced}
+            optimizer = replace(optimizer, group_of=group_of)
         settings = engine_settings(options, training, optimizer, groups)
+        if optimizer is not None and optimizer.kind == OWN_STEP and (groups or settings.device != "cpu"):
+            raise Error(
+                f"{type(self._optimizer_link.optimizer).__name__} updates the weights by its own step(), and that can't"
+                f" be done {'for parameters with replicaGrouping' if groups else 'on an accelerator'}\n"
+                "  fix: an optimizer of poptorch.optim"
+            )
         arguments.check_batch(call, run.counts)
         if not self._plans.by_key:
             arguments.warn_about_inputs(call, settings.counts, arguments.has_float64_weights(model))
@@ -351,7 +380,8 @@ class PoplarExecutor(PublicNames):
         """Add a file's plans and state to an executor that has no plans. Attach for ConnectionType.Always."""
         if self._wrapped.training:
             wrapped_model.mark_model(self._user_model, self)
-        self._flags.store()
+        self._flags.take()
+        self._flags.fix()
         self._compiled_plans = len(saved.executables)
         for number, executable in enumerate(saved.executables, 1):
             self._plans.add_plan(LoadedPlan(executable, self._make_reporter(number)))

@@ -1,84 +1,176 @@
-"""What a compilation fixes of a model besides weights: modes, `requires_grad`, layers and hooks of parameters."""
+"""What a compilation fixes of a model besides weights: modes, layers, plain attributes and hooks.
+
+An executor for inference has modes of its own: it computes in eval mode what was in eval mode when it was wrapped or
+at its first call. Changes after compilation have no effect, and one warning for each kind of change.
+"""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FunctionType
+from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from popengine.errors import Error
 
 from ..logs import listed, logger
-from .wrapped_model import WrappedModel
+from .wrapped_model import WrappedModel, attributes_of
+
+# Attributes of these types are compared with those of the compilation.
+_PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None), torch.dtype)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NOT_OF_FORWARD = ("__init__", "__repr__", "__setstate__", "extra_repr", "reset_parameters")
 
 
 class ModelFlags:
-    """The flags of a model when it was compiled, and warnings of changes since. `mode` is the flag `training`
-    of the user's model."""
+    """The modes of an executor's model, and what its compilation has fixed."""
 
     def __init__(self, model: WrappedModel) -> None:
         self._model = model
         self._warned: set[str] = set()
-        self.store()
+        self._taken = attributes_of(model.user)  # the user's attributes that the traced copy has
+        # By name, the mode to compile a layer in, unless its flag is no longer the one in `_seen`.
+        self._modes = self._seen = self._present_modes()
+        self._compiled: dict[str, bool] = {}
+        self._layers: dict[str, _Fixed] = {}
+        if not model.training:
+            vars(model.traced)["train"] = _OwnTrain(model.traced, self)
 
-    def store(self) -> None:
-        """Store the model's layers, modes, `requires_grad` and hooks of parameters."""
-        self._layers = dict(self._model.traced.named_modules())
-        self._flags = _flags_of(self._model.traced)
-        self._hooks = _hooks_of(dict(self._model.traced.named_parameters()))
-        self.mode = self._model.user.training
+    def _present_modes(self) -> dict[str, bool]:
+        """Return the flags `training` of all layers by name; of the top-level module that of the user's."""
+        modes = {name: layer.training for name, layer in self._model.traced.named_modules()}
+        return modes | {"": self._model.user.training}
+
+    def set_mode(self, mode: bool) -> None:
+        """Set the mode in which layers are compiled. The flags of the user's layers stay in inference.
+
+        A model with a method `train` of its own is asked for the modes of its layers.
+        """
+        if self._model.training:
+            self._model.user.train(mode)
+        else:
+            model, before = self._model.traced, self._present_modes()
+            type(model).train(model, mode)
+            self._modes = {name: layer.training for name, layer in model.named_modules()}
+            _set_modes(model, {name: flag for name, flag in before.items() if name})
+            self._seen = before
+        for name, flag in self._present_modes().items():
+            if name in self._layers:  # no second warning at the next call
+                self._layers[name].mode = flag
+
+    # ---- compiling ---------------------------------------------------------------------------------------
+
+    def take(self) -> None:
+        """Before the first compilation: choose the modes, and take over the attributes of the user's top-level
+        module that were set since it was wrapped."""
+        user, traced = attributes_of(self._model.user), self._model.traced
+        for name in user.keys() | self._taken.keys():
+            before = self._taken.get(name)
+            if user.get(name) is not before and vars(traced).get(name) is before:  # not set on the copy
+                vars(traced).pop(name, None)
+                if name in user:
+                    vars(traced)[name] = user[name]
+        self._taken = user
+        present, top = self._present_modes(), {"": traced.training}
+        if self._model.training:
+            self._compiled = present | top
+            return
+        modes, seen = self._modes | top, self._seen
+        self._compiled = {
+            name: modes[name] if flag == seen.get(name) else flag and modes.get(name, True)
+            for name, flag in present.items()
+        }
 
     @contextlib.contextmanager
     def as_compiled(self) -> Iterator[None]:
-        """Set modes and `requires_grad` of the model to those of the first compilation, inside the `with`."""
-        now = _flags_of(self._model.traced)
-        _set_flags(self._model.traced, self._flags)
+        """Set the modes of the model to those of the first compilation, inside the `with`."""
+        now = {name: layer.training for name, layer in self._model.traced.named_modules()}
+        _set_modes(self._model.traced, self._compiled)
         try:
             yield
         finally:
-            _set_flags(self._model.traced, now)
+            _set_modes(self._model.traced, now)
 
-    def check_changes(self, trained: list[str]) -> None:
+    def fix(self) -> None:
+        """After the first compilation: store what it has fixed, for `check_changes`."""
+        layers = dict(self._model.traced.named_modules())
+        names: set[str] = set().union(*map(_names_read_by, {type(layer) for layer in layers.values()}))
+        modes = self._present_modes()
+        layers[""] = self._model.user  # with attributes of its own, and the same layers and hooks
+        self._layers = {name: _Fixed(layer, modes[name], names) for name, layer in layers.items()}
+
+    def present_parameters(self) -> list[tuple[int, bool]]:
+        """Return id and `requires_grad` of each parameter of the compiled layers; [] before compilation, and if
+        layers were replaced."""
+        if any(layer.own["_modules"] != layer.layers for layer in self._layers.values()):
+            return []
+        return [
+            (id(parameter), parameter.requires_grad)
+            for layer in self._layers.values()
+            for parameter in layer.parameters.values()
+            if parameter is not None
+        ]
+
+    def frozen_parameters(self) -> tuple[str, ...]:
+        """Return the names of the parameters that do not require gradients."""
+        return tuple(name for name, value in self._model.traced.named_parameters() if not value.requires_grad)
+
+    # ---- changes after it --------------------------------------------------------------------------------
+
+    def check_changes(self) -> None:
         """Warn, once per kind, of changes to the model since its compilation: calls ignore such changes.
 
-        Kinds are replaced layers and, in training, modes and `requires_grad`.
+        Kinds are modes, replaced layers, attributes and hooks. In inference a layer that was compiled in eval
+        mode may be in any mode.
 
-        Args: trained: names of the parameters that the compiled program trains
         Raises: Error, if a parameter has a hook that it had not when the model was compiled
         """
-        layers = self._layers
-        others = ((n, layer) for n, layer in self._model.traced.named_modules() if layers.get(n) is not layer)
-        replaced = [n for n, layer in others if n in layers and not _computes_the_same(layer, layers[n])]
-        if replaced:
-            self._warn_once(
-                f"{listed(replaced)} has another layer in its place since the compilation",
-                "computes with its weights what the layer before did",
-            )
-        if not self._model.training:
-            return
-        if self._model.user.training != self.mode:
-            modes = ("eval", "train") if self.mode else ("train", "eval")
-            self._warn_once(
-                "the model is in {}() mode now, and was compiled in {}() mode".format(*modes),
-                "trains it in that mode",
-                "set the mode before the first call, or call destroy() on the executor; wrap the model with"
-                " poptorch.inferenceModel to evaluate it",
-            )
-        weights = dict(self._model.traced.named_parameters())
-        frozen = [name for name in trained if name in weights and not weights[name].requires_grad]
-        freed = [n for n, weight in weights.items() if weight.requires_grad and self._flags.get(n) is False]
-        if frozen:
-            self._warn_once(f"{listed(frozen)} was frozen after the compilation", "trains it as before")
-        if freed:
-            self._warn_once(f"{listed(freed)} was made trainable after the compilation", "does not train it")
-        if (hooks := _hooks_of(weights)) != self._hooks:
-            changed = [n for n in hooks.keys() | self._hooks.keys() if hooks.get(n) != self._hooks.get(n)]
+        changed = {name: layer for name, layer in self._layers.items() if layer.has_changed()}
+        if changed:
+            self._warn_of_modes(changed)
+            for name, layer in changed.items():
+                for change, effect in layer.changes(name):
+                    self._warn_once(change, effect)
+        names = [
+            f"{name}.{key}".lstrip(".")
+            for name, layer in self._layers.items()
+            for key, parameter in layer.parameters.items()
+            if parameter is not None and _hooks_of(parameter) != layer.parameter_hooks.get(key, [])
+        ]
+        if names and self._model.training:
             raise Error(
-                f"a hook is set on, or removed from, {listed(changed)} of a compiled model, and that would have no"
+                f"a hook is set on, or removed from, {listed(names)} of a compiled model, and that would have no"
                 " effect\n"
                 "  why: the backward was compiled at the first call, with the hooks that parameters had then\n"
                 "  fix: call register_hook before the first call; or executor.destroy(), register_hook, and call it"
                 " again"
             )
+
+    def _warn_of_modes(self, changed: Mapping[str, "_Fixed"]) -> None:
+        """Warn, once, of layers in another mode than the one they were compiled in."""
+        training = self._model.training
+        modes = {name: layer.own["training"] for name, layer in changed.items()}
+        others = {
+            name: mode
+            for name, mode in modes.items()
+            if mode != changed[name].mode and mode != self._compiled[name] and (training or not mode)
+        }
+        if not others:
+            return
+        now = next(iter(others.values()))
+        names = [name for name, mode in others.items() if mode == now]
+        tops = [name for name in names if not name or not any(_is_inside(name, other) for other in names)]
+        words = ("train", "eval") if now else ("eval", "train")
+        self._warn_once(
+            "{} is in {}() mode now, and was compiled in {}() mode".format(
+                "the model" if "" in tops else listed(tops), *words
+            ),
+            "trains it in that mode" if training else "computes it in that mode",
+            "set the mode before the first call, or call destroy() on the executor"
+            + ("; wrap the model with poptorch.inferenceModel to evaluate it" if training else ""),
+        )
 
     def _warn_once(
         self,
@@ -92,31 +184,106 @@ class ModelFlags:
             logger.warning("%s, and the compiled program %s\n  fix: %s", change, effect, fix)
 
 
-def _computes_the_same(one: nn.Module, other: nn.Module) -> bool:
-    """Return whether two layers are of one class and print the same arguments."""
+class _Fixed:
+    """A layer when it was compiled: its flag `training`, the layers in it, its attributes and hooks.
+
+    Args: names: of attributes that may be read by a forward
+    """
+
+    def __init__(self, layer: nn.Module, mode: bool, names: set[str]) -> None:
+        self.own, self.mode, self.parameters = vars(layer), mode, layer._parameters
+        self.parameter_hooks = {key: _hooks_of(value) for key, value in self.parameters.items()}
+        self.layers = dict(layer._modules)
+        names = {name for name, value in self.own.items() if name in names and isinstance(value, _PLAIN)}
+        self._attributes = {name: self.own.get(name) for name in (*names, "forward")}
+        self._hooks = self._present_hooks()
+
+    def _present_hooks(self) -> list[int]:
+        return [number for name in _HOOKS for number in self.own[name]]
+
+    def has_changed(self) -> bool:
+        """Return whether anything may have changed."""
+        own, attributes = self.own, self._attributes
+        return (
+            own["training"] is not self.mode
+            or own["_modules"] != self.layers
+            or any(own.get(name) is not value for name, value in attributes.items())
+            or self._present_hooks() != self._hooks
+        )
+
+    def changes(self, name: str) -> Iterator[tuple[str, str]]:
+        """Yield (change, effect) for each change of the layer `name`, except its mode."""
+        prefix = f"{name}." if name else ""
+        pairs = ((key, layer, self.own["_modules"].get(key, layer)) for key, layer in self.layers.items())
+        others = [f"{prefix}{key}" for key, before, now in pairs if not _computes_the_same(before, now)]
+        if others:
+            yield (
+                f"{listed(others)} has another layer in its place since the compilation",
+                "computes with its weights what the layer before did",
+            )
+        for key, before in self._attributes.items():
+            now = self.own.get(key)
+            if key == "forward" and now is not before:
+                yield f"{prefix}forward is another function since the compilation", "runs the one before"
+            elif now is not before and (type(now) is not type(before) or now != before):
+                change = f"{prefix}{key} is {now!r} now, and was {before!r} at the compilation"
+                yield change, "computes with the value before"
+        if self._present_hooks() != self._hooks:
+            change = f"a hook of {name or 'the model'} was registered or removed after the compilation"
+            yield change, "runs the hooks that were there"
+
+
+class _OwnTrain:
+    """The method `train` of the shallow copy of a model for inference: it sets the modes of the executor. In deep
+    copies and pickles of the copy it is the method of the module's class."""
+
+    def __init__(self, module: nn.Module, flags: ModelFlags) -> None:
+        self._module, self._flags = module, flags
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        self._flags.set_mode(mode)
+        return self._module
+
+    def __reduce__(self) -> Any:
+        train: Callable[..., Any] = type(self._module).train
+        return functools.partial, (train,), (train, (self._module,), {}, None)
+
+
+def _set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
+    """Set the flags `training` of layers, by name. Other layers stay as they are."""
+    for name, layer in model.named_modules():
+        vars(layer)["training"] = modes.get(name, layer.training)
+
+
+def _computes_the_same(one: nn.Module | None, other: nn.Module | None) -> bool:
+    """Return whether two layers are one, or of one class and print the same arguments."""
+    if one is other or one is None or other is None:
+        return one is other
     return type(one) is type(other) and one.extra_repr() == other.extra_repr()
 
 
-def _flags_of(model: nn.Module) -> dict[str, bool]:
-    """Return the flags `training` of layers and `requires_grad` of parameters, by name."""
-    modes = {name: layer.training for name, layer in model.named_modules()}
-    return modes | {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+def _is_inside(name: str, other: str) -> bool:
+    """Return whether the layer `name` is in the layer `other`."""
+    return name != other and (not other or name.startswith(f"{other}."))
 
 
-def _set_flags(model: nn.Module, flags: Mapping[str, bool]) -> None:
-    """Set the flags of layers and parameters to `flags`, as returned by `_flags_of`. Other names stay."""
-    for name, layer in model.named_modules():
-        vars(layer)["training"] = flags.get(name, layer.training)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad != flags.get(name, parameter.requires_grad):
-            parameter.requires_grad = flags[name]
+def _names_read_by(kind: type) -> set[str]:
+    """Return the names, without private ones, that methods of a class may read, except those of nn.Module."""
+    own = [base for base in kind.__mro__ if base not in (nn.Module, object)]
+    functions = [f for base in own for name, f in vars(base).items() if name not in _NOT_OF_FORWARD]
+    codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
+    found: set[str] = set()
+    while codes:
+        code = codes.pop()
+        found.update(code.co_names, (value for value in code.co_consts if isinstance(value, str)))
+        codes += [value for value in code.co_consts if isinstance(value, CodeType)]
+    return {name for name in found if not name.startswith("_")} - {"training"}
 
 
-def _hooks_of(parameters: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Return the numbers of the hooks of each parameter that has hooks, by name."""
-    found = {}
-    for name, parameter in parameters.items():
-        hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # pyright: ignore
-        if any(hooks):
-            found[name] = [number for each in hooks for number in each or ()]
-    return found
+def _hooks_of(parameter: nn.Parameter | None) -> list[int]:
+    """Return the numbers of a parameter's hooks."""
+    hooks = (
+        getattr(parameter, "_backward_hooks", None),
+        getattr(parameter, "_post_accumulate_grad_hooks", None),
+    )
+    return [number for each in hooks for number in each or ()]

@@ -17,9 +17,10 @@ from torch import Tensor
 from popengine import settings
 from popengine.errors import Error
 from popengine.torch_private import DisableTorchFunctionSubclass
+from popengine.update.optimizer_rules import OWN_STEP
 
 from ..enums import MeanReductionStrategy
-from ..logs import logger
+from ..logs import listed, logger
 from ..optim import Optimizer as PoptorchOptimizer
 from ..optim.freeze_optimizer import OptimizerGuard, refuse_step_hooks
 from ..optim.optimizer_state import (
@@ -76,6 +77,8 @@ class OptimizerLink:
         self.optimizer: Any = None
         self.hyper: settings.Hyper | None = None
         self._device_states: DeviceStates | None = None  # of a torch optimizer that is connected
+        self._names: dict[int, str] = {}  # of the optimizer's parameters: id -> canonical name
+        self._has_warned_of_replaced = False
         self._has_warned = False  # of rates that changed without `setOptimizer`
         options = model.options
         scaling = bool(options._Popart.options.get("automaticLossScalingSettings.enabled", False))
@@ -99,7 +102,9 @@ class OptimizerLink:
         inner = getattr(optimizer, "optimizer", None)  # in accelerate's AcceleratedOptimizer, for example
         optimizer = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
         compiled = self._plans.executable is not None
-        frozen, hyper = self._guard.check_and_freeze(optimizer, self._model.parameter_names(), compiled)
+        names = self._model.parameter_names()
+        frozen, hyper = self._guard.check_and_freeze(optimizer, names, compiled)
+        self._names = names
         if not compiled:
             if self.optimizer is not None and frozen.kind != self.frozen.kind:
                 self._plans.state.optimizer.clear()  # it is of another update rule
@@ -122,8 +127,50 @@ class OptimizerLink:
             self.optimizer = optimizer
             self.connect_optimizer(take=not compiled)  # after compilation the state on the devices is newer
         self.hyper = hyper
+        link = weakref.ref(self)  # threads of an engine refer to the state
+        self._plans.state.own_step = lambda gradients: (it := link()) and it._step(gradients)
         if isinstance(optimizer, PoptorchOptimizer):
             optimizer._has_loaded_rates = False
+
+    def freeze_again(self) -> None:
+        """Take over what has changed before the compilation: names of parameters, and attributes of the optimizer
+        that are compiled in. The rates stay those of `setOptimizer`."""
+        if self.optimizer is not None:
+            self._names |= self._model.parameter_names()
+            self.frozen, _ = self._guard.check_and_freeze(self.optimizer, self._names, compiled=False)
+
+    def _step(self, gradients: Mapping[str, Tensor]) -> None:
+        """Run the optimizer's own `step()` with these gradients, by name of the parameter. The attributes `grad` of
+        the parameters are the program's own before and after it."""
+        parameters = [value for group in self.optimizer.param_groups for value in group["params"]]
+        kept = [parameter.grad for parameter in parameters]
+        try:
+            for parameter in parameters:
+                parameter.grad = gradients.get(self._names[id(parameter)])
+            with torch.enable_grad():  # as in a plain loop
+                self.optimizer.step()
+        finally:
+            for parameter, gradient in zip(parameters, kept, strict=True):
+                parameter.grad = gradient
+
+    def replaced_parameters(self) -> tuple[str, ...]:
+        """Return the names of parameters that the program has replaced, and that the optimizer does not hold.
+
+        As in plain PyTorch they are not updated. The first one logs a warning.
+        """
+        held = {id(value) for group in self.optimizer.param_groups for value in group["params"]}
+        present = self._model.parameter_names()
+        if held <= present.keys():
+            return ()
+        found = tuple(n for key, n in present.items() if key not in held and n in self.frozen.group_of)
+        if found and not self._has_warned_of_replaced:
+            self._has_warned_of_replaced = True
+            logger.warning(
+                "%s was replaced by another Parameter, which the optimizer does not hold: it is not updated\n"
+                "  fix: executor.setOptimizer(...) with a new optimizer of model.parameters()",
+                listed(list(found)),
+            )
+        return found
 
     def connect_optimizer(self, take: bool = True) -> None:
         """Make the optimizer's `state_dict()` read the devices' state, and `load_state_dict()` check a state.
@@ -140,7 +187,7 @@ class OptimizerLink:
                 link = weakref.ref(self)
                 optimizer._state_check = lambda entries: (it := link()) and it._check_ipu_state(entries)
                 optimizer._state_reader = lambda: ((it := link()) and it._read_ipu_state()) or (None, None)
-        elif self._model.training and self._device_states is None:
+        elif self._model.training and self.frozen.kind != OWN_STEP and self._device_states is None:
             is_lost = getattr(optimizer.state, "is_lost", False)
             if take and not is_lost:
                 self._host_states()  # raises an error for a wrong state
@@ -258,7 +305,9 @@ class OptimizerLink:
         used = self.hyper
         if used is None:
             return
-        refuse_step_hooks(self.optimizer)
+        if self.frozen.kind != OWN_STEP:
+            refuse_step_hooks(self.optimizer)
+        self._guard.check_attributes(self.optimizer)
         # `upload_loaded_state` reads loaded rates.
         if self._has_warned or getattr(self.optimizer, "_has_loaded_rates", False):
             return

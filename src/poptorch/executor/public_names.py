@@ -165,13 +165,13 @@ class PublicNames:
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the model and its submodules, and return the executor.
 
-        In training the top-level module is compiled in the mode that it had when it was wrapped. Compilation
-        fixes all modes: a later `train` logs a warning, and calls compute as before, until `destroy`.
+        In training these are the user's, but the top-level module is compiled in the mode that it had when it was
+        wrapped. In inference they are the executor's own. Compilation fixes all modes: a later `train` logs a
+        warning, and calls compute as before, until `destroy`.
         """
         if self.isCompiled():
             logger.warning("train() and eval() come too late: the model is compiled, and its mode with it")
-        self.model.train(mode)
-        self._flags.mode = self._wrapped.user.training  # no second warning at the next call
+        self._flags.set_mode(mode)
         return self
 
     def eval(self) -> Self:

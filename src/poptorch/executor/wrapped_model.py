@@ -151,6 +151,11 @@ def refuse_reads_if_lost(model: nn.Module, state: TrainState) -> None:
     model.register_load_state_dict_post_hook(end)
 
 
+def attributes_of(model: nn.Module) -> dict[str, Any]:
+    """Return the attributes of the instance, without its mode and the mark."""
+    return {name: value for name, value in vars(model).items() if name != "training" and name not in _METHODS}
+
+
 def check_buffer_classes(model: nn.Module) -> None:
     """Raise Error if a buffer of the model is of a subclass of Tensor."""
     for name, buffer in model.named_buffers():

@@ -6,6 +6,7 @@ warning. The table `popengine.update.optimizer_rules.RULES` has the rates, state
 
 import inspect
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from popengine import settings
 from popengine.errors import Error
 from popengine.torch_private import step_hooks
-from popengine.update.optimizer_rules import RULES, Rule
+from popengine.update.optimizer_rules import OWN_STEP, RULES, Rule
 from poptorch.logs import logger
 from poptorch.optim.optimizer_base import Optimizer
 from poptorch.optim.optimizer_state import as_float, rates_of
@@ -74,11 +75,32 @@ def optimizer_kind(optimizer: Any) -> str:
         kind = optimizer._kind
     else:  # the nearest class, as torch derives AdamW from Adam
         kind = next((_TORCH_KINDS[base] for base in type(optimizer).__mro__ if base in _TORCH_KINDS), None)
+        if kind is None and isinstance(optimizer, torch.optim.Optimizer):
+            _check_own_step(optimizer)
+            kind = OWN_STEP
     assert kind is not None, (
-        f"Unsupported optimizer type. Types supported: {supported_optimizers()}; "
-        f"this one is {type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        f"Unsupported optimizer type. Types supported: {supported_optimizers()}, and others that are derived from"
+        f" torch.optim.Optimizer; this one is {type(optimizer).__module__}.{type(optimizer).__qualname__}"
     )
     return "adamw" if kind == "adam" and _is_true_in_all_groups(optimizer, "decoupled_weight_decay") else kind
+
+
+def _check_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise AssertionError if an optimizer's `step()` needs more than one gradient, or a sparse one."""
+    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
+    needs_closure = any(
+        argument.default is argument.empty and argument.kind is argument.POSITIONAL_OR_KEYWORD
+        for argument in arguments
+    )
+    assert not needs_closure, (
+        f"Unsupported optimizer type. The step(closure) of {type(optimizer).__qualname__} calls the forward again\n"
+        "  why: an update runs after the gradients of all micro-batches are summed, once\n"
+        "  fix: an optimizer that steps on one gradient, such as torch.optim.Adam"
+    )
+    assert not isinstance(optimizer, torch.optim.SparseAdam), (
+        "Unsupported optimizer type. torch.optim.SparseAdam steps on sparse gradients, and gradients are dense here\n"
+        "  fix: torch.optim.Adam"
+    )
 
 
 def name_in_messages(optimizer: torch.optim.Optimizer, frozen: settings.Optimizer) -> str:
@@ -87,6 +109,8 @@ def name_in_messages(optimizer: torch.optim.Optimizer, frozen: settings.Optimize
     if frozen.kind == "sgd":
         return "SGD1" if getattr(optimizer, "use_combined_accum", False) else "SGD2"
     rule = RULES[frozen.kind]
+    if frozen.kind == OWN_STEP:
+        return type(optimizer).__name__
     return frozen.kind.upper() + "".join(rule.flags[name].label for name in rule.nondefault_flags(frozen))
 
 
@@ -186,7 +210,8 @@ class OptimizerGuard:
             ValueError: `accum_type` became float16 after compilation
         """
         frozen, hyper = freeze_optimizer(optimizer, names)
-        refuse_step_hooks(optimizer)
+        if frozen.kind != OWN_STEP:
+            refuse_step_hooks(optimizer)
         self._warn_of_subclass(optimizer)
         label, rates = name_in_messages(optimizer, frozen), _rates_by_name(optimizer, hyper)
         is_loaded = getattr(optimizer, "_has_loaded_rates", False)  # rates of a checkpoint replace constants
@@ -204,12 +229,39 @@ class OptimizerGuard:
                 self._constants.pop("loss_scaling", None)
         return frozen, hyper
 
+    def check_attributes(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise Error if an attribute of the accepted optimizer that is compiled in has another value now."""
+        rule, before = RULES[self._frozen.kind], self._frozen
+        dtypes = {
+            state.name: getattr(optimizer, state.dtype, torch.float32) for state in rule.states if state.dtype
+        }
+        flags = _flag_values(optimizer, rule)
+        now = replace(
+            before,
+            state_types={name: dtypes[name] for name in before.state_types},
+            accumulator_type=getattr(optimizer, "accum_type", torch.float32),
+            max_grad_norm=_clipping_bound(optimizer, "max_grad_norm"),
+            max_grad_value=_clipping_bound(optimizer, "max_grad_value"),
+            # Flags that depend on rates are those of `setOptimizer`.
+            flags={n: before.flags[n] if rule.flags[n].read else value for n, value in flags.items()},
+        )
+        if now != before:
+            self._check_changes(self._label, now, {})
+
     def _warn_of_subclass(self, optimizer: torch.optim.Optimizer) -> None:
         """Log a warning, once per class, if the optimizer's class is the user's own."""
         kind = type(optimizer)
         if kind in _TORCH_KINDS or kind in Optimizer._classes or kind in self._warned:
             return
         self._warned.add(kind)
+        if optimizer_kind(optimizer) == OWN_STEP:
+            logger.warning(
+                "%s updates the weights by its own step(), once per update: slower than optimizers that have a rule"
+                " (%s)",
+                kind.__name__,
+                supported_optimizers(),
+            )
+            return
         logger.warning(
             "Poptorch does not run Python optimizer code directly: optimizers subclassed from classes in "
             "poptorch.optim or torch.optim are unlikely to behave as intended; "

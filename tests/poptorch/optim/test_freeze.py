@@ -95,11 +95,16 @@ def test_max_weight_norm_of_none_is_the_default():
     assert freeze(optimizer)[1].groups[0]["max_weight_norm"] == 65500.0
 
 
-def test_other_optimizers_are_refused():
+def test_what_is_no_optimizer_is_refused():
     with pytest.raises(
         AssertionError, match=r"Unsupported optimizer type\. Types supported: poptorch\.optim\.SGD"
     ):
-        freeze(torch.optim.Adagrad(MODEL.parameters()))
+        freeze(MODEL)
+
+
+def test_optimizers_without_a_rule_have_no_rates():
+    frozen, hyper = freeze(torch.optim.Adagrad(MODEL.parameters()))
+    assert (frozen.kind, hyper.groups) == ("own_step", ({"maximize": 0.0},))
 
 
 @pytest.mark.parametrize("build", [Adam, AdamW, torch.optim.Adam, torch.optim.AdamW])

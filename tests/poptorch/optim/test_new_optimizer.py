@@ -105,4 +105,4 @@ def test_messages_and_checks_cover_it(toy):
     ):
         toy(model.parameters()).variable_attrs.markAsVariable("eps")
     with pytest.raises(AssertionError, match=r"Types supported: .*poptorch\.optim\.Toy, .*torch\.optim\.SGD"):
-        poptorch.trainingModel(Net(), options(), torch.optim.Rprop(model.parameters()))
+        poptorch.trainingModel(Net(), options(), model.parameters())

@@ -1,0 +1,301 @@
+"""Optimizers of torch.optim and of users train as in plain PyTorch; those without a rule of ours by their own step."""
+
+import copy
+import inspect
+
+import parity_runs
+import pytest
+import torch
+from torch import nn
+
+import poptorch
+
+ACCUMULATION, ROWS, UPDATES = 2, 4, 5
+
+# The arguments of each optimizer of torch, besides its parameters.
+ARGUMENTS = {
+    "ASGD": {"lr": 0.05, "t0": 2},
+    "Adadelta": {"lr": 0.5},
+    "Adafactor": {"lr": 0.05},
+    "Adagrad": {"lr": 0.05, "lr_decay": 0.1},
+    "Adam": {"lr": 0.05},
+    "AdamW": {"lr": 0.05},
+    "Adamax": {"lr": 0.05, "weight_decay": 0.1},
+    "LBFGS": {"lr": 0.1},
+    "Muon": {"lr": 0.05},
+    "NAdam": {"lr": 0.05, "momentum_decay": 0.1},
+    "RAdam": {"lr": 0.05},
+    "RMSprop": {"lr": 0.01, "momentum": 0.5},
+    "Rprop": {"lr": 0.01},
+    "SGD": {"lr": 0.05, "momentum": 0.9},
+    "SparseAdam": {"lr": 0.05},
+}
+REFUSED = {
+    "LBFGS": r"calls the forward again.*torch\.optim\.Adam",
+    "SparseAdam": r"sparse gradients.*torch\.optim\.Adam",
+}
+WITH_A_RULE = {"Adam", "AdamW", "RMSprop", "SGD"}
+OWN_STEP = sorted(ARGUMENTS.keys() - REFUSED.keys() - WITH_A_RULE)
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer of a user, written as many are."""
+
+    def __init__(self, parameters, lr=1e-2, betas=(0.9, 0.99)):
+        super().__init__(parameters, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                average, (one, two) = state["exp_avg"], group["betas"]
+                parameter.add_(
+                    average.mul(one).add(parameter.grad, alpha=1 - one).sign_(), alpha=-group["lr"]
+                )
+                average.lerp_(parameter.grad, 1 - two)
+        return loss
+
+
+class Assigning(torch.optim.Optimizer):
+    """Gives its parameters new memory, and changes its own groups."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self):
+        for group in self.param_groups:
+            group["lr"] *= 0.9
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data = parameter.data - group["lr"] * parameter.grad
+
+
+class Model(nn.Module):
+    """Only matrices, for Muon."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6, bias=False), nn.Linear(6, 3, bias=False)
+
+    def forward(self, x, target):
+        output = self.second(torch.tanh(self.first(x)))
+        return output, nn.functional.mse_loss(output, target)
+
+    @staticmethod
+    def data(rows):
+        return [torch.randn(rows, 4), torch.randn(rows, 3)]
+
+
+def optimizer_of(name):
+    own = {"Lion": Lion, "Assigning": Assigning}
+    if name in own:
+        return own[name]
+    return lambda parameters: getattr(torch.optim, name)(parameters, **ARGUMENTS[name])
+
+
+def plain(make, updates=UPDATES, replicas=1, clip=None, prepare=None):
+    model = parity_runs.made(Model)
+    optimizer = make(model.parameters())
+    for rows in parity_runs.batches(model, updates, ACCUMULATION * ROWS * replicas):
+        optimizer.zero_grad()
+        found = []  # of each replica: the sums are added as a tree
+        for of_replica in parity_runs.cut(ROWS * ACCUMULATION, *rows):
+            model.zero_grad()
+            for micro_batch in parity_runs.cut(ROWS, *of_replica):
+                model(*micro_batch)[1].backward()
+            found.append([parameter.grad.clone() for parameter in model.parameters()])
+        for index, parameter in enumerate(model.parameters()):
+            parameter.grad = sum((gradients[index] for gradients in found[1:]), found[0][index])
+            parameter.grad /= ACCUMULATION * replicas
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model, optimizer
+
+
+def wrapped(make, iterations=1, replicas=1, **attributes):
+    model = parity_runs.made(Model)
+    optimizer = make(model.parameters())
+    for name, value in attributes.items():
+        setattr(optimizer, name, value)
+    options = parity_runs.options(accumulation=ACCUMULATION, iterations=iterations, replicas=replicas)
+    return model, optimizer, poptorch.trainingModel(model, options, optimizer)
+
+
+def trained(make, updates=UPDATES, iterations=1, replicas=1, **attributes):
+    model, optimizer, executor = wrapped(make, iterations, replicas, **attributes)
+    data = parity_runs.batches(model, updates, ACCUMULATION * ROWS * replicas)
+    for first in range(0, updates, iterations):
+        of_replicas = [
+            torch.cat([in_order(value, replicas) for value in values])
+            for values in zip(*data[first : first + iterations], strict=True)
+        ]
+        executor(*of_replicas)
+    return model, optimizer
+
+
+def in_order(rows, replicas):
+    """The rows of an update, replica after replica, in the order in which an executor takes them."""
+    split = rows.reshape(replicas, ACCUMULATION, ROWS, -1)
+    return split.transpose(0, 1).reshape(len(rows), -1).contiguous()
+
+
+def same(ours, plain):
+    """The weights, and the states of the optimizers, are equal to the last bit."""
+    for one, other in zip(ours[0].parameters(), plain[0].parameters(), strict=True):
+        assert torch.equal(one, other)
+    one, other = (optimizer.state_dict() for _, optimizer in (ours, plain))
+    assert one["state"].keys() == other["state"].keys()
+    for index, state in other["state"].items():
+        assert one["state"][index].keys() == state.keys()
+        for name, value in state.items():
+            found = one["state"][index][name]
+            assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
+    assert one["param_groups"] == other["param_groups"]
+
+
+def test_the_table_has_every_optimizer_of_torch():
+    found = {
+        name
+        for name, kind in vars(torch.optim).items()
+        if inspect.isclass(kind)
+        and issubclass(kind, torch.optim.Optimizer)
+        and kind is not torch.optim.Optimizer
+    }
+    assert found == ARGUMENTS.keys()
+
+
+@pytest.mark.parametrize("name", [*sorted(ARGUMENTS.keys() - REFUSED.keys()), "Lion", "Assigning"])
+def test_an_optimizer_has_the_bits_of_plain_pytorch(name):
+    make = optimizer_of(name)
+    same(trained(make), plain(make))
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "NAdam", "Assigning"])
+def test_several_updates_a_call_step_once_each(name):
+    make = optimizer_of(name)
+    same(trained(make, updates=6, iterations=3), plain(make, updates=6))
+
+
+@pytest.mark.parametrize("name", ["Adamax", "Lion"])
+def test_replicas_step_on_the_sum_of_their_gradients(name):
+    make = optimizer_of(name)
+    same(trained(make, replicas=2), plain(make, replicas=2))
+
+
+def test_a_bound_of_the_gradients_norm_counts():
+    make = optimizer_of("RAdam")
+    same(trained(make, max_grad_norm=0.01), plain(make, clip=0.01))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_another_forward_or_sparse_gradients_is_refused(name):
+    with pytest.raises(AssertionError, match=rf"(?s)Unsupported optimizer type.*{REFUSED[name]}"):
+        wrapped(optimizer_of(name))
+
+
+def test_a_closure_that_must_be_given_is_refused():
+    class Closing(Lion):
+        def step(self, closure):
+            return super().step(closure)
+
+    with pytest.raises(AssertionError, match=r"(?s)Closing.*calls the forward again"):
+        wrapped(Closing)
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "Lion", "AdamW"])
+def test_an_optimizer_that_steps_by_itself_is_told_once(name, caplog):
+    trained(optimizer_of(name))
+    told = [message for message in caplog.messages if "by its own step()" in message]
+    assert len(told) == (0 if name == "AdamW" else 1)
+    assert all(name in message and "slower" in message for message in told)
+
+
+def test_hooks_of_the_step_and_of_its_state_run():
+    calls = []
+
+    def make(parameters):
+        optimizer = torch.optim.Adagrad(parameters, lr=0.05)
+        optimizer.register_step_pre_hook(lambda *all: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *all: calls.append("after"))
+        return optimizer
+
+    trained(make, updates=4, iterations=2)
+    assert calls == ["before", "after"] * 4
+
+
+def test_rates_are_read_by_the_step_itself():
+    make = optimizer_of("Adagrad")
+    model, optimizer, executor = wrapped(make)
+    twin = parity_runs.made(Model)
+    expected = make(twin.parameters())
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, expected)]
+    for rows in parity_runs.batches(model, 4, ACCUMULATION * ROWS):
+        executor(*rows)
+        expected.zero_grad()
+        for micro_batch in parity_runs.cut(ROWS, *rows):
+            twin(*micro_batch)[1].backward()
+        for parameter in twin.parameters():
+            parameter.grad /= ACCUMULATION
+        expected.step()
+        for schedule in schedules:
+            schedule.step()
+        executor.setOptimizer(optimizer)
+    same((model, optimizer), (twin, expected))
+
+
+def test_gradients_of_the_program_stay_as_they_are():
+    model, _, executor = wrapped(optimizer_of("Adagrad"))
+    model.first.weight.grad = kept = torch.ones(6, 4)
+    executor(*parity_runs.batches(model, 1, ACCUMULATION * ROWS)[0])
+    assert model.first.weight.grad is kept
+    assert torch.equal(kept, torch.ones(6, 4))
+    assert model.second.weight.grad is None
+
+
+def test_a_frozen_parameter_takes_no_step():
+    make = optimizer_of("NAdam")
+    model, optimizer, executor = wrapped(make)
+    rows = parity_runs.batches(model, 1, ACCUMULATION * ROWS)[0]
+    executor(*rows)
+    model.first.weight.requires_grad_(False)
+    before, count = model.first.weight.clone(), optimizer.state[model.first.weight]["step"].clone()
+    executor(*rows)
+    assert torch.equal(model.first.weight, before)
+    assert torch.equal(optimizer.state[model.first.weight]["step"], count)
+    assert optimizer.state[model.second.weight]["step"] == 2
+
+
+def test_state_is_saved_and_loaded_and_the_training_goes_on():
+    make = optimizer_of("RAdam")
+    model, optimizer = trained(make, updates=3)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    again, other, executor = wrapped(make)
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    for rows in parity_runs.batches(model, UPDATES, ACCUMULATION * ROWS)[3:]:
+        executor(*rows)
+    same((again, other), plain(make))
+
+
+def test_a_step_that_fails_is_an_update_that_failed_halfway():
+    class Failing(Lion):
+        def step(self, closure=None):
+            raise ValueError("no step today")
+
+    _, _, executor = wrapped(Failing)
+    with pytest.raises(poptorch.Error, match=r"(?s)the weights are lost.*no step today.*fix:"):
+        executor(*parity_runs.batches(Model, 1, ACCUMULATION * ROWS)[0])
+
+
+def test_another_optimizer_after_compilation_is_refused():
+    model, _, executor = wrapped(optimizer_of("Adagrad"))
+    executor(*parity_runs.batches(model, 1, ACCUMULATION * ROWS)[0])
+    with pytest.raises(poptorch.Error, match=r"the optimizer's type can't change"):
+        executor.setOptimizer(optimizer_of("NAdam")(model.parameters()))

@@ -1,0 +1,421 @@
+"""Modes, `requires_grad`, attributes and hooks: which of their changes count, and which are told once."""
+
+import copy
+import logging
+import math
+
+import pytest
+import torch
+from executor_models import options
+from torch import nn
+
+import poptorch
+
+X = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
+
+
+class Net(nn.Module):
+    """Two layers with BatchNorm and dropout between them; an attribute; a loss if the model is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.second = nn.Linear(8, 2)
+        self.scale, self.name = 2.0, "net"
+
+    def forward(self, x):
+        return self.second(self.drop(self.norm(self.first(x)))) * self.scale
+
+
+class Loss(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.net(x).square().sum(), "none")
+
+
+def made():
+    torch.manual_seed(0)
+    return Net()
+
+
+def trainer(model, lr=0.1):
+    return poptorch.trainingModel(model, options(), torch.optim.SGD(model.parameters(), lr=lr))
+
+
+def inference(model):
+    return poptorch.inferenceModel(model, options())
+
+
+def in_eval(model, x=X):
+    """The output of a copy of the model in eval mode."""
+    with torch.no_grad():
+        return copy.deepcopy(model).eval()(x)
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# ---- modes of an inference executor ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: (inference(model.eval()), model.train())[0],  # in eval mode when wrapped
+        lambda model: (inference(model), model.eval())[0],  # in eval mode at the first call
+        lambda model: inference(model).eval(),
+        lambda model: (executor := inference(model), executor.model.eval())[0],
+    ],
+)
+def test_an_inference_executor_computes_in_eval_mode_what_was_in_eval_mode(wrap, caplog):
+    # Flags of submodules were those of the first call: it ran with dropout and with statistics of the batch.
+    model = made()
+    executor = wrap(model)
+    found = [executor(X) for _ in range(3)]
+    assert all(torch.equal(output, in_eval(model)) for output in found)
+    model.train()
+    assert torch.equal(executor(X), in_eval(model))
+    assert warnings(caplog) == []
+
+
+def test_one_submodule_in_eval_mode_is_computed_in_eval_mode():
+    model = made()
+    model.drop.eval()
+    executor = inference(model)
+    model.train()
+    model.norm.eval()
+    assert torch.equal(executor(X), in_eval(model))
+
+
+def test_an_executor_trained_in_between_does_not_change_the_mode_of_inference():
+    net = made()
+    net.eval()
+    evaluation = inference(net)
+    net.train()
+    executor = trainer(Loss(net))
+    for _ in range(2):
+        executor(X)
+        assert torch.equal(evaluation(X), in_eval(net))
+
+
+@pytest.mark.parametrize("set_mode", [lambda e: e.eval(), lambda e: e.model.eval()])
+def test_eval_of_an_inference_executor_leaves_the_models_mode(set_mode):
+    # BatchNorm was then trained in eval mode: its submodules are the trained model's.
+    net = made()
+    set_mode(inference(net))
+    assert all(module.training for module in net.modules())
+    executor = trainer(Loss(net))
+    executor(X)
+    assert not torch.equal(net.norm.running_mean, torch.zeros(8))
+
+
+def test_train_of_an_inference_executor_is_its_own_mode_too():
+    net = made().eval()
+    executor = inference(net).train()
+    assert not any(module.training for module in net.modules())
+    assert not torch.equal(executor(X), executor(X))  # dropout
+    assert not any(module.training for module in net.modules())
+
+
+def test_a_model_that_sets_its_own_modes_is_asked():
+    class Frozen(Net):
+        def train(self, mode=True):
+            super().train(mode)
+            self.norm.eval()
+            self.drop.eval()
+            return self
+
+    torch.manual_seed(0)
+    net = Frozen().train()
+    executor = inference(net.eval()).train()
+    assert torch.equal(executor(X), in_eval(net))
+
+
+@pytest.mark.parametrize("part", ["", "norm", "drop"])
+def test_eval_after_the_compilation_of_inference_in_train_mode_is_told_once(part, caplog):
+    net = made()
+    executor = inference(net)
+    executor(X)
+    net.get_submodule(part).eval()
+    for _ in range(2):
+        executor(X)
+    (message,) = warnings(caplog)
+    assert (part or "the model") in message
+    assert "eval() mode now" in message
+    assert "fix:" in message
+    executor.destroy()
+    assert torch.equal(executor(X), executor(X)) is (part in ("", "drop"))
+    assert len(warnings(caplog)) == 1
+
+
+# ---- modes of an executor that trains ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["", "net", "net.norm"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_mode_changed_after_the_compilation_of_a_trainer_is_told_once(part, first, caplog):
+    # Only a change of the whole model was told.
+    model = Loss(made())
+    model.train(first)
+    executor = trainer(model, lr=0.0)
+    losses = [executor(X)]
+    model.get_submodule(part).train(not first)
+    losses += [executor(X) for _ in range(2)]
+    (message,) = warnings(caplog)
+    assert (part or "the model") in message
+    assert ("eval() mode now" if first else "train() mode now") in message
+    assert "destroy()" in message
+    assert (len(set(map(float, losses))) == 1) is not first  # dropout as compiled
+
+
+def test_modes_set_back_before_the_next_call_are_not_told(caplog):
+    model = Loss(made())
+    executor = trainer(model)
+    evaluation = inference(model.net.eval())
+    model.train()
+    for _ in range(3):
+        executor(X)
+        model.eval()
+        evaluation(X)
+        model.train()
+    assert warnings(caplog) == []
+
+
+def test_a_second_plan_is_compiled_in_the_modes_of_the_first(caplog):
+    net = made().eval()
+    executor = poptorch.inferenceModel(net, options().allowNewShapes())
+    executor(X)
+    net.train()
+    larger = torch.ones(4, 2)
+    assert torch.equal(executor(larger), in_eval(net, larger))
+
+
+# ---- attributes and methods of the model -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_attribute_set_between_wrapping_and_the_first_call_counts(training):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.scale = nn.Linear(2, 2), 2.0
+
+        def forward(self, x):
+            return poptorch.identity_loss(self.layer(x).sum() * self.scale, "none")
+
+    torch.manual_seed(0)
+    model = Scaled()
+    executor = trainer(model, lr=0.0) if training else inference(model)
+    model.scale = 5.0
+    assert torch.equal(executor(X).reshape(()), (model.layer(X).sum() * 5).detach())
+
+
+def test_a_forward_set_between_wrapping_and_the_first_call_counts():
+    net = made().eval()
+    executor = inference(net)
+    net.forward = lambda x: x * 7
+    assert torch.equal(executor(X), X * 7)
+
+
+def test_an_attribute_of_the_executors_own_copy_counts_more():
+    net = made().eval()
+    executor = inference(net)
+    executor.model.scale = 3.0
+    net.scale = 5.0
+    torch.testing.assert_close(executor(X), in_eval(net) / 5 * 3)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda net: setattr(net, "scale", 5.0), "scale"),
+        (lambda net: setattr(net.drop, "p", 0.1), "drop.p"),
+        (lambda net: setattr(net.norm, "momentum", 0.5), "norm.momentum"),
+        (lambda net: setattr(net, "forward", lambda x: x), "forward"),
+        (lambda net: setattr(net.second, "forward", lambda x: x), "second.forward"),
+        (lambda net: net.first.register_forward_hook(lambda *all: None), "first"),
+        (lambda net: net.first.register_forward_pre_hook(lambda *all: None), "first"),
+        (lambda net: net.norm.register_full_backward_hook(lambda *all: None), "norm"),
+    ],
+)
+def test_an_attribute_or_a_hook_that_changes_after_compilation_is_told_once(training, change, name, caplog):
+    net = made()
+    executor = trainer(Loss(net)) if training else inference(net)
+    executor(X)
+    executor(X)
+    assert warnings(caplog) == []
+    change(net)
+    for _ in range(2):
+        executor(X)
+    (message,) = warnings(caplog)
+    assert name in message
+    assert "fix:" in message
+
+
+def test_a_hook_removed_after_compilation_is_told_once(caplog):
+    net = made()
+    handle = net.first.register_forward_hook(lambda module, inputs, output: output * 2)
+    executor = inference(net)
+    executor(X)
+    handle.remove()
+    executor(X)
+    (message,) = warnings(caplog)
+    assert "a hook of first" in message
+
+
+@pytest.mark.parametrize("name", ["epoch", "name", "_private", "history"])
+def test_an_attribute_that_forward_does_not_read_may_change(name, caplog):
+    net = made()
+    net.epoch, net._private, net.history = 0, 0, []
+    executor = inference(net)
+    executor(X)
+    setattr(net, name, 1)
+    executor(X)
+    assert warnings(caplog) == []
+
+
+def test_what_forward_itself_counts_is_no_change(caplog):
+    class Counted(Net):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    executor = inference(Outer(Counted()))
+    executor(X)
+    executor(X)
+    assert warnings(caplog) == []
+
+
+class Outer(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+# ---- requires_grad -----------------------------------------------------------------------------------------
+
+
+def compilations(caplog):
+    return sum(record.getMessage().startswith("capture") for record in caplog.records)
+
+
+def test_each_set_of_trained_parameters_is_compiled_once():
+    runs = []
+    handle = poptorch.registerPreCompileHook(lambda: runs.append(1))
+    try:
+        model = Loss(made())
+        executor = trainer(model)
+        for number in range(6):
+            model.net.first.requires_grad_(number % 2 == 0)
+            before = [value.detach().clone() for value in model.net.first.parameters()]
+            executor(X)
+            same = [torch.equal(*pair) for pair in zip(before, model.net.first.parameters(), strict=True)]
+            assert same == [number % 2 == 1] * 2
+    finally:
+        handle.remove()
+    assert len(runs) == 2
+
+
+def test_freezing_does_not_matter_to_inference():
+    runs = []
+    handle = poptorch.registerPreCompileHook(lambda: runs.append(1))
+    try:
+        net = made().eval()
+        executor = inference(net)
+        executor(X)
+        net.requires_grad_(False)
+        executor(X)
+    finally:
+        handle.remove()
+    assert len(runs) == 1
+
+
+def test_copy_weights_to_device_does_not_train_frozen_weights():
+    model = Loss(made())
+    executor = trainer(model)
+    executor(X)
+    model.requires_grad_(False)
+    executor.copyWeightsToDevice()
+    before = {name: value.clone() for name, value in model.net.named_parameters()}
+    with pytest.raises(poptorch.Error, match="no parameter"):
+        executor(X)
+    assert all(torch.equal(value, before[name]) for name, value in model.net.named_parameters())
+    model.requires_grad_(True)
+    executor(X)
+    assert not torch.equal(model.net.second.bias, before["second.bias"])
+
+
+# ---- attributes of the optimizer ---------------------------------------------------------------------------
+
+
+def steps(executor, count=1):
+    for _ in range(count):
+        executor(X)
+
+
+@pytest.mark.parametrize("name", ["max_grad_norm", "max_grad_value"])
+def test_a_bound_set_after_wrapping_and_before_the_first_call_clips(name):
+    def trained(set_late):
+        model = Loss(made().eval())
+        model.net.first.requires_grad_(False)
+        optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1)
+        if not set_late:
+            setattr(optimizer, name, 0.001)
+        executor = poptorch.trainingModel(model, options(), optimizer)
+        if set_late:
+            setattr(optimizer, name, 0.001)
+        executor(X)
+        return model.state_dict()
+
+    late, early = trained(True), trained(False)
+    assert [key for key, value in late.items() if not torch.equal(value, early[key])] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_grad_norm", 0.001),
+        ("max_grad_value", 0.001),
+        ("accum_type", torch.float16),
+        ("first_order_momentum_accum_type", torch.float16),
+        ("bias_correction", False),
+    ],
+)
+def test_an_attribute_that_is_compiled_in_and_changes_is_refused_at_the_next_call(name, value):
+    model = Loss(made())
+    optimizer = poptorch.optim.AdamW(model.parameters(), lr=0.1)
+    executor = poptorch.trainingModel(model, options(), optimizer)
+    executor(X)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    old = getattr(optimizer, name, math.inf)
+    setattr(optimizer, name, value)
+    with pytest.raises((poptorch.Error, ValueError), match=r"(?s)(is|are already|already) compiled.*fix:"):
+        executor(X)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    setattr(optimizer, name, old)
+    executor(X)
+    setattr(optimizer, name, value)
+    executor.destroy()
+    executor(X)
+
+
+def test_a_loss_scaling_set_after_wrapping_is_told(caplog):
+    model = Loss(made())
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, loss_scaling=2.0)
+    executor = poptorch.trainingModel(model, options(), optimizer)
+    optimizer.loss_scaling = 4.0
+    steps(executor, 2)
+    (message,) = warnings(caplog)
+    assert "loss_scaling is 4.0, and was 2.0" in message

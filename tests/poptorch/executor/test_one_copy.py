@@ -1,0 +1,393 @@
+"""The weights of the model are those that train: contract of sections 7 and 4.1, without a second copy."""
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from executor_models import Counting, Outer, Trained, batch, options, trainer
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+import poptorch
+
+
+class Buffered(Trained):
+    """`Trained` with a buffer that forward reads, and one that forward writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x, target=None):
+        self.seen += 1
+        return super().forward(x * self.scale, target)
+
+
+def values(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def plain_steps(model, steps, lr=0.1):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(*batch())[1].backward()
+        optimizer.step()
+
+
+def equal(one, other):
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+# ---- one copy ----------------------------------------------------------------------------------------------
+
+
+def test_a_call_trains_the_models_own_tensors_in_place():
+    executor, model = trainer(Buffered())
+    tensors = [*model.parameters(), *model.buffers()]
+    executor(*batch())
+    addresses, before = [value.data_ptr() for value in tensors], values(model)
+    versions = [value._version for value in tensors]
+    executor(*batch())
+    after = [*model.parameters(), *model.buffers()]
+    assert all(one is other for one, other in zip(tensors, after, strict=True))
+    assert [value.data_ptr() for value in after] == addresses
+    assert not torch.equal(model.layer.weight, before["layer.weight"])
+    assert (
+        model.layer.weight._version > versions[0]
+    )  # so autograd notices a write between forward and backward
+
+
+def test_weights_begin_at_64_bytes_while_an_executor_is_attached():
+    room = torch.randn(7)
+    model = Trained()
+    model.layer.weight.data = room[1:].view(2, 3).clone()
+    model.layer.bias = nn.Parameter(torch.randn(8).narrow(0, 1, 2).clone())
+    executor, _ = trainer(model)
+    executor(*batch())
+    assert [value.data_ptr() % 64 for value in model.parameters()] == [0, 0]
+
+
+def test_views_that_the_program_holds_are_new_after_each_call():
+    executor, model = trainer(Buffered())
+    executor(*batch())
+    views = [model.layer.weight.detach(), model.layer.bias.data, model.seen[None]]
+    for _ in range(2):
+        before = [view.clone() for view in views]
+        executor(*batch())
+        assert not any(torch.equal(*pair) for pair in zip(views, before, strict=True))
+
+
+def test_no_class_is_replaced_and_nothing_is_registered_on_all_modules():
+    tables = [
+        getattr(torch_module, name)
+        for name in dir(torch_module)
+        if name.startswith("_global_") and "hooks" in name
+    ]
+    sizes = [len(table) for table in tables if hasattr(table, "__len__")]
+    executor, model = trainer(Buffered())
+    evaluation = poptorch.inferenceModel(model, options())
+    executor(*batch())
+    evaluation(batch()[0])
+    assert [len(table) for table in tables if hasattr(table, "__len__")] == sizes
+    for module in model.modules():
+        assert type(module) in (Buffered, nn.Linear)
+        assert not module._forward_hooks and not module._forward_pre_hooks
+    assert {type(value) for value in model.parameters()} == {nn.Parameter}
+    assert {type(value) for value in model.buffers()} == {torch.Tensor}
+    assert [vars(value) for value in model.parameters()] == [{}, {}]
+
+
+def test_every_executor_of_a_model_has_the_same_tensors():
+    executor, model = trainer(Buffered())
+    both = [poptorch.inferenceModel(model, options()), poptorch.inferenceModel(Outer(model), options())]
+    x, target = batch()
+    for _ in range(2):
+        executor(x, target)
+        found = [each(x) for each in both]
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], model.layer(x * model.scale).detach())
+    with torch.no_grad():
+        model.layer.weight.zero_()
+        model.layer.bias.fill_(3.0)
+    assert all(torch.equal(each(x), torch.full((2, 2), 3.0)) for each in both)
+    assert model.seen == 2 + 4 + 2  # forward counts in training and in inference: it is one buffer
+
+
+def test_inference_uses_the_present_weights_without_an_upload():
+    model = Trained()
+    executor = poptorch.inferenceModel(model, options())
+    x, _ = batch()
+    executor(x)
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    assert torch.equal(executor(x), torch.zeros(2, 2))
+
+
+def test_buffers_that_inference_changes_are_the_models():
+    model = Counting()
+    executor = poptorch.inferenceModel(model, options(iterations=2))
+    assert torch.equal(executor(torch.zeros(2)), torch.tensor([1.0, 2.0]))
+    assert model.seen == 2
+    model.seen.fill_(10)
+    assert torch.equal(executor(torch.zeros(2)), torch.tensor([11.0, 12.0]))
+
+
+# ---- the functions that copied -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_program_with_explicit_copies_runs_as_without_them(training):
+    executor, model = trainer(Buffered())
+    evaluation = poptorch.inferenceModel(model, options())
+    twin = copy.deepcopy(model)
+    x, target = batch()
+    for _ in range(3):
+        executor(x, target)
+        executor.copyWeightsToHost()
+        saved = values(model)
+        model.load_state_dict(saved)
+        executor.copyWeightsToDevice()
+        if not training:
+            assert torch.equal(evaluation(x), twin_step(twin, x))
+            evaluation.copyWeightsToHost()
+            evaluation.copyWeightsToDevice()
+            continue
+        plain_steps(twin, 1)
+        assert equal(values(model), values(twin))
+
+
+def twin_step(twin, x):
+    plain_steps(twin, 1)
+    with torch.no_grad():
+        return twin(x)
+
+
+def test_a_copy_to_the_host_is_a_version_and_a_needless_one_is_not():
+    executor, model = trainer()
+    executor(*batch())
+    version = executor._host_weights_version
+    executor.copyWeightsToHost()
+    assert executor._host_weights_version == version + 1
+    assert executor.copyWeightsToHostIfNeeded() is False
+    assert model.copyWeightsToHostIfNeeded() is False
+    assert executor._host_weights_version == version + 1
+
+
+@pytest.mark.parametrize("name", ["copyWeightsToHost", "copyWeightsToDevice", "copyNamedBuffersToDevice"])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_copies_need_a_compiled_and_attached_model(name, training):
+    wrap = poptorch.trainingModel if training else poptorch.inferenceModel
+    executor = wrap(Buffered(), options().updatableNamedBuffers(["scale"]))
+    with pytest.raises(poptorch.Error, match=r"(?s)Model has not been compiled or has been destroyed.*fix:"):
+        getattr(executor, name)()
+    inputs = batch() if training else batch()[:1]
+    executor(*inputs)
+    getattr(executor, name)()
+    executor.detachFromDevice()
+    with pytest.raises(poptorch.Error, match=r"(?s)not attached.*fix:"):
+        getattr(executor, name)()
+    executor.attachToDevice()
+    getattr(executor, name)()
+    executor.destroy()
+    with pytest.raises(poptorch.Error, match="Model has not been compiled or has been destroyed"):
+        getattr(executor, name)()
+
+
+def test_named_buffers_must_be_named_and_exist():
+    executor, _ = trainer()
+    executor(*batch())
+    with pytest.raises(poptorch.Error, match="No named buffers marked as updatable"):
+        executor.copyNamedBuffersToDevice()
+    executor, _ = trainer(Buffered(), options().updatableNamedBuffers(["missing"]))
+    with pytest.raises(poptorch.Error, match=r"missing.*scale"):
+        executor(*batch())
+
+
+def test_named_buffers_count_like_every_other_write():
+    executor, model = trainer(Buffered(), options().updatableNamedBuffers(["scale"]), lr=0.0)
+    x, target = batch()
+    executor(x, target)
+    model.scale.fill_(2.0)
+    executor.copyNamedBuffersToDevice()
+    assert torch.equal(executor(x, target)[0], model.layer(2 * x).detach())
+
+
+@pytest.mark.parametrize("leave", ["detachFromDevice", "destroy"])
+def test_weights_stay_in_the_model_when_its_devices_go(leave):
+    executor, model = trainer(Buffered())
+    executor(*batch())
+    tensors, before = [*model.parameters()], values(model)
+    getattr(executor, leave)()
+    assert equal(values(model), before)
+    assert all(one is other for one, other in zip(tensors, model.parameters(), strict=True))
+    with torch.no_grad():
+        model.layer.weight.mul_(0.5)
+    expected = copy.deepcopy(model)
+    executor(*batch())
+    plain_steps(expected, 1)
+    assert equal(values(model), values(expected))
+
+
+def test_the_executor_loads_into_the_users_model():
+    executor, model = trainer(lr=0.0)
+    x, target = batch()
+    zeros = {"layer.weight": torch.zeros(2, 3), "layer.bias": torch.ones(2)}
+    for each in (executor, poptorch.inferenceModel(model, options())):
+        keys = each.load_state_dict(zeros)
+        assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
+        assert torch.equal(model.layer.bias, torch.ones(2))
+        assert torch.equal(executor(x, target)[0], torch.ones(2, 2))
+        with pytest.raises(RuntimeError, match="Missing key"):
+            each.load_state_dict({})
+        assert each.load_state_dict({"other": torch.ones(1)}, strict=False).unexpected_keys == ["other"]
+
+
+# ---- wrapping ----------------------------------------------------------------------------------------------
+
+
+def test_two_trainers_of_one_model_are_an_error_until_one_is_destroyed():
+    executor, model = trainer()
+    with pytest.raises(
+        RuntimeError, match=r"(?s)already been wrapped in 'poptorch\.trainingModel'.*destroy\(\)"
+    ):
+        poptorch.trainingModel(model, options())
+    executor(*batch())
+    model.destroy()
+    poptorch.trainingModel(model, options())(*batch())
+
+
+def test_a_wrapped_model_has_two_more_methods_and_loses_them():
+    model = Trained()
+    names = set(dir(model))
+    executor, _ = trainer(model)
+    executor(*batch())
+    assert set(dir(model)) - names >= {"copyWeightsToHostIfNeeded", "destroy"}
+    model.destroy()
+    assert set(dir(model)) == names
+
+
+def test_a_model_does_not_keep_its_executor_alive_and_outlives_it():
+    executor, model = trainer()
+    executor(*batch())
+    before, watch = values(model), weakref.ref(executor)
+    del executor
+    gc.collect()
+    assert watch() is None
+    assert equal(values(model), before)
+    poptorch.trainingModel(model, options())(*batch())
+    assert not equal(values(model), before)
+
+
+LOADS = """
+import io, sys, torch
+sys.meta_path.insert(0, type("No", (), {"find_spec": staticmethod(
+    lambda name, *rest: (_ for _ in ()).throw(ImportError(name)) if name.split(".")[0] in ("poptorch", "popengine")
+    else None)})())
+for line in sys.stdin.read().split():
+    value = torch.load(io.BytesIO(bytes.fromhex(line)), weights_only=False)
+    print(type(value).__name__)
+"""
+
+
+def test_what_is_saved_loads_without_the_package():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 2))
+    loss = Outer(nn.Sequential(model, nn.Flatten(0)))
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = loss
+
+        def forward(self, x):
+            return poptorch.identity_loss(self.inner(x).sum(), "none")
+
+    wrapped = Loss()
+    poptorch.trainingModel(wrapped, options(), torch.optim.SGD(wrapped.parameters(), lr=0.1))(batch()[0])
+    lines = []
+    for value in (model, model[0].weight, model.state_dict(), list(model.parameters())):
+        file = io.BytesIO()
+        torch.save(value, file)
+        lines.append(file.getvalue().hex())
+    found = subprocess.run(
+        [sys.executable, "-c", LOADS], input=" ".join(lines), text=True, capture_output=True, check=False
+    )
+    assert found.stdout.split() == ["Sequential", "Parameter", "OrderedDict", "list"], found.stderr
+
+
+def test_a_shallow_copy_stays_wrapped_and_a_deep_one_is_plain():
+    executor, model = trainer()
+    executor(*batch())
+    assert copy.copy(model).copyWeightsToHostIfNeeded() is False
+    with pytest.raises(RuntimeError, match="already been wrapped"):
+        poptorch.trainingModel(copy.copy(model), options())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert getattr(other, "destroy", None) is None
+        assert equal(values(other), values(model))
+        before = values(model)
+        poptorch.trainingModel(other, options())(*batch())
+        assert equal(values(model), before)
+    del executor
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_buffers_must_be_plain_tensors_in_training(training):
+    model = Counting()
+    model._buffers["seen"] = nn.Parameter(torch.zeros(1), requires_grad=False)
+    if training:
+        with pytest.raises(
+            poptorch.Error, match=r"All buffers must be an instance of torch\.Tensor.*Parameter"
+        ):
+            poptorch.trainingModel(model, options())
+    else:
+        poptorch.inferenceModel(model, options())
+
+
+def test_an_inference_executor_is_saved_by_torch_before_compilation():
+    file = io.BytesIO()
+    model = Trained()
+    torch.save(poptorch.inferenceModel(model, options()), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    x, _ = batch()
+    assert torch.equal(loaded(x), poptorch.inferenceModel(model, options())(x))
+
+
+# ---- failures ----------------------------------------------------------------------------------------------
+
+
+class Failing(Buffered):
+    def forward(self, x, target=None):
+        output, loss = super().forward(x, target)
+        row = (target[:1, 0] > 100).long() * 9
+        return output, loss + self.scale.expand(2)[row].sum()
+
+
+def test_after_a_failed_call_the_model_has_the_weights_of_the_last_finished_update():
+    torch.manual_seed(1)
+    model = Failing()
+    executor = poptorch.trainingModel(
+        model, options(iterations=2), torch.optim.Adam(model.parameters(), lr=0.1)
+    )
+    x, target = (torch.cat([value, value]) for value in batch())
+    executor(x, target)
+    wrong = target.clone()
+    wrong[2:] = 101.0  # in the second device iteration: an index out of range
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(twin.parameters(), lr=0.1)
+    optimizer.load_state_dict(copy.deepcopy(executor._optimizer.state_dict()))
+    with pytest.raises(poptorch.Error):
+        executor(x, wrong)
+    assert executor.finished_updates == 1
+    twin(x[:2].clone(), wrong[:2].clone())[1].backward()
+    optimizer.step()
+    assert equal(values(model), values(twin))
+    executor(x, target)
