@@ -1,7 +1,7 @@
 """Profiles: what a run did and when, as tables of plain values, and their file. Reading it needs no torch.
 
-Each table has rows of one kind; `docs/profile-format.md` describes them. An ipu's program is the same in each
-step, so a `Track` holds only the times of its instructions, and `Profile.programs` the instructions.
+Each table has rows of one kind; `docs/profile-format.md` describes them. `Profile.runs` holds what the cores of
+the host ran. What separate devices would do is simulated from it (`popvision.virtual`), and not stored.
 """
 
 import json
@@ -9,6 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+
+from .order import Action, After
+
+# The phases of a stage in words. A plan has those that its schedule needs.
+PHASES = {"F": "forward", "B": "backward", "W": "weight gradients"}
+_AROUND = ("sum", "gather")  # kinds of rows that belong to a phase of a stage, and run none
 
 
 class Pass(NamedTuple):
@@ -31,7 +37,7 @@ class ProfiledBlock(NamedTuple):
 class ProfiledPiece(NamedTuple):
     """One phase of one stage, or a part of it."""
 
-    phase: str  # F or B
+    phase: str  # a key of `PHASES`
     stage: int
     ipu: int
     where: str  # the user's line of its first operation
@@ -55,8 +61,25 @@ class Operation(NamedTuple):
     module: str = "?"  # as `named_modules` names it; "": the model's own forward, "?": not known
 
 
+class ProfiledTask(NamedTuple):
+    """A row of a step's table. It runs for each micro-batch, for each chunk or parameter, or once per step."""
+
+    kind: (
+        str  # forward, backward, gather, sum, copy, exchange, norm, begin, measure, trust, update, share, end
+    )
+    ipu: int = -1  # -1: of the whole step
+    phase: str = ""  # a key of `PHASES`; "": not for each micro-batch
+    stage: int = -1
+    piece: int = -1  # index in `Profile.pieces` of the piece that the row runs
+
+    @property
+    def computes(self) -> bool:
+        """Return whether the row runs a phase of a stage."""
+        return bool(self.phase) and self.kind not in _AROUND
+
+
 class ProfiledInstruction(NamedTuple):
-    """An instruction of an ipu's program, which runs for each micro-batch; if `phase` is "", once per step."""
+    """What a row does to values, as if each ipu had a memory of its own. If `phase` is "", once per step."""
 
     ipu: int
     kind: str  # compute, receive, send, load, accumulate, keep, store, free, update
@@ -65,6 +88,7 @@ class ProfiledInstruction(NamedTuple):
     peer: int = -1  # the ipu at the other end of a send or receive
     bytes: int = 0  # moved by a load, send, receive, store; read by an update
     channel: str = ""  # of a send or receive: the same name at both ends
+    task: int = -1  # index of the row in `Profile.tasks`
 
     @property
     def frequency_and_time(self) -> tuple[str, str]:
@@ -74,30 +98,18 @@ class ProfiledInstruction(NamedTuple):
         return "step", "at its start (shared weights)"
 
 
-class Track(NamedTuple):
-    """One step of one ipu: its start, and lists with a value for each instruction of the ipu's program.
-
-    `gaps` are the idle times before the instructions, `cores` the indices of the cores that ran them, and
-    `computed` the CPU times of these cores' threads (0: not measured). A list that was not recorded is None.
-    """
+class TaskRun(NamedTuple):
+    """One run of a task, by one core; ns since the profile's origin."""
 
     call: int
     step: int  # weight updates (calls, in inference) since the executor was compiled
-    replica: int
-    ipu: int
-    start: int  # ns since the profile's origin
-    durations: list[int]  # ns
-    gaps: list[int] | None = None  # ns
-    cores: list[int] | None = None
-    computed: list[int] | None = None  # ns
-
-    def spans(self) -> Iterator[tuple[int, int]]:
-        """Yield (begin, end) of each instruction, in ns."""
-        at = self.start
-        for index, duration in enumerate(self.durations):
-            at += self.gaps[index] if self.gaps else 0
-            yield at, at + duration
-            at += duration
+    task: int  # index in `Profile.tasks`
+    micro_batch: int  # -1: a task of the whole step, such as a chunk of the update
+    replica: int  # -1: once for all replicas
+    core: int  # index of the thread that ran it; -1: the thread that talks to other processes
+    start: int
+    end: int
+    computed: int = 0  # CPU time of the thread, in ns; 0: not measured
 
 
 class Call(NamedTuple):
@@ -130,15 +142,12 @@ class Memory(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor of a micro-batch of replica 0 in the detailed step: after which instructions it is alive.
-
-    These are the instructions `born` to `died` - 1; if `died` is -1, all from `born` to the end of the step.
-    """
+    """A tensor that an ipu holds for each micro-batch, from its row `born` to its row `died` (indices in
+    `Profile.tasks`; -1: to the end of the step)."""
 
     ipu: int
     name: str
-    kind: str  # input, activation
-    micro_batch: int
+    kind: str  # input, received, activation; the first two are there when row `born` begins, the last when it ends
     bytes: int
     born: int
     died: int
@@ -163,38 +172,40 @@ class Option(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One run of a `ProfiledInstruction` on an ipu: its fields, joined with the times of a `Track`."""
+    """A `TaskRun`, joined with the fields of its `ProfiledTask`."""
 
-    ipu: int
     kind: str
+    ipu: int
     phase: str
     stage: int
-    peer: int
-    bytes: int
-    channel: str
+    piece: int
+    call: int
+    step: int
+    task: int
+    micro_batch: int
     replica: int
+    core: int
     start: int
     end: int
-    micro_batch: int
-    step: int
-    call: int
-    core: int  # -1: not recorded
     computed: int
 
     @property
+    def computes(self) -> bool:
+        return bool(self.phase) and self.kind not in _AROUND
+
+    @property
     def cost(self) -> int:
-        """Return the CPU time of the instruction in ns; its duration if the CPU time was not measured."""
+        """Return the CPU time of the run in ns; its duration if the CPU time was not measured."""
         return self.computed or self.end - self.start
 
 
-FORMAT, VERSION = "pando-profile", 1
+FORMAT, VERSION = "pando-profile", 2
 
 
 @dataclass(frozen=True)
 class Profile:
     """The profile of one executor's run: recorded times, and tables that follow from its plan.
 
-    `programs[ipu]` is a flat list: index in `parts`, micro-batch, index, micro-batch ... (-1: whole step).
     `counts` are the batch factors; `facts` hold single numbers and texts: see docs/profile-format.md.
     """
 
@@ -204,13 +215,14 @@ class Profile:
     ipus: tuple[int, ...] = ()  # of each stage
     counts: dict[str, int] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
-    programs: dict[int, list[int]] = field(default_factory=dict)
     passes: tuple[Pass, ...] = ()
     blocks: tuple[ProfiledBlock, ...] = ()
     pieces: tuple[ProfiledPiece, ...] = ()
     operations: tuple[Operation, ...] = ()
-    parts: tuple[ProfiledInstruction, ...] = ()
-    tracks: tuple[Track, ...] = ()
+    tasks: tuple[ProfiledTask, ...] = ()
+    actions: tuple[Action, ...] = ()
+    instructions: tuple[ProfiledInstruction, ...] = ()
+    runs: tuple[TaskRun, ...] = ()
     calls: tuple[Call, ...] = ()
     host: tuple[HostEvent, ...] = ()
     memory: tuple[Memory, ...] = ()
@@ -223,17 +235,15 @@ class Profile:
         """Return the ipus in ascending order, each once."""
         return tuple(sorted(set(self.ipus)))
 
-    def events(self, kinds: frozenset[str] | None = None) -> Iterator[Event]:
-        """Yield the recorded instructions of all kinds, or only of `kinds`, one track after another."""
-        for track in self.tracks:
-            program = self.programs[track.ipu]
-            for index, span in enumerate(track.spans()):
-                part, micro_batch = self.parts[program[2 * index]], program[2 * index + 1]
-                if kinds is None or part.kind in kinds:
-                    core = track.cores[index] if track.cores else -1
-                    computed = track.computed[index] if track.computed else 0
-                    times = (*span, micro_batch, track.step, track.call, core, computed)
-                    yield Event(*part, track.replica, *times)
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Return the phases that the stages have, in the order of `PHASES`."""
+        return tuple(phase for phase in PHASES if any(action.phase == phase for action in self.actions))
+
+    def events(self) -> Iterator[Event]:
+        """Yield the recorded runs of tasks, in the order of `runs`."""
+        for run in self.runs:
+            yield Event(*self.tasks[run.task], *run)
 
     def to_json(self) -> str:
         """Return the file's text: a JSON object, in which each table is an object of `columns` and `rows`."""
@@ -292,6 +302,8 @@ def load(path: Path) -> Profile:
             f"{path} has version {version}, and this program reads up to {VERSION}\n"
             "  fix: update this installation of Pando"
         )
+    if version < VERSION:
+        raise ProfileError(f"{path} has version {version}, which recorded other things{again}")
     try:
         profile = Profile(**{entry.name: _parse_field(entry.name, data) for entry in fields(Profile)})
         _check_tables(profile)
@@ -306,34 +318,32 @@ def _parse_field(name: str, data: dict[str, Any]) -> Any:
     if name in TABLES:
         row_type = TABLES[name]
         rows = (zip(value["columns"], row, strict=True) for row in value["rows"])
+        if name == "actions":
+            return tuple(
+                Action(row[0], row[1], row[2], tuple(After(*edge) for edge in row[3]))
+                for row in value["rows"]
+            )
         return tuple(row_type(**{k: v for k, v in row if k in row_type._fields}) for row in rows)
-    if name == "programs":
-        return {int(ipu): program for ipu, program in value.items()}
     return tuple(value) if name in ("stages", "ipus") else value
 
 
 def _check_tables(profile: Profile) -> None:
-    """Raise ValueError or KeyError if the tables of a profile contradict each other: a row refers to a
-    missing row of another table, for example, or a track has columns of different lengths."""
+    """Raise ValueError if the tables of a profile contradict each other: a row refers to a missing row of
+    another table, for example."""
     if len(profile.stages) != len(profile.ipus):
         raise ValueError(f"{len(profile.stages)} stages on {len(profile.ipus)} ipus")
-    for ipu, program in profile.programs.items():
-        if len(program) % 2 or any(not 0 <= part < len(profile.parts) for part in program[::2]):
-            raise ValueError(f"the program of ipu {ipu} names parts that aren't there")
     for operation in profile.operations:
         if not 0 <= operation.piece < len(profile.pieces):
             raise ValueError(f"operation {operation.name} names a piece that isn't there")
-    for row in profile.tensors:
-        if not 0 <= row.born <= len(profile.programs[row.ipu]) // 2 >= row.died:
-            raise ValueError(f"tensor {row.name} lives outside the program of ipu {row.ipu}")
-    for stage in (row.stage for table in (profile.blocks, profile.pieces, profile.parts) for row in table):
+    for tensor in profile.tensors:
+        if not 0 <= tensor.born < len(profile.tasks) > tensor.died:
+            raise ValueError(f"tensor {tensor.name} lives in rows that aren't there")
+    tables = profile.blocks, profile.pieces, profile.tasks, profile.actions, profile.instructions
+    for stage in (row.stage for table in tables for row in table):
         if not -1 <= stage < len(profile.stages):
             raise ValueError(f"there is no stage {stage}")
-    for track in profile.tracks:
-        if 2 * len(track.durations) > len(profile.programs[track.ipu]):
-            raise ValueError(f"a track of ipu {track.ipu} is longer than its program")
-        if not all(isinstance(ns, int) for ns in [*track.durations, *(track.gaps or ())]):
-            raise ValueError(f"a track of ipu {track.ipu} has durations that are no integers")
-        columns = (track.gaps, track.cores, track.computed)
-        if any(len(column) != len(track.durations) for column in columns if column is not None):
-            raise ValueError(f"a track of ipu {track.ipu} has columns of different lengths")
+    for run in profile.runs:
+        if not 0 <= run.task < len(profile.tasks) or not all(isinstance(value, int) for value in run):
+            raise ValueError(
+                f"a run names row {run.task}, which isn't there, or has times that are no integers"
+            )

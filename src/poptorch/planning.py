@@ -31,7 +31,7 @@ from popengine.order import ORDERS
 from popengine.piece import GETITEM
 from popengine.profile import Profile
 from popengine.run.engine import Engine
-from popengine.run.piece_costs import Sample, call_in_one_thread, measure_sharing
+from popengine.run.piece_costs import Sample, seconds_on_all_threads
 from popengine.run.ready_queue import JUDGED
 from popengine.run.state import State, TrainState
 from popengine.settings import Hyper, Settings
@@ -192,9 +192,9 @@ def planned_profile(plan: Plan, settings: Settings, graph: Graph) -> Profile:
 def _most_bytes_in_transit(found: Profile, ipu: int) -> int:
     """Return an upper bound of the bytes that are sent to `ipu`, and not received yet, at any time."""
     stages, micro_batches = len(found.ipus), found.facts["schedule_micro_batches"]
-    sent = {part.channel: part for part in found.parts if part.kind == "send" and part.peer == ipu}
+    sent = {part.channel: part for part in found.instructions if part.kind == "send" and part.peer == ipu}
     total = 0
-    for part in {part for part in found.parts if part.kind == "receive" and part.ipu == ipu}:
+    for part in {part for part in found.instructions if part.kind == "receive" and part.ipu == ipu}:
         sender, count = sent[part.channel], 1
         if sender.phase and ORDERS[found.facts["mode"]].overlaps:
             # The number of micro-batches that a stage begins before it ends the first one.
@@ -205,12 +205,11 @@ def _most_bytes_in_transit(found: Profile, ipu: int) -> int:
 
 
 def measure_times(found: Executable, hyper: Hyper | None, flops: int) -> dict[str, Any]:
-    """Measure a model on this machine; return "steps" if it is small, else "pieces", "updates", "sharing".
+    """Measure a model on this machine; return "steps" if it is small, else "pieces", "updates".
 
     steps    list of (micro-batches of all replicas, seconds of a step)
-    pieces   seconds of each piece, for one micro-batch on one core
+    pieces   seconds of each piece, for one micro-batch on one core, while all cores run the same
     updates  seconds of each ipu's weight update on one core
-    sharing  the result of `measure_sharing` for the longest operation
 
     Args: flops: FLOPs of one micro-batch
     """
@@ -272,8 +271,8 @@ def _measure_operations(found: Executable, hyper: Hyper | None) -> dict[str, Any
     assert found.graph is not None
     values = {node.name: node.meta.get("val") for node in found.graph.code.nodes}
     known: dict[Any, float] = {}
-    most = available_memory() // 2
-    longest: list[tuple[float, Sample]] = []
+    threads = torch.get_num_threads()
+    most = available_memory() // (2 * threads)
 
     def seconds_of_line(piece: Piece, line: Line) -> float:
         operands = {name: values.get(name) for name in line.operands()}
@@ -295,18 +294,17 @@ def _measure_operations(found: Executable, hyper: Hyper | None) -> dict[str, Any
                 for name, (*shape, dtype) in shapes.items()
             }
             operation = Sample([Piece(piece.phase, piece.stage, tuple(given), (line.name,), (line,))], given)
-            once = operation.total_seconds(1)
-            known[key] = once if once > 0.2 else min(operation.total_seconds(1) for _ in range(3))
-            if not longest or known[key] > longest[0][0]:
-                longest[:] = [(known[key], operation)]
+            once = seconds_on_all_threads(operation.total_seconds, threads)
+            more = range(0 if once > 0.2 else 3)
+            known[key] = min(
+                [once, *(seconds_on_all_threads(operation.total_seconds, threads) for _ in more)]
+            )
         return known[key]
 
     pieces = found.plan.partition.pieces
-    costs = call_in_one_thread(
-        lambda: [sum(seconds_of_line(piece, line) for line in piece.lines) for piece in pieces]
-    )
-    shared = [row for alone, sample in longest for row in measure_sharing(sample.total_seconds, alone)]
-    return {"pieces": costs, "updates": _measure_updates(found, hyper), "sharing": shared}
+    costs = [sum(seconds_of_line(piece, line) for line in piece.lines) for piece in pieces]
+    torch.set_num_threads(threads)  # some libraries have one number of threads for the process
+    return {"pieces": costs, "updates": _measure_updates(found, hyper)}
 
 
 def _measure_updates(found: Executable, hyper: Hyper | None) -> list[float]:

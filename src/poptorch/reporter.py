@@ -95,6 +95,7 @@ class Reporter:
             "calls": recorder.calls,
             "failed_calls": recorder.failed_calls,
             "steps": recorder.steps,
+            "step_tasks": recorder.step_tasks,
             "ns_in_calls": recorder.ns_in_calls,
             "detailed_step": None if detail is None else [detail.call, detail.step],
             "capacity": _memory_capacity(settings.strategy.capacity),
@@ -117,7 +118,7 @@ class Reporter:
             facts={**found.facts, **facts},
             passes=tuple(profile.Pass(name, round(seconds, 6)) for name, seconds in self.passes.items()),
             operations=tuple(_add_times(found.operations, detail)),
-            tracks=tuple(_recorded_tracks(recorder)),
+            runs=tuple(itertools.chain(*recorder.kept, recorder.broken)),
             calls=tuple(recorder.in_calls),
             host=tuple(recorder.host),
             memory=tuple(
@@ -125,7 +126,7 @@ class Reporter:
                 for replica in range(settings.counts.replicas)
                 for ipu in engine.plan.state
             ),
-            tensors=tuple(row for meter in detail.meters.values() for row in meter.tensors) if detail else (),
+            tensors=tuple(detail.meter.tensors()) if detail else (),
             options=tuple(_changed_options(options, settings.training)),
         )
 
@@ -173,23 +174,6 @@ def _save_on_sigterm(number: int, frame: Any) -> None:
 
 
 # ---- recorded times ---------------------------------------------------------------------------------------
-
-
-def _recorded_tracks(recorder: Recorder) -> list[profile.Track]:
-    """Return a track for each ipu and recorded step, sorted; a failed step's up to the failed instruction."""
-    found = []
-    steps = (*recorder.kept, recorder.broken)
-    for key, times in itertools.chain.from_iterable(step.items() for step in steps):
-        length = next((index for index, end in enumerate(times.ends) if not end), times.length)
-        if length:
-            begins, ends = times.begins[:length], times.ends[:length]
-            start = begins[0] - recorder.origin
-            durations = [end - begin for begin, end in zip(begins, ends, strict=True)]
-            gaps = [0, *(begin - end for end, begin in zip(ends, begins[1:], strict=False))]
-            cores, computed = list(times.cores[:length]), list(times.computed[:length])
-            when = times.call, times.step, *key, start
-            found.append(profile.Track(*when, durations, gaps, cores, computed))
-    return sorted(found)
 
 
 def _add_times(operations: Sequence[profile.Operation], detail: StepDetail | None) -> list[profile.Operation]:

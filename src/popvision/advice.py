@@ -4,16 +4,16 @@ from collections.abc import Iterator
 
 from .analysis import Figures
 from .times import whole_steps
-from .units import sharing_cores_text, size_text
+from .units import size_text
 from .virtual import promised_speedup
 
 _WORTH = 1.05  # an option is advised above this speedup, which was measured at compilation
-_UNEVEN = 1.2  # other stages are advised if the slowest one costs at least this multiple of the average
+_IDLE = 0.25  # that cores wait is a note if they wait for at least this share of a step
 _FREE = 0.95  # a machine is called free if computations had a core for this share of their time
 _CAUSES = {
+    "stages": "The stages cost different amounts, and all wait for the slowest one",
     "micro-batches": "Filling and draining the pipeline and the update take their share of a step",
     "pipeline": "The stages work one after another",
-    "replicas": "One replica leaves cores idle",
 }
 
 
@@ -31,7 +31,7 @@ def machine_sentence(figures: Figures) -> str:
     busy = "was free" if share >= _FREE else "was busy, or computations waited by themselves"
     return (
         f"The machine {busy}: computations had a core for {share:.0%} of their time. Times of stages, blocks and"
-        " operations count that time alone; throughput, bubble and trace are as the clock went."
+        " operations count that time alone; throughput and the trace of these cores are as the clock went."
     )
 
 
@@ -44,8 +44,7 @@ def stages_sentence(figures: Figures) -> str:
 
 
 def _fault_sentences(figures: Figures) -> Iterator[str]:
-    """Yield a sentence for each of these faults that the run has: too little memory, failed calls, and a
-    stage of several blocks that is much slower than the average stage."""
+    """Yield a sentence for each of these faults that the run has: too little memory, failed calls."""
     if figures.fits is False and figures.capacity:
         yield (
             f"Does not fit: {size_text(figures.wanted)} are needed, and {figures.capacity_of} is"
@@ -54,31 +53,20 @@ def _fault_sentences(figures: Figures) -> Iterator[str]:
         )
     if failed := figures.profile.facts.get("failed_calls", 0):
         yield f"{failed} call(s) failed and are not part of the figures."
-    if figures.slowest is not None and figures.unevenness >= _UNEVEN:
-        slowest, count = figures.stages[figures.slowest], len(figures.stages)
-        if sum(block.stage == slowest.stage for block in figures.profile.blocks) > 1:
-            yield (
-                f"Stage {slowest.stage} ({slowest.blocks}) takes {figures.unevenness:.1f} times the average stage,"
-                " for which separate devices wait. Move one of its blocks,"
-                f" or let poptorch.AutoBalance({count}) cut the stages."
-            )
 
 
 def _speed_sentences(figures: Figures) -> Iterator[str]:
     """Yield a sentence for each change in `figures.changes`, and for each option that made computations at
     least 5 % faster when it was measured at compilation."""
     for change in figures.changes:
-        machines = {"on separate devices": change.apart, figures.here_is: change.here}
-        # `gain` is None without a host, or if the speed of its cores together was not measured.
-        gains = {
-            where: promised_speedup(gain, figures.spread)
-            for where, gain in machines.items()
-            if gain is not None
-        }
-        sure = [f"at least {gain:.2f} times as fast {where}" for where, gain in gains.items() if gain]
-        unsure = [f"; nothing is promised {where}" for where, gain in gains.items() if not gain]
-        said = f"{change.what} would make it {', and '.join(sure)}{''.join(unsure)}"
-        yield f"{_CAUSES[change.kind]}: {said}. Then {change.also}."
+        cause, gain = _CAUSES[change.kind], promised_speedup(change.apart, figures.spread)
+        if change.kind == "stages" and figures.slowest is not None:
+            slowest = figures.stages[figures.slowest]
+            cause = f"Stage {slowest.stage} ({slowest.blocks}) costs {figures.unevenness:.1f} times the average stage"
+        yield (
+            f"{cause}: {change.what} would make it at least {gain:.2f} times as fast on separate devices."
+            f" Then {change.also}."
+        )
     for option, gain in figures.profile.facts.get("hints", {}).items():
         if gain > _WORTH:
             yield (
@@ -88,14 +76,19 @@ def _speed_sentences(figures: Figures) -> Iterator[str]:
 
 
 def _note_sentences(figures: Figures) -> Iterator[str]:
-    """Yield a sentence for each of these that applies: ipus run as separate devices only while a profile is
-    recorded; the ipus wait for the host between calls; the trace lacks steps or parts of them."""
-    profile = figures.profile
-    ipus = len(profile.devices) * profile.counts.get("replicas", 1)
-    if figures.step_here is not None and figures.calls and ipus > 1:
+    """Yield a sentence for each of these that applies: some cores ran no tasks, or too few; the ipus wait for
+    the host between calls; the trace lacks steps or parts of them."""
+    profile, idle = figures.profile, figures.idle_here
+    threads = profile.facts.get("threads", 1)
+    if figures.usages and len(figures.usages) < threads:
         yield (
-            f"While this was recorded each of the {ipus} ipus did one thing at a time, as separate devices do."
-            f" Without a recorder {sharing_cores_text(profile)} all of them, and the layout hardly matters."
+            f"Of {threads} cores {len(figures.usages)} ran tasks: tasks are so short that other cores would mostly wait"
+            " for Python's lock."
+        )
+    if idle is not None and idle >= _IDLE and len(figures.usages) > 1:
+        yield (
+            f"These {len(figures.usages)} cores waited for {idle:.0%} of a step: too few tasks can run at once."
+            " More micro-batches that overlap (poptorch.PipelinedExecution), or replicas, give them work."
         )
     inside, between = figures.host.get("in calls", 0.0), figures.host.get("between calls", 0.0)
     if between >= max(0.05, 0.2 * (inside + between)):
@@ -104,7 +97,7 @@ def _note_sentences(figures: Figures) -> Iterator[str]:
             cause = "the data loader: use more workers, or DataLoaderMode.Async"
         yield f"The ipus stand still for {between / (inside + between):.0%} of the time, waiting for {cause}."
     kept, steps = len(whole_steps(profile)), profile.facts.get("steps", 0)
-    if profile.tracks and steps and not kept:
+    if profile.runs and steps and not kept:
         yield "Steps are too long to be kept whole: the trace shows their beginning, and shares of time are unknown."
     elif kept < steps:
         yield f"The trace holds {kept} of {steps} steps, the first and the last ones; totals count all of them."

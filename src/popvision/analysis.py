@@ -3,23 +3,22 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from dataclasses import dataclass, replace
 from typing import Any
 
-from popengine.profile import Event, Profile
+from popengine.profile import PHASES, Profile
 
 from . import memory, times, virtual
-from .units import rate_text, seconds_text, share_text, sharing_cores_text, size_text, table_text
+from .units import rate_text, seconds_text, share_text, size_text, table_text
 
 
 class Figures:
     """All figures of a profile. A figure whose events were not recorded is None, empty or 0.
 
-    Shares are fractions. Times are in seconds, except in `usages`, `stages`, `copies` and `groups`, where
-    they are in ns. A recorded run uses its ipus as separate devices, each of which does one thing at a time;
-    without a recorder the host's cores share all ipus. `step_apart` and `step_here` are the simulated times
-    of a step in these two cases, with measured costs.
+    Shares are fractions. Times are in seconds, except in `usages`, `device_usages`, `stages` and `groups`, where
+    they are in ns. What the cores of this host did is recorded. What separate devices would do, of which each is
+    an ipu and does one thing at a time, is simulated with the recorded costs: `step_apart`, `bubble_apart`,
+    `device_usages`, `needs`, and `devices`, the profile of one such step.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -36,39 +35,43 @@ class Figures:
         of_step = [(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps]
         self.step_spread = times.relative_spread(of_step)
 
-        self.stages = times.stage_times(profile, events)
+        costs = times.row_costs(events)
+        self.stages = times.stage_times(profile, events, costs)
         self.spread = times.cost_spread(events)
+        self.core_share = times.core_share(events)
         totals = [stage.total for stage in self.stages]
-        seen = {(event.phase, event.stage) for event in events if event.kind == "compute"}
-        computed = sum(totals) > 0 and all((piece.phase, piece.stage) in seen for piece in profile.pieces)
+        computed = sum(totals) > 0 and all(
+            i in costs for i, task in enumerate(profile.tasks) if task.computes
+        )
         self.slowest = totals.index(max(totals)) if computed else None
         self.unevenness = max(totals) * len(totals) / sum(totals) if computed else 1.0  # slowest / average
-        step = times.step_model(profile, events, self.stages)
-        cores = facts.get("threads", 0) if facts.get("device", "cpu") == "cpu" else 0
-        here = virtual.ns_on_host(step, cores) if computed and cores else ()
-        self.step_here = fmean(here) / 1e9 if here else None
-        apart = virtual.simulated_ns(step) if computed else None
-        self.step_apart = None if apart is None else apart / 1e9
-        self.here_is = f"here, where {sharing_cores_text(profile)} all ipus"  # the host in words
-        self.changes = virtual.advised_changes(profile, step, self.spread) if computed else []
+        self.timed = times.with_row_costs(profile, costs)
+        self.groups = {by: _operation_sums(self.timed, by) for by in ("block", "module", "where", "kind")}
+
+        # The shares of a step's time are unknown if each recorded step was cut off.
+        whole = events if times.whole_steps(profile) else []
+        self.usages = times.usages(whole, lambda event: event.core)
+        self.idle_here = times.waiting_share(self.usages)
+        self.bubble_ideal = times.ideal_bubble(profile)
+        step, self.step_apart, self.bubble_apart = None, None, None
+        runs, self.changes = [], []
+        if computed:
+            step = times.step_model(profile, costs, times.update_costs(events))
+            ns = virtual.simulated_ns(step)
+            self.step_apart, self.bubble_apart = ns / 1e9, step.bubble(ns)
+            runs = virtual.runs_on_devices(profile, step, costs)
+            of_operations = [row.ns / (row.calls or 1) for row in self.timed.operations]
+            self.changes = virtual.advised_changes(profile, step, of_operations, self.spread)
+        self.devices = replace(profile, runs=tuple(runs))
+        self.device_usages = times.usages(self.devices.events(), lambda event: event.ipu)
 
         self.compile_seconds = sum(entry.seconds for entry in profile.passes)
-        # The shares of a step's time are unknown if each recorded step was cut off.
-        self.usages = times.usages(events) if times.whole_steps(profile) else []
-        self.bubble_ideal = times.ideal_bubble(profile)
-        self.bubble_measured = times.measured_bubble(self.usages)
-        self.bubble_apart = None if apart is None else step.bubble(apart)
-        self.core_share = times.core_share(events)
-
-        self.needs, held_by = memory.memory_needs(profile), facts.get("capacity") or {}
+        self.needs, held_by = memory.memory_needs(profile, runs), facts.get("capacity") or {}
         limit, self.wanted = memory.capacity_and_need(profile, self.needs)
         self.capacity, self.fits = limit, self.wanted <= limit if limit and self.needs else None
         self.capacity_of = held_by.get("of", "") + (", which all ipus share" if held_by.get("shared") else "")
 
-        self.host = _host_seconds(profile)
-        self.copies = _copies_per_step(events)
-        self.timed = times.with_stage_costs(profile, self.stages)
-        self.groups = {by: _operation_sums(self.timed, by) for by in ("block", "module", "where", "kind")}
+        self.host, self.copies = _host_seconds(profile), _copied_bytes(profile)
 
 
 def _sum_warm_calls(profile: Profile) -> tuple[int, int, int, int]:
@@ -94,16 +97,13 @@ def _host_seconds(profile: Profile) -> dict[str, float]:
     return dict(found)
 
 
-def _copies_per_step(events: list[Event]) -> dict[str, dict[str, float]]:
-    """Return, for each of the instruction kinds load, send and store that ran, {"ns": ..., "bytes": ...}: the
-    sums over all ipus, divided by the number of steps."""
-    steps = len({(event.call, event.step) for event in events}) or 1
-    found = {}
-    for kind in ("load", "send", "store"):
-        if same := [event for event in events if event.kind == kind]:
-            ns = sum(event.end - event.start for event in same)
-            found[kind] = {"ns": ns / steps, "bytes": sum(event.bytes for event in same) / steps}
-    return found
+def _copied_bytes(profile: Profile) -> dict[str, int]:
+    """Return the bytes that a replica loads, sends between ipus, and stores in a step, by kind of instruction."""
+    found, count = defaultdict(int), profile.facts.get("schedule_micro_batches", 1)
+    for part in profile.instructions:
+        if part.kind in ("load", "send", "store"):
+            found[part.kind] += part.bytes * (count if part.phase else 1)
+    return dict(found)
 
 
 def _operation_sums(profile: Profile, by: str) -> list[dict[str, Any]]:
@@ -163,30 +163,42 @@ def compare_figures(a: Figures, b: Figures) -> list[Row]:
 def _compared_values(
     found: Figures,
 ) -> dict[str, tuple[float | None, Callable[[float | None], str], float]]:
-    """Return (value, function that adds the unit, spread) of each compared figure of a run, by name."""
+    """Return (value, function that adds the unit, spread) of each compared figure of a run, by name. Times are
+    those of a row of the batch, so that runs of other batch sizes compare."""
     of_steps, of_costs = found.step_spread, found.spread
-    totals = [need.total for need in found.needs]
+    totals, counts = [need.total for need in found.needs], found.profile.counts
+    size = counts.get("micro_batch_size", 1)  # rows
+    step = size * found.profile.facts.get("schedule_micro_batches", 1)  # of a replica
+    rows = step * counts.get("groups", 1)
+
+    def per_row(seconds: float | None, rows: int) -> float | None:
+        return None if seconds is None else seconds / rows
+
     values = {
         "throughput": (found.samples_per_second, rate_text, of_steps),
         "throughput with the time between calls": (found.samples_per_second_overall, rate_text, of_steps),
-        "time of a step": (found.step_seconds, seconds_text, of_steps),
-        "a step on separate devices": (found.step_apart, seconds_text, of_costs),
-        "a step here": (found.step_here, seconds_text, of_costs),
+        "a step, per row": (per_row(found.step_seconds, rows), seconds_text, of_steps),
+        "on separate devices, per row": (per_row(found.step_apart, step), seconds_text, of_costs),
         "compilation": (found.compile_seconds, seconds_text, 0.0),
-        "bubble, measured": (found.bubble_measured, share_text, 0.0),
+        "bubble on separate devices": (found.bubble_apart, share_text, 0.0),
         "bubble, ideal": (found.bubble_ideal, share_text, 0.0),
+        "these cores waited": (found.idle_here, share_text, 0.0),
         "largest ipu": (max(totals, default=None), size_text, 0.0),
         "all ipus": (sum(totals) if totals else None, size_text, 0.0),
         "activations": (sum(need.activations or 0 for need in found.needs), size_text, 0.0),
     }
     for stage in found.stages:
-        for phase in ("forward", "backward", "update"):
-            if ns := getattr(stage, phase):
-                values[f"stage {stage.stage}, {phase}"] = ns / 1e9, seconds_text, of_costs
+        times = {PHASES[phase]: ns / size for phase, ns in stage.phases.items()} | {
+            "update": stage.update / step
+        }
+        for phase, ns in times.items():
+            if ns:
+                values[f"stage {stage.stage}, {phase}, per row"] = ns / 1e9, seconds_text, of_costs
     for row in found.groups["block"]:
-        name = f"block {row['block']}, {'forward' if row['phase'] == 'F' else 'backward'}"
+        name = f"block {row['block']}, {PHASES[row['phase']]}, per row"
         before = values[name][0] if name in values else 0.0  # of another stage
-        values[name] = (before or 0.0) + row["ns"] / max(row["calls"], 1) / 1e9, seconds_text, of_costs
+        ns = row["ns"] / max(row["calls"], 1) / size
+        values[name] = (before or 0.0) + ns / 1e9, seconds_text, of_costs
     return values
 
 

@@ -1,38 +1,43 @@
 """A trace in the Chrome format, which Perfetto and chrome://tracing open.
 
-Each ipu of each replica has a track, with arrows from sends to receives. Replica 0 also has the operations of
-the detailed step and counters of memory; the host has its events and a counter of the time per step.
+The cores of the host have a track each, with the operations of the detailed step. Below is a simulated step on
+separate devices: a track for each ipu, with arrows from sends to receives and counters of memory. The host has
+its events and a counter of the time per step.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from popengine.profile import Event, Profile
+from popengine.profile import PHASES, Event, Profile
 
 from . import memory
+from .analysis import Figures
 
 
 def chrome_trace(profiles: list[Profile]) -> str:
-    """Return a trace as JSON: each profile's host and replicas are processes, ipus are threads."""
+    """Return a trace as JSON: each profile's host, its cores and its separate devices are processes."""
     events: list[dict[str, Any]] = []
-    process = 0
-    for profile in profiles:
-        process += 1
-        events += _host_events(profile, process)
-        for replica in range(profile.counts.get("replicas", 1)):
-            process += 1
-            events.append(_name_event("process_name", process, 0, f"{profile.name}, replica {replica}"))
-            events += [_name_event("thread_name", process, ipu, f"ipu {ipu}") for ipu in profile.devices]
-            own = [event for event in profile.events() if event.replica == replica]
-            events += [_instruction_slice(event, process) for event in own]
-            events += _flow_events(own, process)
-            if replica == 0:
-                events += _operation_slices(profile, own, process)
-                for track in (track for track in profile.tracks if track.replica == 0):
-                    name = f"held on ipu {track.ipu}"
-                    for ns, size in memory.bytes_curve(profile, track):
-                        events.append(_event("C", name, process, track.ipu, ns, args={"bytes": size}))
+    for number, profile in enumerate(profiles):
+        host, cores, apart = (3 * number + i for i in (1, 2, 3))
+        devices = Figures(profile).devices
+        recorded = [*profile.events()]
+        events += _host_events(profile, host)
+        events.append(_name_event("process_name", cores, 0, f"{profile.name}, these cores"))
+        names = sorted({event.core for event in recorded})
+        events += [
+            _name_event("thread_name", cores, core, f"core {core}" if core >= 0 else "messages")
+            for core in names
+        ]
+        events += [_task_slice(event, cores, event.core) for event in recorded]
+        events += _operation_slices(profile, recorded, cores)
+        events.append(_name_event("process_name", apart, 0, f"{profile.name}, separate devices (simulated)"))
+        events += [_name_event("thread_name", apart, ipu, f"ipu {ipu}") for ipu in profile.devices]
+        events += [_task_slice(event, apart, event.ipu) for event in devices.events()]
+        events += _flow_events(devices, apart)
+        for ipu in profile.devices if profile.tensors else ():
+            for ns, size in memory.bytes_curve(profile, devices.runs, ipu):
+                events.append(_event("C", f"held on ipu {ipu}", apart, ipu, ns, args={"bytes": size}))
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
 
@@ -47,38 +52,39 @@ def _name_event(kind: str, process: int, thread: int, text: str) -> dict[str, An
     return _event("M", kind, process, thread, 0, args={"name": text})
 
 
-def _instruction_slice(event: Event, process: int) -> dict[str, Any]:
-    """Return the slice of an instruction, named by its kind, stage and micro-batch: `forward 2.5`."""
-    kind = {"F": "forward", "B": "backward"}[event.phase] if event.kind == "compute" else event.kind
-    place = ".".join(str(number) for number in (event.stage, event.micro_batch) if number >= 0)
-    arguments = {"stage": event.stage, "micro_batch": event.micro_batch, "step": event.step}
-    arguments |= {"bytes": event.bytes} if event.bytes else {}
+def _task_slice(event: Event, process: int, thread: int) -> dict[str, Any]:
+    """Return the slice of a task, named by its phase or kind, its stage and its micro-batch: `forward 2.5`."""
+    name = PHASES[event.phase] if event.computes else event.kind
+    place = f" {event.stage}.{event.micro_batch}" if event.phase else ""
+    arguments = {"stage": event.stage, "micro_batch": event.micro_batch} if event.phase else {}
+    arguments |= {"step": event.step, "ipu": event.ipu, "replica": event.replica}
     more = {"cat": event.kind, "dur": (event.end - event.start) / 1e3, "args": arguments}
-    return _event("X", f"{kind} {place}".strip(), process, event.ipu, event.start, **more)
+    return _event("X", name + place, process, thread, event.start, **more)
 
 
-def _flow_events(events: list[Event], process: int) -> Iterator[dict[str, Any]]:
-    """Yield the two ends of an arrow from the start of each send to the end of its receive."""
-    for send, receive in memory.completed_transfers(events):
-        place = send.channel, send.step, send.micro_batch, receive.ipu
-        more = {"cat": "transfer", "bp": "e", "id": " ".join(map(str, (process, *place)))}
-        yield _event("s", send.channel, process, send.ipu, send.start, **more)
-        yield _event("f", send.channel, process, receive.ipu, receive.end, **more)
+def _flow_events(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
+    """Yield the two ends of an arrow for each transfer between ipus."""
+    for number, (sent, received, _) in enumerate(memory.transfers(profile, profile.runs)):
+        source, target = (profile.tasks[run.task].ipu for run in (sent, received))
+        more = {"cat": "transfer", "id": number + 1_000_000 * process}
+        yield _event("s", "transfer", process, source, sent.end, **more)
+        yield _event("f", "transfer", process, target, received.start, bp="e", **more)
 
 
-def _operation_slices(profile: Profile, events: list[Event], process: int) -> Iterator[dict[str, Any]]:
-    """Yield a slice for each operation in the computations of the detailed step. Its start and end are the
-    operation's share of the computation's time (see `memory.operation_end_shares`)."""
+def _operation_slices(profile: Profile, events: Sequence[Event], process: int) -> Iterator[dict[str, Any]]:
+    """Yield a slice for each operation of each computation of the detailed step. Its length is the operation's
+    share of the computation's time (see `memory.operation_end_shares`)."""
     inside = memory.operation_end_shares(profile)
+    detailed = list(profile.facts.get("detailed_step") or ())
     for event in events:
-        if event.kind != "compute" or not memory.is_in_detailed_step(profile, event):
+        if not event.computes or [event.call, event.step] != detailed or event.replica:
             continue
         start, whole = event.start, event.end - event.start
-        for share, operation in inside.get((event.phase, event.stage), ()):
+        for share, operation in inside.get(event.piece, ()):
             end = event.start + whole * share
             arguments = {"block": operation.block, "where": operation.where, "flops": operation.flops}
             more: dict[str, Any] = {"cat": "operation", "dur": (end - start) / 1e3, "args": arguments}
-            yield _event("X", operation.kind, process, event.ipu, start, **more)
+            yield _event("X", operation.kind, process, event.core, start, **more)
             start = end
 
 

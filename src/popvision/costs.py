@@ -85,16 +85,19 @@ class Costs:
 
     Attributes:
         phases: by (phase, stage), the seconds of one micro-batch by category
+        operation_ns: by operation of the profile, the ns of one call
         by_ipu: by ipu, the seconds of a step by category: all micro-batches, and the weight update
         step:   the model of a replica's step, for the simulation in `virtual`
     """
 
     def __init__(self, profile: Profile, machine: Machine, replicas: int, micro_batches: int) -> None:
-        self.phases = {(phase, stage): Spent(float) for stage in range(len(profile.ipus)) for phase in "FB"}
+        self.phases = {(action.phase, action.stage): Spent(float) for action in profile.actions}
+        self.operation_ns = list[float]()
         for operation in profile.operations:
-            piece = profile.pieces[operation.piece]
-            _add_seconds(self.phases[piece.phase, piece.stage], operation_seconds(operation, machine))
-        for part in profile.parts:
+            piece, spent = profile.pieces[operation.piece], operation_seconds(operation, machine)
+            self.operation_ns.append(1e9 * sum(spent.values()))
+            _add_seconds(self.phases[piece.phase, piece.stage], spent)
+        for part in profile.instructions:
             if part.phase:
                 spent = _instruction_seconds(part.kind, part.bytes, machine)
                 _add_seconds(self.phases[part.phase, part.stage], spent)

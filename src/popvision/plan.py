@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from popengine.environment import PLAN_WISH
-from popengine.profile import Profile, ProfileError, load
+from popengine.profile import PHASES, Profile, ProfileError, load
 
 from . import virtual
 from .costs import CATEGORIES, Costs, Spent
@@ -42,7 +42,7 @@ class Estimate:
         self.problems: list[str] = []  # reasons why the program would fail on the machine; empty: it fits
         if any(need.activations is None for need in self.needs):
             self.problems.append("a kernel needs memory of a size that only it knows")
-        loaded = accumulation * sum(part.bytes for part in profile.parts if part.kind == "load")
+        loaded = accumulation * sum(part.bytes for part in profile.instructions if part.kind == "load")
         # `bubble`: share of time in which the ipus (on this host: the cores) wait. `spent`: seconds of the
         # busiest ipu (on this host: of a core), by category.
         if machine.kind == "here":
@@ -145,7 +145,7 @@ class Estimates:
             f" On {drawn.machine.name} ipus wait {drawn.bubble:.0%} of the time."
         ] + [
             f"{change.what} would make it {change.apart:.2f} times as fast there. Then {change.also}."
-            for change in virtual.advised_changes(drawn.profile, costs.step, 0.0)
+            for change in virtual.advised_changes(drawn.profile, costs.step, costs.operation_ns, 0.0)
             if change.apart > 1.03
         ]
 
@@ -213,7 +213,7 @@ def _step_seconds_on_host(profile: Profile, replicas: int, micro_batches: int) -
         spent["memory bandwidth"] += operation.bytes / _CORE_BYTES
     if "steps" in measured:
         return _extrapolated_seconds(measured["steps"], micro_batches * replicas), 0.0, spent
-    costs = dict.fromkeys(((phase, stage) for phase in "FB" for stage in range(len(profile.ipus))), 0.0)
+    costs: dict[tuple[str, int], float] = defaultdict(float)
     for piece, took in zip(profile.pieces, measured["pieces"], strict=True):
         costs[piece.phase, piece.stage] += took * 1e9
     step = virtual.StepModel.of(
@@ -222,10 +222,8 @@ def _step_seconds_on_host(profile: Profile, replicas: int, micro_batches: int) -
         updates={ipu: 1e9 * t for ipu, t in zip(profile.devices, measured["updates"], strict=True)},
         micro_batches=micro_batches,
         replicas=replicas,
-        sharing={count: (low, high) for count, low, high, _ in measured["sharing"]},
     )
-    work = step.work_ns * replicas
-    taken = fmean(virtual.ns_on_host(step, cores) or [work])
+    work, taken = step.work_ns * replicas, virtual.simulated_ns(step, cores)
     return taken / 1e9, max(0.0, 1 - work / (taken * cores)), spent
 
 
@@ -272,10 +270,11 @@ def _plan_page(plan: Estimates) -> str:
         _html_table(plan.table()),
         *(f"<p class=say>{html.escape(text)}</p>" for text in plan.advice()),
     ]
-    head = ["stage", "ipu", "blocks", "parameters", "FLOPs forward", "FLOPs backward"]
+    phases = profile.phases
+    head = ["stage", "ipu", "blocks", "parameters", *(f"FLOPs {PHASES[phase]}" for phase in phases)]
     if costs is not None:
         name = drawn.machine.name
-        head += [f"forward on {name}", f"backward on {name}"]
+        head += [f"{PHASES[phase]} on {name}" for phase in phases]
         parts += [
             f"<h2>One step on {html.escape(name)}</h2>",
             _timeline(drawn, costs),
@@ -289,8 +288,9 @@ def _plan_page(plan: Estimates) -> str:
     for stage, ipu in enumerate(profile.ipus):
         parameters = sum(block.parameters for block in profile.blocks if block.stage == stage)
         row = [stage, ipu, profile.stages[stage], f"{parameters:,}"]
-        row += [f"{flops[phase, stage]:,}" for phase in "FB"]
-        row += [seconds_text(sum(costs.phases[phase, stage].values())) for phase in "FB"] if costs else []
+        row += [f"{flops[phase, stage]:,}" for phase in phases]
+        if costs is not None:
+            row += [seconds_text(sum(costs.phases.get((p, stage), {}).values())) for p in phases]
         stages.append(row)
     memory = [
         (one.machine.name, *row, size_text(need.code))
@@ -305,7 +305,7 @@ def _plan_page(plan: Estimates) -> str:
     ]
     sends = [
         (part.ipu, part.peer, size_text(part.bytes), *part.frequency_and_time)
-        for part in profile.parts
+        for part in profile.instructions
         if part.kind == "send"
     ]
     if sends:
@@ -329,7 +329,7 @@ def _timeline(drawn: Estimate, costs: Costs) -> str:
         phase, stage, ipu, _ = actions[row]
         x, wide = 60 + start * unit, max(0.4, (end - start) * unit)
         y = rows.index(ipu) * tall
-        label = f"{'forward' if phase == 'F' else 'backward'} of stage {stage}, micro-batch {micro_batch}"
+        label = f"{PHASES[phase]} of stage {stage}, micro-batch {micro_batch}"
         text = f'<text x="{x + 3:.1f}" y="{y + 17}">{micro_batch}</text>' if wide > 18 else ""
         boxes.append(
             f'<g><title>{label}</title><rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{tall - 6}"'

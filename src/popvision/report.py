@@ -13,12 +13,12 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from popengine.profile import Profile, ProfileError, load
+from popengine.profile import PHASES, Profile, ProfileError, TaskRun, load
 
 from .advice import advice_sentences, machine_sentence, stages_sentence
 from .analysis import Figures, compare_figures, comparison_text
-from .memory import bytes_curve, memory_table, tracks_of_detailed_step
-from .units import layout_text, rate_text, seconds_text, share_text, size_text, table_text
+from .memory import bytes_curve, memory_table
+from .units import cores_text, layout_text, rate_text, seconds_text, share_text, size_text, table_text
 
 PROFILE = "profile.pop"
 _SCRIPTS = [  # in this order
@@ -101,23 +101,26 @@ def profile_entry(path: Path) -> dict[str, Any]:
 
 
 def page_data(found: Figures) -> dict[str, Any]:
-    """Return a profile, its figures, its sums over operations, and the memory curves of its ipus, as a
-    dictionary for the page's scripts."""
-    others = ("profile", "timed", "groups")
+    """Return a profile, its figures, what separate devices would run in a step, its sums over operations, and the
+    memory curves of its ipus, as a dictionary for the page's scripts."""
+    others = ("profile", "timed", "groups", "devices")
     figures = {name: value for name, value in vars(found).items() if name not in others}
     figures |= {
         "needs": [{**asdict(need), "always": need.always, "total": need.total} for need in found.needs],
         "warnings": advice_sentences(found),
         "machine_says": machine_sentence(found),
         "stages_say": stages_sentence(found),
+        "cores": cores_text(found.profile),
     }
+    runs = found.devices.runs
     return {
         "profile": json.loads(found.timed.to_json()),
+        "devices": {"columns": TaskRun._fields, "rows": runs},
         "groups": found.groups,
         "figures": figures,
         "curves": {
-            str(ipu): [number for point in bytes_curve(found.profile, track) for number in point]
-            for ipu, track in tracks_of_detailed_step(found.profile).items()
+            str(ipu): [number for point in bytes_curve(found.timed, runs, ipu) for number in point]
+            for ipu in (found.profile.devices if found.profile.tensors else ())
         },
     }
 
@@ -186,8 +189,8 @@ class Report:
         return rows
 
     def trace(self) -> list[dict[str, Any]]:
-        """Return a dictionary for each recorded instruction: "profile", its folder's name; the fields of an
-        `Event`; and "cost", the ns that a core computed. "start" and "end" are in ns, too."""
+        """Return a dictionary for each run of a task: "profile", its folder's name; the fields of an `Event`;
+        and "cost", the ns that a core computed. "start" and "end" are in ns, too."""
         return [
             {"profile": label, **event._asdict(), "cost": event.cost}
             for label, profile in self._profiles().items()
@@ -214,11 +217,12 @@ def summary(profile: Profile) -> str:
         lines += [
             f"  throughput    {rate_text(found.samples_per_second)} in calls,"
             f" {rate_text(found.samples_per_second_overall)} with the time between them",
-            f"  ran           {found.calls} call(s), {found.steps} step(s), {seconds_text(found.step_seconds)} a step",
-            f"  virtual time  a step takes {seconds_text(found.step_apart)} on separate devices,"
-            f" {seconds_text(found.step_here)} {found.here_is}",
-            f"  bubble        {share_text(found.bubble_measured)} measured, {share_text(found.bubble_ideal)} ideal,"
-            f" {share_text(found.bubble_apart)} on separate devices",
+            f"  ran           {found.calls} call(s), {found.steps} step(s)",
+            f"  bubble        {share_text(found.bubble_apart)} on separate devices,"
+            f" {share_text(found.bubble_ideal)} ideal",
+            f"  a step        {seconds_text(found.step_seconds)} here: {cores_text(profile)} ran all ipus, and waited"
+            f" for {share_text(found.idle_here)}",
+            f"                {seconds_text(found.step_apart)} on separate devices, simulated",
             f"  compilation   {seconds_text(found.compile_seconds)}: {passes}",
         ]
     elif profile.facts.get("failed_calls", 0):
@@ -239,11 +243,11 @@ def summary(profile: Profile) -> str:
 
 def _stage_table(found: Figures) -> list[list[str]]:
     """Return a table with a row for each stage's costs, after a row of column names."""
-    rows = [["stage", "ipu", "forward", "backward", "update", "blocks"]]
+    phases = found.profile.phases
+    rows = [["stage", "ipu", *(PHASES[phase] for phase in phases), "update", "blocks"]]
     for stage in found.stages:
         mark = "  <- slowest" if stage.stage == found.slowest and len(found.stages) > 1 else ""
-        times = [
-            seconds_text(ns / 1e9 if ns else None) for ns in (stage.forward, stage.backward, stage.update)
-        ]
-        rows.append([str(stage.stage), str(stage.ipu), *times, stage.blocks + mark])
+        times = [*(stage.phases.get(phase, 0.0) for phase in phases), stage.update]
+        cells = [seconds_text(ns / 1e9 if ns else None) for ns in times]
+        rows.append([str(stage.stage), str(stage.ipu), *cells, stage.blocks + mark])
     return rows

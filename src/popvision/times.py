@@ -1,13 +1,12 @@
-"""Times: the steps after warm-up, the activities of ipus in them, and the cost of each stage's computation.
+"""Times: the steps after warm-up, what cores and ipus did in them, and the cost of each stage's computation.
 
-A cost is the CPU time of a thread, so that other programs do not count. Spans (throughput, the bubble, the
-trace) are in wall-clock time.
+A cost is the CPU time of a thread, so that other programs do not count. Spans (throughput, the time of a step,
+the trace) are in wall-clock time.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from statistics import fmean, median, quantiles
 from typing import TypeVar
 
@@ -27,54 +26,56 @@ def steady_events(profile: Profile) -> list[Event]:
 
     If no other step is whole, return the events of the last whole step; if no step is whole, all events.
     """
-    whole, seen = whole_steps(profile), {(track.call, track.step) for track in profile.tracks}
+    whole, seen = whole_steps(profile), {(run.call, run.step) for run in profile.runs}
     wanted = (set(whole) - {*sorted(seen)[:2]}) or set(whole[-1:]) or seen
     return [event for event in profile.events() if (event.call, event.step) in wanted]
 
 
 def whole_steps(profile: Profile) -> list[tuple[int, int]]:
-    """Return (call, step) of each step of which every instruction of every ipu and replica was recorded."""
-    places = defaultdict(set)
-    for track in profile.tracks:
-        if 2 * len(track.durations) == len(profile.programs[track.ipu]):
-            places[track.call, track.step].add((track.replica, track.ipu))
-    everywhere = {(track.replica, track.ipu) for track in profile.tracks}
-    return sorted(key for key, value in places.items() if value == everywhere)
+    """Return (call, step) of each step of which every run of a task was recorded."""
+    runs = group_by(profile.runs, lambda run: (run.call, run.step))
+    return sorted(key for key, own in runs.items() if len(own) == profile.facts.get("step_tasks"))
 
 
-# ---- what ipus did ---------------------------------------------------------------------------------------
+# ---- what cores and ipus did -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Usage:
-    """The ns that one ipu of one replica spent in each activity, over all steps."""
+    """The ns that one core or ipu spent in each activity, over all steps."""
 
-    ipu: int
-    replica: int
-    forward: int
-    backward: int
+    place: int  # the index of a core, or an ipu
+    phases: dict[str, int]  # computations, by phase
     update: int
-    moving: int  # in all other instructions: loads, sends, sums, stores
+    other: int  # sums of gradients, gathers, and what begins and ends a step
     waiting: int
 
 
-def usages(events: list[Event]) -> list[Usage]:
-    """Return the usage of each ipu of each replica. Receives and idle time are `waiting`. A replica's step
-    begins with its first computation on any ipu, and ends with its last instruction that is no receive."""
-    window: Counter[int] = Counter()  # by replica
-    spent: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
-    busy = [event for event in events if event.kind != "receive"]
-    for (_, _, replica), working in _group_by(busy, lambda one: (one.call, one.step, one.replica)).items():
-        computing = [event.start for event in working if event.kind == "compute"]
-        start = min(computing, default=min(event.start for event in working))
-        window[replica] += max(event.end for event in working) - start
-        for event in working:
-            kind = event.phase if event.kind == "compute" else "U" if event.kind == "update" else "moving"
-            spent[replica, event.ipu][kind] += max(0, event.end - max(start, event.start))
-    return [
-        Usage(ipu, replica, ns["F"], ns["B"], ns["U"], ns["moving"], max(0, window[replica] - ns.total()))
-        for (replica, ipu), ns in sorted(spent.items())
-    ]
+def usages(events: Iterable[Event], place: Callable[[Event], int]) -> list[Usage]:
+    """Return the usage of each core or ipu; `place` returns that of an event, or -1 to leave it out. A step
+    lasts from its first computation to the end of its last task."""
+    window, spent = 0, defaultdict[int, defaultdict[str, int]](lambda: defaultdict(int))
+    for own in group_by(events, lambda event: (event.call, event.step)).values():
+        start = min((event.start for event in own if event.computes), default=own[0].start)
+        window += max(event.end for event in own) - start
+        for event in own:
+            if (at := place(event)) >= 0:
+                kind = event.phase if event.computes else event.kind
+                spent[at][kind] += max(0, event.end - max(start, event.start))
+    found = []
+    for at, ns in sorted(spent.items()):
+        update, busy = ns.pop("update", 0), sum(ns.values())
+        phases = {kind: value for kind, value in ns.items() if len(kind) == 1}
+        other = busy - sum(phases.values())
+        found.append(Usage(at, phases, update, other, max(0, window - busy - update)))
+    return found
+
+
+def waiting_share(found: Sequence[Usage]) -> float | None:
+    """Return the share of time in which the cores (or ipus) of `found` waited; None without any."""
+    waiting = sum(use.waiting for use in found)
+    busy = sum(sum(use.phases.values()) + use.update + use.other for use in found)
+    return waiting / (waiting + busy) if busy else None
 
 
 def ideal_bubble(profile: Profile) -> float | None:
@@ -84,17 +85,10 @@ def ideal_bubble(profile: Profile) -> float | None:
     return 1 - actions / (length * len(profile.devices)) if length and actions else None
 
 
-def measured_bubble(usages: list[Usage]) -> float | None:
-    """Return the share of time in which ipus waited, over all `usages`; None if no ipu did anything."""
-    waiting = sum(use.waiting for use in usages)
-    busy = sum(use.forward + use.backward + use.update + use.moving for use in usages)
-    return waiting / (waiting + busy) if busy else None
-
-
 def core_share(events: list[Event]) -> float | None:
     """Return the fraction of the computations' time in which their thread ran on a core; None if that was not
     measured. The rest is waiting, mostly for a core that another program used, or for Python's lock."""
-    computing = [event for event in events if event.computed]
+    computing = [event for event in events if event.computes and event.computed]
     spans = sum(event.end - event.start for event in computing)
     return min(1.0, sum(event.computed for event in computing) / spans) if spans else None
 
@@ -109,52 +103,64 @@ class StageTime:
     stage: int
     ipu: int
     blocks: str  # names, with commas
-    forward: float
-    backward: float
-    around: float  # loads, sends, sums and other instructions except receives
+    phases: dict[str, float]  # by phase
+    around: float  # sums of gradients, gathers
     update: float  # of one weight update
-    total: float  # forward, backward and around
+    total: float  # phases and around
 
 
-def stage_times(profile: Profile, events: list[Event]) -> list[StageTime]:
-    """Return the cost of each stage. The weight update of an ipu is divided equally among its stages."""
-    alone = _without_contention(profile, events)
-    runs = _group_by(alone, lambda event: (event.kind, event.ipu, event.stage, event.phase, event.peer))
-    found = []
+def row_costs(events: Iterable[Event]) -> dict[int, float]:
+    """Return the cost in ns of one run of each row of the table (a row without runs is missing)."""
+    return {row: _cost_of_runs(own) for row, own in group_by(events, lambda event: event.task).items()}
+
+
+def stage_times(profile: Profile, events: Sequence[Event], costs: dict[int, float]) -> list[StageTime]:
+    """Return the cost of each stage. The weight update of an ipu is divided equally among its stages.
+
+    Args: costs: the result of `row_costs`
+    """
+    updates, found = update_costs(events), []
     for stage, (ipu, blocks) in enumerate(zip(profile.ipus, profile.stages, strict=True)):
-        forward, backward = (runs.get(("compute", ipu, stage, phase, -1), []) for phase in "FB")
-        costs = _instruction_cost(forward), _instruction_cost(backward)
-        around = sum(
-            _instruction_cost(same) * len(same)
-            for (kind, _, its_stage, *_), same in runs.items()
-            if its_stage == stage and kind not in ("compute", "update", "receive")
-        ) / (max(len(forward), len(backward)) or 1)
-        update = _instruction_cost(runs.get(("update", ipu, -1, "", -1), [])) / profile.ipus.count(ipu)
-        found.append(StageTime(stage, ipu, blocks, *costs, around, update, sum(costs) + around))
+        phases, around = dict.fromkeys(profile.phases, 0.0), 0.0
+        for row, task in enumerate(profile.tasks):
+            if task.stage == stage and task.computes:
+                phases[task.phase] += costs.get(row, 0.0)
+            elif task.stage == stage and task.phase:
+                around += costs.get(row, 0.0)
+        update = updates.get(ipu, 0.0) / profile.ipus.count(ipu)
+        phases = {phase: ns for phase, ns in phases.items() if ns}
+        total = sum(phases.values()) + around
+        found.append(StageTime(stage, ipu, blocks, phases, around, update, total))
     return found
 
 
-def with_stage_costs(profile: Profile, stages: Sequence[StageTime]) -> Profile:
+def update_costs(events: Iterable[Event]) -> dict[int, float]:
+    """Return the cost in ns of the weight update of each ipu: the median over steps of all its chunks."""
+    chunks = group_by((e for e in events if e.kind in ("measure", "update")), lambda event: event.ipu)
+    steps = {
+        ipu: group_by(own, lambda event: (event.call, event.step)).values() for ipu, own in chunks.items()
+    }
+    return {ipu: median(sum(event.cost for event in step) for step in own) for ipu, own in steps.items()}
+
+
+def with_row_costs(profile: Profile, costs: dict[int, float]) -> Profile:
     """Return the profile with the `ns` of all operations scaled, so that the operations of a piece add up to
-    the piece's cost in `stages`. (Operations were measured in one step, but stages in all steps.)"""
-    ns, calls = defaultdict(int), defaultdict(int)
+    the cost of its row. (Operations were measured in one step, but rows in all steps.)"""
+    ns, calls, factors = defaultdict(int), defaultdict(int), {}
     for operation in profile.operations:
         ns[operation.piece] += operation.ns
         calls[operation.piece] = max(calls[operation.piece], operation.calls)
-    factors = []
-    for index, piece in enumerate(profile.pieces):
-        stage = stages[piece.stage]
-        cost = (stage.forward if piece.phase == "F" else stage.backward) * calls[index]
-        factors.append(cost / ns[index] if cost and ns[index] else 1.0)
-    operations = (row._replace(ns=round(row.ns * factors[row.piece])) for row in profile.operations)
-    return replace(profile, operations=tuple(operations))
+    for row, task in enumerate(profile.tasks):
+        if task.computes and ns[task.piece]:
+            factors[task.piece] = (costs.get(row, 0.0) * calls[task.piece] / ns[task.piece]) or 1.0
+    scaled = (row._replace(ns=round(row.ns * factors.get(row.piece, 1.0))) for row in profile.operations)
+    return replace(profile, operations=tuple(scaled))
 
 
-def cost_spread(events: list[Event]) -> float:
-    """Return the spread (see `relative_spread`) of the costs of one piece's runs: the median over all pieces
-    that ran at least four times; 0 without such pieces."""
-    computing = (event for event in events if event.kind == "compute")
-    runs = _group_by(computing, lambda event: (event.phase, event.stage)).values()
+def cost_spread(events: Iterable[Event]) -> float:
+    """Return the spread (see `relative_spread`) of the costs of one row's runs: the median over all rows that
+    compute and ran at least four times; 0 without such rows."""
+    runs = group_by((event for event in events if event.computes), lambda event: event.task).values()
     found = [relative_spread([event.cost for event in same]) for same in runs if len(same) >= 4]
     return median(found or [0.0])
 
@@ -167,27 +173,19 @@ def relative_spread(values: Sequence[float]) -> float:
     return (high - low) / 2 / middle
 
 
-def _instruction_cost(events: Sequence[Event]) -> float:
-    """Return the cost in ns of an instruction; 0 without events. `events` are its runs.
+def _cost_of_runs(runs: Sequence[Event]) -> float:
+    """Return the cost in ns of a row, given its runs.
 
     That is the median over steps of the mean cost in a step (caches are colder for the first micro-batch of
-    each step). `Event.cost` leaves out waits, also those inside an instruction (for I/O, say), which are part
-    of its cost; so the result is at least the duration of the fastest run.
+    each step). `Event.cost` leaves out waits, also those inside a task (for I/O, say), which are part of its
+    cost; so the result is at least the duration of the fastest run.
     """
-    if not events:
-        return 0.0
-    fastest = min(event.end - event.start for event in events)
-    return max(_median_of_steps((event, event.cost) for event in events), fastest)
+    steps = group_by(runs, lambda event: (event.call, event.step)).values()
+    typical = median(fmean(event.cost for event in own) for own in steps)
+    return max(typical, min(event.end - event.start for event in runs))
 
 
-def _median_of_steps(values: Iterable[tuple[Event, float]]) -> float:
-    """Return the median over steps of each step's mean. `values`: at least one pair (event, value); a
-    value belongs to the step of its event."""
-    steps = _group_by(values, lambda pair: (pair[0].call, pair[0].step)).values()
-    return median([fmean(value for _, value in own) for own in steps])
-
-
-def _group_by(values: Iterable[_V], key: Callable[[_V], _K]) -> dict[_K, list[_V]]:
+def group_by(values: Iterable[_V], key: Callable[[_V], _K]) -> dict[_K, list[_V]]:
     """Return lists of the values with the same key, by key, in the order of `values`."""
     found = defaultdict(list)
     for value in values:
@@ -195,79 +193,14 @@ def _group_by(values: Iterable[_V], key: Callable[[_V], _K]) -> dict[_K, list[_V
     return found
 
 
-def _without_contention(profile: Profile, events: Sequence[Event]) -> Iterator[Event]:
-    """Yield each event with the computing time that it would have had if no other core had computed. (Cores
-    share memory and Python's lock. The measured slowdown is the fact `sharing`; 1 without it.)"""
-    factors = {count: factor for count, *_, factor in profile.facts.get("sharing", [])}
-    cores, slower = max(factors.items(), default=(1, 1.0))
-    work = [event for event in events if event.computed]
-    changes = sorted([(event.start, 1) for event in work] + [(event.end, -1) for event in work])
-    areas, area, busy, before = {}, 0, 0, 0  # `areas`: by time, the computing time of all cores before it
-    for time, change in changes:
-        areas[time] = area = area + busy * (time - before)
-        busy, before = busy + change, time
-    for event in events:
-        if slower > 1 and event.computed:
-            others = (areas[event.end] - areas[event.start]) / (event.end - event.start or 1) - 1
-            factor = 1 + (slower - 1) * max(0.0, others) / (cores - 1)
-            alone = max(1, round(event.computed / factor))
-            event = event._replace(computed=alone, end=event.end - event.computed + alone)
-        yield event
+def step_model(profile: Profile, costs: dict[int, float], updates: dict[int, float]) -> StepModel:
+    """Return the model of a step with recorded costs, for the simulation in `virtual`.
 
-
-# ---- the step for virtual time ---------------------------------------------------------------------------
-
-
-def step_model(profile: Profile, events: list[Event], times: list[StageTime]) -> StepModel:
-    """Return the model of a step with measured costs, for the simulation in `virtual`."""
-    costs, updates = {}, defaultdict(float)
-    for time in times:
-        stretch = time.total / (time.forward + time.backward or 1.0)  # adds `around` in proportion
-        costs["F", time.stage], costs["B", time.stage] = time.forward * stretch, time.backward * stretch
-        updates[time.ipu] += time.update
-    sharing = profile.facts.get("sharing", [])
-    return StepModel.of(
-        profile,
-        costs,
-        updates=updates,
-        micro_batches=profile.facts.get("schedule_micro_batches", 1),
-        replicas=profile.counts.get("replicas", 1),
-        ordered={event.stage for event in events if event.kind == "keep"},
-        between=_ns_between_tasks(events),
-        fixed=_ns_outside_steps(profile),
-        sharing={count: (low, high) for count, low, high, _ in sharing},
-    )
-
-
-def _ns_between_tasks(events: list[Event]) -> float:
-    """Return the ns from the end of a task to the start of the next task on the same core, if that task does
-    not have to wait for other cores; 0 if fewer than four such gaps were recorded.
-
-    With one core it is the median gap; with several the lower quartile, since longer gaps include waits.
+    Args: costs: the result of `row_costs`; updates: that of `update_costs`
     """
-    cores = _group_by(sorted(events, key=lambda event: event.start), lambda event: event.core)
-    gaps = [
-        (later, later.start - earlier.end)
-        for core, own in cores.items()
-        for earlier, later in pairwise(own)
-        if core >= 0
-        and later.start > earlier.end
-        and (earlier.call, earlier.step) == (later.call, later.step)
-    ]
-    if len(gaps) < 4:
-        return 0.0
-    return _median_of_steps(gaps) if len(cores) == 1 else quantiles([gap for _, gap in gaps], n=4)[0]
-
-
-def _ns_outside_steps(profile: Profile) -> float:
-    """Return the ns per step that a call spends outside its steps: the median over calls whose steps were all
-    recorded, except the first call, in which memory is cold; 0 without such calls."""
-    spans: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))  # by call and step
-    for track in profile.tracks:
-        spans[track.call][track.step] += [track.start, *(end for _, end in track.spans())]
-    found = []
-    for call in profile.calls[1:]:
-        steps = [max(times) - min(times) for times in spans[call.call].values()]
-        if steps and len(steps) == call.steps:
-            found.append((call.end - call.start - sum(steps)) / call.steps)
-    return max(0.0, median(found or [0.0]))
+    of_actions: dict[tuple[str, int], float] = defaultdict(float)
+    for row, task in enumerate(profile.tasks):
+        if task.phase:
+            of_actions[task.phase, task.stage] += costs.get(row, 0.0)
+    count, replicas = profile.facts.get("schedule_micro_batches", 1), profile.counts.get("replicas", 1)
+    return StepModel.of(profile, of_actions, updates=updates, micro_batches=count, replicas=replicas)

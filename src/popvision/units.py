@@ -49,8 +49,8 @@ def layout_text(profile: Profile) -> str:
     )
 
 
-def sharing_cores_text(profile: Profile) -> str:
-    """Return how many cores run all ipus without a recorder: "1 of 2 cores runs", "2 cores share"."""
+def cores_text(profile: Profile) -> str:
+    """Return how many of the machine's cores run tasks: "1 of 2 cores", "2 cores"."""
     count, machine = profile.facts.get("threads", 0), profile.facts.get("cores", 0)
     of_all = f" of {machine}" if count < machine else ""
-    return f"{count}{of_all} core{'s' * ((machine if of_all else count) != 1)} {'runs' if count == 1 else 'share'}"
+    return f"{count}{of_all} core{'s' * ((machine if of_all else count) != 1)}"

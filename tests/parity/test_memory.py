@@ -13,7 +13,7 @@ from torch import nn
 import poptorch
 from popengine.compile.describe import bytes_held_for_backward
 from popengine.profile import load
-from popvision.memory import memory_needs
+from popvision.analysis import Figures
 
 STAGES, WIDTH, ROWS = 4, 8, 64
 HANDED = WIDTH * ROWS * 4  # bytes that one stage hands to the next, a micro-batch
@@ -39,7 +39,7 @@ class Deep(nn.Module):
 
 
 def measured(folder, accumulation, recompute=False, strategy=None):
-    """What each ipu held at the most for its micro-batches, and what waited between ipus: bytes, while it ran."""
+    """What each ipu holds at the most for its micro-batches, and what waits between ipus, in bytes."""
     torch.manual_seed(0)
     model = Deep()
     opts = options(strategy, accumulation, iterations=2).enableProfiling(folder)
@@ -49,7 +49,7 @@ def measured(folder, accumulation, recompute=False, strategy=None):
     executor(*(torch.randn(2 * accumulation * ROWS, WIDTH) for _ in range(2)))
     executor.destroy()
     (file,) = folder.rglob("profile.pop")
-    return memory_needs(load(file))
+    return Figures(load(file)).needs
 
 
 def test_accumulation_does_not_raise_what_a_stage_of_a_pipeline_holds(tmp_path):

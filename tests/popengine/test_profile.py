@@ -6,15 +6,17 @@ import sys
 
 import pytest
 
+from popengine.order import Action, After
 from popengine.profile import (
     Call,
     Operation,
     Profile,
     ProfiledInstruction,
     ProfiledPiece,
+    ProfiledTask,
     ProfileError,
+    TaskRun,
     Tensor,
-    Track,
     load,
 )
 
@@ -25,17 +27,22 @@ PROFILE = Profile(
     (0, 1),
     {"accumulation": 2},
     {"mode": "1f1b"},
-    {0: [0, 0, 1, 0, 0, 1, 1, 1], 1: [2, 0, 2, 1]},
     pieces=(ProfiledPiece("F", 0, 0, "model.py:3"), ProfiledPiece("F", 1, 1, "model.py:4")),
     operations=(Operation(0, "mm_1", "mm", "A", "model.py:3", 2, 500, 64, 32, 16),),
-    parts=(
-        ProfiledInstruction(0, "compute", "F", 0),
-        ProfiledInstruction(0, "send", "F", 0, 1, 64, "F0"),
-        ProfiledInstruction(1, "compute", "F", 1),
+    tasks=(ProfiledTask("forward", 0, "F", 0, 0), ProfiledTask("forward", 1, "F", 1, 1)),
+    actions=(Action("F", 0, 0), Action("F", 1, 1, (After(0), After(1, 1)))),
+    instructions=(
+        ProfiledInstruction(0, "compute", "F", 0, task=0),
+        ProfiledInstruction(0, "send", "F", 0, 1, 64, "F0", task=0),
+        ProfiledInstruction(1, "compute", "F", 1, task=1),
     ),
-    tracks=(Track(0, 0, 0, 0, 1000, [10, 1, 20, 2]), Track(0, 0, 0, 1, 1011, [5, 6])),
+    runs=(
+        TaskRun(0, 0, 0, 0, 0, 1, 1000, 1010, 9),
+        TaskRun(0, 0, 1, 0, 0, 1, 1011, 1016, 4),
+        TaskRun(0, 0, 0, 1, 0, 0, 1002, 1031, 20),
+    ),
     calls=(Call(0, 900, 1100, 1),),
-    tensors=(Tensor(0, "x", "input", 0, 64, 0, 2),),
+    tensors=(Tensor(0, "x", "input", 64, 0, 1),),
 )
 
 
@@ -45,21 +52,21 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
     assert [path.name for path in (tmp_path / "training").iterdir()] == ["profile.pop"]
 
 
-def test_events_are_tracks_joined_with_the_program():
-    events = [(e.ipu, e.kind, e.phase, e.stage, e.micro_batch, e.start, e.end) for e in PROFILE.events()]
-    assert events == [
-        (0, "compute", "F", 0, 0, 1000, 1010),
-        (0, "send", "F", 0, 0, 1010, 1011),
-        (0, "compute", "F", 0, 1, 1011, 1031),
-        (0, "send", "F", 0, 1, 1031, 1033),
-        (1, "compute", "F", 1, 0, 1011, 1016),
-        (1, "compute", "F", 1, 1, 1016, 1022),
+def test_events_are_runs_joined_with_the_rows_of_the_table():
+    events = [
+        (e.ipu, e.kind, e.phase, e.stage, e.micro_batch, e.core, e.start, e.end) for e in PROFILE.events()
     ]
+    assert events == [
+        (0, "forward", "F", 0, 0, 1, 1000, 1010),
+        (1, "forward", "F", 1, 0, 1, 1011, 1016),
+        (0, "forward", "F", 0, 1, 0, 1002, 1031),
+    ]
+    assert [event.cost for event in PROFILE.events()] == [9, 4, 20]
 
 
 def test_the_file_says_its_format_version_and_columns():
     data = json.loads(PROFILE.to_json())
-    assert (data["format"], data["version"]) == ("pando-profile", 1)
+    assert (data["format"], data["version"]) == ("pando-profile", 2)
     assert data["calls"] == {"columns": ["call", "start", "end", "steps"], "rows": [[0, 900, 1100, 1]]}
 
 
@@ -80,18 +87,21 @@ def test_columns_that_this_program_does_not_know_are_passed_over(tmp_path):
         (lambda text: "", "is not a profile"),
         (lambda text: "[1]", "is not a profile: it does not say it is a 'pando-profile'"),
         (
-            lambda text: text.replace('"version":1', '"version":2'),
-            "has version 2, and this program reads up to 1",
+            lambda text: text.replace('"version":2', '"version":3'),
+            "has version 3, and this program reads up to 2",
         ),
-        (lambda text: text.replace('"version":1', '"version":"1"'), "has version 1"),
-        (lambda text: text.replace('"parts"', '"pards"'), "is damaged: KeyError"),
-        (lambda text: text.replace("[2,0,2,1]", "[9,0,2,1]"), "names parts that aren't there"),
-        (lambda text: text.replace("[10,1,20,2]", "[10,1,20,2,3,4]"), "longer than its program"),
-        (lambda text: text.replace("[10,1,20,2]", '[10,1,"x",2]'), "no integers"),
-        (lambda text: text.replace("[5,6]", "null"), "is damaged: TypeError"),
+        (lambda text: text.replace('"version":2', '"version":"2"'), "has version 2"),
         (
-            lambda text: text.replace('"input",0,64,0,2', '"input",0,64,0,9'),
-            "tensor x lives outside the program",
+            lambda text: text.replace('"version":2', '"version":1'),
+            "has version 1, which recorded other things",
+        ),
+        (lambda text: text.replace('"runs"', '"rums"'), "is damaged: KeyError"),
+        (lambda text: text.replace("[0,0,1,0,0,1,", "[0,0,7,0,0,1,"), "names row 7, which isn't there"),
+        (lambda text: text.replace("1031,20", '"x",20'), "times that are no integers"),
+        (lambda text: text.replace("[0,0,1,0,0,1,1011,1016,4]", "null"), "is damaged: TypeError"),
+        (
+            lambda text: text.replace('"input",64,0,1', '"input",64,0,9'),
+            "tensor x lives in rows that aren't there",
         ),
         (lambda text: text.replace('[0,"mm_1"', '[7,"mm_1"'), "names a piece that isn't there"),
     ],

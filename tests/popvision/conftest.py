@@ -6,7 +6,6 @@ import test_runs
 
 from popengine.profile import load
 from popvision.analysis import Figures
-from popvision.times import with_stage_costs
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +32,20 @@ def raw(folder):
     def table(name):
         return [dict(zip(data[name]["columns"], row, strict=True)) for row in data[name]["rows"]]
 
-    tables = ("calls", "tracks", "parts", "pieces", "operations", "memory", "passes", "blocks", "tensors")
+    tables = (
+        "calls",
+        "runs",
+        "tasks",
+        "instructions",
+        "pieces",
+        "operations",
+        "memory",
+        "passes",
+        "blocks",
+        "tensors",
+    )
     found = {**data, **{name: table(name) for name in tables}}
-    # An operation's share was measured, and what it is a share of is the stage's cost.
-    profile = load(folder / "training" / "profile.pop")
-    scaled = with_stage_costs(profile, Figures(profile).stages).operations
-    return {**found, "operations": [row._asdict() for row in scaled]}
+    # An operation's share was measured, and what it is a share of is the cost of its row in the table.
+    figures = Figures(load(folder / "training" / "profile.pop"))
+    simulated = [run._asdict() for run in figures.devices.runs]
+    return {**found, "operations": [row._asdict() for row in figures.timed.operations], "devices": simulated}

@@ -1,6 +1,6 @@
-"""Profiles of ideal devices: every action of a schedule costs what it is said to cost, and nothing else takes time."""
+"""Profiles of an ideal host: as many cores as said share all ipus, each action costs what it is said to cost, and
+nothing else takes time."""
 
-from collections import defaultdict
 from collections.abc import Callable
 
 from popengine.order import ORDERS, Action, After, StepActions, timeline
@@ -14,9 +14,10 @@ from popengine.profile import (
     ProfiledBlock,
     ProfiledInstruction,
     ProfiledPiece,
+    ProfiledTask,
+    TaskRun,
     Tensor,
     Tick,
-    Track,
 )
 
 MS = 1_000_000
@@ -31,6 +32,7 @@ def simulated(
     blocks: tuple[str, ...] | None = None,
     order="1f1b",
     gap: int = 0,
+    cores: int = 1,
 ) -> Profile:
     """A profile of `steps` steps, one a call, `gap` ns between them.
 
@@ -40,26 +42,17 @@ def simulated(
     tasks, ticks = timeline(actions, micro_batches, ORDERS[order])
     when = {tasks[number]: int(ticks.starts[number]) for number in ticks.order}
     blocks = blocks or tuple(f"block{stage}" for stage in range(stages))
-    parts: dict[ProfiledInstruction, int] = {}
-    programs, tracks, calls = {}, [], []
-    timed = _timed(actions, list(when), order, cost)
-    length = max(end for row in timed.values() for *_, end in row)
-    for ipu, row in timed.items():
-        program, durations, at = [], [], 0
-        for action, micro_batch, start, end in row:
-            for kind, lasted in (("receive", start - at), ("compute", end - start)):
-                part = ProfiledInstruction(ipu, kind, action.phase, action.stage)
-                program += [parts.setdefault(part, len(parts)), micro_batch]
-                durations.append(lasted)
-            at = end
-        programs[ipu] = program
-        tracks += [Track(step, step, 0, ipu, step * (length + gap), durations) for step in range(steps)]
+    phases = [(action.phase, action.stage) for action in actions]
+    costs = [cost(*key) for key in phases]
+    shared, found = timeline(actions, micro_batches, ORDERS[order], cores, costs)
+    length, runs = int(found.length), []
+    for step in range(steps):
+        for i in sorted(found.order, key=lambda number: found.ends[number]):
+            begin, end = (step * (length + gap) + int(moments[i]) for moments in (found.starts, found.ends))
+            runs.append(TaskRun(step, step, *shared[i], 0, found.devices[i], begin, end))
     calls = [Call(step, step * (length + gap), step * (length + gap) + length, 1) for step in range(steps)]
-    pieces = [
-        ProfiledPiece(phase, stage, stage, "model.py:1")
-        for phase in "FB"[: 1 + training]
-        for stage in range(stages)
-    ]
+    pieces = [ProfiledPiece(phase, stage, stage, "model.py:1") for phase, stage in phases]
+    words = {"F": "forward", "B": "backward"}
     operations = [
         Operation(
             i,
@@ -92,15 +85,16 @@ def simulated(
             "calls": steps,
             "failed_calls": 0,
             "steps": steps,
+            "step_tasks": len(shared),
             "ns_in_calls": steps * length,
             "detailed_step": [0, 0],
             "capacity": {"bytes": 1 << 30, "of": "a device", "shared": False},
             "cores": 64,
+            "threads": cores,
             "device": "cpu",
             "versions": {"torch": "2"},
             "made": "today",
         },
-        programs,
         (Pass("capture", 0.5), Pass("lower", 0.25)),
         tuple(
             ProfiledBlock(name, s, s, "model.py:1", 10)
@@ -109,15 +103,16 @@ def simulated(
         ),
         tuple(pieces),
         tuple(operations),
-        tuple(parts),
-        tuple(tracks),
+        tuple(ProfiledTask(words[p], s, p, s, row) for row, (p, s) in enumerate(phases)),
+        tuple(actions),
+        tuple(ProfiledInstruction(s, "compute", p, s, task=row) for row, (p, s) in enumerate(phases)),
+        tuple(runs),
         tuple(calls),
         (),
         tuple(Memory(0, ipu, 100, 0, 100, 200) for ipu in range(stages)),
         tuple(
-            Tensor(ipu, "x", "activation", m, 1024, 2 * m, min(2 * m + 2, 2 * micro_batches - 1))
+            Tensor(ipu, "x", "activation", 1024, ipu, 2 * stages - 1 - ipu if training else ipu)
             for ipu in range(stages)
-            for m in range(min(2, micro_batches))
         ),
         tuple(
             sorted(
@@ -137,17 +132,3 @@ def actions_of(stages, training):
         Action(phase, stage, stage, (After(row - 1),) if row else ())
         for row, (phase, stage) in enumerate(phases)
     ]
-
-
-def _timed(actions, tasks, order, cost):
-    """For each ipu its actions with their micro-batch, start and end, in the order in which they begin."""
-    bounds = ORDERS[order].all_bounds(StepActions(tuple(actions), len(tasks)))
-    after = [(*action.after, *bound) for action, bound in zip(actions, bounds, strict=True)]
-    ends, free, rows = {}, defaultdict(int), defaultdict(list)
-    for row, m in tasks:
-        action = actions[row]
-        needs = [ends[need.row, m - need.behind] for need in after[row] if m >= need.behind]
-        start = max([free[action.ipu], *needs])
-        ends[row, m] = free[action.ipu] = start + cost(action.phase, action.stage)
-        rows[action.ipu].append((action, m, start, free[action.ipu]))
-    return dict(rows)

@@ -1,20 +1,21 @@
 """The figures of a profile, on simulated devices where the right answer is known."""
 
+import json
 import random
 from dataclasses import replace
 
 import pytest
 from simulated import MS, simulated
 
-from popengine.profile import HostEvent, Profile
+from popengine.order import ORDERS, Action, After, timeline
+from popengine.profile import HostEvent, Profile, ProfiledTask, TaskRun
 from popvision import memory, virtual
 from popvision.advice import advice_sentences, machine_sentence, stages_sentence
 from popvision.analysis import Figures, compare_figures
+from popvision.chrome import chrome_trace
 from popvision.report import page_data, summary
-from popvision.units import size_text
+from popvision.units import cores_text, size_text
 from popvision.virtual import StepModel, promised_speedup
-
-PERFECT = {2: (2.0, 2.0)}  # two cores compute twice as much as one
 
 
 def told(profile):
@@ -27,20 +28,24 @@ def test_the_bubble_of_an_ideal_pipeline_is_p_minus_1_over_m_plus_p_minus_1(stag
     found = Figures(simulated(stages, micro_batches, training=training))
     expected = (stages - 1) / (micro_batches + stages - 1)
     assert found.bubble_ideal == pytest.approx(expected, abs=1e-9)
-    assert found.bubble_measured == pytest.approx(expected, rel=0.01, abs=1e-9)
+    assert found.bubble_apart == pytest.approx(expected, rel=0.01, abs=1e-9)
+    assert found.idle_here == 0  # one core runs all ipus, and has work all the time
 
 
 def test_a_sharded_run_has_one_ipu_busy_at_a_time():
     found = Figures(simulated(4, 8, order="sharded"))
     assert found.bubble_ideal == pytest.approx(0.75)
-    assert found.bubble_measured == pytest.approx(0.75)
+    assert found.bubble_apart == pytest.approx(0.75)
 
 
 def test_a_step_in_virtual_time_takes_as_long_as_the_run():
     costs = {("F", 0): 1.0, ("F", 1): 3.0, ("F", 2): 2.0, ("B", 0): 2.0, ("B", 1): 7.0, ("B", 2): 4.0}
     profile = simulated(3, 6, cost=lambda phase, stage: int(costs[phase, stage] * MS))
-    length = profile.calls[0].end - profile.calls[0].start
-    assert Figures(profile).step_apart == pytest.approx(length / 1e9)
+    order = ORDERS["1f1b"]
+    _, found = timeline(
+        profile.actions, 6, order, costs=[costs[a.phase, a.stage] for a in profile.actions], keeps_order=True
+    )
+    assert Figures(profile).step_apart == pytest.approx(found.length / 1e3)
 
 
 def test_a_long_step_is_as_long_as_all_its_micro_batches():
@@ -49,142 +54,114 @@ def test_a_long_step_is_as_long_as_all_its_micro_batches():
     step = StepModel.of(simulated(4), costs, updates={}, micro_batches=5000)
     # The slowest ipu, of 6 a micro-batch, waits for the first forward of the one before and ends before its backward.
     assert virtual.simulated_ns(step) == pytest.approx(5000 * 6 + 4, abs=12)
-    alone = 17 * 5000  # too short to be shared
-    assert virtual.ns_on_host(step, 2) == pytest.approx((alone, alone), rel=0.01)
-    large = replace(step, costs=tuple(1e6 * ns for ns in step.costs), sharing=PERFECT)
-    assert virtual.ns_on_host(large, 2) == pytest.approx((1e6 * alone / 2, 1e6 * alone / 2), rel=0.01)
+    assert virtual.simulated_ns(step, cores=2) == pytest.approx(17 * 5000 / 2, rel=0.01)
 
 
 def test_the_slowest_stage_is_named_with_its_time():
     found = Figures(simulated(3, 8, cost=lambda phase, stage: (5 if stage == 1 else 1) * MS))
     assert found.slowest == 1
-    assert [stage.forward for stage in found.stages] == [1 * MS, 5 * MS, 1 * MS]
+    assert [stage.phases["F"] for stage in found.stages] == [1 * MS, 5 * MS, 1 * MS]
     assert found.unevenness == pytest.approx(15 / 7)
     assert stages_sentence(found) == "The slowest stage takes 2.14 times the average one."
 
 
-def test_a_stage_of_several_blocks_that_others_wait_for_is_advised_to_be_cut():
-    profile = simulated(
-        2, 16, cost=lambda phase, stage: (3 if stage == 0 else 1) * MS, blocks=("A, B, C", "D")
+def test_uneven_stages_are_answered_by_other_stages_and_not_by_accumulation():
+    """One stage of 0.4 ms and one of 33 ms: the report advised to accumulate more."""
+    names = tuple("ABCDE")
+    uneven = simulated(
+        2, 4, cost=lambda phase, stage: (4 if stage else 165) * MS // 10, blocks=(", ".join(names), "F")
     )
-    (text,) = [text for text in told(profile) if text.startswith("Stage 0")]
+    (change,) = Figures(uneven).changes
+    assert change.what == "stages that begin with the block D"
+    # A micro-batch takes 33 ms and 0.8 ms; then 19.8 ms and 14 ms.
+    assert change.apart == pytest.approx((4 * 33 + 0.8) / (4 * 19.8 + 8.8), rel=0.1)
+    (text,) = told(uneven)
     assert text == (
-        "Stage 0 (A, B, C) takes 1.5 times the average stage, for which separate devices wait."
-        " Move one of its blocks, or let poptorch.AutoBalance(2) cut the stages."
-    )
-    one_block = simulated(2, 16, cost=lambda phase, stage: (3 if stage == 0 else 1) * MS)
-    assert not [text for text in told(one_block) if text.startswith("Stage 0")]
-
-
-def test_an_advice_says_for_which_machine_it_holds():
-    profile = shared(simulated(4, 4), (2, 2.0, 2.0, 1.0))
-    found = Figures(profile)
-    (change,) = [change for change in found.changes if change.kind == "micro-batches"]
-    assert change.apart > 1.4 and change.here == pytest.approx(
-        1, rel=0.1
-    )  # both cores have work all the time
-    (text,) = [text for text in advice_sentences(found) if "gradientAccumulation" in text]
-    assert (
-        "times as fast on separate devices; nothing is promised here, where 2 of 64 cores share all ipus"
-        in text
+        "Stage 0 (A, B, C, D, E) costs 2.0 times the average stage: stages that begin with the block D would make it"
+        f" at least {promised_speedup(change.apart, 0.0):.2f} times as fast on separate devices."
+        " Then results stay the same to the bit; poptorch.AutoBalance(2) cuts by measured costs, too."
     )
 
 
-def shared(profile, *sharing, **more):
-    """The same on a host of two cores that share their work so well."""
-    facts = {**profile.facts, "threads": 2, "threads_inside": 1, "sharing": sharing, **more}
-    return replace(profile, facts=facts)
+def test_a_stage_of_one_block_is_cut_between_its_modules():
+    profile = simulated(2, 16, cost=lambda phase, stage: (1 if stage else 9) * MS, blocks=("A, B, C", "D"))
+    whole = [
+        row._replace(
+            block="A" if row.block in "ABC" else "D", module=f"layers.{'ABCD'.index(row.block)}.linear"
+        )
+        for row in profile.operations
+    ]
+    (change,) = Figures(replace(profile, operations=tuple(whole))).changes
+    assert change.what == "stages that begin with the module layers.2"
+    assert change.apart > 1.3
 
 
-def of_kind(profile, kind):
-    return next((change for change in Figures(profile).changes if change.kind == kind), None)
+def test_even_stages_and_stages_that_run_in_turns_are_not_cut_elsewhere():
+    assert Figures(simulated(2, 64, blocks=("A, B", "C, D"))).changes == []
+    costs = {"cost": lambda phase, stage: (1 if stage else 9) * MS, "blocks": ("A, B, C", "D")}
+    turns = Figures(simulated(2, 16, order="sharded", **costs))
+    assert [change.kind for change in turns.changes] == ["pipeline"]
 
 
-def test_the_cores_that_share_all_ipus_are_said_of_those_of_the_machine():
-    profile = simulated(2, 4)
+def test_a_cut_has_the_smallest_largest_part():
+    assert virtual._even_cut([1, 1, 1, 1], 2) == [0, 2]
+    assert virtual._even_cut([5, 1, 1, 1], 2) == [0, 1]
+    assert virtual._even_cut([1, 1, 1, 5], 3) == [0, 2, 3]
+    assert virtual._even_cut([0, 0, 0], 3) == [0, 1, 2]
 
+
+def test_cores_that_wait_are_told_and_so_are_cores_that_are_not_used():
+    alone = simulated(2, 16, order="sharded", cores=2)  # each micro-batch waits for the one before
+    found = Figures(alone)
+    assert [use.waiting for use in found.usages] == [0]
+    assert any(text.startswith("Of 2 cores 1 ran tasks") for text in told(alone))
+    few = simulated(2, 3, cores=2)
+    assert Figures(few).idle_here == pytest.approx(1 / 4)
+    assert any(text.startswith("These 2 cores waited for 25% of a step") for text in told(few))
+
+
+def test_the_cores_that_run_all_ipus_are_said_of_those_of_the_machine():
     def words(threads, cores):
-        return Figures(replace(profile, facts={**profile.facts, "threads": threads, "cores": cores})).here_is
+        return cores_text(Profile("", True, facts={"threads": threads, "cores": cores}))
 
-    assert words(1, 2) == "here, where 1 of 2 cores runs all ipus"
-    assert words(1, 1) == "here, where 1 core runs all ipus"
-    assert words(2, 2) == "here, where 2 cores share all ipus"
-
-
-def test_what_more_cores_give_is_what_they_were_measured_to_share():
-    profile = simulated(2, 16, order="sharded")
-    profile = replace(profile, facts={**profile.facts, "mode": "sharded"})
-    well, badly = shared(profile, (2, 1.8, 2.0, 1.0)), shared(profile, (2, 0.9, 1.1, 1.0))
-    # At any time but when the last micro-batch ends both cores have a task; the least that was measured counts.
-    assert of_kind(well, "pipeline").here == pytest.approx(1.8, rel=0.05)
-    assert of_kind(badly, "pipeline").here == pytest.approx(0.9, rel=0.05)
-    assert of_kind(badly, "replicas") is None
-    assert of_kind(shared(profile), "pipeline").here is None  # nobody knows, so nothing is said
-    assert not any("promised here" in text for text in told(shared(profile)))
-
-
-def test_where_the_driver_may_leave_tasks_to_one_core_two_promise_nothing():
-    def sharded(cost):
-        found = simulated(2, 16, order="sharded", cost=lambda phase, stage: cost)
-        found = replace(found, facts={**found.facts, "mode": "sharded"})
-        return of_kind(shared(found, (2, 1.8, 1.8, 1.0)), "pipeline")
-
-    assert sharded(MS // 8).here == pytest.approx(1.0)  # 125 µs: the driver may find less than 100
-    assert sharded(MS).here == pytest.approx(1.8, rel=0.05)
+    assert [words(1, 2), words(1, 1), words(2, 2)] == ["1 of 2 cores", "1 core", "2 cores"]
 
 
 def test_three_quarters_of_a_gain_are_promised_and_a_small_one_is_not():
     assert promised_speedup(2.0, 0.0) == pytest.approx(1.75)
     assert promised_speedup(1.06, 0.0) is None
     assert promised_speedup(1.2, 0.2) is None
-    assert promised_speedup(None, 0.0) is None
-
-
-def test_cores_that_compute_at_the_same_time_are_not_what_a_stage_costs():
-    profile = simulated(2, 32, training=False)  # but for the first and the last micro-batch both are busy
-    computed = tuple(track._replace(computed=track.durations) for track in profile.tracks)
-    profile = replace(shared(profile, (2, 1.2, 1.2, 1.6)), tracks=computed)
-    # The one micro-batch of stage 1 that ran alone took as long here, and is a part of the mean.
-    alone = 1 - 1 / 1.6
-    assert [stage.forward for stage in Figures(profile).stages] == [
-        pytest.approx(MS / 1.6, abs=1),
-        pytest.approx(MS / 1.6 + MS * alone / 32, abs=1),
-    ]
-    alone = shared(simulated(1, 32), (2, 1.2, 1.2, 1.6))
-    assert Figures(alone).stages[0].forward == MS
 
 
 def test_work_of_other_programs_is_not_a_stages_cost_and_waiting_of_its_own_is():
     profile = simulated(1, 6, steps=4, training=False)
     disturbed = [
-        track._replace(durations=[9 * ns if i % 4 else ns for i, ns in enumerate(track.durations, 1)])
-        for track in profile.tracks
+        run._replace(end=run.start + 9 * MS if i % 4 else run.end) for i, run in enumerate(profile.runs, 1)
     ]
-    computed = [track._replace(computed=profile.tracks[0].durations) for track in disturbed]
-    found = Figures(replace(profile, tracks=tuple(computed)))
-    assert found.stages[0].forward == MS
-    asleep = [
-        track._replace(computed=[0 if ns == 0 else 1000 for ns in track.durations])
-        for track in profile.tracks
-    ]
-    found = Figures(replace(profile, tracks=tuple(asleep)))
-    assert found.stages[0].forward == MS
+    computed = [run._replace(computed=MS) for run in disturbed]
+    found = Figures(replace(profile, runs=tuple(computed)))
+    assert found.stages[0].phases["F"] == MS
+    asleep = [run._replace(computed=1000) for run in profile.runs]
+    found = Figures(replace(profile, runs=tuple(asleep)))
+    assert found.stages[0].phases["F"] == MS
 
 
 def test_blocks_and_operations_add_up_to_their_stages_on_a_busy_machine():
     profile = simulated(2, 4, steps=6, blocks=("A, B", "C"))
-    computed = [track._replace(computed=track.durations) for track in profile.tracks]
+    computed = [run._replace(computed=run.end - run.start) for run in profile.runs]
     # Other programs had the cores for most of the time in which single operations were measured.
     operations = [row._replace(ns=row.ns * (30 if row.block == "B" else 10)) for row in profile.operations]
-    busy = replace(profile, tracks=tuple(computed), operations=tuple(operations))
+    busy = replace(profile, runs=tuple(computed), operations=tuple(operations))
     found = Figures(busy)
     sums = {(row["block"], row["phase"]): row["ns"] for row in page_data(found)["groups"]["block"]}
-    for phase, name in (("F", "forward"), ("B", "backward")):
-        of_stage = [4 * getattr(stage, name) for stage in found.stages]
+    for phase in "FB":
+        of_stage = [4 * stage.phases[phase] for stage in found.stages]
         assert [sums["A", phase] + sums["B", phase], sums["C", phase]] == pytest.approx(of_stage)
         assert sums["B", phase] == pytest.approx(3 * sums["A", phase])
-    (row,) = [row for row in compare_figures(found, Figures(profile)) if row.name == "block C, forward"]
-    assert row.first == row.second == "1 ms"
+    (row,) = [
+        row for row in compare_figures(found, Figures(profile)) if row.name == "block C, forward, per row"
+    ]
+    assert row.first == row.second == "500 µs"  # two rows in a micro-batch
 
 
 def test_a_sentence_says_how_busy_the_machine_was():
@@ -192,10 +169,8 @@ def test_a_sentence_says_how_busy_the_machine_was():
     assert machine_sentence(Figures(profile)) == ""  # not measured
 
     def computing(share):
-        tracks = [
-            track._replace(computed=[round(share * ns) for ns in track.durations]) for track in profile.tracks
-        ]
-        return replace(profile, tracks=tuple(tracks))
+        runs = [run._replace(computed=round(share * (run.end - run.start))) for run in profile.runs]
+        return replace(profile, runs=tuple(runs))
 
     assert machine_sentence(Figures(computing(1))).startswith(
         "The machine was free: computations had a core for 100% of their time."
@@ -213,27 +188,25 @@ def test_a_sentence_says_how_busy_the_machine_was():
 def test_nothing_is_advised_below_the_spread_of_equal_computations():
     profile = simulated(2, 64, steps=6)
     numbers = random.Random(0)
-    noisy = [
-        track._replace(durations=[ns * numbers.randint(1, 9) for ns in track.durations])
-        for track in profile.tracks
-    ]
-    found = Figures(replace(profile, tracks=tuple(noisy)))
+    noisy = [run._replace(end=run.start + MS * numbers.randint(1, 9)) for run in profile.runs]
+    found = Figures(replace(profile, runs=tuple(noisy)))
     assert found.spread > 0.3 and found.changes == []
 
 
 def test_of_steps_that_were_cut_off_no_share_of_time_is_said():
     profile = simulated(2, 8, steps=3)
 
-    def cut_after(instructions):
-        short = [track._replace(durations=track.durations[:instructions]) for track in profile.tracks]
-        return replace(profile, tracks=tuple(short))
+    def cut_after(runs):
+        return replace(
+            profile, runs=tuple(run for step in range(3) for run in profile.runs[32 * step :][:runs])
+        )
 
     cut = cut_after(9)
     found = Figures(cut)
-    assert found.bubble_measured is None and found.usages == []
+    assert found.idle_here is None and found.usages == []
     assert found.bubble_apart == pytest.approx(1 / 9)  # by what each stage costs
     assert "Steps are too long to be kept whole" in " ".join(advice_sentences(found))
-    assert Figures(cut_after(4)).bubble_apart is None  # not even one backward of each stage
+    assert Figures(cut_after(3)).bubble_apart is None  # not even one backward of each stage
 
 
 def test_throughput_leaves_out_the_first_call():
@@ -246,12 +219,12 @@ def test_throughput_leaves_out_the_first_call():
     assert found.samples_per_second_overall == pytest.approx(500)
 
 
-def test_memory_held_follows_the_tensors():
-    profile = simulated(1, 2, training=False)
-    assert memory.held_bytes(list(profile.tensors), 4) == [1024, 1024, 1024, 0]
-    assert (
-        max(size for _, size in memory.bytes_curve(profile, profile.tracks[0])) == 1024 + 512
-    )  # one operation's result on top
+def test_memory_held_follows_the_tensors_in_a_step_on_separate_devices():
+    found = Figures(simulated(2, 2))
+    # Each micro-batch holds 1,024 bytes from its forward to its backward, in which an operation has 512 more.
+    assert [need.activations for need in found.needs] == [2 * 1024 + 512, 1024 + 512]
+    curve = memory.bytes_curve(found.profile, found.devices.runs, 1)
+    assert [size for at, size in curve if at == 3 * MS] == [1024 + 512, 0, 0]  # the backward ends
 
 
 def test_what_does_not_fit_is_said_first():
@@ -283,6 +256,35 @@ def test_few_micro_batches_for_the_stages_are_warned_about():
     assert Figures(simulated(4, 128)).changes == []
 
 
+def test_runs_of_other_batch_sizes_compare_by_the_time_of_a_row():
+    small, large = Figures(simulated(2, 4, gap=MS)), Figures(simulated(2, 16, gap=MS))
+    rows = {row.name: row for row in compare_figures(small, large)}
+    assert rows["a step, per row"].better == ""  # one core runs both, and a micro-batch costs as much
+    assert rows["on separate devices, per row"].better == "second"  # a smaller bubble
+    assert rows["on separate devices, per row"].ratio == pytest.approx((17 / 16) / (5 / 4))
+
+
+def test_a_third_phase_is_a_phase_like_the_others(tmp_path):
+    """Weight gradients (W) are a phase of their own where a schedule cuts backwards."""
+    profile = simulated(2, 4)
+    of_weights = len(profile.tasks)
+    tasks = (*profile.tasks, ProfiledTask("backward", 1, "W", 1, 2))
+    actions = (*profile.actions, Action("W", 1, 1, (After(2),)))
+    runs = [
+        TaskRun(step, step, of_weights, m, 0, 0, (40 * step + 20 + m) * MS, (40 * step + 21 + m) * MS)
+        for step in range(3)
+        for m in range(4)
+    ]
+    facts = {**profile.facts, "step_tasks": 20}
+    found = Figures(replace(profile, tasks=tasks, actions=actions, runs=(*profile.runs, *runs), facts=facts))
+    assert found.stages[1].phases == {"F": MS, "B": MS, "W": MS}
+    assert found.stages[0].phases == {"F": MS, "B": MS}
+    assert "weight gradients" in summary(found.profile)
+    assert "stage 1, weight gradients, per row" in {row.name for row in compare_figures(found, found)}
+    names = {event["name"] for event in json.loads(chrome_trace([found.profile]))["traceEvents"]}
+    assert "weight gradients 1.3" in names
+
+
 def test_waiting_for_a_loader_is_told_from_other_time_between_calls():
     profile = simulated(1, 20, steps=4, gap=40 * MS)
     gap = profile.calls[1].start - profile.calls[0].end
@@ -295,7 +297,7 @@ def test_waiting_for_a_loader_is_told_from_other_time_between_calls():
 
 def test_a_profile_without_calls_has_no_figures_and_no_fault():
     found = Figures(Profile("training", True))
-    assert (found.calls, found.samples_per_second, found.bubble_measured, found.slowest) == (
+    assert (found.calls, found.samples_per_second, found.bubble_apart, found.slowest) == (
         0,
         None,
         None,
@@ -305,7 +307,7 @@ def test_a_profile_without_calls_has_no_figures_and_no_fault():
 
 def test_a_step_that_failed_half_way_is_left_out():
     profile = simulated(2, 4, steps=4)
-    broken = profile.tracks[3]._replace(durations=profile.tracks[3].durations[:3])
-    tracks = (*profile.tracks[:3], broken, *profile.tracks[4:])
-    found = Figures(replace(profile, tracks=tracks))
-    assert found.bubble_measured == pytest.approx(1 / 5, rel=0.01)
+    broken = tuple(run for run in profile.runs if run.step != 3 or run.micro_batch < 2)
+    found = Figures(replace(profile, runs=broken))
+    assert found.bubble_apart == pytest.approx(1 / 5, rel=0.01)
+    assert found.idle_here == 0

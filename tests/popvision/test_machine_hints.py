@@ -80,16 +80,8 @@ def test_a_layout_that_was_chosen_is_not_measured_against_another(tmp_path, meas
 def test_a_slow_micro_batch_is_run_once_and_gets_no_hint(tmp_path, measured, monkeypatch):
     monkeypatch.setattr(tune, "_MOST_SECONDS", 0.001)
     _, profile = hinted(tmp_path, poptorch.Options().enableProfiling(tmp_path))
-    assert (profile.facts["hints"], profile.facts["sharing"]) == ({}, [])
+    assert profile.facts["hints"] == {}
     assert [sample.runs for sample in measured] == [1]
-
-
-def test_a_profile_says_how_well_threads_share_micro_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    _, profile = hinted(tmp_path, poptorch.Options().enableProfiling(tmp_path))
-    ((count, low, high, cost),) = profile.facts["sharing"]
-    assert count == 3
-    assert 0 < low <= high and cost > 0
 
 
 def test_a_factor_is_the_middle_half_of_alternating_rounds():

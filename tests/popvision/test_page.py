@@ -33,8 +33,7 @@ def report(tmp_path_factory):
 FIRST_BACKWARD = """(() => {
   const trace = popvision.trace, lane = trace.lanes[0], box = trace.canvas.getBoundingClientRect();
   for (let i = 0; i < lane.size; i++) {
-    const part = trace.parts[lane.part[i]];
-    if (part.phase !== "B" || part.kind !== "compute" || lane.start[i] < trace.view[0]) continue;
+    if (trace.tasks[lane.task[i]].phase !== "B" || lane.start[i] < trace.view[0]) continue;
     const middle = trace.x((lane.start[i] + lane.end[i]) / 2, box.width);
     return [box.left + middle, box.top + trace.top + 10];
   }
@@ -79,8 +78,34 @@ def test_the_headline_shows_the_figures(chromium, report):
     text = chromium.value("document.getElementById('main').innerText")
     assert "Slowest stage" in text and "A, B: 6 ms a micro-batch" in text
     assert "The slowest stage takes 1.71 times the average one." in text
-    assert "let poptorch.AutoBalance(4) cut the stages" in text
+    assert "Bubble\n" in text and "of separate devices; ideal 27.3%" in text
     assert "A step on separate devices\n48 ms" in text
+    assert "A step on these cores\n112 ms\n1 of 64 cores ran all ipus, and waited for 0.0%" in text
+
+
+def test_one_switch_shows_these_cores_or_separate_devices(chromium, report):
+    def lanes(trace):
+        return chromium.value(f"{trace}.lanes.map(lane => lane.name)")
+
+    def press(name):
+        buttons = "[...document.querySelectorAll('.choice button')]"
+        chromium.value(f"{buttons}.find(button => button.innerText === '{name}').click()")
+
+    ipus = [f"ipu {ipu}" for ipu in range(4)]
+    chromium.open(report)
+    assert lanes("popvision.miniature") == ipus
+    press("these cores")
+    assert lanes("popvision.miniature") == ["core 0"]
+    assert "What these cores did" in chromium.value("document.getElementById('main').innerText")
+    assert chromium.value("location.hash") == "#headline?on=cores"
+    chromium.value("document.getElementById('tab-trace').click()")  # the switch stays where it is
+    assert lanes("popvision.trace") == ["core 0"]
+    assert chromium.value("popvision.trace.steps.length") == 3
+    press("separate devices")
+    assert lanes("popvision.trace") == ipus
+    # The simulated step, in which each ipu runs its part of the schedule.
+    assert chromium.value("popvision.trace.lanes.map(lane => lane.size)") == [16] * 4
+    assert chromium.value("popvision.trace.steps.length") == 1
 
 
 def test_a_slowed_block_of_a_real_training_is_found_on_the_page(chromium, tmp_path):
@@ -181,7 +206,7 @@ def test_operations_are_searched_by_words(chromium, report):
 def test_the_memory_cursor_tells_what_is_alive(chromium, report):
     chromium.open(report, "memory")
     box = chromium.value("document.querySelector('main canvas').getBoundingClientRect().toJSON()")
-    chromium.mouse("mouseMoved", box["left"] + 120, box["top"] + 60)
+    chromium.mouse("mouseMoved", box["left"] + 400, box["top"] + 60)
     text = chromium.value("document.querySelector('.alive').innerText")
     assert "1.0 KiB" in text and "always live" in text
 
@@ -195,13 +220,11 @@ def test_two_runs_are_compared_in_numbers_and_on_the_trace(chromium, tmp_path):
     rows = chromium.value(
         "[...document.querySelectorAll('table.figures tbody tr')].map(row => row.innerText)"
     )
-    assert any(
-        row.split() == ["time", "of", "a", "step", "10", "ms", "✓", "20", "ms", "2.00"] for row in rows
-    )
+    assert any(row.split() == ["a", "step,", "per", "row", "2", "ms", "✓", "4", "ms", "2.00"] for row in rows)
     spans = chromium.value("popvision.traces.map(trace => trace.view[1] - trace.view[0])")
     assert spans[0] == spans[1]
     starts = chromium.value(
-        "popvision.traces.map(trace => trace.steps[2].start - trace.view[0])"
+        "popvision.traces.map(trace => trace.steps[0].start - trace.view[0])"
     )  # both begin at the left
     assert starts[0] == pytest.approx(starts[1]) and starts[0] < 0.1 * spans[0]
     assert chromium.value("popvision.traces[0].mark.text") == "the other ends here, 10 ms later"
@@ -224,15 +247,15 @@ ZOOM = """(async () => {
 
 
 def test_of_a_hundred_thousand_events_a_frame_draws_what_a_window_can_show(chromium, tmp_path):
-    profile = simulated(64, 66, steps=6, gap=2 * MS)
-    assert sum(len(track.durations) for track in profile.tracks) == 101_376
-    chromium.open(write(tmp_path, profile), "trace")
+    profile = simulated(64, 66, steps=12, gap=2 * MS, cores=64)
+    assert len(profile.runs) == 101_376
+    chromium.open(write(tmp_path, profile), "trace?on=cores")
     shown = chromium.value("popvision.trace.lanes.length * popvision.trace.canvas.clientWidth")
     in_sight = 1000 / chromium.value("popvision.trace.rowHeight") + 2
     frames = sorted(chromium.value(ZOOM), key=lambda frame: frame[1])
     took = [round(ms, 1) for _, ms in (frames[len(frames) // 2], frames[-1])]
     print(
-        f"\na frame of 64 ipus and 101,376 events takes {took[0]} ms at the median, {took[1]} ms at the most"
+        f"\na frame of 64 cores and 101,376 events takes {took[0]} ms at the median, {took[1]} ms at the most"
     )
     assert max(drawn for drawn, _ in frames) < in_sight * shown / 64  # at most an event a pixel and lane
     chromium.screenshot(SHOTS / "many.png")
@@ -256,8 +279,8 @@ def test_names_in_a_profile_can_not_inject_script(chromium, tmp_path):
     [
         (lambda text: text[: len(text) // 2], "is damaged or cut short"),
         (
-            lambda text: text.replace('"version":1', '"version":9'),
-            "has version 9, and this program reads up to 1",
+            lambda text: text.replace('"version":2', '"version":9'),
+            "has version 9, and this program reads up to 2",
         ),
         (lambda text: "junk", "is not a profile"),
         (lambda text: text.replace('"schedule_length":', '"schedule_length":"x",  "y":'), "is damaged"),
@@ -276,7 +299,7 @@ def test_a_profile_that_cannot_be_read_is_said_to_be(chromium, tmp_path, change,
 def test_an_empty_profile_has_a_state_of_its_own(chromium, tmp_path):
     profile = simulated(2, 2)
     facts = {**profile.facts, "calls": 0, "steps": 0, "ns_in_calls": 0, "detailed_step": None}
-    empty = dataclasses.replace(profile, tracks=(), calls=(), facts=facts, memory=(), tensors=())
+    empty = dataclasses.replace(profile, runs=(), calls=(), facts=facts, memory=(), tensors=())
     page = write(tmp_path, empty)
     chromium.faults.clear()
     for view, words in [
@@ -348,7 +371,7 @@ def test_arrows_lead_from_sends_to_receives_of_what_is_chosen(chromium, tmp_path
     chromium.open(tmp_path / "report.html", "trace")
     assert chromium.value("popvision.trace.find('F', 1)")
     found = chromium.value(
-        "popvision.trace.transfers().map(([from, i, to, j]) => [from.ipu, to.ipu, from.end[i] <= to.end[j]])"
+        "popvision.trace.transfers().map(([from, i, to, j]) => [from.place, to.place, from.end[i] <= to.start[j]])"
     )
     assert found == [[0, 1, True], [1, 2, True]]
     chromium.screenshot(SHOTS / "arrows.png")

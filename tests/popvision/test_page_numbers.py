@@ -33,21 +33,32 @@ def test_throughput_is_that_of_the_calls_after_the_first(chromium, folder, raw):
     assert overall[1] == f"4 calls of {SAMPLES} samples"
 
 
-def test_the_bubble_is_the_share_of_time_in_which_ipus_waited(chromium, folder, raw):
+def test_these_cores_waited_for_the_share_of_time_in_which_they_ran_nothing(chromium, folder, raw):
     steps, length, busy = defaultdict(list), 0, 0
-    for track in raw["tracks"]:
-        at, program = track["start"], raw["programs"][str(track["ipu"])]
-        for index, (gap, duration) in enumerate(zip(track["gaps"], track["durations"], strict=True)):
-            at += gap + duration
-            kind = raw["parts"][program[2 * index]]["kind"]
-            if kind != "receive":
-                steps[track["call"], track["step"]].append((kind, at - duration, at))
+    for run in raw["runs"]:
+        steps[run["call"], run["step"]].append(run)
+    cores = {run["core"] for run in raw["runs"]}
     for key in sorted(steps)[2:]:  # the first two are looked at closer
-        began = min(start for kind, start, _ in steps[key] if kind == "compute")
-        length += 3 * (max(end for *_, end in steps[key]) - began)
-        busy += sum(end - max(start, began) for _, start, end in steps[key] if end > began)
-    shown = tiles(chromium, folder)["Bubble"][0]
-    assert float(shown.rstrip("% ")) == pytest.approx(100 * (1 - busy / length), abs=1)
+        computing = [
+            run for run in steps[key] if raw["tasks"][run["task"]]["kind"] in ("forward", "backward")
+        ]
+        began = min(run["start"] for run in computing)
+        length += len(cores) * (max(run["end"] for run in steps[key]) - began)
+        busy += sum(run["end"] - max(run["start"], began) for run in steps[key] if run["end"] > began)
+    words = tiles(chromium, folder)["A step on these cores"][1]
+    assert float(words.split()[-1].rstrip("%")) == pytest.approx(100 * (1 - busy / length), abs=1)
+
+
+def test_the_bubble_is_that_of_separate_devices_with_the_costs_of_the_stages(chromium, folder, raw):
+    ran = defaultdict(int)
+    for run in raw["devices"]:
+        ran[raw["tasks"][run["task"]]["ipu"]] += run["end"] - run["start"]
+    length = max(run["end"] for run in raw["devices"])
+    shown = tiles(chromium, folder)
+    assert float(shown["Bubble"][0].rstrip("%")) == pytest.approx(
+        100 * (1 - sum(ran.values()) / length / 3), abs=0.5
+    )
+    assert number(shown["A step on separate devices"][0]) == pytest.approx(length, rel=0.01)
 
 
 MODULES = {"": "the model itself", "?": "not known"}
@@ -101,13 +112,10 @@ def test_memory_is_what_lives_on_each_ipu(chromium, folder, raw):
 
 
 def test_a_stage_costs_no_less_than_its_sleep_and_no_more_than_its_median_run(chromium, folder, raw):
-    program = raw["programs"]["1"]
     runs = [
-        duration
-        for track in raw["tracks"]
-        if track["ipu"] == 1
-        for index, duration in enumerate(track["durations"])
-        if (part := raw["parts"][program[2 * index]])["kind"] == "compute" and part["phase"] == "F"
+        run["end"] - run["start"]
+        for run in raw["runs"]
+        if (task := raw["tasks"][run["task"]])["kind"] == "forward" and task["stage"] == 1
     ]
     bars = chromium.value
     chromium.open(folder / "report.html")

@@ -190,7 +190,7 @@ def test_choices_of_accumulation_are_planned_without_another_compilation():
 def test_a_large_model_is_planned_on_all_cores_of_this_machine():
     """Its mode was passed as a bool, and the simulation found no order for it."""
     profile = heavy(2, 4)
-    measured = {"pieces": [0.01] * 4, "updates": [0.0] * 2, "sharing": [[2, 2.0, 2.0, 1.0]]}
+    measured = {"pieces": [0.01] * 4, "updates": [0.0] * 2}
     facts = profile.facts | {"measured": measured, "threads": 2, "base": 0, "available": 10**12}
     found = Estimate(dataclasses.replace(profile, facts=facts), load_machine("this-machine"), 1, 4)
     assert found.seconds_per_update == pytest.approx(4 * 4 * 0.01 / 2)
@@ -333,7 +333,7 @@ def test_a_reader_that_has_seen_enough_ends_the_program_quietly(tmp_path):
 def test_a_plan_of_an_executable_without_its_graph_has_a_page_too(tmp_path, training):
     profile = simulated(2, 3, training=training)
     bare = [operation._replace(flops=0, bytes=0) for operation in profile.operations]
-    apart(profile.__class__(**{**vars(profile), "operations": tuple(bare), "tracks": ()})).save(
+    apart(profile.__class__(**{**vars(profile), "operations": tuple(bare), "runs": ()})).save(
         tmp_path / "p.html"
     )
     assert (tmp_path / "p.html").read_text().count("<rect") == 3 * 2 * (1 + training)

@@ -28,8 +28,8 @@ def test_figures_are_a_row_for_each_profile_of_plain_values(report):
     assert json.loads(json.dumps(rows)) == rows
 
 
-def test_the_trace_is_a_row_for_each_instruction(report):
-    rows = [row for row in report.trace() if row["profile"] == "training" and row["kind"] == "compute"]
+def test_the_trace_is_a_row_for_each_run_of_a_task(report):
+    rows = [row for row in report.trace() if row["profile"] == "training"]
     assert len(rows) == 3 * 2 * 2 * 8  # steps, ipus, phases, micro-batches
     assert {row["cost"] for row in rows} == {MS}
     first = {name: rows[0][name] for name in ("ipu", "phase", "stage", "micro_batch", "step", "start", "end")}
@@ -37,7 +37,7 @@ def test_the_trace_is_a_row_for_each_instruction(report):
 
 
 def test_it_prints_its_headline_and_says_what_is_missing(report, tmp_path):
-    assert repr(report).startswith("training: pipelined training, 2 stage(s) on 2 ipu(s)")
+    assert repr(report).startswith("training: 1f1b training, 2 stage(s) on 2 ipu(s)")
     with pytest.raises(ValueError, match=r"no profile\.pop in"):
         poptorch.Report(tmp_path / "elsewhere").figures()
 

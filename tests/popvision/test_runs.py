@@ -15,7 +15,7 @@ import poptorch
 from popengine.profile import load
 from popengine.run import recorder as recording
 from popengine.run.recorder import Recorder
-from popvision import memory
+from popengine.run.row_functions import RowFunctions
 from popvision.advice import advice_sentences
 from popvision.analysis import Figures
 
@@ -77,7 +77,7 @@ def test_a_slowed_block_is_found_with_the_time_that_it_takes(tmp_path):
     profile = load(tmp_path / "training" / "profile.pop")
     found = Figures(profile)
     assert found.slowest == 1
-    assert SLOW <= found.stages[1].forward / 1e9 < most
+    assert SLOW <= found.stages[1].phases["F"] / 1e9 < most
     operation = max(profile.operations, key=lambda operation: operation.ns)
     assert (operation.kind, operation.block) == ("popvision_test.slow", "block1")
     assert SLOW <= operation.ns / operation.calls / 1e9 < most
@@ -135,9 +135,7 @@ def test_counts_bytes_and_options_are_those_of_the_run(tmp_path):
     assert (profile.facts["calls"], profile.facts["steps"]) == (3, 6)
     found = Figures(profile)
     assert found.samples_per_call == 2 * 5 * ROWS
-    assert (
-        found.copies["load"]["bytes"] == 5 * ROWS * WIDTH * 4
-    )  # of a step; `Host` shows what goes in and out
+    assert found.copies["load"] == 5 * ROWS * WIDTH * 4  # of a step; `Host` shows what goes in and out
     assert [entry.name for entry in profile.passes] == ["capture", "partition", "tasks", "load"]
     linear = WIDTH * WIDTH + WIDTH
     assert [block.parameters for block in profile.blocks] == [linear] * 3
@@ -151,56 +149,99 @@ def test_counts_bytes_and_options_are_those_of_the_run(tmp_path):
 
 
 def test_liveness_is_what_the_engine_holds(tmp_path, monkeypatch):
-    """On one ipu. (Several ipus hold what they send to each other once, and a profile shows it on both.)"""
-    counted: dict[int, dict[int, int]] = {}
+    """On one ipu and one core, which take one micro-batch after another. (Several ipus hold what they send to each
+    other once, and a profile shows it on both.)"""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    counted: dict[int, int] = {}  # bytes after each row for micro-batch 0
 
     class Counting(recording.MemoryMeter):
-        """Counts all that is there anew after each instruction."""
-
-        def __init__(self, rows, ipu):
-            super().__init__(rows, ipu)
-            counted[ipu] = {}
-
-        def record_after(self, task, micro_batch, first):
-            super().record_after(task, micro_batch, first)
+        def record_after(self, task):
+            super().record_after(task)
             rows = self._rows
             state = {value.untyped_storage()._cdata for value in rows.state.values[0].values()}
             state |= {value.untyped_storage()._cdata for value in rows.state.new_buffers[0].values()}
             batch = {value.untyped_storage()._cdata for value in rows.call.inputs}
             found = {}
-            for frame in rows.frames[0].values():
-                for value in frame.values():
-                    storage = value.untyped_storage()
-                    if storage._cdata in batch:
-                        found[value.data_ptr()] = value.nbytes
-                    elif storage._cdata not in state:
-                        found[storage._cdata] = storage.nbytes()
-            counted[self._ipu][first + len(task.instructions) - 1] = sum(found.values())
+            for value in rows.frames[0].get(0, {}).values():
+                storage = value.untyped_storage()
+                if storage._cdata in batch:
+                    found[value.data_ptr()] = value.nbytes
+                elif storage._cdata not in state:
+                    found[storage._cdata] = storage.nbytes()
+            counted[rows.plan.tasks.index(task)] = sum(found.values())
 
     monkeypatch.setattr("popengine.run.recorder.MemoryMeter", Counting)
     train(tmp_path, ipus=(0, 0, 0))
     profile = load(tmp_path / "training" / "profile.pop")
-    held = memory.held_bytes(list(profile.tensors), len(profile.programs[0]) // 2)
-    assert {index: held[index] for index in counted[0]} == pytest.approx(counted[0], rel=0.01)
-    assert max(counted[0].values()) > 0
+    held = {
+        row: sum(t.bytes for t in profile.tensors if t.born <= row and not 0 <= t.died <= row)
+        for row in counted
+    }
+    assert held == pytest.approx(counted, rel=0.01)
+    assert max(counted.values()) > 0
 
 
-def test_every_replica_and_ipu_has_its_row(tmp_path):
+def test_every_replica_and_ipu_is_recorded(tmp_path):
     train(tmp_path, replicas=2)
     profile = load(tmp_path / "training" / "profile.pop")
-    places = {(track.replica, track.ipu) for track in profile.tracks}
-    assert places == {(replica, ipu) for replica in range(2) for ipu in range(3)}
+    places = {(replica, ipu) for replica in range(2) for ipu in range(3)}
+    assert {(event.replica, event.ipu) for event in profile.events() if event.computes} == places
     assert {(row.replica, row.ipu) for row in profile.memory} == places
-    assert {(use.replica, use.ipu) for use in Figures(profile).usages} == places
+    found = Figures(profile)
+    assert [use.place for use in found.device_usages] == [0, 1, 2]
+    # Each computation of a step ran once: three stages, two phases, five micro-batches, two replicas.
+    ran = [
+        (run.step, run.task, run.micro_batch, run.replica)
+        for run in profile.runs
+        if profile.tasks[run.task].phase
+    ]
+    assert len(set(ran)) == len(ran) and len([1 for event in profile.events() if event.computes]) == 6 * 60
+
+
+def test_a_step_runs_the_same_tasks_in_the_same_order_with_a_recorder(tmp_path, monkeypatch):
+    """With a recorder each ipu ran a program of its own, so a profile showed another run than the user's."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    ran: list[tuple[int, int]] = []
+    run_piece = RowFunctions.bind
+
+    def bind(self, row, replica):
+        work = run_piece(self, row, replica)
+        if work is None:
+            return None
+
+        def run(index):
+            ran.append((row, index if self.plan.tasks[row].index == "micro_batch" else -1))
+            work(index)
+
+        return run
+
+    monkeypatch.setattr(RowFunctions, "bind", bind)
+
+    def trained(folder):
+        model, options = Model(), poptorch.Options().showCompilationProgressBar(False)
+        options.Training.gradientAccumulation(5)
+        if folder:
+            options.enableProfiling(folder)
+        ran.clear()
+        trainer = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=0.01))
+        for _ in range(3):
+            trainer(torch.randn(5 * ROWS, WIDTH))
+        trainer.destroy()
+        return list(ran)
+
+    plain, recorded = trained(None), trained(tmp_path)
+    assert plain == recorded
+    profile = load(tmp_path / "training" / "profile.pop")
+    assert [(run.task, run.micro_batch) for run in profile.runs] == recorded
 
 
 def test_a_long_training_keeps_its_first_and_last_steps_and_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(Recorder.__init__, "__defaults__", (800,))
     train(tmp_path, calls=20)
     profile = load(tmp_path / "training" / "profile.pop")
-    steps = sorted({track.step for track in profile.tracks})
+    steps = sorted({run.step for run in profile.runs})
     assert 0 in steps and 39 in steps and len(steps) < 20
-    assert sum(len(track.durations) for track in profile.tracks) <= 800
+    assert len(profile.runs) <= 800
     assert any(f"holds {len(steps)} of 40 steps" in text for text in advice_sentences(Figures(profile)))
 
 
@@ -257,13 +298,13 @@ def test_a_program_that_never_detaches_has_its_profile_when_it_ends(tmp_path):
     assert (tmp_path / "report" / "report.html").exists()
 
 
-def test_computations_and_updates_have_the_time_that_a_core_spent_in_them(tmp_path):
+def test_tasks_have_the_time_that_a_core_spent_in_them(tmp_path):
     train(tmp_path, slow_block=1)
     profile = load(tmp_path / "training" / "profile.pop")
-    events = list(profile.events(frozenset({"compute", "update", "load"})))
-    assert all(0 < event.computed <= event.end - event.start for event in events if event.kind != "load")
-    assert not any(event.computed for event in events if event.kind == "load")
-    asleep = [event for event in events if (event.phase, event.stage) == ("F", 1)]
+    events = list(profile.events())
+    assert all(0 < event.computed <= event.end - event.start for event in events)
+    assert {event.kind for event in events} >= {"forward", "backward", "sum", "begin", "update", "end"}
+    asleep = [event for event in events if (event.kind, event.stage) == ("forward", 1)]
     assert all(event.computed / 1e9 < SLOW / 3 for event in asleep)
 
 
@@ -280,9 +321,8 @@ def test_of_a_call_that_failed_half_way_there_is_what_was_done_until_then(tmp_pa
     codes[:] = before
     inference.destroy()
     profile = load(tmp_path / "inference" / "profile.pop")
-    broken = {track.ipu: len(track.durations) for track in profile.tracks if track.call == 2}
-    whole = {ipu: len(program) // 2 for ipu, program in profile.programs.items()}
-    assert broken[0] > 0 and broken.get(2, 0) < whole[2]
+    broken = [event.ipu for event in profile.events() if event.call == 2]
+    assert 0 in broken and broken.count(2) < 3
     found = Figures(profile)
     assert (found.calls, found.steps) == (2, 2)
     assert advice_sentences(found)[0] == "1 call(s) failed and are not part of the figures."

@@ -18,7 +18,15 @@ from torch.utils.flop_counter import flop_registry
 
 from ..ir import Graph, Line, Partition, Plan, Visit
 from ..order import Action, StepActions, order_named, step_duration, timeline
-from ..profile import Operation, Profile, ProfiledBlock, ProfiledInstruction, ProfiledPiece, Tick
+from ..profile import (
+    Operation,
+    Profile,
+    ProfiledBlock,
+    ProfiledInstruction,
+    ProfiledPiece,
+    ProfiledTask,
+    Tick,
+)
 from ..programs import actions, programs
 from ..settings import Settings
 from ..torch_private import storage_id
@@ -72,8 +80,6 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
     """Return a profile without measurements: what follows from a plan, its settings and its graph (None: unknown)."""
     partition, counts = plan.partition, settings.counts
     operations, pieces = _operations_and_pieces(plan, graph)
-    rows = profiled_instructions(plan, graph)
-    index_of = {part: index for index, part in enumerate(dict.fromkeys(chain(*rows)))}
     found, _ = actions(plan)
     schedule, ticks = _schedule_ticks(found, plan)
     batches = [slot.shape for slot in partition.signature.slots if slot.role == "input" and slot.shape]
@@ -100,19 +106,14 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
             "threads": torch.get_num_threads(),
             "device": settings.device,
         },
-        {
-            ipu: [
-                value
-                for row, micro_batch in program
-                for part in rows[row]
-                for value in (index_of[part], micro_batch)
-            ]
-            for ipu, program in programs(plan).items()
-        },
         blocks=tuple(_profiled_blocks(plan, graph)),
         pieces=tuple(pieces),
         operations=tuple(operations),
-        parts=tuple(index_of),
+        tasks=tuple(
+            ProfiledTask(task.kind, task.ipu, task.phase, task.stage, task.piece) for task in plan.tasks
+        ),
+        actions=tuple(found),
+        instructions=tuple(chain(*profiled_instructions(plan, graph))),
         schedule=tuple(schedule),
     )
 
@@ -122,13 +123,13 @@ def profiled_instructions(plan: Plan, graph: Graph | None) -> list[list[Profiled
     values have 0 bytes."""
     slots, sizes = plan.partition.signature.slots, _sizes_of_values(plan, graph)
     found = []
-    for task in plan.tasks:
+    for row, task in enumerate(plan.tasks):
         found.append(own := list[ProfiledInstruction]())
         for kind, names, keys, channel, peer, _ in task.instructions:
             if kind == "update":
                 names = [slot.name for slot in slots if slot.key in keys]
             size = 0 if kind == "compute" else sum(sizes.get(name, 0) for name in names)
-            own.append(ProfiledInstruction(task.ipu, kind, task.phase, task.stage, peer, size, channel))
+            own.append(ProfiledInstruction(task.ipu, kind, task.phase, task.stage, peer, size, channel, row))
     return found
 
 

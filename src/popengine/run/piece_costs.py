@@ -1,14 +1,13 @@
 """Measures the time of each piece of a partition, by running the pieces in order on one micro-batch.
 
-The times are inputs of a cost model: each is the fastest of a few rounds, without schedule or updates. Also
-measures the speedup of several threads, which share memory bandwidth and Python's lock.
+The times are inputs of a cost model: each is the fastest of a few rounds, without schedule or updates.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from statistics import median
+from statistics import fmean
 from threading import Barrier
-from time import perf_counter, thread_time
+from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -84,38 +83,17 @@ def measure_speedup(
     return SpeedupRange(found[len(found) // 4], found[-1 - len(found) // 4])
 
 
-def measure_sharing(several: Callable[[int], float], alone: float) -> list[tuple[int, float, float, float]]:
-    """Measure how much faster all threads compute micro-batches at the same time than one thread.
-
-    Args:
-        several: computes the given number of micro-batches, and returns the seconds
-        alone:   estimated seconds of one micro-batch
-    Returns: a row (threads, lower and upper quartile of the speedup, CPU time per micro-batch with all threads
-        over that with one thread), in a list; without threads to share an empty list
-    """
-    threads = torch.get_num_threads()
-    if threads == 1:
-        return []
+def seconds_on_all_threads(several: Callable[[int], float], threads: int) -> float:
+    """Return the seconds that one thread takes for `several(1)` while so many threads do the same work: the
+    mean over threads of one round. Threads share memory and Python's lock, so this takes longer than alone."""
     barrier = Barrier(threads)
-    spent: dict[bool, list[float]] = {True: [], False: []}  # CPU seconds per micro-batch: together, alone
 
-    def run_alone_or_together(count: int, is_together: bool = False) -> float:
-        if is_together:
-            barrier.wait()
-        start = thread_time()
-        seconds = several(count)
-        spent[is_together].append((thread_time() - start) / count)
-        return seconds
+    def run_together(_: int) -> float:
+        barrier.wait()
+        return several(1)
 
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-
-        def together(count: int) -> float:
-            start = perf_counter()
-            list(pool.map(run_alone_or_together, [count] * threads, [True] * threads))
-            return (perf_counter() - start) / threads
-
-        speedup = call_in_one_thread(lambda: measure_speedup(run_alone_or_together, together, alone))
-    return [(threads, speedup.low, speedup.high, median(spent[True]) / median(spent[False]))]
+        return fmean(pool.map(run_together, range(threads)))
 
 
 def call_in_one_thread(work: Callable[[], T]) -> T:

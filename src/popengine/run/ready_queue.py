@@ -22,7 +22,7 @@ import torch
 
 from ..errors import Error
 from ..order import After, StepActions, order_named, simulate, timeline
-from ..programs import actions, programs
+from ..programs import actions
 from . import devices
 from .call import EngineCall
 from .recorder import Recorder
@@ -68,7 +68,7 @@ class BoundTask(NamedTuple):
 class StepTasks:
     """All tasks of a step in the order of the step, and the dependencies between them, by task number.
 
-    Args: cores: number of cores, which run tasks of any ipu; 0: each ipu runs its program, one task at a time
+    Args: cores: number of cores, which run tasks of any ipu
     """
 
     def __init__(self, rows: RowFunctions, cores: int) -> None:
@@ -107,11 +107,6 @@ class StepTasks:
         ]
         for earlier, later in pairwise(self._exchanges(rows)):
             before[number_of[later]].add(number_of[earlier])
-        for program in programs(plan).values() if not cores else ():
-            lane = [(row, micro_batch) for row, micro_batch in program if micro_batch >= 0]
-            for replica in range(self._replicas):
-                for earlier, later in pairwise(lane):
-                    before[number_of[*later, replica]].add(number_of[*earlier, replica])
         if -1 in (order := simulate(before, [1.0] * len(before), 1)).devices:
             task = self.all[order.devices.index(-1)]
             raise Error(
@@ -190,7 +185,7 @@ class ReadyQueue:
 
     def __init__(self, rows: RowFunctions, threads: int, threads_per_operation: int) -> None:
         self._rows, self._threads, self._threads_per_operation = rows, threads, threads_per_operation
-        self._tables: dict[int, StepTasks] = {}  # by the argument `cores`
+        self._table: StepTasks | None = None  # made for the first step
         self._tasks: StepTasks  # of the running step
         self._recorder: Recorder | None = None
         lock = threading.Lock()
@@ -277,13 +272,10 @@ class ReadyQueue:
             call.finish_step()
 
     def _run_step(self) -> None:
-        """Run the tasks of a step; raise the first error. With a recorder an ipu runs one task at a time."""
-        cores = 0 if self._recorder is not None else self._threads
-        if cores not in self._tables:
-            self._tables[cores] = StepTasks(self._rows, cores)
-        tasks = self._tables[cores]
+        """Run the tasks of a step; raise the first error."""
+        tasks = self._table = self._table or StepTasks(self._rows, self._threads)
         if self._recorder is not None:
-            self._recorder.begin_step(self._rows)
+            self._recorder.begin_step(self._rows, len(tasks.all))
         with self._changed:
             self._tasks, self._missing = tasks, tasks.waits_for.copy()
             self._left, self._failure = len(tasks.all), None

@@ -1,7 +1,7 @@
 """Tuning: running the captured model on a micro-batch to decide something, only if an option requests it.
 
 `AutoBalance` becomes explicit stages, by the measured cost of each block. The hints of a profile are the
-speedups by other options and by several threads; they do not change what is computed.
+speedups by other options; they do not change what is computed.
 """
 
 import operator
@@ -22,7 +22,7 @@ from popengine.errors import PartitionError
 from popengine.ir import Graph
 from popengine.run.instances.all_reduce import all_gather_rows
 from popengine.run.instances.process_group import FIRST_TAG, group_of_size
-from popengine.run.piece_costs import call_in_one_thread, measure_sharing, measure_speedup, sample_of
+from popengine.run.piece_costs import call_in_one_thread, measure_speedup, sample_of
 from popengine.settings import Settings, StagePlan, Strategy
 from popengine.torch_private import OpOverload
 from popengine.update.optimizer_rules import RULES
@@ -37,7 +37,7 @@ _ROUNDS = 5
 _EACH_ALONE = Strategy("sharded", "auto_increment")
 _STAGE_OF_EACH_BLOCK = Strategy("interleaved", "auto_increment")
 Hints = dict[str, Any]  # the facts of a profile that `measure_hints` returns
-NO_HINTS: Hints = {"hints": {}, "sharing": []}
+NO_HINTS: Hints = {"hints": {}}
 
 
 # ---- hints ---------------------------------------------------------------------------------------------------
@@ -46,12 +46,11 @@ NO_HINTS: Hints = {"hints": {}, "sharing": []}
 def measure_hints(
     graph: Graph, settings: Settings, options: Options, model: nn.Module, samples: Sequence[Tensor]
 ) -> Hints:
-    """Measure the speedup of a micro-batch by options that are not set, and by several threads.
+    """Measure the speedup of a micro-batch by options that are not set.
 
     Args: samples: the inputs of one micro-batch
-    Returns: "hints": {option: lower quartile of the speedup}, "sharing": the result of `measure_sharing`.
-        `NO_HINTS` unless the CPU runs eager pieces, and a profile is recorded; also if the graph may call user
-        code, or a micro-batch takes more than `_MOST_SECONDS`
+    Returns: "hints": {option: lower quartile of the speedup}. `NO_HINTS` unless the CPU runs eager pieces, and a
+        profile is recorded; also if the graph may call user code, or a micro-batch takes more than `_MOST_SECONDS`
     """
     is_measurable = (settings.device, settings.backend) == ("cpu", "eager")
     if not is_measurable or options._profile_directory(settings.training) is None or calls_user_code(graph):
@@ -73,7 +72,7 @@ def measure_hints(
             changed = sample_of(partition(other, _EACH_ALONE), weights, samples)
             speedup = partial(measure_speedup, now.total_seconds, changed.total_seconds, alone)
             gains[name] = call_in_one_thread(speedup).low
-    return {"hints": gains, "sharing": measure_sharing(now.total_seconds, alone)}
+    return {"hints": gains}
 
 
 def calls_user_code(graph: Graph) -> bool:

@@ -42,6 +42,14 @@ const units = {
   rate: (value) => (value === null ? "–" : value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 2 : 0 })),
 };
 
+/** The phases that the stages of a profile have. */
+function phasesOf(profile) {
+  const own = new Set(rows(profile.actions).map((action) => action.phase));
+  return Object.keys(PHASES).filter((phase) => own.has(phase));
+}
+
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
+
 function three(value) {
   return Number(value.toPrecision(3)).toString();
 }
@@ -49,6 +57,7 @@ function three(value) {
 // Okabe and Ito's colours, told apart by nearly everybody; a stage keeps its own in every view.
 const STAGES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800", "#7a6fd0"];
 const OTHER = "#8794a3";
+const PHASES = { F: "forward", B: "backward", W: "weight gradients" };
 const MEMORY = [
   ["weights", "#0072b2"], ["buffers", "#56b4e9"], ["gradients", "#e69f00"], ["optimizer", "#009e73"],
   ["activations", "#cc79a7"], ["between", "#d55e00"],
@@ -67,7 +76,7 @@ function remembered(compute) {
 function stageColour(stage, phase = "F") {
   if (stage < 0) return OTHER;
   const own = STAGES[stage % STAGES.length];
-  return phase === "B" ? mixed(own, "#000000", 0.38) : mixed(own, "#ffffff", 0.12);
+  return phase === "B" ? mixed(own, "#000000", 0.38) : mixed(own, "#ffffff", phase === "W" ? 0.6 : 0.12);
 }
 
 const mixed = remembered((colour, other, share) => {

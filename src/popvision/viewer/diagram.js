@@ -14,12 +14,12 @@ function diagram(entry) {
 }
 
 function stagesIn(columns, { profile, figures }) {
-  const blocks = rows(profile.blocks), parts = rows(profile.parts), boxes = placed(columns, profile, blocks), last = boxes[boxes.length - 1];
+  const blocks = rows(profile.blocks), moves = rows(profile.instructions), boxes = placed(columns, profile, blocks), last = boxes[boxes.length - 1];
   const width = Math.min(columns, boxes.length) * (BOX.wide + BOX.gap) - BOX.gap + 2, height = last.y + last.tall + last.under + 2;
   const svg = make("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": profile.stages.map((names, i) => `stage ${i}: ${names} on ipu ${profile.ipus[i]}`).join("; ") });
   boxes.forEach((box, stage) => {
     svg.append(...boxOf(box, stage, profile, figures));
-    const sent = parts.find((part) => part.kind === "send" && part.phase === "F" && part.stage === stage && part.peer === profile.ipus[stage + 1]);
+    const sent = moves.find((part) => part.kind === "send" && part.phase === "F" && part.stage === stage && part.peer === profile.ipus[stage + 1]);
     if (stage + 1 < boxes.length) svg.append(...arrow(box, boxes[stage + 1], sent ? units.bytes(sent.bytes) : ""));
     if (box.before >= 0) svg.append(...wrapAround(boxes[box.before], box, `back on ipu ${profile.ipus[stage]}`));
   });

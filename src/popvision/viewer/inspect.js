@@ -1,16 +1,22 @@
 // The view of the trace: search, pinned details, a range's totals, transfers of what is chosen, and the same as tables.
 
-const PHASES = { F: "forward", B: "backward" }, MOST_ROWS = 200;
+const MOST_ROWS = 200;
+
+/** The page's one switch: what the cores of this host did, or what separate devices would do. */
+const ON = ["devices", "cores"];
+function onSwitch(page) {
+  return choice("On which machine", ["separate devices", "these cores"], ON.indexOf(page.on), (i) => page.show(ON[i]));
+}
 
 function traceView(entry, page) {
-  const trace = new Trace(entry, { goTo: page.goTo });
+  const trace = new Trace(entry, { goTo: page.goTo, on: page.on });
   page.trace = trace;
-  if (!trace.lanes.length) return emptyCard("Nothing was recorded", "The model was compiled, but no call of it ended while profiling was on.");
+  if (!trace.lanes.length) return emptyCard("Nothing was recorded", "The model was compiled, but no step of it was recorded.");
   const button = (name, label, action) => make("button", { type: "button", class: "plain", "aria-label": label, onclick: action }, name);
   const steps = make("select", { class: "plain", "aria-label": "Step", onchange: () => {
     const step = trace.steps[Number(steps.value)], margin = (step.end - step.start) * 0.02;
     trace.show([step.start - margin, step.end + margin]);
-  } }, trace.steps.slice(0, 2000).map((step, i) => make("option", { value: i, selected: i === Math.min(2, trace.steps.length - 1) }, `step ${step.step} of call ${step.call}`)));
+  } }, trace.steps.slice(0, 2000).map((step, i) => make("option", { value: i, selected: i === Math.min(2, trace.steps.length - 1) }, page.on === "cores" ? `step ${step.step} of call ${step.call}` : "a simulated step")));
   const map = overview(trace), pinned = make("div", { id: "pinned", "aria-live": "polite" }), totals = make("div", { id: "range", "aria-live": "polite" });
   const table = eventTable(trace), [search, found] = eventSearch(trace, page, table.fill);
   let timer = null;
@@ -26,24 +32,18 @@ function traceView(entry, page) {
   if (from < to) trace.show([from, to]);
   return make("div", {},
     make("section", { class: "card" },
-      make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "Who ran what, and when"), search, found, make("span", { class: "spring" }),
+      make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "What ran where, and when"), onSwitch(page), search, found, make("span", { class: "spring" }),
         steps, button("One step", null, () => trace.show(trace.oneStep())), button("One call", null, () => trace.show(trace.oneCall())), button("All", null, () => trace.show([...trace.all])),
         button("−", "Zoom out", () => trace.zoom(1 / 0.6)), button("+", "Zoom in", () => trace.zoom(0.6))),
       map, trace.canvas, traceLegend(trace), pinned, totals, table.element),
     make("p", { class: "hint help" }, "Ctrl + wheel zooms, drag pans, Shift + drag (or ", make("kbd", {}, "["), " and ", make("kbd", {}, "]"), " at events) selects a range, a click pins an event. ", ...["W", "A", "S", "D", "←", "→", "+", "−", "↑", "↓", ",", ".", "Enter", "Esc"].flatMap((key) => [make("kbd", {}, key), " "]),
-      " Thin strips: the schedule's order, stretched over the step. A double click, or Enter, lists an event's operations."));
+      " A double click, or Enter, lists an event's operations."));
 }
 
-function traceLegend({ profile }) {
-  const entries = profile.stages.flatMap((blocks, stage) => profile.training
-    ? [[`stage ${stage} forward: ${blocks}`, stageColour(stage)], [`stage ${stage} backward`, stageColour(stage, "B")]]
-    : [[`stage ${stage}: ${blocks}`, stageColour(stage)]]);
-  return legend([...entries.slice(0, 32), ["weight update (hatched)", "repeating-linear-gradient(135deg,#4d5a68 0 3px,#c3ccd6 3px 4px)"], ["copies and sums (half as high)", OTHER], ["empty: waiting", "var(--lane)"],
-    ["thin strip under a row: the order of the schedule", `linear-gradient(transparent 65%, ${stageColour(0)} 65%)`]]);
-}
-
-function laneName(trace, lane) {
-  return trace.lanes.some((other) => other.replica) ? `replica ${lane.replica}, ipu ${lane.ipu}` : `ipu ${lane.ipu}`;
+function traceLegend({ profile, on }) {
+  const entries = profile.stages.flatMap((blocks, stage) => phasesOf(profile).map((phase, i) => [`stage ${stage} ${PHASES[phase]}${i ? "" : `: ${blocks}`}`, stageColour(stage, phase)]));
+  const strip = ["thin strip under a row: the order of the schedule", `linear-gradient(transparent 65%, ${stageColour(0)} 65%)`];
+  return legend([...entries.slice(0, 32), ["weight update (hatched)", "repeating-linear-gradient(135deg,#4d5a68 0 3px,#c3ccd6 3px 4px)"], ["sums and others (half as high)", OTHER], ["empty: waiting", "var(--lane)"], ...(on === "devices" ? [strip] : [])]);
 }
 
 // ---- search
@@ -51,12 +51,12 @@ function laneName(trace, lane) {
 /** Whether an event has all words; nothing where there are none. */
 function wantedBy(trace, query) {
   if (!query.trim()) return null;
-  const found = matcher(query), matches = remembered((id, batch, ipu, replica) => {
-    const part = trace.parts[id];
-    const text = `${part.kind} ${WORDS[part.kind]} ${PHASES[part.phase] || ""} stage${part.stage} batch${batch} ipu${ipu} replica${replica} ${trace.profile.stages[part.stage] || ""}`.toLowerCase();
+  const found = matcher(query), matches = remembered((id, batch, replica, place) => {
+    const task = trace.tasks[id];
+    const text = `${task.kind} ${WORDS[task.kind] || ""} ${PHASES[task.phase] || ""} stage${task.stage} batch${batch} ipu${task.ipu} replica${replica} ${place} ${trace.profile.stages[task.stage] || ""}`.toLowerCase();
     return found(text);
   });
-  return (lane, i) => matches(lane.part[i], lane.batch[i], lane.ipu, lane.replica);
+  return (lane, i) => matches(lane.task[i], lane.batch[i], lane.replica[i], lane.name.replace(" ", ""));
 }
 
 /** The field, and what it found. Enter walks through it, in order of time. */
@@ -73,7 +73,7 @@ function eventSearch(trace, page, changed) {
   function fill() {
     trace.wanted = wantedBy(trace, input.value);
     hits = []; at = -1;
-    if (trace.wanted) for (const lane of trace.lanes) for (let i = 0; i < lane.size; i++) if (trace.parts[lane.part[i]].kind !== "receive" && trace.wanted(lane, i)) hits.push([lane, i]);
+    if (trace.wanted) for (const lane of trace.lanes) for (let i = 0; i < lane.size; i++) if (trace.wanted(lane, i)) hits.push([lane, i]);
     hits.sort(([a, i], [b, j]) => a.start[i] - b.start[j]);
     say();
     trace.canvas.redraw();
@@ -87,32 +87,33 @@ function eventSearch(trace, page, changed) {
 function pinnedOf(trace) {
   if (!trace.chosen) return [];
   const [first, ...lines] = trace.words(trace.chosen), [lane, i] = trace.chosen;
-  const moved = trace.transfers().map(([from, k, to, j]) => `from ipu ${from.ipu} to ipu ${to.ipu}: ${units.bytes(trace.parts[from.part[k]].bytes)}, there ${units.time(to.end[j] - from.end[k])} after it was sent`);
+  const ipu = (place, j) => trace.tasks[place.task[j]].ipu;
+  const moved = trace.transfers().map(([from, k, to, j, bytes]) => `from ipu ${ipu(from, k)} to ipu ${ipu(to, j)}: ${units.bytes(bytes)}, read ${units.time(to.start[j] - from.end[k])} after it was computed`);
   return [make("h3", {}, first), make("ul", {}, [...lines, `from ${units.time(lane.start[i] - trace.origin, 7)} to ${units.time(lane.end[i] - trace.origin, 7)}`, ...moved].map((line) => make("li", {}, line))),
-    trace.parts[lane.part[i]].stage >= 0 ? make("button", { type: "button", class: "plain", onclick: () => trace.openOperations() }, "Its operations") : null,
+    trace.tasks[lane.task[i]].stage >= 0 ? make("button", { type: "button", class: "plain", onclick: () => trace.openOperations() }, "Its operations") : null,
     make("button", { type: "button", class: "plain", onclick: () => trace.choose(null) }, "Unpin")].filter(Boolean);
 }
 
-/** What each ipu did within the range, event by event; of those at its edges only what lies inside. */
+/** What each core or ipu did within the range, event by event; of those at its edges only what lies inside. */
 function sumsIn(trace, [from, to]) {
   return trace.lanes.map((lane) => {
-    const sums = { forward: 0, backward: 0, update: 0, moving: 0, events: 0 };
+    const sums = { F: 0, B: 0, W: 0, update: 0, other: 0 };
+    let events = 0;
     for (let i = firstEndingAfter(lane, from); i < lane.size && lane.start[i] < to; i++) {
-      const part = trace.parts[lane.part[i]];
-      if (part.kind === "receive") continue;
-      sums[part.kind === "compute" ? PHASES[part.phase] : part.kind === "update" ? "update" : "moving"] += Math.min(to, lane.end[i]) - Math.max(from, lane.start[i]);
-      sums.events += 1;
+      const task = trace.tasks[lane.task[i]];
+      sums[trace.computes[lane.task[i]] ? task.phase : task.kind === "update" ? "update" : "other"] += Math.min(to, lane.end[i]) - Math.max(from, lane.start[i]);
+      events += 1;
     }
-    return { lane, ...sums, idle: Math.max(0, to - from - sums.forward - sums.backward - sums.update - sums.moving) };
+    return { lane, events, ...sums, idle: Math.max(0, to - from - Object.values(sums).reduce((a, b) => a + b, 0)) };
   });
 }
 
 function totalsOf(trace) {
   if (!trace.range || trace.range[0] === trace.range[1]) return [];
-  const sums = sumsIn(trace, trace.range), span = trace.range[1] - trace.range[0], kinds = ["forward", "backward", "update", "moving", "idle"];
+  const sums = sumsIn(trace, trace.range), span = trace.range[1] - trace.range[0], phases = phasesOf(trace.profile), kinds = [...phases, "update", "other", "idle"];
   const idle = sums.reduce((sum, row) => sum + row.idle, 0) / (span * sums.length);
-  const head = ["", "events", "forward", "backward", "update", "copies and sums", "waiting"];
-  return [make("h3", {}, `Range of ${units.time(span)}: ${units.share(1 - idle)} busy`), plainTable(head, sums.map((row) => [laneName(trace, row.lane), String(row.events), ...kinds.map((kind) => units.time(row[kind]))])),
+  const head = ["", "events", ...phases.map((phase) => PHASES[phase]), "update", "sums and others", "waiting"];
+  return [make("h3", {}, `Range of ${units.time(span)}: ${units.share(1 - idle)} busy`), plainTable(head, sums.map((row) => [row.lane.name, String(row.events), ...kinds.map((kind) => units.time(row[kind]))])),
     make("button", { type: "button", class: "plain", onclick: () => trace.show(trace.range) }, "Zoom to it"), make("button", { type: "button", class: "plain", onclick: () => trace.select(null) }, "Clear")];
 }
 
@@ -131,9 +132,9 @@ function eventTable(trace) {
     let all = 0;
     for (const lane of trace.lanes) {
       for (let i = firstEndingAfter(lane, from); i < lane.size && lane.start[i] < to; i++) {
-        if (trace.parts[lane.part[i]].kind === "receive" || (trace.wanted && !trace.wanted(lane, i))) continue;
+        if (trace.wanted && !trace.wanted(lane, i)) continue;
         all += 1;
-        if (body.length < MOST_ROWS) body.push([laneName(trace, lane), trace.words([lane, i])[0], units.time(lane.start[i] - trace.origin, 7), units.time(lane.end[i] - lane.start[i])]);
+        if (body.length < MOST_ROWS) body.push([lane.name, trace.words([lane, i])[0], units.time(lane.start[i] - trace.origin, 7), units.time(lane.end[i] - lane.start[i])]);
       }
     }
     holder.replaceChildren(plainTable(["where", "what", "began", "lasted"], body, 2), make("p", { class: "hint" }, all > body.length ? `The first ${body.length} of ${all}; zoom in or search for fewer.` : `${all} events.`));

@@ -1,44 +1,38 @@
-// What ran where and when, joined from a profile's tables: lanes of events, and the steps they belong to.
+// What ran where and when, joined from a profile's tables: lanes of task runs, and the steps they belong to.
 
-/** Tracks joined with the program: for each replica and ipu, arrays in order of time. */
-function lanesOf(profile) {
-  const parts = rows(profile.parts), found = new Map();
-  for (const track of rows(profile.tracks)) {
-    const key = `${track.replica}.${track.ipu}`;
-    if (!found.has(key)) found.set(key, { replica: track.replica, ipu: track.ipu, tracks: [] });
-    found.get(key).tracks.push(track);
+/** A lane for each core ("cores": what was recorded) or ipu ("devices": a simulated step), with arrays in order of time. */
+function lanesOf({ profile, devices }, on) {
+  const tasks = rows(profile.tasks), found = new Map(), computes = computing(tasks);
+  const { columns, rows: runs } = on === "cores" ? profile.runs : devices;
+  const at = Object.fromEntries(columns.map((name, i) => [name, i]));
+  for (const run of runs) {
+    const place = on === "cores" ? run[at.core] : tasks[run[at.task]].ipu;
+    if (!found.has(place)) found.set(place, { place, name: on === "devices" ? `ipu ${place}` : place < 0 ? "messages" : `core ${place}`, runs: [] });
+    found.get(place).runs.push(run);
   }
-  const lanes = [...found.values()].sort((a, b) => a.replica - b.replica || a.ipu - b.ipu);
+  const lanes = [...found.values()].sort((a, b) => (a.place < 0) - (b.place < 0) || a.place - b.place);
   for (const lane of lanes) {
-    lane.tracks.sort((a, b) => a.start - b.start);
-    const size = lane.tracks.reduce((sum, track) => sum + track.durations.length, 0), program = profile.programs[lane.ipu];
-    Object.assign(lane, { start: new Float64Array(size), end: new Float64Array(size), part: new Int32Array(size), batch: new Int32Array(size), track: new Int32Array(size), size: 0 });
-    lane.tracks.forEach((track, number) => {
-      let at = track.start;
-      track.durations.forEach((duration, index) => {
-        const i = lane.size;
-        if (track.gaps && track.gaps.length) at += track.gaps[index];
-        if (parts[program[2 * index]].kind !== "free") {
-          lane.start[i] = at; lane.end[i] = at + duration; lane.part[i] = program[2 * index];
-          lane.batch[i] = program[2 * index + 1]; lane.track[i] = number; lane.size += 1;
-        }
-        at += duration;
-      });
-    });
+    lane.runs.sort((a, b) => a[at.start] - b[at.start] || a[at.end] - b[at.end]);
+    lane.size = lane.runs.length;
+    for (const name of ["start", "end"]) lane[name] = Float64Array.from(lane.runs, (run) => run[at[name]]);
+    for (const name of ["task", "replica", "call", "step"]) lane[name] = Int32Array.from(lane.runs, (run) => run[at[name]]);
+    lane.batch = Int32Array.from(lane.runs, (run) => run[at.micro_batch]);
+    delete lane.runs;
   }
-  return { lanes, parts };
+  return { lanes, tasks, computes };
 }
 
-/** Windows of the steps: from the first computation to the end of the last instruction that isn't waiting. */
-function stepsOf({ lanes, parts }) {
+/** Whether each row of the table runs a phase of a stage. */
+const computing = (tasks) => tasks.map((task) => Boolean(task.phase) && !["sum", "gather"].includes(task.kind));
+
+/** Windows of the steps: from the first computation to the end of the last task. */
+function stepsOf({ lanes, computes }) {
   const found = new Map();
   for (const lane of lanes) {
     for (let i = 0; i < lane.size; i++) {
-      const part = parts[lane.part[i]];
-      if (part.kind === "receive") continue;
-      const track = lane.tracks[lane.track[i]], key = `${track.call}.${track.step}`;
-      const step = found.get(key) || { call: track.call, step: track.step, start: Infinity, end: -Infinity };
-      if (part.kind === "compute") step.start = Math.min(step.start, lane.start[i]);
+      const key = `${lane.call[i]}.${lane.step[i]}`;
+      const step = found.get(key) || { call: lane.call[i], step: lane.step[i], start: Infinity, end: -Infinity };
+      if (computes[lane.task[i]]) step.start = Math.min(step.start, lane.start[i]);
       step.end = Math.max(step.end, lane.end[i]);
       found.set(key, step);
     }

@@ -25,43 +25,42 @@ function memoryView(entry) {
 
 const HELD = "#cc79a7", LIVE = "#0072b2";
 
-/** The curve over the step that was looked at closer. */
+/** The curve over a step on separate devices. */
 function liveness(entry, profile) {
-  const ipus = Object.keys(entry.curves);
-  if (!ipus.length) return emptyCard("No step was looked at closer", "Memory over time is measured in the first two steps of a run.");
-  const program = (ipu) => rows(profile.tracks).find((track) => String(track.ipu) === ipu && track.replica === 0 && track.call === profile.facts.detailed_step[0] && track.step === profile.facts.detailed_step[1]);
-  const tensors = rows(profile.tensors), parts = rows(profile.parts);
+  const ipus = Object.keys(entry.curves).filter((ipu) => entry.curves[ipu].length);
+  if (!ipus.length) return emptyCard("No step was looked at closer", "The tensors that ipus hold are listed in the first two steps of a run.");
+  const tensors = rows(profile.tensors), tasks = rows(profile.tasks), computes = computing(tasks), runs = rows(entry.devices);
   const made = new Map(rows(profile.operations).map((row) => [row.name, row]));
   const origin = (row) => made.has(row.name) ? [moduleName(made.get(row.name)), made.get(row.name).where.split("/").slice(-2).join("/")] : ["", ""];
   const state = { ipu: ipus[0], cursor: 0, always: false };
   const list = make("div", { class: "alive" }), title = make("h3", { "aria-live": "polite" });
-  let points = [], ends = [], track = null;
+  let points = [], own = [], held = [];
 
   function load() {
     const flat = entry.curves[state.ipu];
-    track = program(state.ipu);
-    const origin = track ? track.start : flat[0];
-    points = [];
-    for (let i = 0; i < flat.length; i += 2) points.push([flat[i] - origin, flat[i + 1]]);
-    ends = [];
-    let at = 0;
-    if (track) track.durations.forEach((duration, i) => { at += duration + (track.gaps && track.gaps.length ? track.gaps[i] : 0); ends.push(at); });
-    const top = points.reduce((best, point, i) => (point[1] > points[best][1] ? i : best), 0);
-    state.cursor = points[top][0];
+    points = []; held = [];
+    for (let i = 0; i < flat.length; i += 2) points.push([flat[i], flat[i + 1]]);
+    own = runs.filter((run) => String(tasks[run.task].ipu) === state.ipu);
+    const run = new Map(own.map((row) => [`${row.task}.${row.micro_batch}`, row]));
+    for (const row of tensors.filter((tensor) => String(tensor.ipu) === state.ipu)) {
+      for (const born of own.filter((one) => one.task === row.born)) {
+        const died = run.get(`${row.died}.${born.micro_batch}`);
+        held.push({ ...row, micro_batch: born.micro_batch, from: row.kind === "activation" ? born.end : born.start, to: died ? died.end : Infinity });
+      }
+    }
+    state.cursor = points.reduce((best, point) => (point[1] > best[1] ? point : best))[0];
     tell();
     canvas.redraw();
   }
 
-  /** The last instruction that has ended at the cursor. */
-  const instruction = () => countWhile(ends.length, (i) => ends[i] <= state.cursor) - 1;
   const bytesAt = (time) => points[Math.max(0, countWhile(points.length, (i) => points[i][0] <= time) - 1)][1];
 
   function tell() {
-    const index = instruction(), running = track && index + 1 < ends.length ? parts[profile.programs[state.ipu][2 * (index + 1)]] : null;
-    const alive = tensors.filter((row) => String(row.ipu) === state.ipu && row.born <= index && (row.died < 0 || row.died > index)).sort((a, b) => b.bytes - a.bytes);
-    const held = alive.reduce((sum, row) => sum + row.bytes, 0), inside = running && running.kind === "compute" ? bytesAt(state.cursor) - held : 0;
+    const running = own.find((run) => run.start <= state.cursor && state.cursor < run.end);
+    const alive = held.filter((row) => row.from <= state.cursor && state.cursor < row.to).sort((a, b) => b.bytes - a.bytes);
+    const inside = running && computes[running.task] ? bytesAt(state.cursor) - alive.reduce((sum, row) => sum + row.bytes, 0) : 0;
     const need = entry.figures.needs.find((row) => String(row.ipu) === state.ipu);
-    title.textContent = `At ${units.time(Math.round(state.cursor))}: ${units.bytes(bytesAt(state.cursor))} for micro-batches, ${units.bytes(need.always)} always` + (inside > 0 ? `; ${units.bytes(inside)} of it inside the ${running.phase === "F" ? "forward" : "backward"} of stage ${running.stage}` : "");
+    title.textContent = `At ${units.time(Math.round(state.cursor))}: ${units.bytes(bytesAt(state.cursor))} for micro-batches, ${units.bytes(need.always)} always` + (inside > 0 ? `; ${units.bytes(inside)} of it inside the ${PHASES[tasks[running.task].phase]} of stage ${tasks[running.task].stage}` : "");
     const always = [["weights", need.weights], ["buffers", need.buffers], ["gradient sums", need.gradients], ["optimizer state", need.optimizer]].filter(([, bytes]) => bytes);
     const line = (name, kind, batch, bytes, [module, where] = ["", ""]) => make("tr", {}, make("td", {}, name), make("td", {}, kind), make("td", { class: "right" }, batch), make("td", { class: "right" }, units.bytes(bytes)), make("td", {}, module), make("td", {}, where));
     list.replaceChildren(make("table", {},
@@ -112,7 +111,7 @@ function liveness(entry, profile) {
   const always = make("input", { type: "checkbox", onchange: () => { state.always = always.checked; canvas.redraw(); } });
   load();
   return make("section", { class: "card" },
-    make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, `Liveness over step ${profile.facts.detailed_step[1]}`), make("span", { class: "spring" }),
+    make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "Liveness over a step on separate devices"), make("span", { class: "spring" }),
       make("label", { class: "hint" }, always, " with what is always live"),
       choice("ipu", ipus.map((ipu) => `ipu ${ipu}`), 0, (i) => { state.ipu = ipus[i]; load(); })),
     canvas, legend([["held for micro-batches", HELD], ["always live", LIVE]]), make("div", { style: { marginTop: "12px" } }, title, list));

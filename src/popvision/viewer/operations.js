@@ -34,7 +34,7 @@ function breakable(text, after = /(?<=[/_])/) {
 function operationsView(entry, page) {
   const pieces = rows(entry.profile.pieces), operations = rows(entry.profile.operations);
   if (!operations.some((operation) => operation.calls)) return emptyCard("No operation was timed", "Operations are timed in the first two steps of a run.");
-  const word = { F: "forward", B: "backward" };
+  const word = PHASES;
   const whole = operations.reduce((sum, operation) => sum + operation.ns, 0) || 1;
   const data = operations.filter((operation) => operation.calls).map((operation) => {
     const piece = pieces[operation.piece];

@@ -19,28 +19,28 @@ function headlineView(entry, page) {
   const tiles = make("div", { class: "tiles" },
     tile("Throughput", units.rate(figures.samples_per_second), "samples per second, within calls"),
     tile("With the time between calls", units.rate(figures.samples_per_second_overall), `${figures.calls} calls of ${figures.samples_per_call.toLocaleString("en")} samples`),
-    tile("Bubble", units.share(figures.bubble_measured), `waiting, measured; ideal ${units.share(figures.bubble_ideal)}; on separate devices ${units.share(figures.bubble_apart)}`),
-    figures.step_apart === null ? null : tile("A step on separate devices", units.time(figures.step_apart * 1e9), figures.step_here === null ? "in virtual time" : `in virtual time; ${units.time(figures.step_here * 1e9)} ${figures.here_is}`),
-    tile("Compilation", units.time(figures.compile_seconds * 1e9), "before the first call"),
+    tile("Bubble", units.share(figures.bubble_apart), `of separate devices; ideal ${units.share(figures.bubble_ideal)}`),
+    figures.step_apart === null ? null : tile("A step on separate devices", units.time(figures.step_apart * 1e9), "simulated with the recorded costs"),
+    tile("A step on these cores", units.time(figures.step_seconds * 1e9), `${figures.cores} ran all ipus${figures.idle_here === null ? "" : `, and waited for ${units.share(figures.idle_here)}`}`),
     slow ? tile("Slowest stage", `${slow.stage}`, `${slow.blocks}: ${units.time(slow.total)} a micro-batch`) : null,
     tile("Memory", units.bytes(figures.wanted), figures.fits === null ? "all ipus, at the most" : figures.fits ? `fits into ${units.bytes(figures.capacity)}` : `does not fit into ${units.bytes(figures.capacity)}`, figures.fits === false ? "bad" : ""));
-  const trace = new Trace(entry, { compact: true });
+  const trace = new Trace(entry, { compact: true, on: page.on });
   page.miniature = trace;
   const machine = figures.machine_says ? make("p", { id: "machine", style: { marginBottom: "12px" } }, figures.machine_says) : null;
   return make("div", {}, machine, tiles, warnings,
-    trace.lanes.length ? make("section", { class: "card" },
-      make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "One step"), make("span", { class: "spring" }), make("button", { type: "button", class: "plain", onclick: () => page.goTo("trace") }, "Open the trace")),
-      trace.canvas, traceLegend(trace)) : null,
+    make("section", { class: "card" },
+      make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "One step"), onSwitch(page), make("span", { class: "spring" }), make("button", { type: "button", class: "plain", onclick: () => page.goTo("trace") }, "Open the trace")),
+      ...(trace.lanes.length ? [trace.canvas, traceLegend(trace)] : [make("p", { class: "hint" }, "No step was recorded as a whole.")])),
     make("div", { class: "columns" },
       make("section", { class: "card" }, make("h2", {}, "What a micro-batch costs, by stage"), stageBars(figures), make("p", { class: "hint", style: { marginTop: "10px" } }, figures.stages_say)),
-      make("section", { class: "card" }, make("h2", {}, "What the ipus did"), usageBars(figures))),
+      make("section", { class: "card" }, make("h2", {}, page.on === "cores" ? "What these cores did" : "What separate devices would do"), usageBars(page.on === "cores" ? figures.usages : figures.device_usages, page.on === "cores" ? "core" : "ipu"))),
     passesCard(profile, figures));
 }
 
 function stageBars(figures) {
   const most = Math.max(...figures.stages.map((stage) => stage.total), 1);
   return make("div", { class: "bars" }, figures.stages.flatMap((stage) => {
-    const parts = [[stage.forward, stageColour(stage.stage), "forward"], [stage.backward, stageColour(stage.stage, "B"), "backward"], [stage.around, OTHER, "copies and sums"]];
+    const parts = [...Object.entries(stage.phases).map(([phase, ns]) => [ns, stageColour(stage.stage, phase), PHASES[phase]]), [stage.around, OTHER, "sums"]];
     return [
       make("span", { class: "name", title: stage.blocks }, `${stage.stage} · ${stage.blocks}`),
       make("div", { class: "bar" }, parts.filter(([ns]) => ns).map(([ns, colour, name]) => make("i", { style: { width: `${(100 * ns) / most}%`, background: colour }, title: `${name}: ${units.time(ns)}` }))),
@@ -49,17 +49,17 @@ function stageBars(figures) {
   }));
 }
 
-function usageBars(figures) {
-  const colours = [["forward", "#56b4e9"], ["backward", "#0072b2"], ["update", "#4d5a68"], ["moving", "#e69f00"], ["waiting", "transparent"]];
-  const several = figures.usages.some((use) => use.replica);
-  return make("div", {}, make("div", { class: "bars" }, figures.usages.slice(0, 64).flatMap((use) => {
-    const whole = colours.reduce((sum, [name]) => sum + use[name], 0) || 1;
+function usageBars(usages, kind) {
+  const colours = { F: "#56b4e9", B: "#0072b2", W: "#9ad3b8", update: "#4d5a68", other: "#e69f00", waiting: "transparent" }, words = { ...PHASES, other: "sums and others" };
+  const shares = usages.slice(0, 64).map(({ place, phases, ...others }) => ({ place, spent: { ...phases, ...others } })), seen = Object.keys(colours).filter((name) => shares.some((use) => use.spent[name]));
+  return make("div", {}, make("div", { class: "bars" }, shares.flatMap(({ place, spent }) => {
+    const whole = seen.reduce((sum, name) => sum + (spent[name] || 0), 0) || 1;
     return [
-      make("span", { class: "name" }, several ? `replica ${use.replica}, ipu ${use.ipu}` : `ipu ${use.ipu}`),
-      make("div", { class: "bar" }, colours.filter(([name]) => use[name]).map(([name, colour]) => make("i", { style: { width: `${(100 * use[name]) / whole}%`, background: colour }, title: `${name}: ${units.share(use[name] / whole)}` }))),
-      make("span", { class: "number" }, `${units.share(1 - use.waiting / whole)} busy`),
+      make("span", { class: "name" }, `${kind} ${place}`),
+      make("div", { class: "bar" }, seen.filter((name) => spent[name]).map((name) => make("i", { style: { width: `${(100 * spent[name]) / whole}%`, background: colours[name] }, title: `${words[name] || name}: ${units.share(spent[name] / whole)}` }))),
+      make("span", { class: "number" }, `${units.share(1 - spent.waiting / whole)} busy`),
     ];
-  })), legend(colours.map(([name, colour]) => [name === "moving" ? "copies and sums" : name, colour === "transparent" ? "var(--lane)" : colour])));
+  })), legend(seen.map((name) => [words[name] || name, colours[name] === "transparent" ? "var(--lane)" : colours[name]])));
 }
 
 function passesCard(profile, figures) {
@@ -83,9 +83,9 @@ function hostView(entry) {
     { name: "time before it", right: true, value: (row) => row.gap, cell: (row) => (row.adjacent ? units.time(row.gap) : "–") },
   ], gaps.map((row) => ({ ...row, search: "" })), { sort: 2, id: "calls" });
   const words = { load: "inputs in", send: "between ipus", store: "outputs out" };
-  const moved = Object.entries(figures.copies).map(([kind, row]) => `${words[kind]} ${units.bytes(Math.round(row.bytes))} in ${units.time(row.ns)}`).join(", ");
+  const moved = Object.entries(figures.copies).map(([kind, bytes]) => `${words[kind]} ${units.bytes(bytes)}`).join(", ");
   return make("div", {}, make("section", { class: "card" }, make("h2", {}, "Where the host's time went"), bars,
-    make("p", { class: "hint", style: { marginTop: "10px" } }, `In a step the ipus copy: ${moved || "nothing"}. The host's row stands above the ipus in the trace, on the same clock.`),
+    make("p", { class: "hint", style: { marginTop: "10px" } }, `In a step the ipus of a replica copy: ${moved || "nothing"}. (The cores of this host share one memory, and copy inputs and outputs only.) The host's row stands above the cores in the trace, on the same clock.`),
     host.length ? null : make("p", { class: "hint" }, "No waiting for a data loader and no copy of weights was noted.")),
     gaps.length ? make("section", { class: "card" }, make("h2", {}, "Calls, and the time between them"), table.element) : null);
 }
@@ -113,10 +113,10 @@ function compareView(page) {
       ...["first", "second"].map((side) => make("td", { class: `right ${row.better === side ? "good" : ""}` }, row[side], row.better === side ? " ✓" : "")),
       make("td", { class: "right" }, row.ratio === null ? "" : row.ratio.toFixed(2)),
       make("td", { class: "right" }, row.spread < 0.005 ? "" : `± ${units.share(row.spread)}`)));
-    const traces = entries.map((entry) => new Trace(entry));
+    const traces = entries.map((entry) => new Trace(entry, { on: page.on }));
     align(traces);
     page.traces = traces;
-    return make("div", {}, make("section", { class: "card" }, make("h2", {}, "One step of each, from its start on, in one scale"),
+    return make("div", {}, make("section", { class: "card" }, make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "One step of each, from its start on, in one scale"), onSwitch(page)),
       traces.map((trace, i) => (trace.lanes.length ? make("div", { style: { marginBottom: "14px" } }, make("h3", {}, entries[i].label), trace.canvas) : null)), traceLegend(traces[0])),
     make("section", { class: "card" }, make("h2", {}, "Figures (✓: better)"), make("div", { class: "scroll" }, make("table", { class: "figures" }, make("thead", {}, make("tr", {}, head.map((name, i) => make("th", { class: i ? "right" : "" }, name)))), make("tbody", {}, body)))));
   }));

@@ -1,10 +1,13 @@
 // A trace that is steered: hover, wheel, drag and keys; and the strip of the whole run.
 
-const WORDS = { compute: "compute", receive: "wait for", send: "send", load: "load input", accumulate: "add to gradient sums", keep: "keep buffers", store: "return output", update: "update weights", free: "free" };
+const WORDS = {
+  sum: "add to gradient sums", gather: "gather over replicas", copy: "copy weights", exchange: "all-reduce gradients", norm: "norms of gradients",
+  begin: "begin the update", measure: "norms of the update", trust: "trust ratios", update: "update weights", share: "share weights", end: "end the step",
+};
 
 class Trace extends TracePicture {
-  constructor(entry, { compact = false, goTo = null } = {}) {
-    super(entry, { compact });
+  constructor(entry, { compact = false, on = "devices", goTo = null } = {}) {
+    super(entry, { compact, on });
     this.goTo = goTo;
     this.listen();
   }
@@ -19,15 +22,13 @@ class Trace extends TracePicture {
   }
 
   words([lane, i]) {
-    const part = this.parts[lane.part[i]], batch = lane.batch[i], track = lane.tracks[lane.track[i]];
-    const piece = this.pieces.find((entry) => entry.phase === part.phase && entry.stage === part.stage);
-    const phase = { F: "Forward", B: "Backward" }[part.phase];
-    const lines = [part.kind === "compute" ? `${phase} of stage ${part.stage}, micro-batch ${batch}` : `${WORDS[part.kind]}${part.peer >= 0 ? ` ipu ${part.peer}` : ""}${batch >= 0 ? `, micro-batch ${batch}` : ""}`];
-    if (part.stage >= 0) lines.push(`blocks ${this.profile.stages[part.stage]}`);
-    if (piece && part.kind === "compute") lines.push(piece.where);
-    lines.push(`${units.time(lane.end[i] - lane.start[i])} on ipu ${lane.ipu}, replica ${lane.replica}`);
-    if (part.bytes) lines.push(units.bytes(part.bytes));
-    lines.push(`step ${track.step}, call ${track.call}`);
+    const task = this.tasks[lane.task[i]], batch = lane.batch[i], computes = this.computes[lane.task[i]];
+    const lines = [computes ? `${capital(PHASES[task.phase])} of stage ${task.stage}, micro-batch ${batch}` : `${capital(WORDS[task.kind] || task.kind)}${task.stage >= 0 ? ` of stage ${task.stage}` : ""}${batch >= 0 ? `, micro-batch ${batch}` : ""}`];
+    if (task.stage >= 0) lines.push(`blocks ${this.profile.stages[task.stage]}`);
+    if (computes && task.piece >= 0) lines.push(this.pieces[task.piece].where);
+    const ipu = this.on === "cores" && task.ipu >= 0 ? `, for ipu ${task.ipu}` : "";
+    lines.push(`${units.time(lane.end[i] - lane.start[i])} on ${lane.name}${ipu}${lane.replica[i] < 0 ? "" : `, replica ${lane.replica[i]}`}`);
+    lines.push(this.on === "cores" ? `step ${lane.step[i]}, call ${lane.call[i]}` : "simulated with the recorded costs");
     return lines;
   }
 
@@ -108,7 +109,7 @@ class Trace extends TracePicture {
     if (!this.chosen) { this.lane(0); return; }
     const [lane, i] = this.chosen;
     let j = i + step;
-    while (j >= 0 && j < lane.size && this.parts[lane.part[j]].kind !== "compute") j += step;
+    while (j >= 0 && j < lane.size && !this.computes[lane.task[j]]) j += step;
     if (j >= 0 && j < lane.size) this.choose([lane, j]);
   }
 
@@ -116,42 +117,39 @@ class Trace extends TracePicture {
     const number = this.chosen ? this.lanes.indexOf(this.chosen[0]) + step : 0, lane = this.lanes[number];
     if (!lane || !lane.size) return;
     let i = firstEndingAfter(lane, this.chosen ? this.chosen[0].start[this.chosen[1]] : this.view[0]);
-    while (i < lane.size - 1 && this.parts[lane.part[i]].kind !== "compute") i += 1;
+    while (i < lane.size - 1 && !this.computes[lane.task[i]]) i += 1;
     this.choose([lane, Math.min(i, lane.size - 1)]);
   }
 
-  /** The transfers of the chosen event, or just around the chosen computation: [from lane, index, to lane, index]. */
+  /** The transfers to and from the chosen computation: [from lane, index, to lane, index, bytes]. */
   transfers() {
     if (!this.chosen) return [];
     if (this.known && this.known.of === this.chosen) return this.known.found;
-    const [lane, i] = this.chosen, kind = (j) => this.parts[lane.part[j]].kind, own = [];
-    if (kind(i) !== "compute") own.push(i);
-    else {
-      for (let j = i - 1; j >= 0 && kind(j) !== "compute"; j--) if (kind(j) === "receive") own.push(j);
-      for (let j = i + 1; j < lane.size && kind(j) !== "compute"; j++) if (kind(j) === "send") own.push(j);
+    const [lane, i] = this.chosen, task = lane.task[i], moves = rows(this.profile.instructions).filter((row) => row.channel && row.phase), found = [];
+    const key = (row) => [row, lane.batch[i], lane.replica[i], lane.call[i], lane.step[i]].join();
+    for (const move of moves.filter((row) => row.task === task)) {
+      const sends = move.kind === "send";
+      const other = moves.find((row) => row.kind !== move.kind && row.channel === move.channel && row.ipu === move.peer && row.peer === move.ipu);
+      const place = other && this.places().get(key(other.task));
+      if (place) found.push(sends ? [lane, i, ...place, move.bytes] : [...place, lane, i, move.bytes]);
     }
-    const found = own.map((j) => this.transfer(lane, j)).filter((entry) => entry);
     this.known = { of: this.chosen, found };
     return found;
   }
 
-  transfer(lane, i) {
-    const part = this.parts[lane.part[i]], wanted = { send: "receive", receive: "send" }[part.kind];
-    const other = wanted && this.lanes.find((entry) => entry.ipu === part.peer && entry.replica === lane.replica);
-    if (!other) return null;
-    const step = lane.tracks[lane.track[i]].step;
-    for (let j = 0; j < other.size; j++) {
-      const there = this.parts[other.part[j]];
-      if (there.kind !== wanted || there.channel !== part.channel || there.peer !== lane.ipu || other.batch[j] !== lane.batch[i]) continue;
-      if (other.tracks[other.track[j]].step === step) return part.kind === "send" ? [lane, i, other, j] : [other, j, lane, i];
+  /** Where each event is, by its task, micro-batch, replica, call and step. */
+  places() {
+    if (!this.index) {
+      this.index = new Map();
+      for (const lane of this.lanes) for (let i = 0; i < lane.size; i++) this.index.set([lane.task[i], lane.batch[i], lane.replica[i], lane.call[i], lane.step[i]].join(), [lane, i]);
     }
-    return null;
+    return this.index;
   }
 
   openOperations() {
     if (!this.chosen || !this.goTo) return;
-    const part = this.parts[this.chosen[0].part[this.chosen[1]]];
-    if (part.stage >= 0) this.goTo("operations", { stage: part.stage, phase: part.phase });
+    const task = this.tasks[this.chosen[0].task[this.chosen[1]]];
+    if (task.stage >= 0) this.goTo("operations", { stage: task.stage, phase: task.phase });
   }
 
   /** Choose the first computation of a piece in a typical step. */
@@ -159,8 +157,8 @@ class Trace extends TracePicture {
     const begin = this.oneStep()[0];
     for (const lane of this.lanes) {
       for (let i = firstEndingAfter(lane, begin); i < lane.size; i++) {
-        const part = this.parts[lane.part[i]];
-        if (part.kind === "compute" && part.phase === phase && part.stage === stage) {
+        const task = this.tasks[lane.task[i]];
+        if (this.computes[lane.task[i]] && task.phase === phase && task.stage === stage) {
           const span = (lane.end[i] - lane.start[i]) * 6;
           this.show([lane.start[i] - span / 3, lane.start[i] + (2 * span) / 3]);
           this.choose([lane, i], { follow: false });

@@ -1,19 +1,20 @@
-// The execution trace: a row an ipu, the schedule's order under it, the host above, one clock for all.
+// The execution trace: a row for each core with the host above, or one for each ipu with the schedule's order under it.
 // This file draws it; steer.js lets it be moved and asked.
 
 class TracePicture {
-  constructor(entry, { compact = false } = {}) {
+  constructor(entry, { compact = false, on = "devices" } = {}) {
     this.profile = entry.profile;
     this.compact = compact;
-    Object.assign(this, lanesOf(this.profile));
+    this.on = on;
+    Object.assign(this, lanesOf(entry, on));
     this.steps = stepsOf(this);
     this.ticks = new Map(); // by ipu
-    for (const tick of rows(this.profile.schedule)) {
+    for (const tick of on === "devices" ? rows(this.profile.schedule) : []) {
       if (!this.ticks.has(tick.ipu)) this.ticks.set(tick.ipu, []);
       this.ticks.get(tick.ipu).push(tick);
     }
-    this.calls = rows(this.profile.calls);
-    this.host = rows(this.profile.host);
+    this.calls = on === "cores" ? rows(this.profile.calls) : [];
+    this.host = on === "cores" ? rows(this.profile.host) : [];
     this.pieces = rows(this.profile.pieces);
     this.tile = null; // of updates, see `hatch`
     const starts = this.lanes.filter((lane) => lane.size).map((lane) => lane.start[0]);
@@ -21,7 +22,7 @@ class TracePicture {
     this.all = [Math.min(...starts, ...this.calls.map((call) => call.start)), Math.max(...ends, ...this.calls.map((call) => call.end))];
     this.chosen = null; // [lane, index]: what the keyboard or a click has chosen
     this.rowHeight = compact ? 26 : Math.round(Math.max(26, Math.min(46, 560 / Math.max(1, this.lanes.length))));
-    this.top = compact ? 22 : 62;
+    this.top = compact || on === "devices" ? 22 : 62;
     const height = this.top + this.lanes.length * this.rowHeight + 8;
     this.canvas = sharpCanvas(height, (context, width) => this.draw(context, width), {
       class: compact ? "" : "pan", role: "img",
@@ -79,7 +80,7 @@ class TracePicture {
     context.beginPath();
     context.rect(this.left, 0, width - this.left, 4000);
     context.clip();
-    if (!this.compact) this.drawHost(context, width, colours);
+    if (!this.compact && this.on === "cores") this.drawHost(context, width, colours);
     this.drawn = 0;
     const [first, last] = this.seen(), inSight = [];
     this.lanes.forEach((lane, i) => {
@@ -96,8 +97,7 @@ class TracePicture {
     context.restore();
     context.fillStyle = colours.ink;
     this.lanes.forEach((lane, i) => {
-      const name = this.lanes.some((other) => other.replica) ? `${lane.replica} · ipu ${lane.ipu}` : `ipu ${lane.ipu}`;
-      context.fillText(name, 4, this.top + i * this.rowHeight + (this.rowHeight - 10) / 2);
+      context.fillText(lane.name, 4, this.top + i * this.rowHeight + (this.rowHeight - 10) / 2);
     });
   }
 
@@ -147,30 +147,29 @@ class TracePicture {
     const tall = this.rowHeight - 12, ideal = top + tall + 2, paints = this.paintsOn(colours.lane);
     let i = firstEndingAfter(lane, this.view[0]), painted = -1;
     for (; i < lane.size && lane.start[i] < this.view[1]; i++) {
-      const part = this.parts[lane.part[i]];
-      if (part.kind === "receive") continue;
+      const task = this.tasks[lane.task[i]], computes = this.computes[lane.task[i]];
       const x = Math.round(this.x(lane.start[i], width)), end = Math.max(x + 1, Math.round(this.x(lane.end[i], width)));
       if (end === painted) continue; // that pixel has its colour already
       painted = end;
       this.drawn += 1;
       const dim = this.wanted && !this.wanted(lane, i);
       if (this.wanted) context.globalAlpha = dim ? 0.15 : 1;
-      this.drawEvent(context, part.kind, paints[lane.part[i]], x, end - x, top, tall);
-      if (part.kind === "compute" && !dim) this.drawLabel(context, part.phase, lane.batch[i], paints[lane.part[i]].ink, Math.max(x, this.left), Math.min(end, width), top + tall / 2 + 0.5);
+      this.drawEvent(context, computes ? "compute" : task.kind, paints[lane.task[i]], x, end - x, top, tall);
+      if (computes && !dim) this.drawLabel(context, this.on === "cores" && this.profile.stages.length > 1 ? `${task.phase}${task.stage}.` : task.phase, lane.batch[i], paints[lane.task[i]].ink, Math.max(x, this.left), Math.min(end, width), top + tall / 2 + 0.5);
     }
     context.globalAlpha = 1;
     if (this.chosen && this.chosen[0] === lane) {
       const x = this.x(lane.start[this.chosen[1]], width), end = this.x(lane.end[this.chosen[1]], width);
       seamed(context, colours.card, colours.ink, 2, () => context.rect(x - 1, top - 1, Math.max(2, end - x) + 2, tall + 2));
     }
-    this.drawIdeal(context, width, lane, ideal, paints.actions);
+    if (this.on === "devices") this.drawIdeal(context, width, lane, ideal, paints.actions);
   }
 
-  /** The colours of each part on a ground; `actions`: of a stage's forward and backward. */
+  /** The colours of each row of the table on a ground; `actions`: of a stage's phases. */
   paintsOn(ground) {
     if (!this.paints || this.paints.ground !== ground) {
-      this.paints = this.parts.map((part) => barOn(part.kind === "compute" ? stageColour(part.stage, part.phase) : part.kind === "update" ? OTHER : mixed(stageColour(part.stage), OTHER, 0.55), ground));
-      const actions = this.profile.stages.map((_, stage) => ({ F: barOn(stageColour(stage), ground), B: barOn(stageColour(stage, "B"), ground) }));
+      this.paints = this.tasks.map((task, i) => barOn(this.computes[i] ? stageColour(task.stage, task.phase) : task.stage < 0 ? OTHER : mixed(stageColour(task.stage), OTHER, 0.55), ground));
+      const actions = this.profile.stages.map((_, stage) => Object.fromEntries(Object.keys(PHASES).map((phase) => [phase, barOn(stageColour(stage, phase), ground)])));
       Object.assign(this.paints, { ground, actions });
     }
     return this.paints;
@@ -195,7 +194,7 @@ class TracePicture {
     const label = String(batch), wide = end - x;
     if (wide <= 9 + 7 * label.length) return;
     context.fillStyle = ink;
-    context.fillText(wide > 42 ? phase + label : label, x + 4, y);
+    context.fillText(wide > 28 + 7 * phase.length ? phase + label : label, x + 4, y);
   }
 
   hatch(context) {
@@ -211,11 +210,11 @@ class TracePicture {
     return this.tile;
   }
 
-  /** The order of the schedule, stretched over the step that was measured. */
+  /** The order of the schedule, stretched over the step. */
   drawIdeal(context, width, lane, top, paints) {
     const length = this.profile.facts.schedule_length;
     if (!length) return;
-    const own = this.ticks.get(lane.ipu) || [];
+    const own = this.ticks.get(lane.place) || [];
     for (const step of this.steps) {
       if (step.end < this.view[0] || step.start > this.view[1]) continue;
       const unit = (step.end - step.start) / length;

@@ -6,7 +6,7 @@ const VIEWS = [
 ];
 
 const page = {
-  entry: 0, view: "headline", wish: null, trace: null, state: {}, // state: what the address says of the view
+  entry: 0, view: "headline", on: "devices", wish: null, trace: null, state: {}, // state: what the address says of the view
 
   /** Keep in the address how the view stands, so that it can be sent, and "back" leads to it. */
   note(changes) {
@@ -16,17 +16,24 @@ const page = {
 
   write(how) {
     if (location.protocol === "about:") return; // in a notebook's frame, which has no address of its own
-    const said = Object.entries({ profile: page.entry || "", ...page.state }).filter(([, value]) => value !== "" && value !== undefined);
+    const said = Object.entries({ profile: page.entry || "", on: page.on === "devices" ? "" : page.on, ...page.state }).filter(([, value]) => value !== "" && value !== undefined);
     const address = `#${page.view}${said.length ? `?${new URLSearchParams(said)}` : ""}`;
     if (location.hash !== address) history[how](null, "", address);
   },
 
   /** Take the view from the address. */
   read() {
-    const [view, query] = location.hash.slice(1).split("?"), { profile, ...state } = Object.fromEntries(new URLSearchParams(query));
+    const [view, query] = location.hash.slice(1).split("?"), { profile, on = "devices", ...state } = Object.fromEntries(new URLSearchParams(query));
     if (!VIEWS.some(([name]) => name === view)) return false;
-    Object.assign(page, { view, state, wish: null, entry: DATA.entries[Number(profile)] ? Number(profile) : 0 });
+    Object.assign(page, { view, state, on: ON.includes(on) ? on : "devices", wish: null, entry: DATA.entries[Number(profile)] ? Number(profile) : 0 });
     return true;
+  },
+
+  /** Switch between separate devices and these cores; a window of time belongs to one of them. */
+  show(on) {
+    const { from, to, ...state } = page.state;
+    Object.assign(page, { on, state });
+    page.render();
   },
 
   /** Show a view, optionally at a piece {phase, stage}. */
