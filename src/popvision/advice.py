@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from popengine.order import ORDERS
+
 from .analysis import Figures
 from .times import whole_steps
 from .units import size_text
@@ -76,10 +78,12 @@ def _speed_sentences(figures: Figures) -> Iterator[str]:
 
 
 def _note_sentences(figures: Figures) -> Iterator[str]:
-    """Yield a sentence for each of these that applies: some cores ran no tasks, or too few; the ipus wait for
-    the host between calls; the trace lacks steps or parts of them."""
+    """Yield a sentence for each of these that applies: the order is unknown; some cores ran no tasks, or too few;
+    the ipus wait for the host between calls; the trace lacks steps or parts of them."""
     profile, idle = figures.profile, figures.idle_here
-    threads = profile.facts.get("threads", 1)
+    threads, order = profile.facts.get("threads", 1), profile.facts.get("mode")
+    if order and order not in ORDERS:
+        yield f"{order!r} is no schedule of Pando's: what changes of the program would give is not known."
     if figures.usages and len(figures.usages) < threads:
         yield (
             f"Of {threads} cores {len(figures.usages)} ran tasks: tasks are so short that other cores would mostly wait"

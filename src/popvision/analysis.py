@@ -57,6 +57,7 @@ class Figures:
         runs, self.changes = [], []
         if computed:
             step = times.step_model(profile, costs, times.update_costs(events))
+        if step is not None and step.is_known:
             ns = virtual.simulated_ns(step)
             self.step_apart, self.bubble_apart = ns / 1e9, step.bubble(ns)
             runs = virtual.runs_on_devices(profile, step, costs)

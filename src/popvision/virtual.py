@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from popengine.order import ORDERS, Action, Timeline, order_named, step_duration, timeline
+from popengine.order import ORDERS, Action, Timeline, order_named, simulate, step_duration, timeline
 from popengine.profile import Profile, TaskRun
 
 _MOST_TASKS = 6_000  # for a longer step two shorter ones are simulated, and their lengths extrapolated
@@ -34,12 +34,25 @@ class StepModel:
     replicas: int = 1
     order: str = "1f1b"  # a key of `popengine.order.ORDERS`
     keeps_order: bool = True  # on separate devices: whether each ipu runs its program in a fixed order
+    # (index of an action, micro-batch) of all tasks in an order that is not in `ORDERS`: of a user's own schedule.
+    program: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, profile: Profile, costs: PhaseCosts, **more: Any) -> StepModel:
         """Return the model of a profile's step. `more`: fields that the profile does not give."""
         values = tuple(costs.get((action.phase, action.stage), 0.0) for action in profile.actions)
-        return cls(profile.actions, values, order=profile.facts.get("mode", ""), **more)
+        order = profile.facts.get("mode", "")
+        if order not in ORDERS:
+            number = {(action.phase, action.stage): i for i, action in enumerate(profile.actions)}
+            more["program"] = tuple(
+                (number[tick.phase, tick.stage], tick.micro_batch) for tick in profile.schedule
+            )
+        return cls(profile.actions, values, order=order, **more)
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether the step can be simulated: its order is known, or all tasks of its schedule are."""
+        return self.order in ORDERS or len(self.program) == self.micro_batches * len(self.actions)
 
     @property
     def work_ns(self) -> float:
@@ -55,6 +68,9 @@ class StepModel:
 def simulated_ns(step: StepModel, cores: int = 0) -> float:
     """Return the ns of a step, simulated by `simulate_step`. A long step is extrapolated from two short ones."""
 
+    if step.program:
+        return simulate_step(step, cores)[1].length
+
     def run(micro_batches: int) -> float:
         return simulate_step(replace(step, micro_batches=micro_batches), cores)[1].length
 
@@ -69,10 +85,28 @@ def simulate_step(step: StepModel, cores: int = 0) -> tuple[list[tuple[int, int]
     """
     replicas, keeps_order = step.replicas if cores else 1, step.keeps_order and not cores
     updates = {ipu: cost for ipu, cost in step.updates.items() if cost}  # one for all replicas
+    if step.program:
+        return list(step.program), _timeline_of_program(step, updates)
     order = order_named(step.order)
     return timeline(
         step.actions, step.micro_batches, order, cores, step.costs, replicas, updates, keeps_order
     )
+
+
+def _timeline_of_program(step: StepModel, updates: Mapping[int, float]) -> Timeline:
+    """Return the timeline of `step.program`, in which each ipu runs its tasks in the given order, then its update."""
+    index_of, last = {task: index for index, task in enumerate(step.program)}, dict[int, int]()
+    needs, owners = list[list[int]](), list[int]()
+    for row, micro_batch in step.program:
+        action = step.actions[row]
+        waits = [(edge.row, micro_batch - (edge.behind or 0)) for edge in action.after]
+        own = [last[action.ipu]] if action.ipu in last else []
+        needs.append([*own, *(index_of[task] for task in waits if task in index_of)])
+        last[action.ipu] = len(owners)
+        owners.append(action.ipu)
+    needs += [[last[ipu]] if ipu in last else [] for ipu in updates]
+    costs = [step.costs[row] for row, _ in step.program]
+    return simulate(needs, [*costs, *updates.values()], [*owners, *updates])
 
 
 def runs_on_devices(profile: Profile, step: StepModel, row_costs: Mapping[int, float]) -> list[TaskRun]:
@@ -134,7 +168,7 @@ def advised_changes(
 
     Args: operation_ns: ns of each operation of the profile, for one micro-batch
     """
-    if not sum(step.costs):
+    if not sum(step.costs) or step.program:
         return []
     before, by_kind = simulated_ns(step), defaultdict(list)
     for kind, changed, what, also in _candidate_changes(profile, step, operation_ns):

@@ -256,6 +256,18 @@ def test_few_micro_batches_for_the_stages_are_warned_about():
     assert Figures(simulated(4, 128)).changes == []
 
 
+def test_a_schedule_that_only_the_program_knows_is_simulated_from_the_profile():
+    known = simulated(3, 6, cost=lambda phase, stage: (1 + stage) * MS)
+    unknown = Figures(replace(known, facts={**known.facts, "mode": "mine"}))
+    assert (unknown.step_apart, unknown.bubble_apart) == (
+        Figures(known).step_apart,
+        Figures(known).bubble_apart,
+    )
+    assert unknown.devices.runs == Figures(known).devices.runs
+    assert Figures(known).changes and not unknown.changes
+    assert any(text.startswith("'mine' is no schedule of Pando's") for text in advice_sentences(unknown))
+
+
 def test_runs_of_other_batch_sizes_compare_by_the_time_of_a_row():
     small, large = Figures(simulated(2, 4, gap=MS)), Figures(simulated(2, 16, gap=MS))
     rows = {row.name: row for row in compare_figures(small, large)}
