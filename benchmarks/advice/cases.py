@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, replace
 
 import torch
+from own_cores import give_each_ipu_a_core  # pyright: ignore[reportMissingImports]
 from torch import nn
 
 import poptorch
@@ -25,7 +26,6 @@ class Case:
     cut: tuple[tuple[str, ...], ...]
     accumulation: int
     pipelined: bool
-    replicas: int = 1
     training: bool = True
     recompute: bool = False
     adam: bool = False  # else SGD, which has no state
@@ -34,10 +34,13 @@ class Case:
     def changed(self, change: Change) -> Case:
         if change.kind == "pipeline":
             return replace(self, pipelined=True)
-        count = int(change.what.partition("(")[2].rstrip(")"))
-        return (
-            replace(self, replicas=count) if change.kind == "replicas" else replace(self, accumulation=count)
-        )
+        if change.kind == "stages":
+            names, first = sum(self.cut, ()), change.what.split()[-1]
+            if first not in names:
+                raise ValueError(f"no case cuts a block: {change.what}")
+            border = names.index(first)
+            return replace(self, cut=(names[:border], names[border:]))
+        return replace(self, accumulation=int(change.what.partition("(")[2].rstrip(")")))
 
     def __str__(self) -> str:
         kind = "training" if self.training else "inference"
@@ -86,11 +89,14 @@ def random_case(numbers: random.Random) -> Case:
 
 
 class Runner:
-    """One case, compiled; `once` is the seconds of a row in one call."""
+    """One case, compiled; `once` is the seconds of a row in one call.
 
-    def __init__(self, case: Case, folder: str | None = None) -> None:
+    Args: is_apart: each ipu has a core to itself, as if it were a device of its own
+    """
+
+    def __init__(self, case: Case, folder: str | None = None, is_apart: bool = False) -> None:
         self._threads = case.threads or THREADS
-        options = poptorch.Options().showCompilationProgressBar(False).replicationFactor(case.replicas)
+        options = poptorch.Options().showCompilationProgressBar(False)
         if folder is not None:
             options.enableProfiling(folder)
         stages = [poptorch.Stage(*names).ipu(ipu) for ipu, names in enumerate(case.cut)]
@@ -99,7 +105,7 @@ class Runner:
         torch.manual_seed(0)
         model = Model(case).train(case.training)
         # About the same number of micro-batches in each call, so that calls cost what their steps cost.
-        steps = max(1, 48 // (case.accumulation * case.replicas))
+        steps = max(1, 48 // case.accumulation)
         if case.training:
             options.deviceIterations(steps).Training.gradientAccumulation(case.accumulation)
             options._Popart.set("autoRecomputation", 3 * case.recompute)
@@ -110,8 +116,11 @@ class Runner:
             options.deviceIterations(case.accumulation)
             self.executor = poptorch.inferenceModel(model, options)
         self.calls, self.steps = (1, steps) if case.training else (steps, steps)
-        micro_batches = case.accumulation * case.replicas * (steps if case.training else 1)
+        micro_batches = case.accumulation * (steps if case.training else 1)
         self._batch = torch.randn(micro_batches * case.rows, case.width)
+        if is_apart:
+            self.executor.compile(self._batch)
+            give_each_ipu_a_core(self.executor)
         self.once(), self.once()
 
     def once(self) -> float:

@@ -13,13 +13,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import nn
 
 import poptorch
+from popengine.ir import Task
 from popengine.profile import load
-from popengine.run.recorder import ProgramTimes
+from popengine.run.recorder import Recorder
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import environment  # pyright: ignore[reportMissingImports]
@@ -65,35 +67,27 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, 1, 28, 28), torch.randint(10, (rows,))
 
 
-def recorded_cost(instructions: int = 1000, tries: int = 300) -> float:
-    """Seconds that recording adds to an instruction: the best of many tries, so that others' work is left out."""
-    program = [(lambda _: None, None)] * instructions
+def recorded_cost(tasks: int = 1000, tries: int = 300) -> float:
+    """Seconds that recording adds to a task: the best of many tries, so that others' work is left out."""
 
-    def plain() -> None:
-        for handle, instruction in program:
-            handle(instruction)
+    plan = SimpleNamespace(tasks=(Task("forward", 0, 0, "F"),))
+    state = SimpleNamespace(device=torch.device("cpu"))
+    recorder = Recorder()
+    recorder._rows = SimpleNamespace(plan=plan, state=state)  # type: ignore[assignment]
 
-    def best(run: Callable[[], object]) -> float:
+    def best(run: Callable[[int], object]) -> float:
         lasted = []
         for _ in range(tries):
-            start = time.perf_counter()
-            run()
+            recorder._runs, start = [], time.perf_counter()
+            for index in range(tasks):
+                run(index)
             lasted.append(time.perf_counter() - start)
         return min(lasted)
 
-    times = ProgramTimes(0, 0, instructions)
+    def work(_: int) -> None:
+        pass
 
-    def noting() -> None:
-        begin = time.perf_counter_ns()
-        for index, (handle, instruction) in enumerate(program):
-            before = time.thread_time_ns() if index % 4 == 0 else 0  # about as many compute
-            handle(instruction)
-            computed = time.thread_time_ns() - before if before else 0
-            end = time.perf_counter_ns()
-            times.store(index, begin, end, 0, computed)
-            begin = end
-
-    return (best(noting) - best(plain)) / instructions
+    return (best(lambda index: recorder.run_task(0, index, 0, work, 0)) - best(work)) / tasks
 
 
 def main() -> None:
@@ -113,15 +107,15 @@ def main() -> None:
             cores[name].append(time.process_time() - start)
     trainers["profiled 1"].detachFromDevice()
     profile = load(Path(folder) / "training" / "profile.pop")
-    instructions = UPDATES * sum(len(program) // 2 for program in profile.programs.values())
+    tasks = UPDATES * profile.facts["step_tasks"]
     print("| training | CPU time of a call, median (s) | fastest |")
     print("| --- | ---: | ---: |")
     for name in sorted(TEAMS):
         print(f"| {name} | {statistics.median(cores[name]):.3f} | {min(cores[name]):.3f} |")
     median = statistics.median(cores["not profiled 1"] + cores["not profiled 2"])
     cost = recorded_cost()
-    print(f"\nrecording takes {cost * 1e9:.0f} ns an instruction;", end=" ")
-    print(f"{instructions} of them: {cost * instructions / median:.2%} of a call's CPU time")
+    print(f"\nrecording takes {cost * 1e9:.0f} ns a task;", end=" ")
+    print(f"{tasks} of them: {cost * tasks / median:.2%} of a call's CPU time")
     print(
         f"a call: {UPDATES} weight updates of {ACCUMULATION} micro-batches of {ROWS} images; {rounds} rounds"
     )

@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 
 from popengine.environment import pando_version
-from popengine.errors import Error
 from popengine.profile import ProfileError, load
 
 from . import chrome
@@ -43,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reading end is closed: `popvision summary report | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ProfileError, MachineError, Error, OSError) as error:
+    except (ProfileError, MachineError, OSError) as error:
         print(f"popvision: {error}", file=sys.stderr)
         return 1
     return 0

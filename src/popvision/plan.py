@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from popengine.environment import PLAN_WISH
+from popengine.order import ORDERS
 from popengine.profile import PHASES, Profile, ProfileError, load
 
 from . import virtual
@@ -36,6 +37,11 @@ class Estimate:
     """
 
     def __init__(self, profile: Profile, machine: Machine, replicas: int, accumulation: int) -> None:
+        if (order := profile.facts["mode"]) not in ORDERS:
+            raise ProfileError(
+                f"the schedule {order!r} is known to the program that made it only\n"
+                "  fix: make the plan in that program: poptorch.plan(model, options, batch)"
+            )
         self.profile, self.machine = profile, machine
         self.replicas, self.accumulation = replicas, accumulation
         self.needs, self.costs = memory_needs(profile), None  # of a replica; no costs on this host

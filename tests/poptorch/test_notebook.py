@@ -17,7 +17,7 @@ batch = torch.randn(6, 4)
     "model(batch)\nmodel.detachFromDevice()",
     'report = poptorch.Report("report")\nreport',
     "[(row['profile'], row['calls'], row['steps']) for row in report.figures()]",
-    "sum(row['kind'] == 'compute' for row in report.trace())",
+    "sum(row['kind'] == 'forward' for row in report.trace())",
 )
 
 

@@ -14,6 +14,7 @@ from test_page import wide
 from test_runs import ROWS, WIDTH, Model
 
 import poptorch
+from popengine.profile import ProfileError
 from popvision.cli import main
 from popvision.costs import all_reduce_seconds, operation_kind, operation_seconds
 from popvision.machine import MachineError, load_machine, load_machines
@@ -254,6 +255,13 @@ def test_users_add_machines_as_files(tmp_path):
     own.write_text('kind = "apart"\nchip.tiles = { value = 4, source = "" }')
     with pytest.raises(MachineError, match=r"lacks the constant 'pod'\n  fix: .*extends"):
         load_machine(str(own))
+
+
+def test_a_users_own_schedule_is_planned_in_its_own_program_only():
+    profile = heavy(2, 4)
+    other = dataclasses.replace(profile, facts=profile.facts | {"mode": "mine"})
+    with pytest.raises(ProfileError, match="the schedule 'mine' is known to the program that made it only"):
+        apart(other)
 
 
 # ---- costs ---------------------------------------------------------------------------------------------------
