@@ -195,7 +195,7 @@ def test_convolutions_count_their_flops_backward_too_and_the_page_names_the_opti
     chromium.open(tmp_path / "report.html", "model")
     assert text(chromium, "#runs").split("\n") == [
         "strategy",
-        "PipelinedExecution",
+        "PipelinedExecution (1f1b)",
         "optimizer",
         "adamw, 4 parameters in 1 group; max grad norm 2.0",
     ]
