@@ -18,12 +18,13 @@ PAGE = ROOT / "docs" / "reference" / "torch.md"
 PYTEST = ["-m", "pytest", "-m", "not slow", "--dist", "worksteal"]
 UNITS = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tests").glob("test_*.py"))]
 LANES = {
-    "units": [*PYTEST, *UNITS, "tests/popengine", "tests/poptorch", "--ignore", "tests/poptorch/data"],
+    "engine": [*PYTEST, *UNITS, "tests/popengine", "--ignore", "tests/test_wheel.py"],
+    "poptorch": [*PYTEST, "tests/poptorch", "--ignore", "tests/poptorch/data"],
     "parity": [*PYTEST, "tests/parity"],
     "random models": ["-m", "tests.fuzz", "--trials", "200"],
     "zoo": [*PYTEST, "tests/zoo"],
 }
-LANES["units"] += ["--ignore", "tests/test_wheel.py", "--ignore", "tests/poptorch/test_guide.py"]
+LANES["poptorch"] += ["--ignore", "tests/poptorch/test_guide.py"]
 COLUMNS = ["torch", "Python", *LANES]
 _TABLE = re.compile(r"^\| torch \|.*?\n(?!\|)", re.MULTILINE | re.DOTALL)
 
