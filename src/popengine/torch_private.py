@@ -84,7 +84,10 @@ def current_fake_mode() -> Any:
 
 @contextlib.contextmanager
 def modes_restored() -> Iterator[None]:
-    """Run the body, then turn off the torch modes that the body has turned on and not off."""
+    """Run the body, then turn off the torch modes that the body has turned on and not off.
+
+    While they are turned off, a list refers to them: torch 2.10 crashes if only its own stack does.
+    """
     functions, modes = torch._C._len_torch_function_stack(), _get_current_dispatch_mode_stack()
     try:
         yield

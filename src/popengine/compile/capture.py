@@ -2,8 +2,7 @@
 
 The user's forward runs once, on fake tensors in place of its parameters and buffers, then autograd's
 backward; a recorder records both. The user's tensors do not change. Layers run in the float type of their
-input, and the losses are those of torch and of the user's marks. All unstable APIs of torch that the
-engine needs are used in this file and in `recording/`.
+input, and the losses are those of torch and of the user's marks.
 """
 
 import contextlib
@@ -38,7 +37,6 @@ from .recording.torch_errors import explaining_torch_errors
 
 
 @interrupts_delayed()
-@modes_restored()
 def capture(
     module: nn.Module,
     forward: Callable[[list[Tensor]], Sequence[Tensor]],
@@ -88,6 +86,7 @@ def capture(
         fake,
         stand_ins.put_in_module(),
         recorder,
+        modes_restored(),
         explaining_torch_errors(given),
     ):
         with recorder.saved_tensors_listed(), _tracked_calls(module, state):
