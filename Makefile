@@ -54,7 +54,7 @@ test-avx2: $(READY)
 test-all: $(READY) test-avx2
 	$(PYTEST)
 
-# Another version of torch, in an environment of its own; adds a row to docs/reference/torch.md.
+# Another version of torch, in an environment of its own; adds a row to docs/torch_versions.md.
 VERSION ?= 2.15.0
 test-torch:
 	$(MAKE) build/torch-$(VERSION)/.ready VENV=build/torch-$(VERSION) TORCH=$(VERSION)

@@ -1,4 +1,4 @@
-"""Test Pando on this environment's torch, and write the results into docs/reference/torch.md.
+"""Test Pando on this environment's torch, and write the results into docs/torch_versions.md.
 
 `make test-torch VERSION=2.15.0` builds an environment and runs this script in it. Each lane adds its result to the
 row of torch's version; the script exits with 1 if a lane fails.
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "reference" / "torch.md"
+PAGE = ROOT / "docs" / "torch_versions.md"
 PYTEST = ["-m", "pytest", "-m", "not slow", "--dist", "worksteal"]
 UNITS = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tests").glob("test_*.py"))]
 LANES = {
