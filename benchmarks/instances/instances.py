@@ -29,7 +29,7 @@ def ours(rank: int, task: Task, port: int, processes: int, shares_state: bool = 
 
     def unit() -> float:
         loss = trainer(*inputs)[-1].flatten()[-1].item()
-        states = trainer._plans.state.optimizer.values()
+        states = trainer._plans.state.optimizer_states().values()
         told(sum(value.nbytes for state in states for value in state.values()))
         return loss
 

@@ -72,7 +72,7 @@ class Optimizer:
     Args:
         kind:        a key of `popengine.update.optimizer_rules.RULES`
         group_of:    the parameter group of each updated parameter, by canonical name
-        state_types: the dtype of each state of the rule by name ("velocity"; "exp_avg", "exp_avg_sq"; ...)
+        state_types: the dtype of each state of the rule by name ("momentum_buffer"; "exp_avg", "exp_avg_sq"; ...)
         flags:       boolean properties of the rule; `RULES` has the defaults
     """
 

@@ -32,11 +32,7 @@ TOLD = {
     "the_mode_of_the_model": r"the model .* eval\(\)",
     "the_mode_of_a_submodule": r"norm .* eval\(\)",
 }
-# Ways for which the state has to be in `optimizer.state`.
-LATER = [name for name in WAYS if name.startswith(("optimizer_state", "momentum_written"))]
-LATER += ["load_state_dict_by_assignment", "a_parameter_replaced", "pruned_after_a_step_and_compiled_again"]
-LATER += ["parametrized_after_a_step_and_compiled_again"]
-EQUAL = [name for name in WAYS if name not in REFUSED and name not in TOLD and name not in LATER]
+EQUAL = [name for name in WAYS if name not in REFUSED and name not in TOLD]
 
 
 class PlainLoop:

@@ -60,7 +60,6 @@ def test_the_shared_state_is_saved_and_loaded_as_a_whole():
     assert all(torch.equal(state[name], value) for name, value in expected.items())
     again = run(True, replicas=2)[2]
     again._optimizer.load_state_dict(shared.state_dict())
-    again._optimizer_link.upload_loaded_state()
     read = again._optimizer.state_dict()["ipu_state"]
     assert all(torch.equal(read[name], value) for name, value in expected.items())
 

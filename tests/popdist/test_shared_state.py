@@ -183,7 +183,9 @@ def read_too_late(rule):
     executor.destroy()
     with pytest.raises(poptorch.Error, match=r"has gone with its executor\n.*before destroy\(\)"):
         optimizer.state_dict()
-    assert not list(optimizer.state.items())  # Lightning moves an optimizer's state at the end of a fit
+    assert (
+        len(optimizer.state) == len(list(optimizer.param_groups[0]["params"])) // 2
+    )  # this instance's shard
     optimizer.load_state_dict(state)  # to go on with in another executor
     return plain(optimizer.state_dict()) == plain(state)
 

@@ -191,7 +191,7 @@ class Engine:
             "rates": rates_as_texts(hyper),
             "state": {
                 "updates so far": str(step),
-                "loss scaling factor": repr(self._state.shared.loss_factor),
+                "loss scaling factor": repr(float(self._state.shared.loss_factor)),
             },
             "seed": {"random seed": str(seed)},
             "input": {str(index): f"{tuple(value.shape)}" for index, value in enumerate(inputs)},
@@ -243,7 +243,7 @@ class Engine:
         each peer reads, too, or is at its next call (see `ProcessGroup.read_shards`)."""
         shared = self.state.shared
         if self._group is None or not shared.shard_name:
-            return shared.optimizer
+            return shared.optimizer_states()
         shards = self._group.read_shards(shared.shard_name)
         # This process's shard is last: each instance has its own states of parameters with replica groups.
         whole = {key: state for shard in [*shards, shards[self._group.rank]] for key, state in shard.items()}

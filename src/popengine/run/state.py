@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -52,15 +53,17 @@ class TrainState:
 
     def __init__(self, find_weights: Callable[[], Mapping[str, Tensor]], seed: int = 0) -> None:
         self.find_weights = find_weights
-        # Optimizer state by canonical name of the parameter; of parameters with replica groups a row per group.
-        self.optimizer: dict[str, OptimizerState] = {}
+        self.optimizer: Any = SimpleNamespace(
+            state={}
+        )  # `optimizer.state[parameter]` has the optimizer state
+        self._parameters: Mapping[str, Tensor] | None = None  # keys of `optimizer.state`; None: the weights
         # If processes shard the optimizer state: the process that has a parameter's state, by canonical name.
         self.owner: dict[str, int] = {}
         self.shard_name = ""  # under which peers read this process's shard; "": it is not published
         # (seed, number of weight updates so far): one value, so that an interrupt changes both or none.
         self.random_state: tuple[int, int] = seed, 0
         self.own_step: StepFunction  # of an optimizer without a rule
-        self.loss_factor = 1.0  # of automatic loss scaling: multiplies the user's loss scale
+        self.loss_factor = torch.ones(())  # of automatic loss scaling: multiplies the user's loss scale
         self.calls = 0  # complete calls
         self.engines = 0  # that are not closed
         # By replica, buffers that forward changes. Those of replica 0 are copies of the model's own after the
@@ -72,6 +75,31 @@ class TrainState:
         self.lock = threading.Lock()
         self.lost: Error | None = None  # why the weights can't be used any more
         self._confirmed: dict[str, Mark] = {}  # trained parameters when they were equal in all processes
+
+    def use_optimizer(self, optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
+        """Keep optimizer state in `optimizer.state` from now on. Args: parameters: its parameters by name"""
+        self.optimizer, self._parameters = optimizer, parameters
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Return the optimizer's parameters by canonical name; without an optimizer the model's weights."""
+        return self.find_weights() if self._parameters is None else self._parameters
+
+    def optimizer_states(self) -> dict[str, OptimizerState]:
+        """Return the optimizer state of this process by canonical name of the parameter: the tensors that updates
+        change. Of a parameter with replica groups they have a row per group."""
+        state = self.optimizer.state
+        return {key: state[value] for key, value in self.parameters().items() if state.get(value)}
+
+    def state_of(self, key: str) -> OptimizerState:
+        """Return the optimizer state of a parameter, given its canonical name; {} if there is none."""
+        return self.optimizer.state.get(self.parameters()[key], {})
+
+    def set_state(self, key: str, state: OptimizerState) -> None:
+        """Set or, with {}, remove the optimizer state of a parameter."""
+        if state:
+            self.optimizer.state[self.parameters()[key]] = state
+        else:
+            self.optimizer.state.pop(self.parameters()[key], None)
 
     def check_not_lost(self) -> None:
         """Raise the error `lost` if the weights are lost."""
@@ -95,8 +123,8 @@ class TrainState:
     def load_optimizer(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Replace optimizer state by copies of `states`, by parameter and name. Other states stay."""
         for key, state in states.items():
-            own = self.optimizer.setdefault(key, {})
-            own.update((name, value.detach().clone()) for name, value in state.items())
+            copies = {name: value.detach().clone() for name, value in state.items()}
+            self.set_state(key, {**self.state_of(key), **copies})
 
     def own_buffers(self, keys: Iterable[str], replicas: int) -> list[dict[str, Tensor]]:
         """Return `buffers`, with these keys for each replica. A buffer that has no value of a replica's own, or
@@ -160,6 +188,7 @@ class State:
         self.new_buffers: list[dict[str, Tensor]] = [{} for _ in replicas]
         self.sums: list[dict[str, Tensor]] = [{} for _ in replicas]
         self.optimizer: dict[Unit, OptimizerState] = {}
+        self._bound_states: dict[Unit, tuple[Tensor, ...]] = {}  # those that `optimizer` was made from
         with devices.as_current_device(device):
             fixed = {}  # constants, and the loss scale, which is 1 at first
             for slot in (slot for slot in self._slots.values() if slot.role not in WEIGHTS):
@@ -303,38 +332,41 @@ class State:
     def _bind_optimizer(self, unit: Unit, hyper: Hyper | None) -> None:
         """Set `optimizer[unit]` to the shared optimizer state. States that are missing are added; those with
         another dtype or layout are replaced by copies. Remove a state that another process owns."""
-        optimizer, shared = self.settings.optimizer, self.shared.optimizer
+        optimizer = self.settings.optimizer
         assert optimizer is not None
         if unit.key not in optimizer.group_of:
             return
         if not self.is_updated_here(unit.key):
-            shared.pop(unit.key, None)
+            self.shared.set_state(unit.key, {})
             return
         rates = {} if hyper is None else hyper.groups[optimizer.group_of[unit.key]]
         kept = list(RULES[optimizer.kind].states_of(optimizer, rates))
-        states, known = shared.setdefault(unit.key, {}), self.optimizer.get(unit)
-        groups = self.settings.replica_groups.get(unit.key)
-        if groups is None:
-            if known is None or [*known] != [state.name for state in kept] or self._has_other(known, states):
-                for state in kept:
-                    states[state.name] = fitting_state(
-                        optimizer, state, self.weight(unit), states.get(state.name)
-                    )
-                self.optimizer[unit] = {state.name: states[state.name] for state in kept}
+        states = self.shared.state_of(unit.key)
+        present = [states.get(each.name) for each in kept]
+        known = self._bound_states.get(unit)
+        if known is not None and [*map(id, present)] == [*map(id, known)]:
             return
-        index, copied = groups.rows.index(unit.replica), list[tuple[Tensor, Tensor]]()
-        for state in kept:
-            if state.name not in states:
-                first = fitting_state(optimizer, state, self.weight(unit))
-                states[state.name] = torch.stack([first] * len(groups.rows))
-            copied += self._copied_rows(unit.key, states[state.name])
-        self.optimizer[unit] = {state.name: states[state.name][index] for state in kept}
-        self._rows[f"state of {unit.key}"] = copied
-
-    @staticmethod
-    def _has_other(known: OptimizerState, states: OptimizerState) -> bool:
-        """Return whether one of the tensors in `known` is not in `states` under its name."""
-        return any(states.get(name) is not value for name, value in known.items())
+        groups, weight = self.settings.replica_groups.get(unit.key), self.weight(unit)
+        fitting = OptimizerState()
+        for each, value in zip(kept, present, strict=True):
+            if groups is None:
+                fitting[each.name] = fitting_state(optimizer, each, weight, value)
+            elif value is None:
+                first = fitting_state(optimizer, each, weight)
+                fitting[each.name] = torch.stack([first] * len(groups.rows))
+            else:
+                rows = value if len(value) == len(groups.rows) else value[list(groups.of)]
+                fitting[each.name] = rows.to(fitting_state(optimizer, each, weight).dtype)
+            if value is None and states.get(each.one_with) is not None:
+                fitting[each.name].fill_(1)
+        self.shared.set_state(unit.key, {**states, **fitting})
+        self._bound_states[unit] = tuple(fitting.values())
+        if groups is not None:
+            pairs = (self._copied_rows(unit.key, value) for value in fitting.values())
+            self._rows[f"state of {unit.key}"] = [pair for each in pairs for pair in each]
+            index = groups.rows.index(unit.replica)
+            fitting = {name: value[index] for name, value in fitting.items()}
+        self.optimizer[unit] = fitting
 
     # ---- a step --------------------------------------------------------------------------------------------
 

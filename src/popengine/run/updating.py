@@ -251,7 +251,7 @@ class Updates:
         """Set the loss factor of the next step; return whether all gradients of this step are finite."""
         seen = self._all_reduce_if_sharded(sum(self._counts, torch.zeros(3, dtype=torch.int64)))
         elements, large, not_finite = seen.tolist()
-        self.state.shared.loss_factor *= 2 if not not_finite and large <= _SHARE * elements else 0.5
+        self.state.shared.loss_factor.mul_(2 if not not_finite and large <= _SHARE * elements else 0.5)
         return not not_finite
 
     def _rounding_seed(self, unit: Unit) -> int | None:

@@ -59,7 +59,7 @@ def sgd(step: Step) -> None:
     lr, momentum, dampening = group["lr"], group["momentum"], group.get("dampening", 0.0)
     _decay_gradients(step)
     if momentum != 0:
-        velocities = step.state("velocity")
+        velocities = step.state("momentum_buffer")
         torch._foreach_mul_(velocities, momentum)
         torch._foreach_add_(velocities, gradients, alpha=1 - dampening)
         if optimizer.flags.get("torch_dampening"):
@@ -202,7 +202,7 @@ def lars(step: Step) -> None:
     if chosen:
         _decay_gradients(step._replace(parameters=[parameters[i] for i in chosen], gradients=steps))
         torch._foreach_mul_(steps, [states[i]["trust"] for i in chosen])
-    velocities = step.state("velocity")
+    velocities = step.state("momentum_buffer")
     torch._foreach_mul_(velocities, group["momentum"])
     torch._foreach_add_(velocities, gradients, alpha=group["lr"])
     torch._foreach_sub_(parameters, velocities)
@@ -243,7 +243,7 @@ def fused_sgd(step: Step) -> None:
     fused_sgd_(
         parameters,
         gradients,
-        step.state("velocity") if momentum != 0 else [],
+        step.state("momentum_buffer") if momentum != 0 else [],
         weight_decay=rates["weight_decay"],
         momentum=momentum,
         lr=rate,

@@ -23,23 +23,21 @@ class RuleState:
     """The description of a state tensor that an optimizer has for each parameter.
 
     Args:
-        file:  prefix of the tensor's name in the `state_dict()` of a poptorch optimizer, such as "Accl1"
+        name:  key in `optimizer.state[parameter]`; torch's, if torch has this optimizer
+        file:  prefix of the tensor's name in the "ipu_state" of a poptorch optimizer, such as "Accl1"; "": it is
+            not there
         dtype: attribute of the optimizer that holds the tensor's dtype; "" for float32
-        torch: name in the state of `torch_class`, if different; "" if torch has no such tensor
         when:  flag that must be on for the tensor to exist; "momentum": it exists once the momentum is not 0
         ones_when: flag for which the tensor starts with ones; otherwise it starts with zeros
+        one_with: name of a state of torch: if it is there and this state is not, this state starts with 1
     """
 
     name: str
     file: str
     dtype: str = ""
-    torch: str | None = None
     when: str = ""
     ones_when: str = ""
-
-    @property
-    def torch_name(self) -> str:
-        return self.name if self.torch is None else self.torch
+    one_with: str = ""
 
 
 @dataclass(frozen=True)
@@ -155,8 +153,8 @@ RULES: dict[str, Rule] = {
         formulas.sgd,
         rates=("lr", "momentum", "dampening", "weight_decay", "nesterov"),
         states=(
-            RuleState("velocity", "Accl1", "velocity_accum_type", torch="momentum_buffer", when="momentum"),
-            RuleState("step", "Step", torch="", when="torch_dampening"),
+            RuleState("momentum_buffer", "Accl1", "velocity_accum_type", when="momentum"),
+            RuleState("step", "Step", when="torch_dampening", one_with="momentum_buffer"),
         ),
         flags={"torch_dampening": Flag(read=_has_torch_dampening)},
         fused=formulas.fused_sgd,
@@ -171,6 +169,7 @@ RULES: dict[str, Rule] = {
             RuleState("square_avg", "Accl1", _SECOND, ones_when="use_tf_variant"),
             RuleState("momentum_buffer", "Accl2", _FIRST, when="momentum"),
             RuleState("grad_avg", "Accl3", _FIRST, when="centered"),
+            RuleState("step", ""),
         ),
         flags={"centered": Flag(of_group=True, label="_CENTERED"), "use_tf_variant": Flag()},
         torch_class=torch.optim.RMSprop,
@@ -185,7 +184,7 @@ RULES: dict[str, Rule] = {
     "lars": Rule(
         formulas.lars,
         rates=("lr", "momentum", "weight_decay", "eta", "eps"),
-        states=(RuleState("velocity", "Accl1", "velocity_accum_type"),),
+        states=(RuleState("momentum_buffer", "Accl1", "velocity_accum_type"),),
         # No ratios for biases and norm layers.
         trust_ratios=TrustRatios(lambda step: None, formulas.lars_trust_ratios, min_dims=2),
     ),

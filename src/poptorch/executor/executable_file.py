@@ -191,10 +191,10 @@ def training_state(executor: Any) -> TrainingState:
         buffers = [{name: each.get(name, values[name]).clone() for name in names} for each in own]
         states = {
             key: {n: value.detach().clone() for n, value in each.items()}
-            for key, each in state.optimizer.items()
+            for key, each in state.optimizer_states().items()
         }
     return {
-        **vars(KeptState(plans.random_state, states, state.loss_factor, buffers)),
+        **vars(KeptState(plans.random_state, states, float(state.loss_factor), buffers)),
         "weights": {name: value for name, value in values.items() if name not in names},
         "shares_state": plans.is_optimizer_sharded,
         "rates": [
@@ -222,7 +222,6 @@ def set_training_state(executor: Any, state: TrainingState) -> None:
         group.update(rates)
     if state["loss_scaling"] is not None:
         optimizer.loss_scaling = state["loss_scaling"]
-    executor._optimizer_link.discard_host_states()
     executor.setOptimizer(optimizer)
 
 

@@ -155,7 +155,7 @@ class PoplarExecutor(PublicNames):
                 self.attachToDevice()
             self._flags.check_changes()
             self._optimizer_link.warn_of_changes()
-            self._optimizer_link.upload_loaded_state()
+            self._optimizer_link.use_loaded_rates()
             engine, recorder = plans.require_engine(), plan.reporter and plan.reporter.recorder
             inputs = self._engine_inputs(run.call, plan)
             try:

@@ -147,16 +147,20 @@ class LoadedPlans:
 
         Args: whole: gather an optimizer state that is sharded over instances; False: this instance's shard
         """
-        optimizer = self.optimizer_states() if whole else self.state.optimizer
-        return KeptState(self.random_state, optimizer, self.state.loss_factor)
+        optimizer = self.optimizer_states() if whole else self.state.optimizer_states()
+        return KeptState(self.random_state, optimizer, float(self.state.loss_factor))
 
     def set_kept_state(self, kept: KeptState) -> None:
         """Replace the state, except weights, by a copy of `kept`."""
         if kept.random is not None:
             self.random_state = kept.random
-        self.state.optimizer.clear()
-        self.state.load_optimizer(kept.optimizer or {})
-        self.state.loss_factor = kept.loss_factor
+        if kept.optimizer is not None:
+            self.state.optimizer.state.clear()
+            # Earlier versions wrote the momentum of SGD and LARS by another name.
+            names = {"velocity": "momentum_buffer"}
+            states = {k: {names.get(n, n): v for n, v in s.items()} for k, s in kept.optimizer.items()}
+            self.state.load_optimizer(states)
+        self.state.loss_factor.fill_(kept.loss_factor)
         if kept.buffers is not None:
             self.state.write_buffers(kept.buffers)
 
@@ -216,4 +220,4 @@ class LoadedPlans:
                 " their devices\n"
                 "  fix: call state_dict() before detachFromDevice() or destroy(), or after attachToDevice()"
             )
-        return self.state.optimizer
+        return self.state.optimizer_states()

@@ -1,19 +1,26 @@
-"""The mixin of poptorch's optimizers: attributes that torch's lack, and the state on an executor's devices."""
+"""The mixin of poptorch's optimizers: attributes that torch's lack, and poptorch's format of the state."""
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from popengine.update.optimizer_rules import RULES
-from poptorch.optim.optimizer_state import check_states, check_torch_state, from_ipu_state, load_rates
+from poptorch.logs import logger
+from poptorch.optim.optimizer_state import (
+    check_states,
+    check_torch_state,
+    from_ipu_state,
+    load_rates,
+    rates_of,
+    to_ipu_param,
+    to_ipu_state,
+)
 
-# (ipu_state, ipu_param): tensors by the names that `optimizer_state.py` lists.
-DeviceState = tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]
+LOSS_FACTOR = "lossScaleUpdateFactor"  # key of "ipu_state": the factor of automatic loss scaling
 
 
 class VariableAttributes:
@@ -56,7 +63,7 @@ class Optimizer:
     """Mixin of poptorch's optimizers: each inherits from this class and from a torch optimizer.
 
     The rates are torch's `param_groups`, so learning rate schedulers work; an executor reads them at
-    `setOptimizer` only. The state (momenta, step counts) is on the executor's devices.
+    `setOptimizer` only. The state (momenta, step counts) is torch's `state`, which executors update.
     """
 
     _kind: str  # key of the class's rule in `RULES`
@@ -64,20 +71,16 @@ class Optimizer:
     _needs_lr = False  # whether "lr" is mandatory, as an argument or in every parameter group
     _more_rates: tuple[str, ...] = ()  # rates in `variable_attrs` that the rule doesn't read
 
-    # Reads the state back from the devices. Set by the executor that the optimizer belongs to.
-    _state_reader: Callable[[], DeviceState] | None = None
-    # Raises RuntimeError for states with other shapes than the parameters. Set by the executor, too.
-    _state_check: Callable[[Mapping[str, Tensor]], None] | None = None
-    # State that the user has loaded and the executor has not uploaded yet.
-    _pending_state: DeviceState | None = None
-    # Whether `state` was loaded, from a dictionary whose "ipu_state" is None, and not uploaded yet.
-    _has_torch_state = False
+    # Canonical names of the parameters in the order of the groups. Set by an executor that has compiled them.
+    _names: tuple[str, ...] = ()
+    # ("ipu_state", "ipu_param") that were loaded before the names were known.
+    _pending_state: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
     # Whether the rates were changed by a loaded state since the executor last read them.
     _has_loaded_rates = False
-    # State read from the last executor before it released the optimizer, and its names of the parameters.
-    _kept_state: DeviceState | None = None
-    _kept_names: Mapping[int, str] = MappingProxyType({})  # id(parameter) -> canonical name
+    # The factor of automatic loss scaling, which calls change; None: there is none.
+    _loss_factor: Tensor | None = None
 
+    state: Any  # torch's: {parameter: {name of a state: tensor}}
     loss_scaling: float = 1.0
     max_grad_norm: float = math.inf
     accum_type: torch.dtype = torch.float32
@@ -125,24 +128,31 @@ class Optimizer:
     # State ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's dictionary, with the devices' state as "ipu_state" and the rates as "ipu_param".
+        """Return torch's dictionary, with the state as "ipu_state" too, and the rates as "ipu_param".
 
-        Both are None before compilation, unless they were loaded, and while a loaded state in torch's format
-        waits for its upload. Raises Error if the state was sharded over instances and the executor has ended.
+        Both are None before compilation, unless they were loaded. Their tensors are those that updates change.
+        Raises Error if the state was sharded over instances and the executor has ended.
         """
-        state = None
-        if not self._has_torch_state:
-            state = self._pending_state or (self._state_reader() if self._state_reader else self._kept_state)
-        ipu_state, ipu_param = state or (None, None)
-        return {"ipu_state": ipu_state, "ipu_param": ipu_param, **super().state_dict()}  # type: ignore[misc]
+        whole = super().state_dict()  # type: ignore[misc]
+        ipu_state, ipu_param = self._pending_state or (None, None)
+        if self._pending_state is None and self._names:
+            states = {name: whole["state"].get(index, {}) for index, name in enumerate(self._names)}
+            ipu_state = to_ipu_state(self._kind, states)
+            if self._loss_factor is not None:
+                ipu_state[LOSS_FACTOR] = self._loss_factor
+            sizes = [len(group["params"]) for group in self.param_groups]  # type: ignore[attr-defined]
+            indices = (index for index, size in enumerate(sizes) for _ in range(size))
+            group_of = dict(zip(self._names, indices, strict=True))
+            ipu_param = to_ipu_param(group_of, rates_of(self._kind, self))
+        return {"ipu_state": ipu_state, "ipu_param": ipu_param, **whole}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict()`: the rates at once, the state at the next call of an executor.
+        """Load a `state_dict()`: rates and state.
 
-        If "ipu_state" is None, the executor uploads torch's part: the momenta of updates on the host, or of a
-        torch optimizer with the same rule. Raises RuntimeError, and loads nothing, if the dictionary is empty
-        or lacks "ipu_state" or "ipu_param", or for states of another rule, of other shapes, or with values
-        that no update yields.
+        If "ipu_state" is None, torch's part is loaded: the momenta of updates on the host, or of a torch
+        optimizer with the same rule. States that "ipu_state" lacks stay, and a warning names them. Raises
+        RuntimeError, and loads nothing, if the dictionary is empty or lacks "ipu_state" or "ipu_param", or
+        for states of another rule, of other shapes, or with values that no update yields.
         """
         if not state_dict:
             raise RuntimeError(
@@ -160,54 +170,58 @@ class Optimizer:
         torch_part = dict(state_dict)
         ipu_state, ipu_param = torch_part.pop("ipu_state"), torch_part.pop("ipu_param")
         check_torch_state(self._kind, self, torch_part)
-        check_states(self._kind, from_ipu_state(self._kind, ipu_state or {}))
-        if self._state_check is not None:
-            self._state_check(ipu_state or {})
+        self._check_ipu_state(ipu_state or {})
+        before = self.state
         super().load_state_dict(torch_part)  # type: ignore[misc]
         self._pending_state = None if ipu_state is None else (dict(ipu_state), dict(ipu_param or {}))
+        if self._pending_state is not None and self._names:
+            self.state = before
+            self._take_pending_state()
         if ipu_param:
             load_rates(self._kind, self, ipu_param)
             self._has_loaded_rates = True
-        self._has_torch_state = ipu_state is None and bool(self.state)  # type: ignore[attr-defined]
 
-    def _unlink_executor(self, names: Mapping[int, str], lost: Callable[[], NoReturn] | None = None) -> None:
-        """If an executor is linked, copy the devices' state into `_kept_state`, and remove the link.
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]  # type: ignore[attr-defined]
 
-        Args:
-            names: id(parameter) -> canonical name
-            lost:  None, or a function that raises the error of later reads: then no state is copied
+    def _check_ipu_state(self, entries: Mapping[str, Tensor]) -> None:
+        """Raise RuntimeError if a state in an "ipu_state" has invalid values or another shape."""
+        shapes = {n: tuple(p.shape) for n, p in zip(self._names, self._parameters(), strict=False)}
+        check_states(self._kind, from_ipu_state(self._kind, entries), shapes)
+
+    def _set_names(self, names: Iterable[str]) -> None:
+        """Set the canonical names of the parameters, and move a state that was loaded before into `state`.
+
+        Raises: RuntimeError, if the loaded state does not fit the parameters
         """
-        if self._state_reader is not None:
-            self._kept_state = self._state_reader() if lost is None else None
-            self._kept_names = names
-            self._state_reader, self._state_check = lost, None
+        self._names = tuple(names)
+        if self._pending_state is not None:
+            self._check_ipu_state(self._pending_state[0])
+            self._take_pending_state()
 
-    def _reload_kept_state(self, names: Mapping[int, str]) -> None:
-        """Move `_kept_state` to `_pending_state`; discard the kept state if another one was loaded since.
-
-        Args: names: id(parameter) -> canonical name in the executor that will upload the state
-        """
-        kept, self._kept_state = self._kept_state, None
-        if kept is None or kept[0] is None or self._pending_state or self._has_torch_state:
-            return
-        new_names = {name: names[key] for key, name in self._kept_names.items() if key in names}
-        state = {}
-        for key, value in kept[0].items():
-            prefix, separator, name = key.partition("___")
-            state[f"{prefix}{separator}{new_names.get(name, name)}"] = value
-        self._pending_state = state, kept[1]
+    def _take_pending_state(self) -> None:
+        """Copy the pending state into `state`. States that it lacks stay; a warning names them."""
+        assert self._pending_state is not None
+        entries, self._pending_state = self._pending_state[0], None
+        loaded = from_ipu_state(self._kind, entries)
+        parameters = dict(zip(self._names, self._parameters(), strict=True))
+        present = {name: self.state.get(parameter, {}) for name, parameter in parameters.items()}
+        if missing := sorted(set(to_ipu_state(self._kind, present)) - set(entries)):
+            logger.warning("the loaded optimizer state has nothing for %s: kept as it is", ", ".join(missing))
+        for name in loaded.keys() & parameters.keys():
+            copies = {key: value.detach().clone() for key, value in loaded[name].items()}
+            self.state[parameters[name]] = {**present[name], **copies}
+        if LOSS_FACTOR in entries:
+            loaded_factor = entries[LOSS_FACTOR].detach().clone()
+            self._loss_factor = (
+                loaded_factor if self._loss_factor is None else self._loss_factor.copy_(loaded_factor)
+            )
 
     # Copies -----------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to be copied: without links to the executor, hooks, and a scheduler's `step`,
-        and with the devices' state, which is read now."""
-        attributes = {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("step", "_state_reader", "_state_check", "_kept_names")
-            and not name.startswith("_optimizer_")
+        """Return the attributes to be copied: without hooks and a scheduler's `step`."""
+        return {
+            **super().__getstate__(),  # type: ignore[misc]
+            **{n: v for n, v in vars(self).items() if n != "step" and not n.startswith("_optimizer_")},
         }
-        if self._state_reader is not None:
-            attributes["_kept_state"] = self._state_reader()
-        return {**super().__getstate__(), **attributes}  # type: ignore[misc]

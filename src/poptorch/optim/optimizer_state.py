@@ -1,4 +1,4 @@
-"""Conversions and checks of optimizer states and rates: poptorch's format, torch's, and the engine's.
+"""Conversions of optimizer states and rates to and from poptorch's format, and checks of states.
 
 `state_dict()` of poptorch's optimizers has two dictionaries of tensors. `RULES` defines the keys' prefixes:
 
@@ -9,7 +9,7 @@ ipu_state   Accl1___<parameter>   first state of the rule: velocity, first momen
 ipu_param   <rate>___specific___<parameter>   a rate of the parameter's group
             lossScaling_FLOAT                 the loss scaling of the optimizer
 
-torch's optimizers keep torch's own format, so a checkpoint can be loaded in plain PyTorch, and the other way round.
+`optimizer.state` has torch's names, so a checkpoint can be loaded in plain PyTorch, and the other way round.
 """
 
 import math
@@ -20,10 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from popengine import settings
 from popengine.settings import Hyper
-from popengine.torch_private import DisableTorchFunctionSubclass
-from popengine.update.optimizer_rules import RULES, Rule
+from popengine.update.optimizer_rules import OWN_STEP, RULES, Rule
 from poptorch.logs import logger
 
 State = dict[str, Tensor]
@@ -168,17 +166,18 @@ def _loaded_or_old(loaded: float | None, old: Any) -> Any:
 
 def to_ipu_state(kind: str, states: Mapping[str, State]) -> dict[str, Tensor]:
     """Convert states, by canonical parameter name, to an "ipu_state" with the same tensors."""
-    prefixes = {state.name: state.file for state in RULES[kind].states}
+    prefixes = {state.name: state.file for state in RULES[kind].states if state.file}
     return {
         f"{prefixes[name]}___{parameter}": value
         for parameter, state in states.items()
         for name, value in state.items()
+        if name in prefixes
     }
 
 
 def from_ipu_state(kind: str, ipu_state: Mapping[str, Tensor]) -> dict[str, State]:
     """Convert an "ipu_state" to states by canonical parameter name, without entries that the rule lacks."""
-    names = {state.file: state.name for state in RULES[kind].states}
+    names = {state.file: state.name for state in RULES[kind].states if state.file}
     states: dict[str, State] = {}
     for key, value in ipu_state.items():
         prefix, _, parameter = key.partition("___")
@@ -220,35 +219,15 @@ def check_states(
 # torch's format ---------------------------------------------------------------------------------------
 
 
-def to_torch_state(kind: str, state: Mapping[str, Tensor], steps: int) -> State:
-    """Convert one parameter's state from the engine's format to torch's. For rules other than SGD a missing
-    "step", the number of updates, becomes `steps`."""
-    names = {each.name: each.torch_name for each in RULES[kind].states}
-    result = {names[name]: value for name, value in state.items() if names[name]}
-    if names.get("step", "step"):  # torch counts the updates of every rule but SGD
-        result.setdefault("step", torch.tensor(float(steps)))
-    return result
-
-
-def from_torch_state(optimizer: settings.Optimizer, state: Mapping[str, Any]) -> State:
-    """Convert one parameter's state from torch's format to the engine's, without entries that the rule lacks.
-    With torch's dampening, "step" becomes 1: torch leaves only the first update undampened."""
-    names = {each.torch_name: each.name for each in RULES[optimizer.kind].states if each.torch_name}
-    result = {names[n]: value for n, value in state.items() if n in names and isinstance(value, Tensor)}
-    if optimizer.flags.get("torch_dampening") and result:
-        result["step"] = torch.ones(())
-    return result
-
-
 def check_torch_state(kind: str, optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """Raise RuntimeError if torch's part of a `state_dict()` has states of another kind of optimizer, of
-    other shapes than the parameters, or with values that no update yields."""
+    other shapes than the parameters, or with values that no update yields. Any state fits an own `step()`."""
+    if kind == OWN_STEP:
+        return
     rule_states = RULES[kind].states
-    names = {each.torch_name: each.name for each in rule_states if each.torch_name}
-    always = {each.torch_name for each in rule_states if each.dtype and not each.when}
-    known = {"step", *names}
-    with DisableTorchFunctionSubclass():  # reading a marked parameter copies weights
-        shapes = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]]
+    always = {each.name for each in rule_states if each.dtype and not each.when}
+    known = {"step", *(each.name for each in rule_states)}
+    shapes = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]]
     states: dict[str, State] = {}
     for index, state in state_dict.get("state", {}).items():
         tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
@@ -259,5 +238,5 @@ def check_torch_state(kind: str, optimizer: Any, state_dict: Mapping[str, Any]) 
                 f" {', '.join(sorted(known))}\n"
                 "  fix: use the optimizer that wrote it, or go on with a new one"
             )
-        states[f"parameter {index}"] = {names.get(name, name): value for name, value in tensors.items()}
+        states[f"parameter {index}"] = tensors
     check_states(kind, states, {f"parameter {index}": shape for index, shape in enumerate(shapes)})

@@ -11,7 +11,7 @@ from popengine.settings import Anchor, Counts, Hyper, Optimizer, Settings
 SGD = {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": False}
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "max_weight_norm": 10.0}
 TYPES = {
-    "sgd": {"velocity": torch.float32},
+    "sgd": {"momentum_buffer": torch.float32},
     "adam": {"exp_avg": torch.float32, "exp_avg_sq": torch.float32},
 }
 
@@ -93,7 +93,7 @@ def trained(engine, calls=3, hyper=None, recorder=None):
         results = engine.run(batch_for(engine, call), hyper[call], recorder)
         found |= {f"output {call} {i}": value.clone() for i, value in enumerate(results.outputs())}
     found |= {name: value.clone() for name, value in engine.state.read().items()}
-    for key, state in engine.state.shared.optimizer.items() if engine.settings.training else ():
+    for key, state in engine.state.shared.optimizer_states().items() if engine.settings.training else ():
         found |= {f"{key} {name}": value for name, value in state.items()}
     engine.close()
     return found

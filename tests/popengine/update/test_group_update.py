@@ -247,7 +247,7 @@ def test_half_weights_stay_finite_under_tiny_gradients():
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "lamb"])
 def test_states_keep_the_dtype_that_was_asked_for(kind):
-    types = {"velocity": torch.float16} if kind == "sgd" else {"exp_avg": torch.float16}
+    types = {"momentum_buffer": torch.float16} if kind == "sgd" else {"exp_avg": torch.float16}
     rates = decaying(momentum=0.9, beta1=0.9, beta2=0.9, eps=1e-4, weight_decay=0.0, max_weight_norm=65500.0)
     mine, states = train(rule(kind, state_types=types), rates, steps=3)
     wide, _ = train(rule(kind), rates, steps=3)

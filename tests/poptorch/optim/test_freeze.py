@@ -22,7 +22,7 @@ def test_the_rates_of_two_groups_are_floats_by_group():
     frozen, hyper = freeze(optimizer)
     assert frozen.kind == "sgd"
     assert frozen.group_of == {"weight": 0, "bias": 1}
-    assert frozen.state_types == {"velocity": torch.float32}
+    assert frozen.state_types == {"momentum_buffer": torch.float32}
     shared = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": 0.0, "maximize": 0.0}
     assert hyper.groups == ({"lr": 0.5, **shared}, {"lr": 0.1, **shared})
     assert hyper.loss_scaling == 1.0
@@ -87,7 +87,9 @@ def test_a_tensor_learning_rate_is_read():
 
 def test_a_momentum_that_stays_zero_keeps_no_velocity():
     assert freeze(SGD(MODEL.parameters(), lr=0.1))[0].state_types == {}
-    assert freeze(SGD(MODEL.parameters(), lr=0.1, momentum=0.0))[0].state_types == {"velocity": torch.float32}
+    assert freeze(SGD(MODEL.parameters(), lr=0.1, momentum=0.0))[0].state_types == {
+        "momentum_buffer": torch.float32
+    }
 
 
 def test_max_weight_norm_of_none_is_the_default():

@@ -111,6 +111,43 @@ def test_plain_torch_goes_on_from_a_checkpoint_of_an_executor(kind):
     assert torch.equal(resumed.layer.weight, model.layer.weight)
 
 
+@pytest.mark.parametrize("kind", [*OPTIMIZERS])
+def test_updates_change_the_tensors_of_the_optimizers_state(kind):
+    """So calls and plain updates may take turns, and what is written into a state counts."""
+    model, optimizer = made(kind)
+    twin, expected = made(kind)
+    executor = on_ipus(model, optimizer, data(1))
+    plain(twin, expected, data(1))
+    tensors = [value for state in optimizer.state.values() for value in state.values()]
+    for number, batch in enumerate(data(5)[1:]):
+        if number == 2:
+            plain(model, optimizer, [batch])
+            optimizer.zero_grad()
+        else:
+            executor(batch)
+        plain(twin, expected, [batch])
+        for state in (*optimizer.state.values(), *expected.state.values()):
+            for name in state.keys() - {"step"}:
+                if state[name] is not None:
+                    state[name].mul_(0.5)
+        assert torch.equal(model.layer.weight, twin.layer.weight)
+    now = [value for state in optimizer.state.values() for value in state.values()]
+    assert all(one is other for one, other in zip(tensors, now, strict=True) if one is not None)
+
+
+def test_a_new_optimizer_without_state_continues_and_the_one_before_keeps_a_copy():
+    model, optimizer = made("adam")
+    executor = on_ipus(model, optimizer, data(2))
+    before = copy.deepcopy(optimizer.state_dict())
+    executor.setOptimizer(OPTIMIZERS["adam"](model.parameters()))
+    for batch in data(4)[2:]:
+        executor(batch)
+    same(optimizer.state_dict(), before)
+    twin, expected = made("adam")
+    plain(twin, expected, data(4))
+    assert torch.equal(model.layer.weight, twin.layer.weight)
+
+
 def test_the_optimizer_goes_on_by_itself_after_destroy():
     model, optimizer = made("adam")
     on_ipus(model, optimizer, data(2)).destroy()
@@ -156,14 +193,12 @@ COPIES = {
 
 @pytest.mark.parametrize("kind", ["momentum", "adam"])
 @pytest.mark.parametrize("duplicate", COPIES)
-def test_a_copy_of_a_torch_optimizer_has_the_state_that_the_devices_have(kind, duplicate):
-    # Copies and pickles were of the empty state that the optimizer has while its model is wrapped.
+def test_a_copy_of_a_torch_optimizer_has_its_state(kind, duplicate):
     model, optimizer = made(kind)
     executor = on_ipus(model, optimizer, data(2))
     twin = COPIES[duplicate](optimizer)
     same(twin.state_dict(), optimizer.state_dict())
     assert twin.state_dict()["state"][0].keys() == optimizer.state_dict()["state"][0].keys() != set()
-    assert not optimizer.state  # the devices still have it
     executor.destroy()
     again = COPIES[duplicate](optimizer)
     same(again.state_dict(), twin.state_dict())
@@ -272,7 +307,7 @@ def test_poptorchs_optimizers_go_on_from_a_torch_optimizers_state(kind, when):
     for batch in data(4)[2:]:
         executor(batch)
     assert torch.equal(resumed.layer.weight, model.layer.weight)
-    assert other.state_dict()["state"] == {}  # the devices have it
+    assert other.state_dict()["state"].keys() == state["state"].keys()
 
 
 def test_the_state_of_another_rule_is_refused_and_changes_nothing():
@@ -429,7 +464,7 @@ def test_a_wrong_state_that_a_torch_optimizer_has_already_is_refused_when_it_is_
     model, optimizer = made("adam")
     plain(model, optimizer, data(1))
     optimizer.state[model.layer.weight]["step"].fill_(-3)
-    with pytest.raises(RuntimeError, match=r"step of layer\.weight is -3"):
+    with pytest.raises(RuntimeError, match="step of parameter 0 is -3"):
         on_ipus(model, optimizer, [])
 
 
@@ -439,8 +474,11 @@ def test_a_state_of_another_model_that_was_loaded_before_wrapping_is_refused_bef
     on_ipus(model, optimizer, data(1)).destroy()
     state = copy.deepcopy(optimizer.state_dict())
     state["ipu_state"]["Accl1___layer.weight"] = torch.zeros(7)
-    optimizer.load_state_dict(state)
-    executor = on_ipus(model, optimizer, [])
+    with pytest.raises(RuntimeError, match=r"(?s)exp_avg of layer\.weight .* shape \[2, 3\]"):
+        optimizer.load_state_dict(state)
+    other = OURS["adam"](model.parameters())
+    other.load_state_dict(state)  # whose parameters have no names yet
+    executor = on_ipus(model, other, [])
     with pytest.raises(RuntimeError, match=r"(?s)exp_avg of layer\.weight .* shape \[2, 3\]"):
         executor(data(1)[0])
 

@@ -167,7 +167,7 @@ class ProcessGroup(Connections):
         Raises PeerFailed if an instance has dropped its state."""
         file = io.BytesIO()
         try:
-            torch.save(self._states[name].optimizer, file)
+            torch.save(self._states[name].optimizer_states(), file)
         except BaseException as error:
             why = "has let go of it" if isinstance(error, KeyError) else f"failed: {error}"
             self.abort(f"was asked for its part of {name.removeprefix(_READING)}, and {why}")
