@@ -82,10 +82,8 @@ class Cluster:
         return self._call("POST", _kind_path(new["kind"], new["metadata"]["namespace"]), json=new)
 
     def delete(self, existing: Object, orphan: bool = False) -> None:
-        """Delete an object. Raises: Refused (404), if it is gone; (409), if another object has its name.
-
-        Args: orphan: keep the objects that the deleted object owns
-        """
+        """Delete an object and, unless `orphan`, those that it owns. Raises: Refused (404), if it is gone;
+        (409), if another object has its name."""
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
         options["preconditions"] = {"uid": existing["metadata"]["uid"]}
         options["propagationPolicy"] = "Orphan" if orphan else "Background"

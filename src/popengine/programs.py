@@ -43,9 +43,5 @@ def programs(plan: Plan) -> dict[int, list[tuple[int, int]]]:
 
 
 def drawn_schedule(plan: Plan, cores: int = 0) -> tuple[str, str]:
-    """Return the name of a plan's order, and its schedule as a text grid (see `order.draw`).
-
-    Args:
-        cores: the number of cores that share all ipus; 0: each ipu is a device of its own
-    """
+    """Return the name of a plan's order, and its schedule as a text grid; for `cores` see `order.draw`."""
     return plan.order, draw(actions(plan)[0], plan.micro_batches, order_named(plan.order), cores)

@@ -136,10 +136,6 @@ class ReplicaGroups:
             return tuple(range(len(self.of)))
         return tuple(self.of.index(group) for group in sorted(set(self.of)))
 
-    def row_index_of_replica(self, replica: int, rows: int) -> int:
-        """Return the index of a replica's row in a host tensor of `rows` rows: one per group or replica."""
-        return replica if self.all_rows and rows == len(self.of) else self.of[replica]
-
 
 @dataclass(frozen=True)
 class Hyper:
@@ -191,7 +187,6 @@ class Settings:
     products_in_float32: tuple[str, ...] = ()
     anchors: tuple[Anchor, ...] = ()
     replica_groups: dict[str, ReplicaGroups] = field(default_factory=dict)  # by canonical name
-    several_plans: bool = False  # other plans of the model use the same weights and optimizer state
     part: StepPart = StepPart()
 
     @property

@@ -210,10 +210,7 @@ def _profiled_blocks(plan: Plan, graph: Graph | None) -> Iterator[ProfiledBlock]
 
 
 def _schedule_ticks(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:
-    """Return a step's schedule, of which at most the first `MOST_TICKS` rows, and its length in ticks.
-
-    Args: found: the actions of the plan
-    """
+    """Return a step's schedule, of which at most the first `MOST_TICKS` rows, and its length in ticks."""
     order = order_named(plan.order)
     micro_batches = min(plan.micro_batches, 1 + MOST_TICKS // max(1, len(found)))
     tasks, times = timeline(found, micro_batches, order)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean
 from threading import Barrier
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,13 +19,6 @@ from .backends.eager import build
 _ROUND = 0.02  # minimum seconds of a round
 _MOST = 1.5  # seconds after which no further round begins
 T = TypeVar("T")
-
-
-class SpeedupRange(NamedTuple):
-    """The interquartile range of measured speedup ratios."""
-
-    low: float
-    high: float
 
 
 class Sample:
@@ -65,8 +58,8 @@ class Sample:
 
 def measure_speedup(
     first: Callable[[int], float], second: Callable[[int], float], alone: float, rounds: int = 7
-) -> SpeedupRange:
-    """Return the range of the speedup of `second` over `first`, in at most `rounds` alternating rounds.
+) -> float:
+    """Return the lower quartile of the speedups of `second` over `first`, in at most `rounds` alternating rounds.
 
     Args:
         first, second: run their work the given number of times, and return the seconds
@@ -79,8 +72,7 @@ def measure_speedup(
         found.append(first(count) / second(count))
         if perf_counter() - began > _MOST:
             break
-    found.sort()
-    return SpeedupRange(found[len(found) // 4], found[-1 - len(found) // 4])
+    return sorted(found)[len(found) // 4]
 
 
 def seconds_on_all_threads(several: Callable[[int], float], threads: int) -> float:

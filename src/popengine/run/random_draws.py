@@ -71,15 +71,8 @@ def draw(func: Any, key: int, number: int, *args: Any, on: torch.device | None =
     func = _WITH_GENERATOR.get(func, func)
     if any(argument.name == "generator" for argument in func._schema.arguments):
         return func(*args, generator=random, **kwargs)
-    return _run_with_default_generator(random, func, *args, **kwargs)
-
-
-def _run_with_default_generator(random: torch.Generator, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operation that has no generator argument, such as a fused kernel, and return its result.
-
-    While it runs, torch's default generator has the state of `random`; then its own state is restored.
-    """
-    own = torch.random if random.device.type == "cpu" else torch.get_device_module(random.device)
+    # Of an operation without this argument, such as a fused kernel: torch's own generator gets the state.
+    own = torch.random if device.type == "cpu" else torch.get_device_module(device)
     with _default_generator_lock:
         before = own.get_rng_state()
         own.set_rng_state(random.get_state())

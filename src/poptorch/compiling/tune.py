@@ -71,7 +71,7 @@ def measure_hints(
         if other is not graph:
             changed = sample_of(partition(other, _EACH_ALONE), weights, samples)
             speedup = partial(measure_speedup, now.total_seconds, changed.total_seconds, alone)
-            gains[name] = call_in_one_thread(speedup).low
+            gains[name] = call_in_one_thread(speedup)
     return {"hints": gains}
 
 

@@ -121,14 +121,10 @@ class ProcessSampler(Sampler[int]):
 
 
 def _indices_of_process(index_count: int, width: int | None, processes: int, process: int) -> torch.Tensor:
-    """Return the indices of the rows that a process reads, int64: indices into the common order of all rows.
+    """Return those of `index_count` indices, into the common order of all rows, that a process reads.
 
-    Args:
-        index_count: number of indices to divide among the processes
-        width:       rows of one micro-batch of all replicas of a process. Runs of `width` rows are assigned
-            to the processes in turn, so that a replica's rows in an update are the same for any number of
-            processes. None: each process reads one contiguous share
-        process:     index of the process
+    Runs of `width` rows (a micro-batch of all replicas of a process) are assigned to the processes in turn, so
+    that a replica's rows in an update don't depend on their number. None: each reads one contiguous share.
     """
     indices = torch.arange(index_count)
     if width is None:

@@ -91,7 +91,6 @@ def engine_settings(
         recompute=training and bool(popart.get("autoRecomputation", 0)),
         device=chosen_device(options, training),
         backend=_option_or_variable(options, "backend", "POPTORCH_BACKEND", BACKENDS),
-        several_plans=options.exists("new_shapes"),
     )
 
 

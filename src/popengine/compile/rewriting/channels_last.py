@@ -32,11 +32,8 @@ _ANY_LAYOUT: dict[Any, Any] = {aten.view.default: Tensor.reshape, aten._unsafe_v
 def in_wanted_layout(graph: Graph, wanted: str) -> tuple[Graph, str]:
     """Return the graph with convolutions in the wanted layout, and the layout: "preserve" or "channels_last".
 
-    A graph without convolutions is returned unchanged, as "preserve".
-
-    Args:
-        wanted: "preserve", "channels_last", or "auto": channels_last if images of 8 or more channels are pooled or
-            resized, too. Only the graph decides, so all processes compute the same bits
+    "auto" is channels_last if the graph pools or resizes images of 8 or more channels, too. Only the graph
+    decides, so all processes compute the same bits. Without convolutions the graph is unchanged, as "preserve".
     """
     if wanted == "preserve" or not has_convolutions(graph) or (wanted == "auto" and not _has_pooling(graph)):
         return graph, "preserve"

@@ -35,11 +35,8 @@ Choice = Callable[[Any, torch.dtype], bool]
 
 
 def is_faster_in_float32(operation: Any, dtype: torch.dtype) -> bool:
-    """Return whether this processor computes a product of a half type faster through float32.
-
-    The processor's features decide, never a measurement. True for all products of a type for which the
-    processor has no units. Else only for attention: its half kernels are no faster, and in backward 2 to 7 times
-    slower.
+    """Return whether this processor, by its features, computes a product of a half type faster through float32:
+    if it has no units for the type, and attention always: its half kernels take 2 to 7 times as long in backward.
     """
     return operation in _ATTENTION or not cpu_features().get(_UNITS[dtype], False)
 

@@ -46,12 +46,16 @@ _compiling = threading.Lock()  # inductor has global state
 def load_pieces(partition: Partition, device: torch.device) -> tuple[Code, ...]:
     """Return the compiled function of each piece; with a warning, the eager function of a piece that can't be
     compiled (of all pieces without a C++ compiler or on an accelerator)."""
-    missing = _missing_requirement(device)
-    if missing:
+    why, fix = "", ""
+    if device.type != "cpu":
+        why, fix = f"the device is {device.type!r}, not the CPU", 'options.device("cpu")'
+    elif not has_cpp_compiler():
+        why, fix = "there is no C++ compiler", "install a C++ compiler (g++), or name one in CXX"
+    if why:
         _warn(
-            f"the compiled backend is not used: {missing[0]}\n"
+            f"the compiled backend is not used: {why}\n"
             "  so: pieces run eagerly, slower but with the same results\n"
-            f'  fix: {missing[1]}; or options.compiler("eager")'
+            f'  fix: {fix}; or options.compiler("eager")'
         )
         return tuple(build(piece, device=device) for piece in partition.pieces)
     with _compiling:
@@ -61,18 +65,6 @@ def load_pieces(partition: Partition, device: torch.device) -> tuple[Code, ...]:
 
 def _warn(text: str) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=3)
-
-
-def _missing_requirement(device: torch.device) -> tuple[str, str] | None:
-    """Return (why no piece can be compiled for a device, how to fix this); None if pieces can be compiled."""
-    if device.type != "cpu":
-        return (
-            f"pieces are compiled for CPUs only, and the device is {device.type!r}",
-            'options.device("cpu")',
-        )
-    if not has_cpp_compiler():
-        return "there is no C++ compiler", "install a C++ compiler (g++), or name one in CXX"
-    return None
 
 
 def _compile_or_build(piece: Piece, reads: Sequence[TensorMetadata]) -> Code:

@@ -118,13 +118,8 @@ class AllReduce:
         self._group.wait(begun, _SUM)
 
     def reduce_scatter(self, flats: Sequence[Tensor], cuts: Sequence[int]) -> None:
-        """Sum over the replicas of all instances, and write this instance's shard of the sum into `flats[0]`.
-        All other elements of `flats` are undefined afterwards.
-
-        Args:
-            flats: see `all_reduce`
-            cuts:  element offsets in `flats[0]` at which the shard of each instance begins, and the last end
-        """
+        """Sum as `all_reduce` does, but write only this instance's shard of the sum into `flats[0]`: instance
+        k's begins at element `cuts[k]` and ends at `cuts[k + 1]`."""
         self._group.wait(self._reduce(flats, cuts, gathers=False), _SUM)
 
     def broadcast_by_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:

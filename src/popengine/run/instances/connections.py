@@ -138,11 +138,8 @@ class Connections:
         self.wait(begun + [self.send(values[self.rank], peer, tag) for peer in peers], what)
 
     def commit_together(self, commit: Callable[[], None]) -> None:
-        """Wait for all instances, call `commit`, and return when `commit` has returned in all instances.
-
-        After its `commit` each instance sends a message to all peers, and waits for theirs. So if `commit`
-        raises an exception in an instance, `commit_together` raises one in all instances.
-        """
+        """Wait for all instances, call `commit`, and wait until it has returned in all of them. If it raises
+        an exception in an instance, this method raises one in all instances."""
         what, values = "the sum of gradients", {rank: torch.zeros(1) for rank in range(self.size)}
         self.all_gather(values, _COMMIT, what)
         commit()

@@ -72,16 +72,8 @@ class ProcessGroup(Connections):
     # ---- barriers ----------------------------------------------------------------------------------------
 
     def barrier(self, what: str, fingerprint: Fingerprint | None = None) -> None:
-        """Wait until all instances are at this barrier, and check that their fingerprints are equal.
-
-        Args:
-            what:        name of the barrier, such as "call 17"
-            fingerprint: texts that have to be equal in all instances, by section and name
-        Raises:
-            Error:      the names or fingerprints of the instances differ; all instances raise it
-            PeerFailed: another instance has failed
-            PeerLost:   another instance has ended
-        """
+        """Wait until all instances are at the barrier `what`, and check that their fingerprints are equal.
+        Raises Error in all instances if not, PeerFailed if one has failed, PeerLost if one has ended."""
         self.after_barrier(what, fingerprint or {}, lambda: None)
 
     def after_barrier(self, what: str, fingerprint: Fingerprint, work: Callable[[], T]) -> T:
@@ -142,10 +134,8 @@ class ProcessGroup(Connections):
     # ---- sharded state -----------------------------------------------------------------------------------
 
     def publish_state(self, state: TrainState) -> str:
-        """Let peers read this instance's optimizer state, and return the state's name, for `read_shards`.
-
-        All instances must publish their states in the same order. The reference to the state is weak.
-        """
+        """Let peers read this instance's optimizer state, held by a weak reference; return its name, for
+        `read_shards`. All instances must publish their states in the same order."""
         self._published += 1
         name = f"{_READING}the optimizer's state (number {self._published})"
         self._states[name] = state
