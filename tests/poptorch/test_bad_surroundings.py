@@ -46,7 +46,7 @@ def test_a_first_call_that_fails_to_run_binds_the_model_to_nothing():
     model.forward = lambda x, labels: torch.nn.functional.cross_entropy(model.layer(x), labels)
     executor = poptorch.trainingModel(model, options())
     before = model.layer.weight.detach().clone()
-    with pytest.raises(poptorch.Error, match="expected target dtype"):
+    with pytest.raises(poptorch.Error, match=r"expected (target dtype|scalar type)"):
         executor(X, torch.zeros(2, dtype=torch.int32))
     assert not executor.isCompiled() and torch.equal(model.layer.weight, before)
     executor(X, torch.zeros(2, dtype=torch.int64))

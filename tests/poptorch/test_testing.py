@@ -50,7 +50,7 @@ def test_an_update_in_a_layout_is_equal_and_changes_nothing(kind, replicas):
     net = poptorch.annotate(Net(), {"first": 0, "last": 1})
     found = compare(net, options(replicas), batch(24), kind(net.parameters(), lr=0.1))
     assert found.equal and found.conclusion == "all equal"
-    assert "pipelined: 2 stages on 2 ipus" in found.title
+    assert "1f1b: 2 stages on 2 ipus" in found.title
     assert [name for name, *_ in found.rows] == [name for name, _ in Net().named_parameters()]
     assert all(map(torch.equal, net.state_dict().values(), Net().state_dict().values()))
 

@@ -48,7 +48,8 @@ def load_pieces(partition: Partition, device: torch.device) -> tuple[Code, ...]:
     compiled (of all pieces without a C++ compiler or on an accelerator)."""
     why, fix = "", ""
     if device.type != "cpu":
-        why, fix = f"the device is {device.type!r}, not the CPU", 'options.device("cpu")'
+        why = f"pieces are compiled for CPUs only, and the device is {device.type!r}"
+        fix = 'options.device("cpu")'
     elif not has_cpp_compiler():
         why, fix = "there is no C++ compiler", "install a C++ compiler (g++), or name one in CXX"
     if why:
