@@ -52,10 +52,9 @@ HALF = torch.randn(3 * 2, 3, generator=torch.Generator().manual_seed(1))
 X = torch.cat([HALF, HALF])  # so the state follows from the number of updates
 
 
-@pytest.fixture
-def after():
-    """The state after so many weight updates."""
-    twin, states = trainer(1), []
+def states_of(twin):
+    """The function that returns the state after so many weight updates of an executor, one a call."""
+    states = []
 
     def wanted(updates):
         while len(states) < updates:
@@ -64,6 +63,11 @@ def after():
         return states[updates - 1]
 
     return wanted
+
+
+@pytest.fixture
+def after():
+    return states_of(trainer(1))
 
 
 def interrupted(files, work, first, second=None):
@@ -102,6 +106,34 @@ def check_calls(executor, after, files, seconds, rows=X):
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_a_call_that_is_interrupted_anywhere_leaves_whole_updates(after, iterations):
     assert check_calls(trainer(iterations), after, EVERYWHERE, (None,), X[: iterations * len(HALF)]) > 200
+
+
+class Drifting(nn.Module):
+    """Its loss depends on a buffer, of which each replica has its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return poptorch.identity_loss(self.layer(x + self.mean).square(), "mean")
+
+
+def drifting():
+    torch.manual_seed(0)
+    model = Drifting()
+    options = poptorch.Options().replicationFactor(2).broadcastBuffers(False)
+    options.showCompilationProgressBar(False)
+    options.Training.gradientAccumulation(3)
+    return poptorch.trainingModel(model, options, poptorch.optim.SGD(model.parameters(), lr=0.01))
+
+
+def test_replicas_keep_the_buffers_of_their_own():
+    # After an interrupt at the end of a call the replicas went on with the buffers of the first one.
+    files = ("/run/engine.py", "/run/state.py")
+    assert check_calls(drifting(), states_of(drifting()), files, (None,), HALF) > 50
 
 
 class InTwoShapes:

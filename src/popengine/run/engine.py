@@ -273,6 +273,7 @@ class Engine:
             for buffer, mean in zip(buffers, means, strict=True):
                 for each in replicas:
                     write(each[buffer.key], mean.view(buffer.shape))
+            self._state.share_buffers()
             self._state.end_call()
 
 

@@ -408,8 +408,17 @@ class State:
                     write(values[name], value)
         for row, source in (pair for pairs in self._rows.values() for pair in pairs):
             row.copy_(source)
+        if self.device == devices.CPU:
+            self.share_buffers()
         seed, step = self.shared.random_state
         self.shared.random_state = seed, step + 1
+
+    def share_buffers(self) -> None:
+        """Copy the buffers of all replicas to `shared`."""
+        if len(self.values) > 1:
+            for values, own in zip(self.values, self.shared.buffers, strict=False):
+                for name in self._changed:
+                    own[self._slots[name].key].copy_(values[name])
 
     def set_loss_scale(self, scale: float) -> None:
         """Set the value by which pieces multiply the loss; do nothing if the plan has no loss scale."""
@@ -421,16 +430,12 @@ class State:
             self._loss_scale = scale
 
     def end_call(self) -> None:
-        """Update the buffers in `shared`. Copy weights and buffers from an accelerator to the model; on the CPU
-        they are the model's own."""
+        """Copy weights and buffers from an accelerator to the model; on the CPU they are the model's own."""
         if self.device != devices.CPU:
             devices.synchronize(self.device)
             for slot in self._weights:
                 write(self._bound[slot.key][0], self._plain[slot.key])
-        if len(self.values) > 1:
-            for values, own in zip(self.values, self.shared.buffers, strict=False):
-                for name in self._changed:
-                    own[self._slots[name].key].copy_(values[name])
+            self.share_buffers()
 
     # ---- reading -------------------------------------------------------------------------------------------
 
