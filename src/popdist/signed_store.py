@@ -1,9 +1,9 @@
 """A key-value store for rendezvous: one process serves it, the others connect.
 
-torch's TCPStore listens on all interfaces and serves every caller. This server listens on one address, and serves only
-callers that know the secret: each message is signed with HMAC-SHA256 over the secret, nonces of both ends and a
-counter, so that no message can be forged, replayed or reflected. Messages are JSON and not encrypted; nothing is
-unpickled.
+torch's TCPStore serves every caller. This server serves only callers that know the secret: each message is signed with
+HMAC-SHA256 over the secret, nonces of both ends and a counter, so that no message can be forged, replayed or reflected.
+Messages are JSON and not encrypted; nothing is unpickled. A caller that has not shown the secret has 10 s, 4 KiB and
+one of 64 places; if no place is free, the oldest of these callers is disconnected.
 """
 
 import hashlib
@@ -25,13 +25,17 @@ import torch.distributed as dist
 from popengine.environment import SECRET
 
 _NONCE = 16  # bytes
+_HANDSHAKE = 10.0  # seconds
+_STRANGERS = 64  # callers that have not shown the secret
+_FIRST, _LARGEST = 1 << 12, 1 << 22  # bytes of the first message and of later ones
+_REFUSED = bytes(4)  # the size in place of an answer to a wrongly signed message
 _OUTSIDE_ADDRESS = "192.0.2.1"  # reserved for documentation: reached by the default route
 # A host that lost its power is noticed after 10 + 3 * 5 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 
 
 class StoreError(RuntimeError):
-    """The error of a server that can't be reached, or of a key that is not set in time."""
+    """The error of a server that can't be reached or doesn't answer, or of a key that is not set in time."""
 
 
 class SecretError(StoreError):
@@ -39,17 +43,18 @@ class SecretError(StoreError):
 
 
 class _SignedConnection:
-    """A connected socket that sends and receives signed JSON messages."""
+    """A connected socket that sends and receives signed JSON messages until `deadline` (None: no limit)."""
 
-    def __init__(self, connected: socket.socket, secret: str, is_server: bool) -> None:
-        self._socket, self._file = connected, connected.makefile("rb")
+    def __init__(self, connected: socket.socket, secret: str, is_server: bool, deadline: float) -> None:
+        self._socket, self.deadline = connected, deadline
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for name, value in _KEEPALIVE.items():
             if hasattr(socket, name):  # Linux
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        connected.settimeout(max(deadline - time.monotonic(), 0.01))
         own = os.urandom(_NONCE)
-        connected.sendall(own)
+        self._socket.sendall(own)
         peers = self._receive_bytes(_NONCE)
         nonces = peers + own if is_server else own + peers
         names = (b"server", b"client") if is_server else (b"client", b"server")
@@ -61,17 +66,20 @@ class _SignedConnection:
         body = json.dumps(message).encode()
         self._socket.sendall(struct.pack("!I", len(body)) + self._next_signature(0, body) + body)
 
-    def receive(self, largest: int | None = None) -> Any:
-        """Return the next message.
-
-        Raises: OSError, if it is larger than `largest` bytes or wrongly signed, or if the connection is closed
-        """
-        (size,) = struct.unpack("!I", self._receive_bytes(4))
-        if largest is not None and size > largest:
-            raise OSError(f"a message of {size} bytes")
+    def receive(self) -> Any:
+        """Return the next message. Raises: OSError, if the connection is closed, or after the deadline;
+        SecretError, if the message is too large or wrongly signed"""
+        head = self._receive_bytes(4)
+        (size,) = struct.unpack("!I", head)
+        if head == _REFUSED or size > (_LARGEST if self._counts[1] else _FIRST):
+            raise SecretError(
+                "it refuses this process's secret" if head == _REFUSED else f"sends {size} bytes"
+            )
         signature, body = self._receive_bytes(hashlib.sha256().digest_size), self._receive_bytes(size)
         if not hmac.compare_digest(signature, self._next_signature(1, body)):
-            raise OSError("a message with another secret")
+            with suppress(OSError):
+                self._socket.sendall(_REFUSED)
+            raise SecretError("a message with another secret")
         return json.loads(body)
 
     def _next_signature(self, direction: int, body: bytes) -> bytes:
@@ -81,11 +89,16 @@ class _SignedConnection:
         return hmac.digest(self._keys[direction], number + body, "sha256")
 
     def _receive_bytes(self, size: int) -> bytes:
-        """Return the next `size` bytes. Raises: ConnectionError, if the peer has closed the connection."""
-        data = self._file.read(size)
-        if len(data) < size:
-            raise ConnectionError("the other end has closed the connection")
-        return data
+        """Return the next `size` bytes. Raises: OSError, if the peer closes the connection or is late."""
+        data = bytearray()
+        while len(data) < size:
+            left = None if self.deadline is None else max(self.deadline - time.monotonic(), 0.01)
+            self._socket.settimeout(left)
+            part = self._socket.recv(size - len(data))
+            if not part:
+                raise ConnectionError("the other end has closed the connection")
+            data += part
+        return bytes(data)
 
 
 class Server:
@@ -104,6 +117,9 @@ class Server:
         self._values: dict[str, str] = {}
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
+        self._strangers: dict[
+            socket.socket, None
+        ] = {}  # callers that have not shown the secret, oldest first
         family, address = _resolve_host(host, port)
         addresses = [address]
         if is_open and is_loopback(address) and not is_loopback(own_address(host)):
@@ -123,33 +139,40 @@ class Server:
     def close(self) -> None:
         """Stop listening, and close all connections."""
         for each in list(self._sockets):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+            _shut_down(each)
             each.close()
 
     def _accept_connections(self, listening: socket.socket) -> None:
         """Accept connections, each served by a thread of its own, until the listening socket is closed."""
-        with suppress(OSError):  # closed
-            while True:
+        while listening.fileno() >= 0:
+            try:
                 connected, _ = listening.accept()
+                with self._lock:
+                    self._strangers[connected] = None
+                    if len(self._strangers) > _STRANGERS:
+                        _shut_down(next(iter(self._strangers)))
                 threading.Thread(target=self._serve_connection, args=(connected,), daemon=True).start()
+            except (OSError, RuntimeError):  # closed; or too many open files or threads in this process
+                time.sleep(0.05)
 
     def _serve_connection(self, connected: socket.socket) -> None:
         """Answer a client's messages until the connection ends or a message is invalid; then delete
         the keys that `set_while_connected` has set for this client."""
         held: set[str] = set()
         self._sockets.add(connected)
-        with connected, suppress(OSError, ValueError, TypeError):
-            connected.settimeout(10.0)  # for the first message, which shows that the caller knows the secret
-            channel = _SignedConnection(connected, self._secret, is_server=True)
+        with connected, suppress(OSError, StoreError, ValueError, TypeError, RecursionError):
+            deadline = time.monotonic() + _HANDSHAKE
+            channel = _SignedConnection(connected, self._secret, is_server=True, deadline=deadline)
             while True:
-                message = channel.receive(largest=1 << 22)
-                connected.settimeout(None)
+                message = channel.receive()
+                channel.deadline = None
                 with self._lock:
+                    self._strangers.pop(connected, None)
                     answer = _execute_message(self._values, held, message)
                 channel.send(answer)
         with self._lock:
             self._sockets.discard(connected)
+            self._strangers.pop(connected, None)
             for key in held:
                 self._values.pop(key, None)
 
@@ -186,13 +209,19 @@ def _execute_message(values: dict[str, str], held: set[str], message: Sequence[A
             raise ValueError(f"no operation of a store: {message!r}")
 
 
+def _shut_down(connected: socket.socket) -> None:
+    """End the waits of threads that use a socket, which then close it."""
+    with suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
+
+
 class SignedStore(dist.Store):
     """A connection to a `Server`, with the interface of a torch.distributed store.
 
     Args:
         patience: seconds to wait until the server listens, and in `get` and `wait` until keys are set
         timeout:  seconds to wait for each answer; None: no limit
-    Raises: StoreError, if no server accepts in time; SecretError, if it has another secret or is no store
+    Raises: StoreError, if no server answers in time; SecretError, if it has another secret or is no store
     """
 
     def __init__(
@@ -200,30 +229,28 @@ class SignedStore(dist.Store):
     ) -> None:
         super().__init__()
         self.address = f"{host}:{port}"
-        self._patience, self._lock = patience, threading.Lock()
+        self._patience, self._timeout, self._lock = patience, timeout, threading.Lock()
         until = time.monotonic() + patience
         while True:
+            deadline = max(until, time.monotonic() + _HANDSHAKE)
             try:
-                limit = max(until - time.monotonic(), 0.1)
-                self._socket = socket.create_connection((host, port), timeout=limit)
-                break
-            except OSError as error:
+                self._socket = socket.create_connection((host, port), timeout=deadline - time.monotonic())
+                self._channel = _SignedConnection(self._socket, secret, is_server=False, deadline=deadline)
+                self._channel.send(("get", []))
+                self._channel.receive()
+                return
+            except OSError as error:  # also of a server that disconnects the oldest of too many strangers
                 if time.monotonic() > until:
                     raise StoreError(str(error)) from None
+            except SecretError as error:
+                raise SecretError(
+                    f"{self.address} does not take this process's secret, or serves something else ({error})"
+                ) from None
             time.sleep(0.05)
-        try:
-            self._socket.settimeout(timeout)
-            self._channel = _SignedConnection(self._socket, secret, is_server=False)
-            self._request("get", [])
-        except (OSError, StoreError) as error:
-            raise SecretError(
-                f"{host}:{port} does not take this process's secret, or serves something else ({error})"
-            ) from None
 
     def close(self) -> None:
         """Close the connection; the server then deletes the keys that `set_while_connected` has set."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        _shut_down(self._socket)
         self._socket.close()
 
     def set_while_connected(self, key: str, value: str) -> bool:
@@ -275,6 +302,7 @@ class SignedStore(dist.Store):
         """Send a message and return the server's answer. Raises: StoreError, if the connection is lost."""
         try:
             with self._lock:
+                self._channel.deadline = self._timeout and time.monotonic() + self._timeout
                 self._channel.send(message)
                 return self._channel.receive()
         except OSError as error:
