@@ -61,7 +61,7 @@ def _store_address() -> tuple[str, int]:
     """
     if STORE in os.environ:
         address, _, port = os.environ[STORE].rpartition(":")
-        return address, int(port)
+        return (address, int(port)) if port.isdecimal() else ("127.0.0.1", 0)  # else a file on this host
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if "SLURM_STEP_ID" in os.environ:  # srun names the nodes of its tasks, but sets no address
         first = re.match(r"([^\[,]+)(?:\[(\d+))?", os.environ.get("SLURM_STEP_NODELIST", ""))
@@ -113,7 +113,10 @@ def _open_store(launch: Launch, address: str, port: int, seconds: float) -> Any:
             server = Server(address, port, secret, is_open=not is_on_one_host())
             if server.warning:
                 logger.warning(server.warning)
-        if of_torchrun:
+        if os.environ.get(STORE, "").startswith("file:"):
+            store = dist.FileStore(os.environ[STORE].removeprefix("file:"))
+            store.set_timeout(limit)
+        elif of_torchrun:
             store = dist.TCPStore(address, port, None, False, timeout=limit, wait_for_workers=False)
         else:
             store = SignedStore(address, port, secret, seconds)

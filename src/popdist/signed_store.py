@@ -46,7 +46,8 @@ class _SignedConnection:
     """A connected socket that sends and receives signed JSON messages until `deadline` (None: no limit)."""
 
     def __init__(self, connected: socket.socket, secret: str, is_server: bool, deadline: float) -> None:
-        self._socket, self.deadline = connected, deadline
+        self._socket = connected
+        self.deadline: float | None = deadline
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for name, value in _KEEPALIVE.items():

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -35,6 +36,7 @@ CHECKPOINTS = "POPDIST_CHECKPOINT_DIR"
 
 # The file to which an instance writes its stacks at the signal: its agent reads the line of a hang from it.
 STACK = "POPRUN_STACK_FILE"
+STATUS = ".status"  # the suffix of the file beside it, to which `write_status` writes
 STACK_SIGNAL: int | None = getattr(signal, "SIGRTMIN", -8) + 8 or None  # Linux
 
 # A folder of modules with the names of other libraries (Horovod), for environments without them.
@@ -45,6 +47,9 @@ MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RA
 TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
 # Of a Slurm step: a batch script itself is one process, though its job has several tasks.
 SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
+
+
+_status_path: str | None = None  # set by `write_stack_at_signal`
 
 
 @dataclass(frozen=True)
@@ -150,11 +155,21 @@ def write_stack_at_signal() -> None:
     """Write this process's id to the file that the environment variable `STACK` names, and let the signal
     `STACK_SIGNAL` append the stacks of all threads. Removes the variable; without the variable, or on systems
     without the signal, does nothing else."""
+    global _status_path
     path = os.environ.pop(STACK, None)  # child processes have none
+    _status_path = path and f"{path}{STATUS}"
     if path and STACK_SIGNAL is not None:
         file = open(path, "w")  # noqa: SIM115  for the rest of the process
         print(os.getpid(), file=file, flush=True)
         faulthandler.register(STACK_SIGNAL, file)
+
+
+def write_status(text: str) -> None:
+    """Write a text to a file that poprun reads (`poprun.hangs`); without poprun do nothing."""
+    if _status_path:
+        with suppress(OSError):
+            Path(f"{_status_path}~").write_text(text)
+            os.replace(f"{_status_path}~", _status_path)
 
 
 def path_with_aliases(path: str) -> str:

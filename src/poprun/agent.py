@@ -11,7 +11,8 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -19,16 +20,15 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, start_processes
 
-from popdist.signed_store import StoreError
 from popengine.environment import SECRET, STACK, STORE, Launch, path_with_aliases
 
 from . import instance as instance_program
 from .command_line import CommandLine
-from .election import JoinError, TrainingLost
 from .guard import shell_exit_code
 from .hangs import HangDetector, stack_path
 from .hosts import CONSEQUENCE, WATCH
-from .nodes import NodeConnection, Round
+from .nodes import Nodes, Round, TrainingLost
+from .shared_folder import JoinError
 from .topology import Node, numa_cores
 
 PATIENCE = 5  # seconds for the other instances to end after one has failed
@@ -52,8 +52,9 @@ def run_node(request: CommandLine, node: Node, folder: str) -> int:
     for stream in (sys.stdout, sys.stderr):  # elastic copies the instances' output to these
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     code: int | None = None  # of the last round
+    nodes = None
     try:
-        nodes = NodeConnection(request, node)
+        nodes = Nodes(request, node, folder)
         agent = Agent(request, nodes, folder)
         try:
             while code != 0 and (current := nodes.wait_for_round()) is not None:
@@ -64,13 +65,16 @@ def run_node(request: CommandLine, node: Node, folder: str) -> int:
                 request.log.error(str(error))
             is_consequence = WATCH in os.environ and not request.is_elastic
             code = code or (CONSEQUENCE if is_consequence else 1)
-        nodes.leave()
+        nodes.close(is_end=True)
         return code
     except JoinError as error:
         request.log.error(f"error: {error}")
         return 2
     except SignalException as error:
-        return 128 + error.sigval  # without `leave`: the other nodes may wait for this node to come back
+        return 128 + error.sigval
+    finally:
+        if nodes is not None:
+            nodes.close()  # the other nodes may wait for this node to come back
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class Agent:
     """The agent of this node, which runs the node's instances in each round."""
 
     request: CommandLine
-    nodes: NodeConnection
+    nodes: Nodes
     folder: str  # for files with the output and the stacks of instances
 
     def run_round(self, current: Round) -> int | None:
@@ -100,15 +104,18 @@ class Agent:
         with Instances(self.request, first, variables, self.folder) as instances:
             for instance, pid in instances.running.items():
                 log.debug(f"instance {instance} is process {pid}")
-            detector = HangDetector(self.nodes.store, current, self.folder, self.request)
-            while (failed := instances.first_failure) is None:
+            detector = HangDetector(self.nodes, current, self.folder, self.request)
+            while (failed := instances.first_failure(detector.has_lost_peer)) is None:
                 if instances.running:
-                    with suppress(StoreError):  # `must_stop_instances` handles a lost connection
-                        detector.kill_hanging(instances.running)
-                elif self.nodes.record_success():
+                    detector.kill_hanging(instances.running)
+                elif not instances.failed and self.nodes.record_success():
                     return 0
                 if self.nodes.must_stop_instances():
-                    return None
+                    instances.wait(0)
+                    if not instances.failed:
+                        return None
+                    failed = instances.failed[0]
+                    break
                 instances.wait(_POLL)
             first_node = self.nodes.record_failure()
         return self._report_failure(current, instances, failed, first_node)
@@ -145,8 +152,8 @@ class Agent:
             # The round's number, equal on all nodes: `popdist.init` puts it into its keys of the store.
             "TORCHELASTIC_RESTART_COUNT": str(current.number),
             "PANDO_RESTARTS": str(int(os.environ.get("PANDO_RESTARTS", "0")) + current.number),
-            STORE: self.nodes.store.address,
-            SECRET: self.nodes.secret,
+            STORE: current.store,
+            **({SECRET: self.nodes.secret} if self.nodes.secret else {}),
             STACK: stack_path(self.folder, current, instance),
         }
 
@@ -201,6 +208,7 @@ class Instances:
         )
         self.running = {first + i: pid for i, pid in self._context.pids().items()}
         self.exit_codes: dict[int, int] = {}  # by instance, in the order of their ends
+        self._waits_until = 0.0  # the time until which the cause of the first failure is waited for
         self._ends = {os.pidfd_open(pid): instance for instance, pid in self.running.items()}
 
     def __enter__(self) -> Instances:
@@ -224,9 +232,21 @@ class Instances:
             self.exit_codes[instance] = os.waitstatus_to_exitcode(status)
 
     @property
-    def first_failure(self) -> int | None:
-        """Return the index of the instance that failed first; None if no instance has failed."""
-        return next((instance for instance, code in self.exit_codes.items() if code), None)
+    def failed(self) -> list[int]:
+        """Return the indices of the instances that have failed, in the order of their ends."""
+        return [instance for instance, code in self.exit_codes.items() if code]
+
+    def first_failure(self, has_lost_peer: Callable[[int], bool]) -> int | None:
+        """Return the index of the instance that failed first; None if no instance has failed.
+
+        An instance that failed because it lost a peer is the first only if no other one fails within seconds.
+        Args: has_lost_peer: returns whether an instance has lost a peer
+        """
+        causes = [instance for instance in self.failed if not has_lost_peer(instance)]
+        if causes or not self.failed:
+            return next(iter(causes), None)
+        self._waits_until = self._waits_until or time.monotonic() + PATIENCE
+        return self.failed[0] if not self.running or time.monotonic() > self._waits_until else None
 
     def last_silenced_lines(self, instance: int) -> list[str]:
         """Return the last lines of an instance's silenced streams; [] if none of its streams is silenced."""

@@ -11,6 +11,7 @@ from popengine.environment import NUM_NODES
 
 from . import guard, hosts
 from .command_line import CommandLine, parse
+from .shared_folder import remove_record
 from .topology import local_instance_count, node_from_variables, topology_table
 
 
@@ -50,7 +51,10 @@ def main(words: Sequence[str] | None = None) -> int:
         return agent.run_node(request, node, folder)
 
     with tempfile.TemporaryDirectory(prefix="poprun-", ignore_cleanup_errors=True) as folder:
-        return guard.run_guarded(run_agent)
+        code = guard.run_guarded(run_agent)
+        if request.is_elastic:
+            remove_record(request.checkpoint_dir, folder)
+        return code
 
 
 def _print_summary(request: CommandLine, names: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Kills instances that hang: stopped by a signal, or blocked for ever.
 
-An instance that waits for a peer writes this into the store every second
-(`popengine.run.instances.connections`), and is not killed. Any other instance makes progress while its
+An instance that waits for a peer writes this into a file every second (`popengine.run.instances.connections`), and is
+not killed. The records of the nodes pass it on to all popruns. Any other instance makes progress while its
 processes use processor time. If they use none for the time limit, poprun prints the line of the program at
 which the instance hangs, and kills it. This counts as a failure.
 """
@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from popdist.signed_store import SignedStore
-from popengine.environment import STACK_SIGNAL
+from popengine.environment import STACK_SIGNAL, STATUS
 
 from .command_line import CommandLine
 from .guard import child_pids
-from .nodes import Round
+from .nodes import Nodes, Round
 
 _STALE = 5.0  # seconds after which an unchanged record of a wait is ignored: its writer may hang
 _TICKS = os.sysconf("SC_CLK_TCK")  # clock ticks of processor time per second
@@ -45,12 +44,12 @@ def stack_path(folder: str, current: Round, instance: int) -> str:
 class HangDetector:
     """Finds and kills hanging instances of this node during one round."""
 
-    store: SignedStore  # into which each instance writes the peer that it waits for
+    nodes: Nodes
     round: Round
     folder: str  # with the instances' stack files
     request: CommandLine
-    # By instance: its newest record of a wait, as JSON, and the time of its last change.
-    waits: dict[int, tuple[str, float]] = field(default_factory=dict)
+    # By instance: its newest status, and the time of its last change.
+    statuses: dict[int, tuple[dict[str, Any], float]] = field(default_factory=dict)
     # By instance: the time of its last progress, and its processor time then.
     progress: dict[int, tuple[float, float]] = field(default_factory=dict)
     next_check: float = 0.0
@@ -66,7 +65,8 @@ class HangDetector:
         if not limit or now < self.next_check:
             return
         self.next_check = now + min(1.0, limit / 4)
-        waits = self._read_peer_waits(now)
+        self.nodes.waits = self._read_waits(running, now)
+        waits = self.nodes.peer_waits()
         for instance, pid in running.items():
             peers = [peer for peer, wait in waits.items() if wait["for"] == instance]
             if instance in waits or not (peers or self.request.ends_idle):
@@ -93,19 +93,27 @@ class HangDetector:
                     with suppress(ProcessLookupError):
                         os.kill(each, signal.SIGKILL)
 
-    def _read_peer_waits(self, now: float) -> dict[int, dict[str, Any]]:
-        """Return the waits for peers that were recorded in the last `_STALE` seconds, by the instance that
-        waits: {"for": index of the peer, "what": the operation}."""
-        prefix = f"attempt/{self.round.number}/pando/waits/"
-        for key, text in self.store.find(prefix).items():
-            instance = int(key.removeprefix(prefix))
-            if text != self.waits.get(instance, ("", 0.0))[0]:
-                self.waits[instance] = (text, now)  # "": the instance waits for no peer
-        return {
-            instance: json.loads(text)
-            for instance, (text, changed) in self.waits.items()
-            if text and now - changed < _STALE
+    def has_lost_peer(self, instance: int) -> bool:
+        """Return whether an instance has lost the connection to a peer that failed or ended."""
+        return "lost" in self._read_status(instance)
+
+    def _read_waits(self, running: Mapping[int, int], now: float) -> dict[int, dict[str, Any]]:
+        """Return the waits for peers that this node's instances have written in the last `_STALE` seconds, by the
+        instance that waits: {"for": index of the peer, "what": the operation}."""
+        for instance in running:
+            status = self._read_status(instance)
+            if status != self.statuses.get(instance, ({}, 0.0))[0]:
+                self.statuses[instance] = status, now
+        fresh = {
+            instance: status for instance, (status, since) in self.statuses.items() if now - since < _STALE
         }
+        return {instance: status for instance, status in fresh.items() if "for" in status}
+
+    def _read_status(self, instance: int) -> dict[str, Any]:
+        """Return what an instance has written with `write_status`; {} if it has written nothing."""
+        with suppress(OSError, ValueError):
+            return json.loads(Path(stack_path(self.folder, self.round, instance) + STATUS).read_text())
+        return {}
 
 
 def _blocked_line_text(path: Path, family: list[int]) -> str:

@@ -3,12 +3,14 @@
 `elastic_scripts.py` does the same with random scripts.
 """
 
-import json
 import os
 import signal
+import subprocess
 import sys
+import time
 
 import elastic_scripts
+import launching
 import pytest
 from elastic_scripts import command, difference, outcome, play
 
@@ -46,7 +48,6 @@ def test_nodes_are_lost_and_come_back_and_any_of_them_may_be_the_first(poprun, t
     second.until("round 1 of 4 instances begins")
     os.kill(first.pid, signal.SIGKILL)
     second.until("round 2 of 2 instances begins")
-    second.until("leads the training")
     second.until("holds 4-0 of 2")
     third = poprun(*words)
     second.until("a node has come")
@@ -71,6 +72,7 @@ def test_a_random_script_of_kills_stops_and_returns_ends_in_the_undisturbed_stat
     assert difference(outcome(tmp_path, instances), undisturbed) == "", done
 
 
+PYTHON = (sys.executable, "-S", "-c")
 WAITS = (sys.executable, "-S", "-c", "import sys, time; print('runs', flush=True); time.sleep(1e4)")
 
 
@@ -81,18 +83,6 @@ def test_another_command_in_the_same_folder_is_refused(poprun, tmp_path):
     second = poprun(*words, sys.executable, "-c", "pass")
     assert second.wait() == 2
     assert f"{tmp_path} is in use by a training with another command" in second.said()
-
-
-def test_a_training_that_other_hosts_can_not_reach_is_refused_there_and_the_fix_is_named(poprun, tmp_path):
-    words = ("--num-replicas=2", "--num-instances=1:2", "--checkpoint-dir", tmp_path, *WAITS)
-    first = poprun(*words)
-    first.until("runs")
-    (leader,) = (tmp_path / ".poprun").glob("leader-*")
-    there = {**json.loads(leader.read_text()), "host": "elsewhere"}
-    leader.write_text(json.dumps(there))
-    second = poprun(*words)
-    assert second.wait() == 2
-    assert "runs on elsewhere, and can't be reached from other hosts\n  fix: set MASTER_ADDR" in second.said()
 
 
 def test_too_few_places_for_the_fewest_instances_are_an_error_after_a_while(poprun, tmp_path):
@@ -144,12 +134,11 @@ def test_a_host_that_was_reached_by_ssh_is_lost_and_the_other_goes_on(poprun, tm
 
 
 @pytest.mark.slow
-def test_a_leader_that_stops_is_replaced_and_takes_part_again_when_it_continues(
-    poprun, tmp_path, undisturbed
-):
-    """Two nodes with 2 instances each; the agent of the first gets SIGSTOP, and later SIGCONT."""
+def test_a_node_that_stops_is_lost_and_takes_part_again_when_it_continues(poprun, tmp_path, undisturbed):
+    """Two nodes with 2 instances each; the agent of the first gets SIGSTOP, and later SIGCONT. Without a limit for
+    hanging instances: such a node used to be waited for in silence."""
     words = command(
-        tmp_path, "--instances-per-node=2", "--hang-timeout=30", holds=["1-0", "4-0", "7-0"], instances="2:4"
+        tmp_path, "--instances-per-node=2", "--hang-timeout=0", holds=["1-0", "4-0", "7-0"], instances="2:4"
     )
     first = poprun("-v", *words)
     first.until("holds 1-0 of 2")
@@ -159,7 +148,7 @@ def test_a_leader_that_stops_is_replaced_and_takes_part_again_when_it_continues(
     first.until("holds 4-0 of 4")
     agent = first.agent()
     os.kill(agent, signal.SIGSTOP)
-    second.until("leads the training")
+    second.until("lost: poprun has ended there, it is stopped, or the host does not answer")
     second.until("holds 4-0 of 2")
     os.kill(agent, signal.SIGCONT)
     second.until("a node has come")
@@ -169,3 +158,155 @@ def test_a_leader_that_stops_is_replaced_and_takes_part_again_when_it_continues(
     assert (first.wait(), second.wait()) == (0, 0), first.said() + second.said()
     assert difference(outcome(tmp_path, 4), undisturbed) == ""
     assert first.nothing_left() and second.nothing_left()
+
+
+def test_a_stopped_node_is_named_and_left_out_when_an_instance_of_another_node_fails(poprun, tmp_path):
+    """All waited for its record for ever, in silence."""
+    program = (
+        "import os, time\n"
+        "print(os.environ['PANDO_RESTARTS'], 'runs', os.environ['WORLD_SIZE'] + '.', os.getpid(), flush=True)\n"
+        "while os.environ['WORLD_SIZE'] == '2': time.sleep(0.1)"
+    )
+    words = (
+        "--num-replicas=2",
+        "--num-instances=1:2",
+        "--instances-per-node=1",
+        "--checkpoint-dir",
+        tmp_path,
+    )
+    variables = {"POPRUN_NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1"}  # the first round waits for both
+    runs = [poprun(*words, *PYTHON, program, POPRUN_NODE_RANK=str(rank), **variables) for rank in range(2)]
+    for run in runs:
+        run.until("0 runs 2.")
+    (line,) = [line for line in runs[0].said().splitlines() if "runs 2." in line]
+    os.kill(runs[1].agent(), signal.SIGSTOP)
+    os.kill(int(line.split()[-1]), signal.SIGKILL)
+    runs[0].until("runs 1.")
+    assert runs[0].wait() == 0, runs[0].said()
+
+
+def test_a_node_that_can_not_reach_the_others_is_left_out_and_disturbs_nobody(poprun, tmp_path):
+    """It made itself the leader, whom the healthy training obeyed: 19 calls in 75 s in place of about 250."""
+    words = (
+        "--num-replicas=2",
+        "--num-instances=1:2",
+        "--instances-per-node=1",
+        "--checkpoint-dir",
+        tmp_path,
+    )
+    program = (*PYTHON, STAYS, tmp_path / "end")
+    first = poprun(*words, *program)
+    first.until("attempt 0")
+    # A peer with another secret is refused by each store, as one without a route is by the network.
+    second = poprun(*words, *program, POPDIST_SECRET="another")
+    second.until("this node is left out until it can reach node")
+    second.until("does not take this process's secret")
+    for call in range(2, 8, 2):
+        (tmp_path / f"call-{call}").mkdir()  # at a checkpoint a node that has come is added
+        for record in (tmp_path / ".poprun").glob("node-*"):
+            until_changed(record), until_changed(record)
+    (tmp_path / "end").touch()
+    assert (first.wait(), second.wait()) == (0, 0), first.said() + second.said()
+    assert first.said().count("begins") == 1 and "begins" not in second.said()
+
+
+STAYS = (
+    "import os, sys, time\n"
+    "print('attempt', os.environ['PANDO_RESTARTS'], flush=True)\n"
+    "while not os.path.exists(sys.argv[1]): time.sleep(0.02)"
+)
+
+
+def until_changed(record):
+    """Wait until a poprun has renewed its record."""
+    before, until = record.read_text(), time.monotonic() + launching.LIMIT
+    while record.read_text() in (before, ""):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "fault", ["empty", "readable", "of another user", "dangling", "empty variable", "a file"]
+)
+def test_a_folder_or_a_secret_that_can_not_be_trusted_is_refused_with_its_fix(poprun, tmp_path, fault):
+    folder = tmp_path / ".poprun"
+    secret, variables = folder / "secret", {}
+    if fault == "a file":
+        folder.touch()
+    else:
+        folder.mkdir()
+    if fault in ("empty", "readable", "of another user"):
+        secret.write_text("" if fault == "empty" else "known to others")
+        secret.chmod(0o644 if fault == "readable" else 0o600)
+    if fault == "of another user":
+        if os.geteuid():
+            pytest.skip("only root can give files to others")
+        os.chown(secret, 1234, 1234)
+    if fault == "dangling":
+        secret.symlink_to(tmp_path / "gone")
+    if fault == "empty variable":
+        variables["POPDIST_SECRET"] = ""
+    words = ("--num-replicas=2", "--num-instances=1:2", "--checkpoint-dir", tmp_path)
+    run = poprun(*words, *PYTHON, "print('here')", **variables)
+    assert run.wait() == 2 and run.out.read_text() == "", run.said()
+    assert "\n  fix: " in run.said() and "Traceback" not in run.said()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[" * 100_000, '{"number": 7}', '{"what": 1}'])
+def test_a_damaged_state_is_replaced_by_the_next_round(poprun, tmp_path, content):
+    words = ("--num-replicas=2", "--num-instances=1:2", "--checkpoint-dir", tmp_path, *PYTHON, STAYS)
+    run = poprun(*words, tmp_path / "end")
+    run.until("attempt 0")
+    (tmp_path / ".poprun" / "node-of-nobody-1").write_text(content)
+    (tmp_path / ".poprun" / "state-70").write_text(content)
+    run.until("attempt ", times=3)  # two instances of the first round, and one of the next
+    (tmp_path / "end").touch()
+    assert run.wait() == 0, run.said()
+    assert "Traceback" not in run.said()
+    assert run.said().count("begins") == 2
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder with a file system of 512 KB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "pando", str(folder)], capture_output=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"file systems can not be mounted here: {made.stderr}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=240)
+
+
+def test_on_a_full_disk_the_survivor_of_two_nodes_waits_for_space(poprun, tmp_path, small_disk):
+    """It ended with a traceback."""
+    words = (
+        "--num-replicas=2",
+        "--num-instances=1:2",
+        "--instances-per-node=1",
+        "--checkpoint-dir",
+        small_disk,
+    )
+    variables = {"POPRUN_NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1"}
+    runs = [
+        poprun(*words, *PYTHON, STAYS, tmp_path / "end", POPRUN_NODE_RANK=str(rank), **variables)
+        for rank in range(2)
+    ]
+    for run in runs:
+        run.until("attempt 0")
+    with (
+        open(small_disk / "another program's", "wb", buffering=0) as file,
+        pytest.raises(OSError, match="No space"),
+    ):
+        while True:
+            file.write(bytes(512))
+    for record in (small_disk / ".poprun").glob("node-*"):
+        until_changed(record)  # renewing needs no space
+    os.kill(runs[0].pid, signal.SIGKILL)
+    runs[1].until("No space left on device; this node tries again")
+    (small_disk / "another program's").unlink()
+    runs[1].until("attempt 1")
+    (tmp_path / "end").touch()
+    assert runs[1].wait() == 0, runs[1].said()

@@ -45,14 +45,27 @@ def secrets(run):
     return {item[15:].decode() for item in items if item.startswith(b"POPDIST_SECRET=")}
 
 
-@pytest.fixture(params=["fixed", "elastic"])
-def training(poprun, request, tmp_path):
+ELASTIC = ("--num-replicas=2", "--num-instances=1:2", "--checkpoint-dir")
+
+
+def met(poprun, *words):
     """A poprun with two instances that have met, and the addresses at which its processes listen."""
-    elastic = ("--num-replicas=2", "--num-instances=1:2", "--checkpoint-dir", tmp_path / "c")
-    words = TWO if request.param == "fixed" else elastic
     run = poprun(*words, sys.executable, "-c", MEETS)
     run.until("met 0"), run.until("met 1")
     return run, listening.addresses({*run.processes(), run.pid, run.agent()})
+
+
+@pytest.fixture
+def training(poprun, tmp_path):
+    return met(poprun, *ELASTIC, tmp_path / "c")
+
+
+def test_a_training_on_one_host_has_no_store_that_listens_and_no_secret(poprun):
+    """Its instances connect by a file in poprun's private folder."""
+    run, addresses = met(poprun, *TWO)
+    assert listening.addresses([run.pid, run.agent()]) == [] and secrets(run) == set()
+    assert len(addresses) >= 2  # gloo in each instance
+    assert [str(address) for address, _ in addresses if not address.is_loopback] == []
 
 
 def test_on_one_host_everything_listens_on_loopback_only(training):
@@ -85,7 +98,7 @@ def test_callers_without_the_secret_change_nothing_and_nothing_is_unpickled(trai
 def answers(host, port, secret):
     """Whether a store serves there, for those that know the secret."""
     try:
-        return bool(SignedStore(host, port, secret, 60).find("attempt/0/"))
+        return bool(SignedStore(host, port, secret, 5, timeout=60).find("attempt/0/"))
     except (StoreError, OSError):
         return False
 

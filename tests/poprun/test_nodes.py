@@ -4,7 +4,10 @@ import os
 import signal
 import socket
 import sys
+import time
+from pathlib import Path
 
+import launching
 import pytest
 
 PYTHON = (sys.executable, "-S", "-c")
@@ -163,22 +166,32 @@ def test_hosts_are_reached_by_ssh_and_end_together(poprun, tmp_path):
 
 
 def test_an_instance_that_fails_after_another_nodes_is_not_called_the_first(poprun, tmp_path):
-    """Instance 0 fails later than instance 2, as one does that has lost its peer, and while node 1 still ends."""
+    """Instance 2 fails later than instance 0, as one does that has lost its peer; its agent comes to it later."""
     program = (
         "import os, signal, sys, time\n"
         "rank = os.environ['RANK']\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "open(sys.argv[1] + rank, 'w').close()\n"
+        "print('here', rank + '.', os.getpid(), flush=True)\n"
         "if rank in '13': time.sleep(1000)\n"
-        "while not all(os.path.exists(sys.argv[1] + one) for one in '0123'): time.sleep(0.01)\n"
-        "time.sleep(0 if rank == '2' else 2)\n"
-        "sys.exit(6 if rank == '2' else 9)"
+        "while not os.path.exists(sys.argv[1] + rank): time.sleep(0.01)\n"
+        "sys.exit(6 if rank == '0' else 9)"
     )
-    words = ("--num-replicas=4", "--num-instances=4", *PYTHON, program, tmp_path / "here")
+    words = ("--num-replicas=4", "--num-instances=4", *PYTHON, program, tmp_path / "end")
     first, second = nodes(poprun, 2, words)
-    assert (first.wait(), second.wait()) == (9, 6)
-    assert "instance 2 of 4 failed first, with exit code 6" in second.said()
-    assert "instance 0 failed with exit code 9, after an instance of node 1" in first.said()
+    first.until("here 0."), second.until("here 2.")
+    (line,) = [line for line in second.said().splitlines() if line.startswith("here 2.")]
+    agent, instance = second.agent(), Path("/proc") / line.split()[-1]
+    os.kill(agent, signal.SIGSTOP)
+    (tmp_path / "end0").touch()
+    first.until("failed first")
+    (tmp_path / "end2").touch()
+    until = time.monotonic() + launching.LIMIT
+    while not launching.is_zombie(instance):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    os.kill(agent, signal.SIGCONT)
+    assert (first.wait(), second.wait()) == (6, 9)
+    assert "instance 0 of 4 failed first, with exit code 6" in first.said()
+    assert "instance 2 failed with exit code 9, after an instance of node 0" in second.said()
 
 
 def test_hosts_are_told_variables_and_the_secret_by_standard_input_and_a_host_is_never_an_option(

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...environment import write_status
 from ...errors import Error, UnrecoverableError
 
 logger = logging.getLogger("popengine")
@@ -148,19 +149,16 @@ class Connections:
     # ---- waits -------------------------------------------------------------------------------------------
 
     def _report_waits(self) -> None:
-        """Until the process ends, write each second to the store for which peer this instance waits (poprun
-        reads it), and warn of each wait after each `WARN_AFTER` seconds."""
+        """Until the process ends, write each second for which peer this instance waits (poprun reads it), and
+        warn of each wait after each `WARN_AFTER` seconds."""
         count = 0
-        publisher = threading.Thread()  # apart: access to the store blocks if its process is stopped
         while not _process_ends.wait(pause := min(1.0, WARN_AFTER / 2)):
             now = time.monotonic()
             waits = [wait for wait in list(self._waits.values()) if now - wait.since > pause]
-            if (waits or count) and not publisher.is_alive():
+            if (waits or count) and not self._failure:
                 count = count + 1 if waits else 0
                 news = [{"for": wait.peer, "what": wait.what, "count": count} for wait in waits[:1]]
-                text = json.dumps(news[0]) if news else ""
-                publisher = TorchThread(self.publish, f"waits/{self.ranks[self.rank]}", text)
-                publisher.start()
+                write_status(json.dumps(news[0] if news else {}))
             for wait in waits:
                 if now - wait.since > (limit := WARN_AFTER * (wait.warnings + 1)):
                     logger.warning(
@@ -189,11 +187,13 @@ class Connections:
                 group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=_FOREVER)
             except RuntimeError as error:
                 self._failure, self._has_ended = str(error), True
+                write_status(json.dumps({"lost": str(error)}))
                 raise self._new_error() from error
             finally:
                 self._waits.pop(threading.get_ident(), None)
             with self._lock:
-                self._group = group
+                self._group, self._failure = group, ""
+            write_status("{}")
 
     def await_peers(self, what: str, seconds: float = math.inf) -> list[int]:
         """Write to the store that this instance has come, wait at most `seconds` for all peers to do so, and
@@ -262,6 +262,8 @@ class Connections:
         """Close the gloo group by a receive that times out, which ends all waits; store why it was closed."""
         group, self._group = self._group, None
         self._failure, self._has_ended = why, ends
+        if not why.startswith(f"instance {self.ranks[self.rank]} "):
+            write_status(json.dumps({"lost": why}))  # a failure that follows is a consequence
         self._number += 1
         if group is not None:
             with suppress(RuntimeError):

@@ -1,0 +1,126 @@
+"""The folder `.poprun` in the checkpoint folder, through which the popruns of an elastic training know each other.
+
+    secret           the secret of the nodes' stores; only the file's owner can read it
+    node-a-x3f_9k2   the record of one node; its poprun writes it again every second, with a higher counter
+    state-12         the newest state of the rounds (`nodes.Round`)
+
+A state is created by a hard link, which fails if the name exists: so of several nodes that change the state at the same
+time, one succeeds. All nodes read the same states, and no node has to be reached for it.
+"""
+
+import os
+import secrets
+import socket
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from popengine.environment import SECRET
+
+
+class JoinError(Exception):
+    """Raised if this poprun can't take part in the training of its checkpoint folder."""
+
+
+class SharedFolder:
+    """This node's view of the folder.
+
+    Args:
+        checkpoint_dir: the checkpoint folder; it is created if it is missing
+        private:        this poprun's own temporary folder, whose random name becomes part of the node's name
+    Raises: JoinError, if the folder can't be used
+    """
+
+    def __init__(self, checkpoint_dir: str, private: str) -> None:
+        self._folder = Path(checkpoint_dir) / ".poprun"
+        record = _record_path(checkpoint_dir, private)
+        self.name, self._record, self._number = record.name.removeprefix("node-"), record, -1
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if SECRET not in os.environ:
+                self._create_file("secret", secrets.token_hex(32))
+            self.secret = self._read_secret()
+        except OSError as error:
+            raise JoinError(
+                f"--checkpoint-dir {checkpoint_dir}: {error}\n"
+                "  fix: a folder in which this user can write, on a file system with hard links"
+            ) from None
+
+    def _read_secret(self) -> str:
+        """Return the secret of `POPDIST_SECRET` or of the file. Raises: JoinError, if it is empty, or if another
+        user has written the file or can read it; OSError"""
+        path, fault = self._folder / "secret", ""
+        if (secret := os.environ.get(SECRET)) is None:
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+                secret, status = file.read().strip(), os.fstat(file.fileno())
+            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                fault = (
+                    f"{path} belongs to user {status.st_uid} and has the rights {status.st_mode & 0o777:o}"
+                )
+        if not secret:
+            fault = f"{path if SECRET not in os.environ else SECRET} is empty"
+        if fault:
+            raise JoinError(
+                f"the secret can't be trusted: {fault}\n  fix: remove {path} if no training uses it;"
+                f" or export {SECRET}=$(openssl rand -hex 32), with the same value for all popruns"
+            )
+        return secret
+
+    def read_state(self) -> str:
+        """Return the newest state; "" if there is none or it can't be read."""
+        numbers = [name[6:] for name in os.listdir(self._folder) if name.startswith("state-")]
+        self._number = max((int(number) for number in numbers if number.isdecimal()), default=-1)
+        with suppress(OSError, ValueError):
+            return (self._folder / f"state-{self._number}").read_text()
+        return ""
+
+    def replace_state(self, old: str, new: str) -> None:
+        """Create the state that follows the one that was read last, unless another node has done so."""
+        if self._create_file(f"state-{self._number + 1}", new):
+            (self._folder / f"state-{self._number - 1}").unlink(missing_ok=True)
+
+    def read_records(self) -> dict[str, str]:
+        """Return the records of all nodes, by name. Those that can't be read are missing."""
+        found: dict[str, str] = {}
+        for path in self._folder.glob("node-*"):
+            with suppress(OSError, ValueError):
+                found[path.name[5:]] = path.read_text()
+        return found
+
+    def write_record(self, text: str) -> None:
+        """Write this node's record, in place: this needs no space on a full disk."""
+        with open(os.open(self._record, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(text)
+            file.truncate()
+
+    def close(self, is_end: bool = False) -> None:
+        """Remove this node's record; at the end of the training, if this is the last node, also the states."""
+        with suppress(OSError):
+            self._record.unlink(missing_ok=True)
+            if is_end and not list(self._folder.glob("node-*")):
+                for path in self._folder.glob("state-*"):
+                    path.unlink(missing_ok=True)
+
+    def _create_file(self, name: str, text: str) -> bool:
+        """Create a file that only its owner can read, atomically; return False if the file exists already."""
+        with tempfile.NamedTemporaryFile("w", dir=self._folder, prefix=".") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            try:
+                os.link(file.name, self._folder / name)
+            except FileExistsError:
+                return False
+        return True
+
+
+def _record_path(checkpoint_dir: str, private: str) -> Path:
+    suffix = Path(private).name.rpartition("-")[2]
+    return Path(checkpoint_dir) / ".poprun" / f"node-{socket.gethostname()}-{suffix}"
+
+
+def remove_record(checkpoint_dir: str, private: str) -> None:
+    """Remove the record of a poprun that has ended, so that the other nodes need not wait for its counter."""
+    with suppress(OSError):
+        _record_path(checkpoint_dir, private).unlink(missing_ok=True)
