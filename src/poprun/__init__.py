@@ -2,9 +2,9 @@
 
     poprun --num-replicas 4 --num-instances 2 python3 train.py
 
-`command_line.py` parses the arguments; `agent.py` starts the instances of this host in each round; `nodes.py` connects
-several popruns, of which one leads (`election.py`); `hangs.py` ends instances that hang; `guard.py` ends
-all processes when one of poprun's own is killed.
+`command_line.py` parses the arguments; `agent.py` starts the instances of this host in each round; `nodes.py` decides
+when rounds begin and end, together with the popruns of other hosts (`shared_folder.py`); `hangs.py` kills
+instances that hang; `guard.py` kills all processes when one of poprun's own is killed.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """The agent: starts this node's instances in each round, and watches them.
 
 torch.distributed.elastic starts the processes, redirects and prefixes their output, and ends them. Its own agent is
-not used: poprun's leader decides when rounds end, and poprun names the instance that ended first.
+not used: the nodes decide together when rounds end (`nodes.py`), and poprun names the instance that ended first.
 """
 
 from __future__ import annotations
