@@ -58,7 +58,7 @@ def busiest(folder: str) -> float:
     """Seconds that the busiest ipu is at work in an update: of each the median over the updates."""
     work: dict[tuple[int, int, int], int] = defaultdict(int)
     for event in steady_events(load(next(Path(folder).rglob("profile.pop")))):
-        if event.kind not in ("receive", "update"):
+        if event.phase:
             work[event.ipu, event.call, event.step] += event.end - event.start
     ipus = {ipu for ipu, _, _ in work}
     return max(statistics.median(ns for key, ns in work.items() if key[0] == ipu) for ipu in ipus) / 1e9

@@ -15,7 +15,8 @@ from ways import executor, stages  # pyright: ignore[reportMissingImports]
 import popart
 import poptorch
 from popengine import profile
-from popvision.memory import Need, memory_needs
+from popvision.analysis import Figures
+from popvision.memory import Need
 
 PLACEMENT = ((0, "words layer0"), (1, "layer1 layer2"), (2, "layer3"), (3, "head"))
 MIB = 2**20
@@ -57,7 +58,7 @@ def measured(lay_out: Callable[[poptorch.Options], None], micro_batches: int) ->
         model = executor(task, options)
         model(*task.inputs())
         model.destroy()
-        return memory_needs(profile.load(Path(folder, "training", "profile.pop")))
+        return Figures(profile.load(Path(folder, "training", "profile.pop"))).needs
 
 
 def row(name: str, found: list[Need]) -> list[str]:

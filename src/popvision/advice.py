@@ -64,7 +64,7 @@ def _speed_sentences(figures: Figures) -> Iterator[str]:
         cause, gain = _CAUSES[change.kind], promised_speedup(change.apart, figures.spread)
         if change.kind == "stages" and figures.slowest is not None:
             slowest = figures.stages[figures.slowest]
-            cause = f"Stage {slowest.stage} ({slowest.blocks}) costs {figures.unevenness:.1f} times the average stage"
+            cause = f"Stage {slowest.stage} costs {figures.unevenness:.1f} times the average stage"
         yield (
             f"{cause}: {change.what} would make it at least {gain:.2f} times as fast on separate devices."
             f" Then {change.also}."

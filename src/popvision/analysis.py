@@ -47,6 +47,7 @@ class Figures:
         self.unevenness = max(totals) * len(totals) / sum(totals) if computed else 1.0  # slowest / average
         self.timed = times.with_row_costs(profile, costs)
         self.groups = {by: _operation_sums(self.timed, by) for by in ("block", "module", "where", "kind")}
+        self.groups["tree"] = _module_tree(self.timed)
 
         # The shares of a step's time are unknown if each recorded step was cut off.
         whole = events if times.whole_steps(profile) else []
@@ -126,6 +127,22 @@ def _operation_sums(profile: Profile, by: str) -> list[dict[str, Any]]:
         row["calls"] = max(row["calls"], operation.calls)
         row["flops"] += operation.flops * operation.calls
         row["bytes"] += operation.bytes * operation.calls
+    return list(rows.values())
+
+
+def _module_tree(profile: Profile) -> list[dict[str, Any]]:
+    """Return a dictionary of sums for each module of the model, with all that it contains: "path" (as `named_modules`
+    has it; "": the model), "ns" by phase of a step's micro-batches, and "bytes" that its results hold until a
+    backward or another ipu has read them, of one micro-batch. A module stands before those that it contains."""
+    held = {tensor.name: tensor.bytes for tensor in profile.tensors if tensor.kind == "activation"}
+    rows: dict[str, dict[str, Any]] = {}
+    for operation in profile.operations:
+        phase, names = profile.pieces[operation.piece].phase, operation.module.split(".")
+        paths = [".".join(names[:depth]) for depth in range(1, len(names) + 1)]
+        for path in dict.fromkeys(["", *(path for path in paths if path not in ("", "?"))]):
+            row = rows.setdefault(path, {"path": path, "ns": defaultdict(int), "bytes": 0})
+            row["ns"][phase] += operation.ns
+            row["bytes"] += held.get(operation.name, 0)
     return list(rows.values())
 
 

@@ -187,3 +187,30 @@ def test_a_pinned_event_says_what_it_was_sent_and_how_long_that_took(chromium, f
         assert number(said.split(", read ")[0]) == size
         waited = runs["F", target]["start"] - runs["F", source]["end"]
         assert number(said.split(", read ")[1]) == pytest.approx(waited, rel=0.01)
+
+
+def test_the_tree_of_modules_has_the_time_and_memory_of_all_that_a_module_contains(chromium, folder, raw):
+    chromium.open(folder / "report.html", "operations?rows=module+tree")
+    held = {row["name"]: row["bytes"] for row in raw["tensors"] if row["kind"] == "activation"}
+
+    def shown():
+        return {
+            name.lstrip("▾▸ "): (number(time), number(size) if size != "–" else 0)
+            for name, time, size in zip(
+                *(cells(chromium, column, "tree") for column in ("module", "time", "held,")), strict=True
+            )
+        }
+
+    def sums(within):
+        rows = [row for row in raw["operations"] if within(row["module"])]
+        return sum(row["ns"] for row in rows), sum(held.get(row["name"], 0) for row in rows)
+
+    # The model has one part, so it is open; a layer has no parts.
+    assert list(shown()) == ["the model", "layers", "0", "1", "2"]
+    assert shown()["the model"] == pytest.approx(sums(lambda path: True), rel=0.05)
+    for name, path in (("layers", "layers."), ("1", "layers.1")):
+        assert shown()[name] == pytest.approx(
+            sums(lambda module, path=path: module.startswith(path)), rel=0.05
+        )
+    chromium.value("document.querySelector('[data-path=layers]').click()")
+    assert list(shown()) == ["the model", "layers"]

@@ -16,7 +16,7 @@ function traceView(entry, page) {
   const steps = make("select", { class: "plain", "aria-label": "Step", onchange: () => {
     const step = trace.steps[Number(steps.value)], margin = (step.end - step.start) * 0.02;
     trace.show([step.start - margin, step.end + margin]);
-  } }, trace.steps.slice(0, 2000).map((step, i) => make("option", { value: i, selected: i === Math.min(2, trace.steps.length - 1) }, page.on === "cores" ? `step ${step.step} of call ${step.call}` : "a simulated step")));
+  } }, trace.steps.slice(0, 2000).map((step, i) => make("option", { value: i, selected: i === Math.min(2, trace.steps.length - 1) }, `step ${step.step} of call ${step.call}`)));
   const map = overview(trace), pinned = make("div", { id: "pinned", "aria-live": "polite" }), totals = make("div", { id: "range", "aria-live": "polite" });
   const table = eventTable(trace), [search, found] = eventSearch(trace, page, table.fill);
   let timer = null;
@@ -33,7 +33,7 @@ function traceView(entry, page) {
   return make("div", {},
     make("section", { class: "card" },
       make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "What ran where, and when"), onSwitch(page), search, found, make("span", { class: "spring" }),
-        steps, button("One step", null, () => trace.show(trace.oneStep())), button("One call", null, () => trace.show(trace.oneCall())), button("All", null, () => trace.show([...trace.all])),
+        page.on === "cores" ? steps : null, button("One step", null, () => trace.show(trace.oneStep())), page.on === "cores" ? button("One call", null, () => trace.show(trace.oneCall())) : null, button("All", null, () => trace.show([...trace.all])),
         button("−", "Zoom out", () => trace.zoom(1 / 0.6)), button("+", "Zoom in", () => trace.zoom(0.6))),
       map, trace.canvas, traceLegend(trace), pinned, totals, table.element),
     make("p", { class: "hint help" }, "Ctrl + wheel zooms, drag pans, Shift + drag (or ", make("kbd", {}, "["), " and ", make("kbd", {}, "]"), " at events) selects a range, a click pins an event. ", ...["W", "A", "S", "D", "←", "→", "+", "−", "↑", "↓", ",", ".", "Enter", "Esc"].flatMap((key) => [make("kbd", {}, key), " "]),
@@ -41,7 +41,8 @@ function traceView(entry, page) {
 }
 
 function traceLegend({ profile, on }) {
-  const entries = profile.stages.flatMap((blocks, stage) => phasesOf(profile).map((phase, i) => [`stage ${stage} ${PHASES[phase]}${i ? "" : `: ${blocks}`}`, stageColour(stage, phase)]));
+  const actions = new Set(rows(profile.actions).map((action) => action.phase + action.stage));
+  const entries = profile.stages.flatMap((blocks, stage) => phasesOf(profile).filter((phase) => actions.has(phase + stage)).map((phase, i) => [`stage ${stage} ${PHASES[phase]}${i ? "" : `: ${blocks}`}`, stageColour(stage, phase)]));
   const strip = ["thin strip under a row: the order of the schedule", `linear-gradient(transparent 65%, ${stageColour(0)} 65%)`];
   return legend([...entries.slice(0, 32), ["weight update (hatched)", "repeating-linear-gradient(135deg,#4d5a68 0 3px,#c3ccd6 3px 4px)"], ["sums and others (half as high)", OTHER], ["empty: waiting", "var(--lane)"], ...(on === "devices" ? [strip] : [])]);
 }

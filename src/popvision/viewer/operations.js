@@ -31,6 +31,36 @@ function breakable(text, after = /(?<=[/_])/) {
   return text.split(after).flatMap((part, i) => (i ? [make("wbr"), part] : [part]));
 }
 
+/** Modules under their parents, each with the time and memory of all that it contains; a row opens and closes. */
+function moduleTree(entry) {
+  const all = new Map(entry.groups.tree.map((row) => [row.path, row])), phases = phasesOf(entry.profile), below = new Map(), open = new Set([""]);
+  const total = (row) => Object.values(row.ns).reduce((sum, ns) => sum + ns, 0), whole = all.size ? total(all.get("")) || 1 : 1;
+  for (const { path } of all.values()) {
+    if (!path) continue;
+    const parent = path.includes(".") ? path.slice(0, path.lastIndexOf(".")) : "";
+    below.set(parent, [...(below.get(parent) || []), path]);
+  }
+  for (let path = ""; (below.get(path) || []).length === 1;) { [path] = below.get(path); open.add(path); } // what has one part is opened
+  const body = make("tbody");
+  function line(path, depth) {
+    const row = all.get(path), inner = below.get(path), name = path ? path.slice(path.lastIndexOf(".") + 1) : "the model";
+    const toggle = () => { if (!open.delete(path)) open.add(path); fill(path); };
+    return make("tr", {}, make("td", { style: { paddingLeft: `${8 + 20 * depth}px` } }, inner ? make("button", { type: "button", class: "toggle", "aria-expanded": String(open.has(path)), "data-path": path, onclick: toggle }, `${open.has(path) ? "▾" : "▸"} ${name}`) : name),
+      make("td", { class: "right" }, make("span", { class: "share", style: { width: `${(70 * total(row)) / whole}px` } }), units.time(total(row))), make("td", { class: "right" }, units.share(total(row) / whole)),
+      ...phases.map((phase) => make("td", { class: "right" }, row.ns[phase] ? units.time(row.ns[phase]) : "–")), make("td", { class: "right" }, row.bytes ? units.bytes(row.bytes) : "–"));
+  }
+  function fill(focus) {
+    const lines = [], visit = (path, depth) => { lines.push(line(path, depth)); if (open.has(path)) (below.get(path) || []).forEach((inner) => visit(inner, depth + 1)); };
+    if (all.size) visit("", 0);
+    body.replaceChildren(...lines);
+    if (focus !== undefined) body.querySelector(`[data-path="${CSS.escape(focus)}"]`).focus();
+  }
+  fill();
+  const head = ["module", "time", "share", ...phases.map((phase) => PHASES[phase]), "held, a micro-batch"];
+  const element = make("div", { class: "scroll" }, make("table", { id: "tree" }, make("thead", {}, make("tr", {}, head.map((name, i) => make("th", { class: i ? "right" : "", scope: "col" }, name)))), body));
+  return { element, count: make("span", { class: "hint" }, `${all.size} modules`), search: () => {} };
+}
+
 function operationsView(entry, page) {
   const pieces = rows(entry.profile.pieces), operations = rows(entry.profile.operations);
   if (!operations.some((operation) => operation.calls)) return emptyCard("No operation was timed", "Operations are timed in the first two steps of a run.");
@@ -68,15 +98,17 @@ function operationsView(entry, page) {
   const table = (id, first, rows, later = []) => { const all = [...first, ...figures.slice(0, 2), ...later, ...common, ...figures.slice(2)]; return sortable(all, rows, { sort: all.indexOf(figures[0]), onrow, id, sum: together }); };
   const ways = { operation: table("by-operation", [columns.kind, columns.where], data, [columns.block, columns.module]) };
   for (const [name, by] of [["block", "block"], ["module", "module"], ["line", "where"], ["kind", "kind"]]) ways[name] = table(`by-${name}`, [columns[by]], grouped(by));
+  ways["module tree"] = moduleTree(entry);
   const names = Object.keys(ways), holder = make("div"), counts = make("span");
   const search = make("input", { type: "search", placeholder: "Search operation, module, line …", "aria-label": "Search", value: page.state.search || "", oninput: () => show(page.state.rows) });
   function show(name) {
     const way = ways[name] || ways.operation;
     holder.replaceChildren(way.element); counts.replaceChildren(way.count);
+    search.hidden = way === ways["module tree"];
     way.search(search.value);
     page.note({ rows: name, search: search.value });
   }
-  const switcher = choice("Rows", names.map((name) => `by ${name}`), Math.max(0, names.indexOf(page.state.rows)), (i) => show(i ? names[i] : undefined));
+  const switcher = choice("Rows", names.map((name, i) => (i < names.length - 1 ? `by ${name}` : name)), Math.max(0, names.indexOf(page.state.rows)), (i) => show(i ? names[i] : undefined));
   if (page.wish) search.value = `${word[page.wish.phase]} stage${page.wish.stage}`;
   show(page.state.rows);
   const step = entry.profile.facts.detailed_step;
