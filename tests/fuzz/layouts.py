@@ -20,6 +20,7 @@ class Load:
     iterations: int
     replicas: int
     optimizer: str
+    strides: str = "contiguous"  # of the inputs: a key of `runs.STRIDES`
 
     @property
     def rows_of_a_call(self) -> int:
@@ -60,6 +61,7 @@ def random_load(numbers: random.Random) -> Load:
         iterations=numbers.choice([1, 2]),
         replicas=numbers.choice([1, 1, 2]),
         optimizer=numbers.choice(["sgd", "adam"]),
+        strides=numbers.choice(["contiguous", "transposed", "sliced", "expanded"]),
     )
 
 

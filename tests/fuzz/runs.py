@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +31,19 @@ def net(steps: Steps) -> Net:
     return Net(steps)
 
 
+# Functions of (rows, columns) that return inputs of all kinds of strides.
+STRIDES: dict[str, Callable[[int, int], Tensor]] = {
+    "contiguous": torch.randn,
+    "transposed": lambda rows, columns: torch.randn(columns, rows).t(),
+    "sliced": lambda rows, columns: torch.randn(2 * rows, columns + 3)[::2, 1:-2],
+    "expanded": lambda rows, columns: torch.randn(columns).expand(rows, columns),
+}
+
+
 def batches(load: Load) -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(1)
-    rows = load.rows_of_a_call
-    return [(torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)) for _ in range(CALLS)]
+    make, rows = STRIDES[load.strides], load.rows_of_a_call
+    return [(make(rows, WIDTH), torch.randn(rows, WIDTH)) for _ in range(CALLS)]
 
 
 def optimizer(model: nn.Module, load: Load) -> Any:
@@ -85,7 +95,8 @@ def _plain(steps: Steps, load: Load) -> Run:
         for update in zip(*(value.split(load.rows * load.accumulation) for value in batch), strict=True):
             step.zero_grad()
             for micro_batch in zip(*(value.split(load.rows) for value in update), strict=True):
-                loss = model(*(value.clone() for value in micro_batch))  # aligned, as in the engine
+                # Contiguous and aligned, as in the engine.
+                loss = model(*(value.clone(memory_format=torch.contiguous_format) for value in micro_batch))
                 loss.backward()
                 of_call.append(loss.detach())
             for parameter in model.parameters():

@@ -4,10 +4,14 @@ import copy
 
 import pytest
 import torch
-from parity_runs import options
+from parity_runs import cut, made, options
 from torch import nn
 
 import poptorch
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.5)
 
 
 def assert_a_step_has_the_bits_of_plain_pytorch(model, *inputs):
@@ -22,13 +26,11 @@ def assert_a_step_has_the_bits_of_plain_pytorch(model, *inputs):
             return poptorch.identity_loss(self.model(*given).square(), "mean")
 
     ours, plain = Squared(), Squared()
-    executor = poptorch.trainingModel(
-        ours, options(accumulation=1), torch.optim.SGD(ours.parameters(), lr=0.5)
-    )
+    executor = poptorch.trainingModel(ours, options(accumulation=1), sgd(ours))
     loss = executor(*inputs)
     expected = plain(*(value.clone() for value in inputs))
     expected.backward()
-    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    sgd(plain).step()
     assert torch.equal(loss, expected.detach())
     for (name, one), two in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
         assert torch.equal(one, two), name
@@ -78,3 +80,118 @@ def test_powers_in_place_have_the_bits_of_plain_pytorch(loss):
 
     torch.manual_seed(0)
     assert_a_step_has_the_bits_of_plain_pytorch(Distances(), torch.randn(4, 8), torch.randn(4, 8))
+
+
+# ---- inputs ------------------------------------------------------------------------------------------------
+
+
+def with_dimensions_swapped(value):
+    return value.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def part_of_rows(value):
+    return torch.cat([value, value], -1)[..., : value.shape[-1]]
+
+
+def every_other_row(value):
+    return value.repeat_interleave(2, 0)[::2]
+
+
+def expanded(value):
+    return value[:1].expand(value.shape)
+
+
+def channels_last(value):
+    return value.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+INPUTS = [with_dimensions_swapped, part_of_rows, every_other_row, expanded, channels_last]
+
+
+class StateFromOutside(nn.Module):
+    """The word language model of pytorch/examples: time first, with a state of which each layer has a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, 2)
+
+    def forward(self, x, state):
+        state = state.transpose(0, 1).contiguous()
+        return self.rnn(x.transpose(0, 1).contiguous(), (state, state))[0].transpose(0, 1)
+
+    @staticmethod
+    def data(rows):
+        return torch.randn(rows, 5, 8), torch.randn(rows, 2, 8)
+
+
+class Views(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, y):
+        folded = x.transpose(0, 1).contiguous().view(5, -1)
+        flat = self.layer(y).sigmoid() + y.transpose(1, 2).reshape(y.shape).exp()
+        return folded.sum() * flat.mul_(2) + x.contiguous().view(len(x), -1).mean()
+
+    @staticmethod
+    def data(rows):
+        return torch.randn(rows, 5, 8), torch.randn(rows, 8, 8)
+
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten()
+        )
+
+    def forward(self, image, other):
+        return self.layers(image) + self.layers(other.contiguous())
+
+    @staticmethod
+    def data(rows):
+        return torch.randn(rows, 3, 8, 8), torch.randn(rows, 3, 8, 8)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+
+    def forward(self, x, memory):
+        return self.layer(x) + self.layer(memory)
+
+    @staticmethod
+    def data(rows):
+        return torch.randn(rows, 5, 8), torch.randn(rows, 5, 8)
+
+
+@pytest.mark.parametrize("change", INPUTS, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("make", [StateFromOutside, Views, Images, Attention])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_an_input_of_any_strides_is_read_as_a_contiguous_copy(make, change, accumulation):
+    class Squared(make):
+        def forward(self, *given):
+            return poptorch.identity_loss(super().forward(*given).square(), "mean")
+
+    ours, plain = made(Squared), made(Squared)
+    combined = [change(value) for value in make.data(2 * accumulation)]
+    executor = poptorch.trainingModel(ours, options(accumulation=accumulation), sgd(ours))
+    losses = executor(*combined).reshape(-1)
+    expected = []
+    for rows in cut(2, *combined):
+        loss = plain(*(value.contiguous() for value in rows))
+        loss.backward()
+        expected.append(loss.detach())
+    for parameter in plain.parameters():
+        parameter.grad /= accumulation
+    sgd(plain).step()
+    assert torch.equal(losses, torch.stack(expected))
+    for (name, one), two in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(one, two), name
+    own = options(accumulation=1, iterations=accumulation)
+    again = poptorch.inferenceModel(made(make).eval(), own)(*combined)
+    plain = made(make).eval()
+    parts = [plain(*(value.contiguous() for value in rows)).detach() for rows in cut(2, *combined)]
+    assert torch.equal(again, torch.cat(parts))

@@ -295,11 +295,15 @@ def _cut_piece(piece: Piece, indices: Sequence[int], changed: frozenset[str]) ->
     several = {n for n in changed if piece.phase == "F" and sum(n in names for names in used) > 1}
     handed = [name for name in piece.reads if name in piece.writes or name in several]
     first = {name: next((number for number, names in enumerate(used) if name in names), 0) for name in handed}
+    unused = set(piece.reads).difference(
+        *used
+    )  # buffers that are only written: a stage that reads a slot holds it
     for number, lines in enumerate(parts):
         made = {line.name for line in lines}
         later = set().union(*used[number + 1 :])
         through = [name for name in handed if first[name] == number]
-        reads = dict.fromkeys(n for n in piece.reads if n in used[number] or n in through)
+        held = unused if number == 0 else ()
+        reads = dict.fromkeys(n for n in piece.reads if n in used[number] or n in through or n in held)
         reads |= dict.fromkeys(name for line in lines for name in line.operands() if name not in made)
         writes = [line.name for line in lines if line.name in later or line.name in piece.writes] + through
         yield Piece(piece.phase, piece.stage, tuple(reads), tuple(writes), lines, number)

@@ -241,9 +241,11 @@ def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> li
 
 
 def first_micro_batches(call: BoundCall, counts: Counts, has_float64: bool) -> list[Tensor]:
-    """Return the rows of the first micro-batch of each tensor of a call, converted by `narrow_float64`; 0-d
+    """Return the rows of the first micro-batch of each tensor of a call, as `tensors_for_engine` converts them; 0-d
     tensors whole."""
-    return [narrow_float64(_first_micro_batch(tensor, counts), has_float64) for tensor in call.tensors]
+    return tensors_for_engine(
+        call.with_tensors(_first_micro_batch(t, counts) for t in call.tensors), has_float64
+    )
 
 
 @dataclass(frozen=True)
