@@ -1,5 +1,7 @@
 """Buffers that a forward writes, in all ways that programs use: each micro-batch reads what the one before has left."""
 
+from typing import Any
+
 import pytest
 import torch
 from parity_runs import cut, made, options
@@ -37,6 +39,9 @@ class Writes(nn.Module):
         super().__init__()
         self.a, self.b = (poptorch.BeginBlock(nn.Linear(4, 4), name) for name in "ab")
         self.write, self.read = WRITES[write], read
+        self.u: Any
+        self.v: Any
+        self.count: Any
         self.register_buffer("u", torch.ones(4))
         self.register_buffer("v", torch.zeros(4))
         self.register_buffer("count", torch.zeros((), dtype=torch.long))

@@ -94,11 +94,19 @@ def capture(
         gradients = _record_backward(state, scale) if training else {}
     results: list[tuple[Key, str, fx.Node]] = [
         *(("output", str(i), recorder.node_of(value)) for i, value in enumerate(outputs)),
-        *(("gradient", name, recorder.node_of(value)) for name, value in gradients.items()),
+        *(("gradient", name, _without_copy(recorder.node_of(value))) for name, value in gradients.items()),
     ]
     graph = make_functional_graph(recorder, results, tuple(state.visits), set(stand_ins.trained_parameters()))
     stand_ins.check_shared({result.key for result in graph.results if result.kind in ("gradient", "buffer")})
     return replace(graph, held=tuple(state.held))
+
+
+def _without_copy(gradient: fx.Node) -> fx.Node:
+    """Return the node of a gradient; of the copy that autograd makes for `.grad`, the node of the original."""
+    is_copy = gradient.target is torch.ops.aten.clone.default
+    original = gradient.all_input_nodes[0] if is_copy else gradient
+    is_same = original.meta["val"].stride() == gradient.meta["val"].stride()
+    return original if is_same else gradient
 
 
 @contextlib.contextmanager
@@ -183,21 +191,11 @@ def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
     state.phase, state.block = "B", ENDED
     if (scale.dtype, scale.shape) != (loss.dtype, loss.shape):
         scale = scale.to(loss.dtype).reshape(loss.shape)
-    leaves = [*wanted.values(), *(value for value, _ in stand_ins.orphans)]
-    gradients: Sequence[Tensor | None] = [None] * len(leaves)
-    if loss.requires_grad and leaves:
-        gradients = torch.autograd.grad(loss, leaves, scale, allow_unused=True)
-    for (value, where), gradient in zip(stand_ins.orphans, gradients[len(wanted) :], strict=True):
-        if gradient is not None:
-            raise CaptureError(
-                f"a tensor of shape {tuple(value.shape)} needs a gradient, but is no parameter of the model, and"
-                " no update would change it\n"
-                f"  forward uses it at {where}\n"
-                "  fix: make it a parameter, `self.name = nn.Parameter(...)`, and keep parameters and layers in"
-                " nn.ParameterList and nn.ModuleList, not in lists; compute in forward what depends on parameters;"
-                " or say `.detach()`, if it is meant as a constant"
-            )
-    found = {name: value for name, value in zip(wanted, gradients, strict=False) if value is not None}
+    if loss.requires_grad:
+        _check_orphans(loss, scale, stand_ins)
+        # Not `grad`: of a reentrant checkpoint the gradients come from a backward of its own, into `.grad`.
+        torch.autograd.backward(loss, scale)
+    found = {name: value.grad for name, value in wanted.items() if value.grad is not None}
     for name, value in found.items():
         check_dense(value, f"the gradient of {name}")
     if not found:
@@ -213,6 +211,25 @@ def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
             " poptorch.inferenceModel"
         )
     return found
+
+
+def _check_orphans(loss: Tensor, scale: Tensor, stand_ins: StandIns) -> None:
+    """Raise CaptureError if a tensor that requires a gradient, and is no parameter, gets one."""
+    orphans = stand_ins.orphans
+    gradients: Sequence[Tensor | None] = ()
+    if orphans:  # of those that the loss does not depend on, no backward runs
+        leaves = [value for value, _ in orphans]
+        gradients = torch.autograd.grad(loss, leaves, scale, retain_graph=True, allow_unused=True)
+    for (value, where), gradient in zip(orphans, gradients, strict=True):
+        if gradient is not None:
+            raise CaptureError(
+                f"a tensor of shape {tuple(value.shape)} needs a gradient, but is no parameter of the model, and"
+                " no update would change it\n"
+                f"  forward uses it at {where}\n"
+                "  fix: make it a parameter, `self.name = nn.Parameter(...)`, and keep parameters and layers in"
+                " nn.ParameterList and nn.ModuleList, not in lists; compute in forward what depends on parameters;"
+                " or say `.detach()`, if it is meant as a constant"
+            )
 
 
 # ---- float types -------------------------------------------------------------------------------------------

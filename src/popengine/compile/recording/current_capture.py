@@ -164,7 +164,8 @@ class Capture:
 
     def _backward_meta(self) -> dict[str, Any]:
         node = current_autograd_node()
-        if node is None or not self.places:  # the sum of two gradients: autograd's own
+        is_own = node is None or node.name() == "torch::autograd::AccumulateGrad"  # sums gradients
+        if is_own or not self.places:
             return {"phase": "B", "block": None, "where": "?", "module": "?"}
         number = bisect.bisect_right(self.places, node._sequence_nr(), key=lambda entry: entry[0])
         _, place = self.places[min(number, len(self.places) - 1)]

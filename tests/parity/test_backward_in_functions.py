@@ -1,0 +1,105 @@
+"""Gradients that do not come from the loss's own backward, but from one inside an autograd function, reach `.grad`."""
+
+import pytest
+import torch
+from parity_runs import made, options
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import poptorch
+
+
+class Inner(torch.autograd.Function):
+    """Runs a function without a graph; in backward once more, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, run, x):
+        ctx.run, ctx.x = run, x.detach()
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x)
+        torch.autograd.backward(y, gradients)
+        return None, x.grad
+
+
+def reentrant(run, x):
+    return checkpoint(run, x, use_reentrant=True)
+
+
+class Model(nn.Module):
+    """Four layers; `a` and `b` run inside of functions, `shared` also outside, `frozen` is no leaf that trains."""
+
+    def __init__(self, inside, shared, first):
+        super().__init__()
+        self.inside, self.is_shared, self.first = inside, shared, first
+        self.a, self.b, self.c, self.frozen = (
+            poptorch.BeginBlock(nn.Linear(4, 4), name) for name in ("a", "b", "c", "d")
+        )
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        x = x.requires_grad_() if self.first == "input" else self.frozen(x).requires_grad_()
+        x = self.inside(lambda y: self.b(self.a(y)).tanh(), x)
+        x = self.inside(lambda y: self.b(y).sigmoid(), x)
+        if self.is_shared:
+            x = self.a(x) * self.b.weight.sum()
+        return poptorch.identity_loss(self.c(x).square(), "mean")
+
+
+@pytest.mark.parametrize("inside", [reentrant, Inner.apply], ids=["checkpoint", "function"])
+@pytest.mark.parametrize("shared", [False, True], ids=["inside alone", "outside, too"])
+@pytest.mark.parametrize("first", ["input", "frozen"])
+def test_parameters_inside_are_trained_as_in_plain_pytorch(inside, shared, first):
+    def make():
+        model = Model(inside, shared, first)
+        poptorch.removeBlocks(model)
+        return model
+
+    ours, plain = made(make), made(make)
+    # One micro-batch: with more, plain PyTorch adds each part of a gradient to `.grad` by itself.
+    executor = poptorch.trainingModel(
+        ours, options(accumulation=1), torch.optim.SGD(ours.parameters(), lr=0.5)
+    )
+    x = torch.randn(2, 4)
+    loss = executor(x)
+    executor.copyWeightsToHost()
+    expected = plain(x.clone())
+    expected.backward()
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    assert torch.equal(loss, expected.detach())
+    for (name, value), other in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
+    assert all(value.grad is None for value in ours.parameters())
+
+
+def test_a_language_model_with_frozen_embeddings_trains_all_layers_of_a_reentrant_checkpoint():
+    """The usual recipe of LoRA: `enable_input_require_grads` and gradient checkpointing."""
+    transformers = pytest.importorskip("transformers")
+
+    def make():
+        config = transformers.BertConfig(
+            vocab_size=11, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=8,
+        )  # fmt: skip
+        model = transformers.BertForSequenceClassification(config).train()
+        model.bert.embeddings.requires_grad_(False)
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        return model
+
+    ours, plain = made(make), made(make)
+    words, labels = torch.randint(0, 11, (2, 5)), torch.randint(0, 2, (2,))
+    executor = poptorch.trainingModel(
+        ours, options(accumulation=1), torch.optim.SGD(ours.parameters(), lr=0.5)
+    )
+    executor(input_ids=words, labels=labels)
+    executor.copyWeightsToHost()
+    plain(input_ids=words.clone(), labels=labels.clone()).loss.backward()
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    for (name, value), other in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
