@@ -489,19 +489,41 @@ class Frozen(nn.Module):
 @pytest.mark.parametrize(
     ("loss", "why"),
     [
-        (lambda layer, x: layer.requires_grad_(False)(x), "all of them are frozen"),
-        (lambda layer, x: layer(x).detach(), "the loss depends on none of those that require one"),
-        (lambda layer, x: x, "the loss depends on none of those that require one"),
-        (lambda layer, x: layer(x).argmax(1).float(), "the loss depends on none of those that require one"),
+        (lambda layer, x: layer(x), "all of them are frozen"),
+        (lambda layer, x: torch.inference_mode()(layer)(x), "forward computes under torch.inference_mode"),
     ],
-    ids=["frozen", "detached", "left out", "in integers"],
+    ids=["frozen", "inference mode"],
 )
-def test_a_model_none_of_whose_parameters_gets_a_gradient_is_refused(loss, why):
-    model = Frozen(loss)
-    if why.startswith("all"):
-        model.requires_grad_(False)
+def test_a_model_that_can_not_train_is_refused(loss, why):
+    model = Frozen(loss).requires_grad_("frozen" not in why)
     executor = poptorch.trainingModel(model, options(accumulation=1), adam(model))
     with pytest.raises(poptorch.Error, match="no parameter gets a gradient") as caught:
         executor(batch(1)[0])
     assert why in str(caught.value)
     assert "poptorch.inferenceModel" in str(caught.value)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda layer, x: layer(x).detach(),
+        lambda layer, x: torch.no_grad()(layer)(x),
+        lambda layer, x: nn.functional.dropout(x, 0.5, training=False),
+        lambda layer, x: layer(x).argmax(1).float(),
+    ],
+    ids=["detached", "no_grad", "left out", "in integers"],
+)
+def test_a_model_whose_loss_depends_on_no_parameter_runs_with_a_warning(loss, accumulation, caplog):
+    """As in the original: for example dropout in eval mode within a model that is trained."""
+    model = Frozen(loss)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    executor = poptorch.trainingModel(model, options(accumulation=accumulation), adam(model))
+    rows = batch(1)[0]
+    for _ in range(2):
+        losses = executor(torch.cat([rows] * accumulation))
+    executor.copyWeightsToHost()
+    assert torch.allclose(losses.reshape(-1)[0], loss(model.layer, rows).mean())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert sum("no parameter gets a gradient" in record.message for record in caplog.records) == 1
+    executor.destroy()

@@ -7,6 +7,7 @@ input, and the losses are those of torch and of the user's marks.
 
 import contextlib
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -30,10 +31,19 @@ from .recording.current_capture import (
     tracing_settings,
 )
 from .recording.functional import make_functional_graph
-from .recording.graph_recorder import check_dense, empty_like, map_leaves, sources_of, user_line
+from .recording.graph_recorder import (
+    CaptureRecorder,
+    check_dense,
+    empty_like,
+    map_leaves,
+    sources_of,
+    user_line,
+)
 from .recording.leftovers import attributes_restored
 from .recording.standins import StandIns
 from .recording.torch_errors import explaining_torch_errors
+
+logger = logging.getLogger("poptorch::python")
 
 
 @interrupts_delayed()
@@ -181,7 +191,7 @@ def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
     Parameters on which the loss does not depend are left out. `scale` is the gradient of the loss.
 
     Raises:
-        CaptureError: no parameter gets a gradient, another tensor would get one, a gradient is sparse, or
+        CaptureError: no parameter can get a gradient, another tensor would get one, a gradient is sparse, or
             there is not exactly one final loss
     """
     recorder, stand_ins = state.recorder, state.stand_ins
@@ -199,18 +209,33 @@ def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
     for name, value in found.items():
         check_dense(value, f"the gradient of {name}")
     if not found:
-        raise CaptureError(
-            "the model would not train: no parameter gets a gradient\n"
-            + (
-                "  why: the loss depends on none of those that require one: forward leaves them out, or computes in"
-                " torch.no_grad(), with `.detach()` or in integers\n"
-                if wanted
-                else "  why: all of them are frozen, by requires_grad_(False)\n"
-            )
-            + "  fix: let the loss depend on parameters that require a gradient; or wrap the model with"
-            " poptorch.inferenceModel"
-        )
+        _report_no_gradients(recorder, has_trained=bool(wanted))
     return found
+
+
+def _report_no_gradients(recorder: CaptureRecorder, has_trained: bool) -> None:
+    """Log a warning that no parameter gets a gradient.
+
+    Args: has_trained: whether a parameter requires a gradient
+    Raises: CaptureError, if none requires one, or if forward computes under torch.inference_mode
+    """
+    values = (node.meta.get("val") for node in recorder.graph.nodes)
+    if not has_trained:
+        why = "all of them are frozen, by requires_grad_(False)"
+    elif any(isinstance(value, Tensor) and value.is_inference() for value in values):
+        why = "forward computes under torch.inference_mode"
+    else:
+        logger.warning(
+            "the model does not train: no parameter gets a gradient, since the loss depends on none of those that"
+            " require one: forward leaves them out, or computes in torch.no_grad(), with `.detach()` or in integers"
+        )
+        return
+    raise CaptureError(
+        "the model would not train: no parameter gets a gradient\n"
+        f"  why: {why}\n"
+        "  fix: let the loss depend on parameters that require a gradient; or wrap the model with"
+        " poptorch.inferenceModel"
+    )
 
 
 def _check_orphans(loss: Tensor, scale: Tensor, stand_ins: StandIns) -> None:

@@ -85,13 +85,14 @@ def round_to_float_format(x: Tensor, exponent_bits: int, mantissa_bits: int, rou
 
 class _QuantisedFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fwd: int, bwd: int, *how: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, fwd: bool, bwd: str, *how: Any) -> Tensor:
         ctx.bwd, ctx.how = bwd, how
         return round_to_float_format(x, *how) if fwd else x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (round_to_float_format(gradient, *ctx.how) if ctx.bwd else gradient, *[None] * 5)
+        made = {"ste": lambda: gradient, "quantise": lambda: round_to_float_format(gradient, *ctx.how)}
+        return (made.get(ctx.bwd, lambda: None)(), *[None] * 5)
 
 
 def simulated_quant(
@@ -99,13 +100,26 @@ def simulated_quant(
     exponent_bits: int,
     mantissa_bits: int,
     rounding: str = "stochastic",
-    fwd: int = 1,
-    bwd: int = 0,
+    fwd: bool = True,
+    bwd: str | int = "ste",
 ) -> Tensor:
-    """Return a copy, rounded by `round_to_float_format` if `fwd`; round the gradient, too, if `bwd` is 1."""
-    if rounding not in ("nearest", "stochastic"):
-        raise Error(f'SimulatedQuant has rounding {rounding!r}\n  fix: rounding="nearest", or "stochastic"')
-    return _QuantisedFunction.apply(x, fwd, bwd, exponent_bits, mantissa_bits, rounding)  # type: ignore[return-value]
+    """Return a copy, rounded by `round_to_float_format` if `fwd`.
+
+    Args: bwd: the gradient passes unchanged ("ste" or 0), rounded ("quantise" or 1), or not at all ("stop")
+    Raises: Error, for another value of `rounding`, `fwd` or `bwd`
+    """
+    known = {
+        "rounding": ("nearest", "stochastic"),
+        "fwd": (True, False),
+        "bwd": ("ste", "quantise", "stop", 0, 1),
+    }
+    for name, value in (("rounding", rounding), ("fwd", fwd), ("bwd", bwd)):
+        if value not in known[name]:
+            raise Error(
+                f"SimulatedQuant has {name} {value!r}\n  fix: one of {', '.join(map(repr, known[name]))}"
+            )
+    kind = bwd if isinstance(bwd, str) else ("ste", "quantise")[bwd]
+    return _QuantisedFunction.apply(x, fwd, kind, exponent_bits, mantissa_bits, rounding)  # type: ignore[return-value]
 
 
 KNOWN: dict[str, Callable[..., Tensor]] = {

@@ -137,7 +137,7 @@ def test_quantisation_passes_the_gradient_as_it_is_or_quantised():
         return used("SimulatedQuant", x, exponent_bits=4, mantissa_bits=1, rounding="nearest", **which)
 
     found = {}
-    for fwd, bwd in ((1, 0), (0, 1)):
+    for fwd, bwd in ((1, 0), (0, 1), (True, "ste"), (False, "quantise"), (True, "stop")):
         model = Trained(lambda x, f=fwd, b=bwd: quantised(x, fwd=f, bwd=b), torch.full((7,), 1.2))
         options = poptorch.Options().showCompilationProgressBar(False)
         trainer = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -150,6 +150,9 @@ def test_quantisation_passes_the_gradient_as_it_is_or_quantised():
     torch.testing.assert_close(
         found[0, 1][1], torch.tensor([1.0, 2, 3, 4, 4, 6, 8])
     )  # 5 and 7 lie between two
+    for by_name, by_number in (((True, "ste"), (1, 0)), ((False, "quantise"), (0, 1))):
+        assert all(map(torch.equal, found[by_name], found[by_number]))
+    torch.testing.assert_close(found[True, "stop"][1], torch.zeros(7))
 
 
 def test_stochastic_quantisation_is_right_on_average_and_the_same_in_every_layout():
@@ -183,6 +186,13 @@ def test_a_known_operation_is_logged_once(caplog):
         (
             lambda x: used("SimulatedQuant", x, man_bits=3),
             r"attributes \['man_bits'\](?s:.*)exponent_bits: int",
+        ),
+        *(
+            (
+                lambda x, given=given: used("SimulatedQuant", x, exponent_bits=4, mantissa_bits=1, **given),
+                f"SimulatedQuant has {next(iter(given))} 'up'(?s:.*)fix: one of ",
+            )
+            for given in ({"rounding": "up"}, {"fwd": "up"}, {"bwd": "up"})
         ),
         (lambda x: used("AutogradProxy", x), "called with 1 inputs"),
         (
