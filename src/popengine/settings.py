@@ -86,11 +86,12 @@ class Optimizer:
 
     def state_dtype(self, weight: torch.dtype, state: str) -> torch.dtype:
         """Return the dtype of the state tensor named `state` for a weight of dtype `weight`."""
-        return weight if weight == torch.float64 else self.state_types.get(state, torch.float32)
+        is_own = weight == torch.float64 or weight.is_complex
+        return weight if is_own else self.state_types.get(state, torch.float32)
 
     def sum_dtype(self, weight: torch.dtype) -> torch.dtype:
         """Return the dtype of the gradient sums for a weight of dtype `weight`."""
-        return weight if weight == torch.float64 else self.accumulator_type
+        return weight if weight == torch.float64 or weight.is_complex else self.accumulator_type
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,7 +236,9 @@ class Updates:
         found = [
             self._norms[unit]
             if unit in self._norms
-            else torch.zeros((), dtype=torch.promote_types(self.state.weight(unit).dtype, torch.float32))
+            else torch.zeros(
+                (), dtype=torch.promote_types(self.state.weight(unit).dtype, torch.float32).to_real()
+            )
             for unit in ordered
         ]
         return torch.linalg.vector_norm(self._all_reduce_if_sharded(torch.stack(found)))

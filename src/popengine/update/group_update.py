@@ -112,6 +112,14 @@ class ParameterUpdate:
     step: Tensor | None = None
     norms: dict[int, tuple[Tensor, Tensor]] | None = None
 
+    def __post_init__(self) -> None:
+        if self.parameter.is_complex():  # rules update real and imaginary parts as torch's optimizers do
+            for name in ("parameter", "gradient"):
+                object.__setattr__(self, name, torch.view_as_real(getattr(self, name)))
+            real = {k: torch.view_as_real(v) if v.is_complex() else v for k, v in self.state.items()}
+            object.__setattr__(self, "state", real)
+            object.__setattr__(self, "others", tuple(map(torch.view_as_real, self.others)))
+
     @property
     def has_one_layout(self) -> bool:
         """Whether all tensors but scalars are contiguous, or all channels_last: equal in element order."""
