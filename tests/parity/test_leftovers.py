@@ -100,7 +100,7 @@ def test_an_attribute_that_forward_makes_is_gone_afterwards():
     assert "seen" not in vars(model)
 
 
-@pytest.mark.parametrize("before", [None, [], {"y": 1}])
+@pytest.mark.parametrize("before", [None, [], {"y": 1}, torch.zeros(1, 2)])
 def test_an_attribute_that_forward_replaces_is_put_back_with_a_warning(before, caplog):
     model = Keeps(to_attribute, seen=before)
     x = torch.ones(1, 2)
@@ -110,6 +110,77 @@ def test_an_attribute_that_forward_replaces_is_put_back_with_a_warning(before, c
         poptorch.inferenceModel(model)(x)
     assert model.seen is before
     assert [r for r in caplog.messages if "the forward sets Keeps.seen to a tensor" in r] != []
+
+
+def test_a_plain_tensor_that_forward_only_writes_is_lost_with_a_warning(caplog):
+    def forward(x):
+        total.copy_(x.sum(0))
+        return x * 2
+
+    total = torch.zeros(2)
+    with caplog.at_level("WARNING", "poptorch::python"):
+        poptorch.inferenceModel(forward)(torch.ones(1, 2))
+    assert total.tolist() == [0, 0]
+    (message,) = [text for text in caplog.messages if "is changed in place by the forward" in text]
+    assert "test_leftovers.py" in message
+    assert "register_buffer" in message
+
+
+class Makes(nn.Module):
+    """Makes its weights when it first runs, as some programs do to learn the size of their input."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.first = nn.Module()
+        self.first.weight = nn.Parameter(torch.ones(2))
+        self.make = make
+
+    def forward(self, x):
+        if not hasattr(self.first, "made"):
+            self.make(self.first)
+        return x * self.first.weight
+
+
+def make_layer(module):
+    module.made = nn.Linear(2, 2)
+
+
+def make_parameter(module):
+    module.made = nn.Parameter(torch.ones(2))
+
+
+def make_sequence(module):
+    module.made = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (make_layer, "Layer first.made"),
+        (make_parameter, "Parameter first.made"),
+        (make_sequence, "Layer first.made"),
+    ],
+)
+def test_weights_that_forward_makes_are_an_error_and_gone_afterwards(make, name):
+    model, x = Makes(make), torch.ones(1, 2)
+    with pytest.raises(poptorch.Error, match=f"{name} is made by the forward"):
+        poptorch.inferenceModel(model)(x)
+    assert [name for name, _ in model.named_parameters()] == ["first.weight"]
+    model(x)  # in plain PyTorch
+    assert torch.equal(poptorch.inferenceModel(model)(x), x)
+
+
+def make_cache(module):
+    module.register_buffer("made", torch.arange(2))
+
+
+def make_activation(module):
+    module.made = nn.ReLU()
+
+
+@pytest.mark.parametrize("make", [make_cache, make_activation])
+def test_a_cache_and_a_layer_without_weights_may_be_made_by_forward(make):
+    assert torch.equal(poptorch.inferenceModel(Makes(make))(torch.ones(1, 2)), torch.ones(1, 2))
 
 
 def test_weight_normalization_writes_an_attribute_and_is_no_error():

@@ -3,6 +3,7 @@
 The same holds for sub-graphs: the bodies of branches and loops, traced while the surrounding forward is traced.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from .graph_recorder import (
     written_arguments,
 )
 
+logger = logging.getLogger("poptorch::python")
 aten = torch.ops.aten
 _REPLAYED_META = (*PLACE, "scope", "attributes", "group", "numbers")  # what a replay copies of a node's meta
 _OVERWRITES = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default)
@@ -295,16 +297,23 @@ def _result_kind(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None
 
 
 def _check_lost_writes(written: dict[fx.Node, fx.Node]) -> None:
-    """Raise CaptureError if forward both writes and reads a constant. `written`: placeholder -> its new value."""
+    """Raise CaptureError if forward both writes and reads a constant; log a warning if it only writes the constant.
+
+    Args: written: placeholder -> its new value
+    """
     for node, value in written.items():
+        if node.meta["role"] != "constant":
+            continue
         read = [user for user in node.users if not (user.target in _OVERWRITES and user.args[0] is node)]
-        if node.meta["role"] == "constant" and read:
-            raise CaptureError(
-                f"a tensor of shape {tuple(node.meta['val'].shape)} is changed in place by the forward, at"
-                f" {value.meta.get('where', '?')}, and is neither a buffer nor made by forward\n"
-                "  why: a compiled model starts with the same value at every micro-batch; what was written is lost\n"
-                "  fix: `self.register_buffer(name, tensor)`, which makes it a part of the model's state"
-            )
+        text = (
+            f"a tensor of shape {tuple(node.meta['val'].shape)} is changed in place by the forward, at"
+            f" {value.meta.get('where', '?')}, and is neither a buffer nor made by forward\n"
+            "  why: a compiled model starts with the same value at every micro-batch; what was written is lost\n"
+            "  fix: `self.register_buffer(name, tensor)`, which makes it a part of the model's state"
+        )
+        if read:
+            raise CaptureError(text)
+        logger.warning(text)
 
 
 # ---- the bodies of branches and loops -----------------------------------------------------------------------

@@ -101,8 +101,8 @@ def attributes_restored(
 ) -> Iterator[None]:
     """Run a forward, then undo its assignments of values that contain fake tensors to attributes of modules.
 
-    A new attribute is deleted. An old value is restored if it is a real tensor that the forward has not read (as in
-    weight normalization), or, with a warning, None or a container. Other attributes keep their new values.
+    A new attribute is deleted. With a warning, an old value is restored if it is None, a container, or a real tensor
+    that the forward has not read; without one in weight normalization. Other attributes keep their new values.
 
     Raises: CaptureError, if fake tensors are left in the module, or in `others`: (value, path) pairs
     """
@@ -137,7 +137,9 @@ def _restore_attributes(
                 del vars(child)[name]
             elif is_unread or is_empty:
                 vars(child)[name] = old
-                undone += [f"{type(child).__name__}.{name}"] if is_empty else []
+                # Reparametrizations compute `weight` from `weight_g` and `weight_v`, or `weight_orig`.
+                if not any(parameter.startswith(f"{name}_") for parameter in child._parameters):
+                    undone.append(f"{type(child).__name__}.{name}")
     if undone:
         logger.warning(
             "the forward sets %s to a tensor, which has no value outside of the compiled model: the attribute"

@@ -6,7 +6,7 @@ closure or an earlier view, is recognised by identity or memory, and replaced wh
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -137,12 +137,16 @@ class StandIns:
     def put_in_module(self) -> Iterator[None]:
         """Put the stand-ins into the module while the body runs; then put the user's tensors back.
 
-        Raises: CaptureError, if the body has removed or reassigned a parameter or buffer.
+        Raises: CaptureError, if the body has removed, reassigned or made a parameter, buffer or layer with weights.
         """
         shelves: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             (f"{kind} {prefix}{'.' if prefix else ''}", shelf, dict(shelf))
             for prefix, child in self._module.named_modules()
             for kind, shelf in (("Parameter", child._parameters), ("Buffer", child._buffers))
+        ]
+        layers = [
+            (f"Layer {prefix}{'.' if prefix else ''}", child._modules, dict(child._modules))
+            for prefix, child in self._module.named_modules()
         ]
         try:
             for _, shelf, before in shelves:
@@ -152,11 +156,16 @@ class StandIns:
             for prefix, shelf, before in shelves:
                 for name, real in before.items():
                     self._check_rebound(prefix + name, name, real, shelf)
+                if prefix.startswith("Parameter"):  # a buffer may be a cache
+                    _check_none_made(prefix, shelf.keys() - before.keys())
         finally:
             for _, shelf, before in shelves:
                 shelf.clear()
                 shelf.update(before)
+            made = [_removed_layers(children, before) for _, children, before in layers]
             _refresh_flat_weights(self._module)
+        for (prefix, _, _), names in zip(layers, made, strict=True):
+            _check_none_made(prefix, names)
 
     def _check_rebound(self, title: str, name: str, real: Tensor | None, shelf: dict[str, Any]) -> None:
         """Raise CaptureError if the forward has removed or replaced a parameter or buffer in a submodule's `shelf`.
@@ -226,6 +235,26 @@ def _check_members(named: list[tuple[str, Tensor]], training: bool, needs_values
         names = [name for name, value in named if is_wrong(value)]
         if names:
             raise CaptureError(f"{', '.join(names[:5])} of the model {why_and_fix}")
+
+
+def _check_none_made(prefix: str, made: Iterable[str]) -> None:
+    """Raise CaptureError if a forward has made weights. `prefix`: as in "Parameter layer."; `made`: their names."""
+    if names := sorted(made):
+        raise CaptureError(
+            f"{prefix}{names[0]} is made by the forward\n"
+            "  why: a compiled model has the weights that it has when it is compiled; this one would not be trained\n"
+            "  fix: make it in __init__; or run the model once in plain PyTorch, `model(*micro_batch)`, before it is"
+            " wrapped"
+        )
+
+
+def _removed_layers(children: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """Remove the layers with parameters that are not among a module's children `before`; return their names."""
+    new = {name: child for name, child in children.items() if name not in before and child is not None}
+    names = [name for name, child in new.items() if next(child.parameters(), None) is not None]
+    for name in names:
+        del children[name]
+    return names
 
 
 def _refresh_flat_weights(module: nn.Module) -> None:
