@@ -154,7 +154,8 @@ InstructionKind = Literal[
 
 
 class Instruction(NamedTuple):
-    """A part of a row, as a profile shows it: one action of an ipu, as if each ipu had memory of its own.
+    """One thing that a row does, as if each ipu had memory of its own. In one memory `send`, `receive` and `free` have
+    nothing to do: pieces read what others have written, and a row's `frees` says when memory is freed.
 
     kind        what `names` name                             other fields
     load        inputs: their rows of this micro-batch        keys: positions of the inputs
@@ -198,10 +199,10 @@ Index = Literal["micro_batch", "step", "parameter", "chunk"]
 
 @dataclass(frozen=True)
 class Task:
-    """A row of a plan's table: one action of a step, for each micro-batch, parameter or chunk, or once.
+    """A row of a plan's table: one thing that a step does, for each micro-batch, parameter or chunk, or once.
 
-    `frees` names the values of the micro-batch that no later row reads. `instructions` describe the row in
-    a profile. `once`: it runs once for all replicas together, and not for each replica.
+    `frees` names the values of the micro-batch that no later row reads. `instructions` say what the row
+    does, in this order. `once`: it runs once for all replicas together, and not for each replica.
     """
 
     kind: TaskKind

@@ -19,8 +19,8 @@ def printed(notebook) -> list[str]:
     ]
 
 
-def test_there_are_three_labs():
-    assert [path.stem for path in LABS] == ["bubble", "same_gradients", "scaling"]
+def test_there_are_four_labs():
+    assert [path.stem for path in LABS] == ["bubble", "same_gradients", "scaling", "schedules"]
 
 
 @pytest.mark.slow

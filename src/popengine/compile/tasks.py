@@ -184,6 +184,11 @@ class _TableWriter:
         waits: dict[int, set[int]] = {}
         for name, rows in self.users.items():
             last = max(rows)
+            task = self.rows[last]
+            if (task.kind, task.phase) == ("backward", "W") and task.piece in self.sums:
+                # The sum frees what backwards of other stages read, too: else W would wait for them.
+                others = (self.rows[row] for row in rows)
+                last += any(other.phase != "F" and other.stage != task.stage for other in others)
             frees.setdefault(last, []).append(name)
             waits.setdefault(last, set()).update(rows - {last})
         reach = [0] * len(self.rows)  # of each row, as bits: the rows of the same micro-batch that precede it

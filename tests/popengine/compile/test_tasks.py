@@ -3,15 +3,17 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
-from engine_models import Net, graph_of, stages
+from engine_models import Net, enter, graph_of, stages
+from torch import nn
 
 from popengine.compile import compile_graph
-from popengine.order import ORDERS, After
-from popengine.programs import programs
+from popengine.order import ORDERS, After, timeline
+from popengine.programs import actions, programs
 from popengine.settings import Counts, Optimizer, Settings
 
 
@@ -212,3 +214,31 @@ def test_the_plan_is_the_same_in_processes_with_other_hash_seeds(seed):
         check=True,
     )
     assert done.stdout.strip() == eval(made)
+
+
+class Chain(nn.Module):
+    """Four layers, blocks A to D, and a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x, y):
+        for name, layer in zip("ABCD", self.layers, strict=True):
+            enter(name)
+            x = layer(x).tanh()
+        return x, nn.functional.cross_entropy(x, y)
+
+
+@pytest.mark.parametrize(("order", "ticks"), [("1f1b", 33), ("zero-bubble", 27)])
+def test_weight_gradients_wait_for_the_backward_of_their_stage_alone(order, ticks):
+    """Values that stages share are freed by rows for which nothing else of the micro-batch waits."""
+    settings = Settings(True, Counts(1, 8), stages(0, 1, 2, 3, order=order), optimizer=Optimizer("sgd", {}))
+    plan = compile_graph(graph_of(Chain()), settings)
+    found, _ = actions(plan)
+    backwards = Counter(action.stage for action in found if action.phase != "F")
+    costs = [1 if action.phase == "F" else 2 / backwards[action.stage] for action in found]
+    assert timeline(found, 8, ORDERS[order], costs=costs)[1].length == ticks
+    index_of = {(action.phase, action.stage): index for index, action in enumerate(found)}
+    for action in (action for action in found if action.phase == "W"):
+        assert action.after == (After(index_of["B", max(1, action.stage)]),)
