@@ -189,7 +189,7 @@ def order_named(name: str) -> Order:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The start, end and device of each task. A task that never runs has device -1, start 0, end 0."""
+    """The start, end and device of each task."""
 
     starts: list[float]
     ends: list[float]
@@ -211,6 +211,7 @@ def simulate(
         after:   for each task, the indices of the tasks that must end before it begins
         costs:   the time of each task
         devices: the number of devices that share all tasks; or the device of each task
+    Raises: Error, if tasks wait for each other
     """
     followers: list[list[int]] = [[] for _ in after]
     for task, needs in enumerate(after):
@@ -236,6 +237,12 @@ def simulate(
                 starts[task], ends[task], used[task] = now, now + costs[task], heappop(idle[group])
                 heappush(running, (ends[task], task))
                 order.append(task)
+        if not running and any(waits_for):
+            raise Error(
+                f"in the order of this step {sum(map(bool, waits_for))} of {len(after)} tasks never begin\n"
+                "  why: by its bounds tasks wait for each other\n"
+                "  fix: let an action wait for earlier micro-batches only, which the order begins before it"
+            )
         if not running:
             return Timeline(starts, ends, used, order)
         now, changed = running[0][0], set()
