@@ -29,7 +29,7 @@ ENGINE = {"popengine.compile", "popengine.run", "popengine.update"}
 MAY_IMPORT = {
     **{room: VALUES for room in VALUES},
     "popengine.compile": VALUES | {"popengine.update"},
-    "popengine.run": VALUES | {"popengine.update"},
+    "popengine.run": VALUES | {"popengine.update", "popengine.environment"},
     "popengine.update": VALUES,
     "popart": set(),
     "popengine.environment": set(),
