@@ -59,7 +59,7 @@ def write(results: dict[str, str]) -> None:
     ordered = sorted(rows, key=lambda row: [[int(part) for part in text.split(".")] for text in row])
     lines = [COLUMNS, ["---"] * len(COLUMNS), *([*rows[key].values()] for key in reversed(ordered))]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    PAGE.write_text(_TABLE.sub(lambda _: table + "\n", page), "utf-8")
+    PAGE.write_text(_TABLE.sub(lambda _: table, page), "utf-8")
 
 
 def main() -> int:
