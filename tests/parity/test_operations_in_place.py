@@ -163,7 +163,7 @@ def is_reached(operation: Any) -> bool:
 def test_arguments_are_found_for_nearly_all_operations_in_place_and_for_most_others():
     of_kind = {"in place": [o for o in OPERATIONS if o._schema.arguments[0].is_write]}
     of_kind["out"] = [o for o in OPERATIONS if o not in of_kind["in place"]]
-    for kind, most in (("in place", 0.07), ("out", 0.4)):
+    for kind, most in (("in place", 0.07), ("out", 0.45)):
         missing = [str(operation) for operation in of_kind[kind] if not is_reached(operation)]
         assert len(missing) < most * len(of_kind[kind]), missing
 
