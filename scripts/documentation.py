@@ -29,9 +29,11 @@ OUTSIDE = [
     "benchmarks/**/*.md",
 ]
 FENCES = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+NAME = re.compile(r"(?<!\[)`(?:poptorch\.(?=\w)|(?=[A-Z]))(\w+)(?:\([^`]*\))?`(?!\])")  # not in a link
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\]\([^()]*\))*)\]\(([^()\s]+)\)")
 
 _markdown: dict[str, str] = {}  # by the page's path in the site
+_names: set[str] = set()  # that reference/api.md has
 # How much a page counts in a search, by the first match of the start of its path: guides and options come first.
 _SEARCH_BOOST = {
     "guide/kubernetes": 8,
@@ -68,7 +70,8 @@ def on_files(files: Files, config: Any) -> Files:
                 name = path.relative_to(ROOT).as_posix()
                 if files.get_file_from_path(name) is None:
                     files.append(File(name, str(ROOT), config.site_dir, use_directory_urls=False))
-    files.append(File.generated(config, "reference/api.md", content=api_page()))
+    files.append(File.generated(config, "reference/api.md", content=(api := api_page())))
+    _names.update(re.findall(r"^### (\w+)$", api, re.MULTILINE))
     for command in ("popvision", "poprun", "ipujob"):
         files.append(File.generated(config, f"reference/{command}.md", content=command_page(command)))
     for program in sorted(ROOT.glob("examples/*/*.py")):  # as pages, for the links to them
@@ -81,8 +84,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turn links of the repository into links of the site."""
+    """Turn links of the repository into links of the site, and link names to the reference."""
     here = page.file.src_uri
+    page.meta["description"] = _first_sentence(markdown)
     if here == "README.md":
         page.meta["hide"] = ["navigation"]  # one entry
     page.meta["search"] = {
@@ -90,6 +94,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     }
     parts = FENCES.split(markdown)
     parts[::2] = [LINK.sub(lambda found: _link(found, here, files), part) for part in parts[::2]]
+    if here.startswith(("guide/", "concepts/", "coming_from/")):
+        seen: set[str] = set()
+        parts[::2] = [NAME.sub(lambda found: _linked_name(found, seen), part) for part in parts[::2]]
     text = "".join(parts).replace('"docs/images/', '"images/')
     _markdown[here] = text
     return text
@@ -125,7 +132,7 @@ def on_post_build(config: Any) -> None:
 def _first_sentence(text: str) -> str:
     """Return the first sentence of a page's first paragraph of prose, without links and emphasis."""
     prose = (part for part in FENCES.sub("", text).split("\n\n") if re.match(r"\s*[\w*`]", part))
-    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(next(prose, "").replace("**", "").split()))
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(next(prose, "").replace("*", "").split()))
     return re.split(r"(?<=[.:]) (?=[A-Z])", plain)[0]
 
 
@@ -148,6 +155,15 @@ def _link(found: re.Match[str], here: str, files: Files) -> str:
         return words if (ROOT / name).exists() else found[0]  # mkdocs says what it doesn't find
     relative = os.path.relpath(name, PurePosixPath(here).parent)
     return f"{bang}[{words}]({relative}{'#' + anchor if anchor else ''})"
+
+
+def _linked_name(found: re.Match[str], seen: set[str]) -> str:
+    """Return the first use of a public name on a page as a link to its entry in the reference."""
+    name = found[1]
+    if name not in _names or name in seen:
+        return found[0]
+    seen.add(name)
+    return f"[{found[0]}](../reference/api.md#{name.lower()})"
 
 
 _LAZY = {"popdist": ("Checkpoint", "resumable")}  # names that a module imports at their first use
