@@ -25,6 +25,8 @@ VALUES = {
     "popengine.piece",
     "popengine.programs",
 }
+# What each command may import: files that need the standard library only.
+COMMANDS = {"popengine.environment", "popengine.errors", "popengine.command_parser"}
 ENGINE = {"popengine.compile", "popengine.run", "popengine.update"}
 MAY_IMPORT = {
     **{room: VALUES for room in VALUES},
@@ -33,6 +35,7 @@ MAY_IMPORT = {
     "popengine.update": VALUES,
     "popart": set(),
     "popengine.environment": set(),
+    "popengine.command_parser": {"popengine.errors"},
     "popdist": {"popengine.environment", "popdist.rendezvous", "popdist.collectives"},
     "popdist.signed_store": {"popengine.environment"},
     "popdist.rendezvous": VALUES | {"popengine.environment", "popdist.signed_store", "popengine.run"},
@@ -43,11 +46,11 @@ MAY_IMPORT = {
     "popdist.checkpoint_files": VALUES,
     "popdist.poptorch": {"poptorch", "popdist", "popengine.environment"},
     "poprun.aliases": {"popdist", "popdist.collectives"},
-    "poprun": {"popdist", "popengine.environment", "popdist.signed_store", "popdist.checkpoint_files"},
-    "ipujob": {"popdist", "popengine.environment"},
+    "poprun": {*COMMANDS, "popdist", "popdist.signed_store", "popdist.checkpoint_files"},
+    "ipujob": {*COMMANDS, "popdist"},
     "popvision": {
+        *COMMANDS,
         "popengine",
-        "popengine.environment",
         "popengine.order",
         "popengine.profile",
     },

@@ -13,7 +13,9 @@ from typing import Any
 
 import yaml
 
+from popengine.command_parser import CommandParser
 from popengine.environment import pando_version
+from popengine.errors import did_you_mean
 
 from . import local, operator, remote, skipped_programs
 from .client import Refused, Unreachable
@@ -68,9 +70,7 @@ def _parse_assignment(text: str) -> tuple[str, str]:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ipujob", description="Runs an IPUJob file here, or in a Kubernetes cluster."
-    )
+    parser = CommandParser("ipujob", description="Runs an IPUJob file here, or in a Kubernetes cluster.")
     parser.add_argument("--version", action="version", version=f"ipujob of Pando {pando_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     assignments: dict[str, Any] = {"type": _parse_assignment, "action": "append", "default": []}
@@ -166,8 +166,9 @@ def render_file(arguments: argparse.Namespace) -> int:
     """Print the objects of a file's jobs, and its documents of other kinds, as YAML; return 0."""
     drops = set(filter(None, arguments.drop.split(",")))
     if unknown := drops - {"resources", "security"}:
-        names = ",".join(sorted(unknown))
-        raise InputError([f"ipujob: --drop {names}: only resources and security can be dropped"])
+        name = min(unknown)
+        meant = did_you_mean(name, ("resources", "security"))
+        raise InputError([f"ipujob: --drop {name}: only resources and security can be dropped{meant}"])
     printed: list[Any] = []
     for document in read_documents(arguments.file):
         if document.kind != "IPUJob":
@@ -200,8 +201,9 @@ def run_file(arguments: argparse.Namespace) -> int:
             raise InputError([f"ipujob: --clone: the folder {folder} doesn't exist"])
     real = set(filter(None, arguments.real.split(",")))
     if unknown := real - set(skipped_programs.ALL):
-        names = ", ".join(skipped_programs.ALL)
-        raise InputError([f"ipujob: --real: {', '.join(sorted(unknown))} has no stand-in: {names}"])
+        name, known = min(unknown), skipped_programs.ALL
+        meant = did_you_mean(name, known)
+        raise InputError([f"ipujob: --real {name}: only {', '.join(known)} have stand-ins{meant}"])
     variables, loaded = dict(arguments.env), []
     for document in read_documents(arguments.file):
         document = with_overrides(document, arguments.name, arguments.command)

@@ -1,16 +1,17 @@
 """The rules of an IPUJob: those of the CRD's schema, and those between fields. `parse` checks them all."""
 
-import difflib
 import fnmatch
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
 import yaml
+
+from popengine.errors import did_you_mean
 
 MAX_HOST = 63  # characters of a host name
 _MAX_NAME = 50  # characters; pods are called NAME-worker-K
@@ -165,7 +166,8 @@ def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -
     for key in metadata.get("annotations", {}):
         if str(key).startswith("pando/") and key not in _ANNOTATIONS:
             path = ("metadata", "annotations", key)
-            yield Fault(path, f"annotation {key} is unknown", f"one of {', '.join(_ANNOTATIONS)}")
+            meant = did_you_mean(str(key), _ANNOTATIONS)
+            yield Fault(path, f"annotation {key} is unknown{meant}", f"one of {', '.join(_ANNOTATIONS)}")
     yield from _check_name(job, "name" if metadata.get("name") else "generateName")
     other = spec.get("workersPerJobInstance")
     if other and job.workers != int(other):
@@ -284,9 +286,10 @@ def _drop_invalid(value: Any, schema: dict[str, Any], path: KeyPath, faults: lis
         if allowed is None and schema.get(_OPEN):
             valid[key] = item
         elif allowed is None:
-            fix = "use modelReplicasPerWorker, ipusPerJobInstance" if key in _RENAMED else ""
-            fix = fix or _typo_fix(str(key), known) or "take it out: a cluster would leave it away"
-            faults.append(Fault(inner, f"{_path_text(inner)} is no field of an IPUJob", fix))
+            fix, meant = "remove it: a cluster would ignore it", did_you_mean(str(key), known)
+            if key in _RENAMED:
+                fix, meant = "use modelReplicasPerWorker, ipusPerJobInstance", ""
+            faults.append(Fault(inner, f"{_path_text(inner)} is not a field of an IPUJob{meant}", fix))
         elif item is not None and (part := _drop_invalid(item, allowed, inner, faults)) is not None:
             valid[key] = part
     return None if missing and path else valid
@@ -304,7 +307,7 @@ def _schema_violation(value: Any, schema: dict[str, Any]) -> tuple[str, str] | N
         fix = "write it in quotes" if kind == "string" and isinstance(value, (int, float)) else ""
         return f"must be of type {kind}, and is {shown}", fix
     if "enum" in schema and value not in schema["enum"]:
-        return f"{shown} is none of {', '.join(schema['enum'])}", _typo_fix(value, schema["enum"])
+        return f"{shown} is none of {', '.join(schema['enum'])}{did_you_mean(value, schema['enum'])}", ""
     if kind == "string" and not re.search(pattern, value):
         return f"{shown} doesn't match {pattern}", ""
     if kind == "integer" and not least <= value <= most:
@@ -312,12 +315,6 @@ def _schema_violation(value: Any, schema: dict[str, Any]) -> tuple[str, str] | N
     if not value and (schema.get("minItems") or schema.get("minLength")):
         return "must not be empty", ""
     return None
-
-
-def _typo_fix(word: str, known: Iterable[str]) -> str:
-    """Return a fix that proposes the known word most similar to `word`; "", if none is similar."""
-    near = difflib.get_close_matches(word, list(known), 1)
-    return f"write {near[0]}" if near else ""
 
 
 def _path_text(path: KeyPath) -> str:

@@ -1,14 +1,22 @@
 """Errors: one class for each pass, so that the type of an error shows where it was raised."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean '...'?" with the most similar name in `known`; "" if no name is similar."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+def did_you_mean(
+    name: str, known: Iterable[str], least: float = 0.67, shown: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Return "; did you mean '...'?" with the known name that is most similar; "" if no name is similar.
+
+    Args:
+        least: the smallest similarity, from 0 to 1
+        shown: texts that stand for known names in the message
+    """
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=least)
+    return f"; did you mean {shown.get(close[0], close[0])!r}?" if close else ""
 
 
 class Error(Exception):

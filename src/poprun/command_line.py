@@ -12,8 +12,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from popengine.command_parser import CommandParser
 from popengine.environment import CHECKPOINTS, pando_version
 
 from . import Log
@@ -120,7 +121,7 @@ _RECORDED = (
 _SWITCHES = {"reset-partition", "update-partitions", "remove-partition", "offline-mode"}
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(CommandParser):
     """The parser of poprun's options. After an error its methods print the error and exit with code 2."""
 
     def __init__(self) -> None:
@@ -195,7 +196,7 @@ class _Parser(argparse.ArgumentParser):
             return known[meant[0]]
         if meant:
             self.error(f"{name} is ambiguous: {', '.join(meant)}")
-        self.error(f"unknown option {name}")
+        self.exit_for_unknown_option(name)
 
     def set_defaults_from_file(self, path: str) -> None:
         """Set the values in a file of `--export-config` as defaults; exit if the file is not of this kind."""
@@ -247,9 +248,6 @@ class _Parser(argparse.ArgumentParser):
             return known.parse_known_args(shlex.split(" ".join(texts)))
         except ValueError as error:
             known.error(f"{error}: {' '.join(texts)}")
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"poprun: error: {message}\n  fix: poprun --help lists all options\n")
 
 
 def _parse_yes_or_no(text: str) -> bool:

@@ -10,6 +10,8 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from popengine.errors import did_you_mean
+
 TRACE = 5
 OFF = logging.CRITICAL + 1
 
@@ -110,7 +112,8 @@ def setLogLevel(level: int | str) -> None:
             raise ValueError(f"Invalid log level integer {level}. Valid values are {known}")
         level = LEVEL_NUMBERS[level]
     if level not in LEVELS:
-        raise ValueError(f"Unknown log level: {level}. Valid values are {', '.join(sorted(LEVELS))}")
+        known = f"Valid values are {', '.join(sorted(LEVELS))}{did_you_mean(level, LEVELS)}"
+        raise ValueError(f"Unknown log level: {level}. {known}")
     logger.setLevel(LEVELS[level])
 
 

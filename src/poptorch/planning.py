@@ -11,7 +11,9 @@ import contextlib
 import json
 import math
 import os
+import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 
 from popengine.compile import compile_graph
 from popengine.compile.describe import describe, peak_bytes_by_ipu
-from popengine.environment import PLAN_WISH
+from popengine.environment import NEEDS_VALUES, PLAN_WISH
 from popengine.ir import Graph, Line, Piece, Plan, Value
 from popengine.order import ORDERS
 from popengine.piece import GETITEM
@@ -63,17 +65,33 @@ class _WithoutValues(FakeTensorMode):
 
 def make_parameters_fake() -> None:
     """Replace nn.Parameter.__new__ and torch.utils.swap_tensors in this process, so that new parameters are
-    fake tensors, without memory. No effect if `popvision plan` has found that the program needs values."""
+    fake tensors, without memory. No effect if `popvision plan` has found that the program needs values.
+
+    An error that fake parameters may have caused is not printed: the file `NEEDS_VALUES` gets its name.
+    """
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-    if "values" in json.loads(os.environ.get(PLAN_WISH, "{}")):
+    wish = json.loads(os.environ.get(PLAN_WISH, "{}"))
+    if "values" in wish:
         return
+    made, print_error = False, sys.excepthook
+
+    def request_values(kind: Any, error: Any, trace: Any) -> None:
+        last = next(frame for frame, _ in reversed([*traceback.walk_tb(trace)]))
+        is_ours = last.f_globals.get("__name__", "").partition(".")[0] in ("poptorch", "popengine")
+        if is_ours or not made or isinstance(error, (OSError, ImportError, NameError, KeyboardInterrupt)):
+            return print_error(kind, error, trace)
+        (Path(wish["folder"]) / NEEDS_VALUES).write_text(kind.__name__)
+
+    sys.excepthook = request_values
     mode = _WithoutValues(allow_non_fake_inputs=True)
     make, swap = nn.Parameter.__new__, torch.utils.swap_tensors
 
     def make_fake_parameter(cls: Any, data: Tensor | None = None, requires_grad: bool = True) -> Any:
+        nonlocal made
         if type(data) in (Tensor, nn.Parameter) and not data.is_meta:  # type: ignore[union-attr]
             with mode, torch.no_grad():
                 data = torch.empty_strided(data.size(), data.stride(), dtype=data.dtype)  # type: ignore[union-attr]
+            made = True
         return make(cls, data, requires_grad)
 
     def swap_or_assign(one: Any, other: Any) -> None:  # called by module.half() and similar methods

@@ -5,11 +5,13 @@ import gzip
 import os
 import sys
 import webbrowser
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+from popengine.command_parser import CommandParser
 from popengine.environment import pando_version
+from popengine.errors import did_you_mean
 from popengine.profile import ProfileError, load
 
 from . import chrome
@@ -18,24 +20,35 @@ from .plan import Estimates, compile_profiles
 from .report import find_profiles, summary, write_comparison, write_report
 
 _USAGE = """\
-popvision REPORT                        open the report in a browser
-       popvision summary REPORT                print its headline
-       popvision compare REPORT OTHER          set two runs side by side
-       popvision export REPORT TRACE.json      write a trace for Perfetto or chrome://tracing (.json.gz: smaller)
+popvision REPORT                     open a report in a browser; REPORT is the folder of enableProfiling(folder)
+       popvision summary REPORT             print the report's figures and advice
+       popvision compare REPORT OTHER       compare two runs
+       popvision export REPORT TRACE.json   write a trace for Perfetto or chrome://tracing (.json.gz: compressed)
        popvision plan PROGRAM.py [ARGUMENT...] --on MACHINE,MACHINE...
-                                               time, memory and cost of its first model there; nothing is computed"""
+                                            estimate time and memory on machines that you do not have"""
+_REPORT = "a report's folder, or one profile.pop file in it"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command line (None: that of this process) and return the exit code: 1, with a message, if a file
-    or machine can't be read, or a page can't be written; else 0. Raises: SystemExit, for wrong arguments."""
+    """Run a command line and return the exit code.
+
+    Args:    arguments: the words of the command line; None: those of this process
+    Returns: 0; 1, after a message, if a file can't be read or written, or a machine is unknown
+    Raises:  SystemExit, if an argument is wrong
+    """
     given = sys.argv[1:] if arguments is None else arguments
-    names = ("open", "summary", "compare", "export", "plan")
-    if given and given[0] not in names and not given[0].startswith("-"):
-        given = ["open", *given]
+    parser = _make_parser()
+    if given and given[0] not in _COMMANDS and not given[0].startswith("-"):
+        if not Path(given[0]).exists():
+            known = ", ".join(_COMMANDS)
+            parser.error(
+                f"{given[0]!r} is not a command, a folder or a file{did_you_mean(given[0], _COMMANDS)}\n"
+                f"  fix: the folder of a report, or one of the commands {known}"
+            )
+        given = ["report", *given]
     if given[:1] == ["plan"]:
         given = _move_plan_options_first(given)
-    args = _make_parser().parse_args(given)
+    args = parser.parse_args(given)
     try:
         args.run(args)
         sys.stdout.flush()
@@ -49,40 +62,29 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("popvision", usage=_USAGE, description="Shows profiles of Pando's runs.")
+    parser = CommandParser("popvision", usage=_USAGE, description="Show and compare profiles, and plan runs.")
     parser.add_argument("--version", action="version", version=f"popvision of Pando {pando_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", prog="popvision")
-
-    def add_command(
-        name: str, run: Callable[[argparse.Namespace], None], text: str
-    ) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text)
-        added.set_defaults(run=run)
-        return added
-
-    command = add_command("open", _open_report, "open in a browser")
-    command.add_argument("--no-browser", action="store_true", help="only write the page")
-    for each in (command, add_command("summary", _print_summary, "print the headline")):
-        each.add_argument("report", type=Path, help="a folder with profiles, or one profile.pop")
-    command = add_command("compare", _compare_reports, "set two runs side by side")
-    command.add_argument("report", type=Path)
-    command.add_argument("other", type=Path)
-    command.add_argument("--output", type=Path, default=Path("comparison.html"), help="the page to write")
-    command.add_argument("--open", action="store_true", help="open the page in a browser")
-    command = add_command("export", _export_trace, "write a Chrome trace")
-    command.add_argument("report", type=Path)
-    command.add_argument("trace", type=Path)
-    command = add_command("plan", _plan_program, "plan a program on machines that need not be there")
-    command.add_argument(
-        "--on", default="bow-pod16", help="machines, or paths of TOML files, with commas between"
-    )
-    command.add_argument("--json", action="store_true", help="print the plan as JSON, and write no page")
-    command.add_argument("--replicas", type=_parse_integers, default=[], help="choices to compare: 4,16,64")
-    command.add_argument(
-        "--accumulation", type=_parse_integers, default=[], help="choices to compare: 256,512"
-    )
-    command.add_argument("--output", type=Path, default=Path("plan.html"), help="the page to write")
-    command.add_argument("program", nargs=argparse.REMAINDER, help="a Python program, and its arguments")
+    parsers = {}
+    for name, (run, text) in _COMMANDS.items():
+        parsers[name] = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        parsers[name].set_defaults(run=run)
+        if name != "plan":
+            parsers[name].add_argument("report", type=Path, metavar="REPORT", help=_REPORT)
+    parsers["report"].add_argument("--no-browser", action="store_true", help="only write the page")
+    add = parsers["compare"].add_argument
+    add("other", type=Path, metavar="OTHER", help="the other run's folder")
+    add("--output", type=Path, metavar="PAGE", default=Path("comparison.html"), help="the page to write")
+    add("--open", action="store_true", help="open the page in a browser")
+    parsers["export"].add_argument("trace", type=Path, metavar="TRACE", help="the file to write")
+    add = parsers["plan"].add_argument
+    add("--on", metavar="MACHINE,...", default="bow-pod16", help="names of machines, or paths of TOML files")
+    add("--json", action="store_true", help="print the plan as JSON, and write no page")
+    choices: dict[str, Any] = {"type": _parse_integers, "metavar": "N,...", "default": []}
+    add("--replicas", **choices, help="numbers of replicas to compare, such as 4,16,64")
+    add("--accumulation", **choices, help="numbers of micro-batches to compare, such as 256,512")
+    add("--output", type=Path, metavar="PAGE", default=Path("plan.html"), help="the page to write")
+    add("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="a Python program and its arguments")
     return parser
 
 
@@ -111,7 +113,7 @@ def _move_plan_options_first(given: list[str]) -> list[str]:
     return own + behind
 
 
-def _open_report(args: argparse.Namespace) -> None:
+def _write_and_open_report(args: argparse.Namespace) -> None:
     found = find_profiles(args.report)
     for path in found:
         load(path)  # a profile that can't be read is an error here, not a page about one
@@ -142,7 +144,7 @@ def _export_trace(args: argparse.Namespace) -> None:
 
 def _plan_program(args: argparse.Namespace) -> None:
     if not args.program:
-        raise ProfileError("popvision plan needs a program\n  fix: popvision plan train.py")
+        raise ProfileError("plan: the program is missing\n  fix: popvision plan train.py")
     chosen = load_machines(args.on)
     profiles = compile_profiles(args.program, list(dict.fromkeys(machine.kind for machine in chosen)))
     found = Estimates(profiles, chosen, args.replicas, args.accumulation)
@@ -152,3 +154,12 @@ def _plan_program(args: argparse.Namespace) -> None:
     print("\n".join([str(found), *found.advice()]))
     found.save(args.output)
     print(args.output)
+
+
+_COMMANDS = {
+    "report": (_write_and_open_report, "open a report in a browser"),
+    "summary": (_print_summary, "print a report's figures and advice"),
+    "compare": (_compare_reports, "compare two runs"),
+    "export": (_export_trace, "write a trace for Perfetto or chrome://tracing"),
+    "plan": (_plan_program, "estimate a program's time and memory on machines that you do not have"),
+}

@@ -7,6 +7,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from popengine.errors import did_you_mean
+
 _MACHINES = files("popvision") / "machines"
 
 
@@ -96,7 +98,7 @@ def _read_machine_file(name: str) -> dict[str, Any]:
     if not found.is_file():
         known = sorted(Path(entry.name).stem for entry in _MACHINES.iterdir())
         raise MachineError(
-            f"there is no machine {name!r}\n  known are {', '.join(known)}\n"
+            f"there is no machine {name!r}{did_you_mean(name, known)}\n  known are {', '.join(known)}\n"
             "  fix: name one of these, or the path of a TOML file: --on my-machine.toml"
         )
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from popengine.environment import PLAN_WISH
+from popengine.environment import NEEDS_VALUES, PLAN_WISH
 from popengine.order import ORDERS
 from popengine.profile import PHASES, Profile, ProfileError, load
 
@@ -169,17 +169,16 @@ class Estimates:
 def compile_profiles(program: Sequence[str], kinds: Sequence[str]) -> dict[str, Profile]:
     """Run a program until its first model is compiled, and return a profile of the model by kind of machine.
 
-    The model is not trained. Its weights have no values, and take no memory; a program that fails for this
-    reason is run again with values.
+    The model is not trained. Its weights have no values, so that they take no memory. A program that may have
+    failed for this reason (see `poptorch.planning.make_parameters_fake`) is run again with values.
 
     Args:   program: the path of a Python file, and its arguments; kinds: "apart" or "here" or both
-    Raises: ProfileError, if the program ended before it compiled a model
+    Raises: ProfileError, if there is no such file, or the program ended before it compiled a model
     """
+    if not Path(program[0]).is_file():
+        raise ProfileError(f"there is no file {program[0]}\n  fix: popvision plan [OPTIONS] PROGRAM.py")
     code = 0
     for more in ({}, {"values": True}):
-        if more:
-            words = "the program failed while its weights had no values; again, with values"
-            print(f"popvision: {words}", file=sys.stderr)
         with tempfile.TemporaryDirectory() as folder:
             wish = json.dumps({"folder": folder, "kinds": list(kinds), **more})
             # Its output goes to standard error, since another program may read the plan on standard output.
@@ -189,10 +188,15 @@ def compile_profiles(program: Sequence[str], kinds: Sequence[str]) -> dict[str, 
             found = {kind: Path(folder) / f"{kind}.pop" for kind in kinds}
             if all(path.exists() for path in found.values()):
                 return {kind: load(path) for kind, path in found.items()}
-        if not code:
-            break
+            needs_values = Path(folder) / NEEDS_VALUES
+            if not needs_values.exists():
+                break
+            reason = f"{needs_values.read_text()}, since weights had no values"
+            print(f"popvision: {reason}: running the program again, with values", file=sys.stderr)
+    if code:
+        raise ProfileError(f"{program[0]} failed before it compiled a model (exit code {code}): see above")
     raise ProfileError(
-        f"{' '.join(program)} compiled no model (it ended with {code})\n"
+        f"{program[0]} ended before it compiled a model\n"
         "  fix: call an executor, or its compile(...), in that program"
     )
 

@@ -39,7 +39,12 @@ def find_profiles(path: Path) -> list[Path]:
     here = path / PROFILE
     found = [here] if here.is_file() else sorted(path.glob(f"*/{PROFILE}"))
     found.sort(key=lambda one: one.parent.name != "training")
+    if not path.exists():
+        raise ProfileError(f"there is no file or folder {path}")
     if not found:
+        if reports := sorted({inner.parents[1] for inner in path.glob(f"*/*/{PROFILE}")}):
+            names = "".join(f"\n  {inner}" for inner in reports)
+            raise ProfileError(f"{path} has {len(reports)} reports:{names}\n  fix: name one of them")
         raise ProfileError(
             f"no {PROFILE} in {path}, nor in a folder there\n"
             '  fix: run the program with POPLAR_ENGINE_OPTIONS=\'{"autoReport.all":"true",'

@@ -83,16 +83,18 @@ REFUSED = {
     "containers[0].env must be of type array": job(container={"env": {"A": "b"}}),
     "annotations.pando/device 'ipu' is none of cpu, cuda": job(annotations={"pando/device": "ipu"}),
     "annotation pando/devise is unknown": job(annotations={"pando/devise": "cpu"}),
-    "spec.modelReplicas is no field of an IPUJob\n  fix: use modelReplicasPerWorker, ipusPerJobInstance": job(
+    "spec.modelReplicas is not a field of an IPUJob\n  fix: use modelReplicasPerWorker, ipusPerJobInstance": job(
         modelReplicas=2
     ),
-    "spec.cleanPodPolici is no field of an IPUJob\n  fix: write cleanPodPolicy": job(cleanPodPolici="All"),
+    "spec.cleanPodPolici is not a field of an IPUJob; did you mean 'cleanPodPolicy'?": job(
+        cleanPodPolici="All"
+    ),
     "apiVersion 'graphcore.ai/v1' is none of graphcore.ai/v1alpha1": {
         **job(),
         "apiVersion": "graphcore.ai/v1",
     },
     "the job has no name": {**job(), "metadata": {}},
-    "specs is no field of an IPUJob\n  fix: write spec": {**job(), "specs": {}},
+    "specs is not a field of an IPUJob; did you mean 'spec'?": {**job(), "specs": {}},
     "metadata.labels.a must be of type string, and is 3\n  fix: write it in quotes": {
         **job(),
         "metadata": {"name": "a", "labels": {"a": 3}},

@@ -35,6 +35,37 @@ def test_a_report_is_written_over_all_profiles_of_a_folder(report, capsys):
     assert '"label":"inference"' in (report / "report.html").read_text()
 
 
+def test_report_is_the_name_of_the_command_that_a_folder_stands_for(report, capsys):
+    assert main(["report", str(report), "--no-browser"]) == 0
+    assert capsys.readouterr().out.strip() == str(report / "report.html")
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["sumary"], "'sumary' is not a command, a folder or a file; did you mean 'summary'?"),
+        (["sumary", "report"], "did you mean 'summary'?"),
+        (["nosuch/folder"], "'nosuch/folder' is not a command, a folder or a file\n  fix: the folder"),
+        (["report", "--no-browsr", "x"], "unknown option --no-browsr; did you mean '--no-browser'?"),
+        (["report"], "the following arguments are required: REPORT"),
+        (["plan", "--jsno", "x.py"], "popvision plan: error: unknown option --jsno; did you mean '--json'?"),
+    ],
+)
+def test_a_misspelt_word_is_an_error_that_names_the_word_meant(words, shown, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert shown in error and error.count("\n") == 2 and "\n  fix: " in error
+
+
+def test_a_folder_of_several_reports_lists_them(report, capsys):
+    assert main(["summary", str(report.parent)]) == 1
+    assert f"{report.parent} has 1 reports:\n  {report}\n  fix: name one of them" in capsys.readouterr().err
+    assert main(["summary", str(report / "nosuch")]) == 1
+    assert f"there is no file or folder {report / 'nosuch'}" in capsys.readouterr().err
+
+
 def test_one_profile_can_be_named_too(report, capsys):
     assert main([str(report / "training"), "--no-browser"]) == 0
     assert main(["summary", str(report / "training" / "profile.pop")]) == 0
@@ -75,7 +106,7 @@ def test_export_writes_a_trace_with_a_track_for_each_core_and_ipu_and_counters(r
     assert {0, 1024, 1536} <= {event["args"]["bytes"] for event in held}
 
 
-@pytest.mark.parametrize("command", ["open", "summary", "compare", "export", "plan"])
+@pytest.mark.parametrize("command", ["report", "summary", "compare", "export", "plan"])
 def test_the_help_of_a_command_names_that_command_alone(command, capsys):
     with pytest.raises(SystemExit) as end:
         main([command, "-h"])

@@ -129,7 +129,7 @@ def test_a_program_is_run_until_its_first_model_is_compiled(program, capfd):
     with open("empty.py", "w") as empty:
         empty.write("print('hello')")
     assert main(["plan", "empty.py"]) == 1
-    assert "empty.py compiled no model (it ended with 0)" in capfd.readouterr().err
+    assert "empty.py ended before it compiled a model\n  fix: call an executor" in capfd.readouterr().err
 
 
 def test_json_is_a_list_of_fixed_keys_and_nothing_else_is_printed(program, capfd):
@@ -157,8 +157,32 @@ def test_a_program_that_reads_values_of_its_weights_runs_again_with_them(program
         text.write(source)
     assert main(["plan", "reads.py", "--accumulation", "4", "--json"]) == 0
     out, err = capfd.readouterr()
-    assert "failed while its weights had no values; again, with values" in err
+    assert err.count("AssertionError") == 1
+    assert "AssertionError, since weights had no values: running the program again, with values" in err
     assert json.loads(out)[0]["machine"] == "bow-pod16"
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("open('no_such_file')", "No such file or directory: 'no_such_file'"),
+        ("Model(); open('no_such_file')", "No such file or directory: 'no_such_file'"),
+        ("poptorch.trainingModel(Model(), options, 3)", "optimizer"),
+    ],
+)
+def test_a_program_that_fails_is_run_once_and_its_error_is_the_answer(program, line, shown, capfd):
+    with open("fails.py", "w") as text:
+        text.write(PROGRAM.replace("try:\n", f"print('begins')\n{line}\ntry:\n"))
+    assert main(["plan", "fails.py", "--accumulation", "4"]) == 1
+    error = capfd.readouterr().err
+    assert error.count("begins") == error.count("Traceback") == 1 and shown in error
+    assert error.splitlines()[-1].startswith("popvision: fails.py failed before it compiled a model")
+
+
+def test_a_program_that_is_not_there_is_an_error_in_words(program, capfd):
+    assert main(["plan", "nosuch.py", "--on", "bow-pod4"]) == 1
+    assert capfd.readouterr().err.startswith("popvision: there is no file nosuch.py\n  fix: ")
 
 
 # ---- models in this process ----------------------------------------------------------------------------------

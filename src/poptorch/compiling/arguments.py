@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from popengine.compile.recording.torch_errors import ROWS_DIFFER
-from popengine.errors import BatchError, Error
+from popengine.errors import BatchError, Error, did_you_mean
 from popengine.settings import Counts
 from popengine.torch_private import DisableTorchFunctionSubclass
 from poptorch.data.loader import factors_of_loaded
@@ -107,7 +107,8 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
                 f"Mandatory parameter {missing[1]} missing in the call of the model\n"
                 f"  forward{signature} was given {len(args)} positional arguments and {sorted(kwargs)}"
             ) from None
-        what = f"unknown arguments {', '.join(sorted(unknown))}" if unknown else error
+        names = (f"{name!r}{did_you_mean(name, signature.parameters)}" for name in sorted(unknown))
+        what = f"unknown arguments {', '.join(names)}" if unknown else error
         raise AssertionError(
             f"the model can't be called like this: {what}; forward is forward{signature}"
         ) from None

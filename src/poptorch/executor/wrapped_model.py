@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from popengine.errors import Error
+from popengine.errors import Error, did_you_mean
 from popengine.run.state import TrainState
 
 from ..annotating.replica_groups import Grouping
@@ -51,7 +51,7 @@ class WrappedModel:
         if unknown:
             raise Error(
                 f"updatableNamedBuffers names {', '.join(unknown)}; the model's buffers are"
-                f" {', '.join(known) or 'none'}"
+                f" {', '.join(known) or 'none'}{did_you_mean(unknown[0], known)}"
             )
         return names
 

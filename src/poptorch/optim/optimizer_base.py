@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from popengine.errors import did_you_mean
 from popengine.update.optimizer_rules import RULES
 from poptorch.logs import logger
 from poptorch.optim.optimizer_state import (
@@ -55,7 +56,8 @@ class VariableAttributes:
     def _checked_name(self, name: str) -> str:
         """Return `name`. Raises AssertionError if no attribute of this name can be marked."""
         known = ", ".join(sorted(self._allowed))
-        assert name in self._allowed, f"Unknown attribute {name}, allowed values: {known}"
+        meant = did_you_mean(name, self._allowed)
+        assert name in self._allowed, f"Unknown attribute {name}, allowed values: {known}{meant}"
         return name
 
 

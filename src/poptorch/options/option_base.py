@@ -30,7 +30,8 @@ def checked(setter: str, value: T, kind: type | tuple, error: type[Exception] = 
     if isinstance(kind, tuple):
         if value in kind:
             return value
-        raise error(f"{setter} takes one of {', '.join(map(repr, kind))}; found {value!r}")
+        meant = did_you_mean(str(value), map(str, kind))
+        raise error(f"{setter} takes one of {', '.join(map(repr, kind))}; found {value!r}{meant}")
     if isinstance(value, kind):
         return value
     word = _WORDS.get(kind) or f"a {kind.__module__.removesuffix('.enums')}.{kind.__name__}"
@@ -103,6 +104,7 @@ class OptionsDict(Freezable):
     """A set of named values; the base class of `Options` and its parts."""
 
     _popart: Any  # the `Popart` object, for setters that write to it
+    _path = ""  # the expression for the options of this class, such as "options.Training"
     _renamed = dict[str, str]()  # old name of PopTorch -> new name
 
     def __init__(self, popart: Any = None) -> None:
@@ -151,10 +153,9 @@ class OptionsDict(Freezable):
         def __getattr__(self, name: str) -> Any:
             if name in self._renamed:
                 return getattr(self, self._renamed[name])
-            known = {name for name in (*dir(type(self)), *vars(self)) if not name.startswith("_")}
-            raise AttributeError(
-                f"Invalid attribute {name!r} for {type(self).__name__}{did_you_mean(name, known)}"
-            )
+            known = {**_names_of_groups(), **{name: name for name in _public_names(self)}}
+            meant = did_you_mean(name, known, shown=known)
+            raise AttributeError(f"Invalid attribute {name!r} for {type(self).__name__}{meant}")
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name.startswith("_"):
@@ -182,6 +183,21 @@ class OptionsDict(Freezable):
         assert name not in _POSITIVE or value > 0, f"Option {name} must be 1 or more; found {value}"
         # With ints in place of enum members, equal options print equally.
         return int(value) if expected is int and isinstance(value, IntEnum) else value
+
+
+def _public_names(thing: Any) -> list[str]:
+    """Return the names of the methods and values of an option object, or of a class of options."""
+    return [name for name in (*dir(thing), *vars(thing)) if not name.startswith("_")]
+
+
+def _names_of_groups(kind: type[OptionsDict] = OptionsDict) -> dict[str, str]:
+    """Return, by name, the expression for each setter and value of the subclasses of `kind`."""
+    found = {}
+    for group in kind.__subclasses__():
+        found |= _names_of_groups(group)
+        if group._path:
+            found |= {name: f"{group._path}.{name}" for name in _public_names(group)}
+    return found
 
 
 def merge_disjoint(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

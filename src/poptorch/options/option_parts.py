@@ -1,6 +1,5 @@
 """The parts of `Options`: `Training`, `Precision`, `Jit`, `TensorLocations`, `Distributed` and `_Popart`."""
 
-import difflib
 import enum
 import os
 from typing import Any, Literal, Self
@@ -8,7 +7,7 @@ from typing import Any, Literal, Self
 import torch
 
 from popengine.environment import read_integer, read_launch
-from popengine.errors import Error
+from popengine.errors import Error, did_you_mean
 from popengine.torch_private import tree_leaves
 from poptorch import autocasting
 from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
@@ -22,6 +21,7 @@ _PARTIALS = {torch.float: "float", torch.half: "half"}
 class Training(OptionsDict):
     """Options for how gradients become a weight update."""
 
+    _path = "options.Training"
     _renamed = {
         "accumulationReductionType": "accumulationAndReplicationReductionType",
         "meanAccumulationAndReplicationReductionStrategy": "mean_accumulation_and_replication_reduction_strategy",
@@ -68,6 +68,7 @@ class Training(OptionsDict):
 class Precision(OptionsDict):
     """Options for number formats."""
 
+    _path = "options.Precision"
     _renamed = {"runningVarianceAlwaysFloat": "runningStatisticsAlwaysFloat"}
 
     autocast_enabled: bool = True
@@ -195,6 +196,7 @@ class TensorLocationSettings(OptionsDict):
 class TensorLocations(OptionsDict):
     """The location settings of each kind of tensor, read back as `location_weight` and so on."""
 
+    _path = "options.TensorLocations"
     location_activation: TensorLocationSettings = TensorLocationSettings()
     location_weight: TensorLocationSettings = TensorLocationSettings()
     location_optimizer: TensorLocationSettings = TensorLocationSettings()
@@ -232,6 +234,7 @@ class Distributed(OptionsDict):
     too: without them, each process would train alone.
     """
 
+    _path = "options.Distributed"
     distributed_process_id: int = 0
     num_distributed_processes: int = 1
     rows_by_replica: bool = False
@@ -342,10 +345,9 @@ class Popart(Freezable):
                 )
             if name in known or name.startswith(prefixes):
                 continue
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-            if close:
-                raise Error(f"Unknown {type(value).__name__} option {name}\n  fix: did you mean {close[0]}?")
-            logger.warning("_Popart option %s is not known here: it is recorded, without effect", name)
+            if meant := did_you_mean(name, known, least=0.85):
+                raise Error(f"Unknown {type(value).__name__} option {name}{meant}")
+            logger.warning("_Popart option %s is not known here: it has no effect", name)
 
     def toDict(self) -> dict[str, Any]:
         """Return the settings by name, and the patterns with their level."""

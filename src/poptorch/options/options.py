@@ -33,6 +33,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
     4
     """
 
+    _path = "options"
     _renamed = {
         "Popart": "_popart",
         "_Popart": "_popart",

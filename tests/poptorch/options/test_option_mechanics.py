@@ -191,6 +191,13 @@ def test_sub_options_are_read_only_and_always_the_same_object():
         (lambda options: options("output_mod"), AssertionError, "output_mode"),
         (lambda options: options.Training.gradientAcumulation(4), AttributeError, "gradientAccumulation"),
         (
+            lambda options: options.gradientAccumulation(4),
+            AttributeError,
+            "options.Training.gradientAccumulation",
+        ),
+        (lambda options: options.Training.deviceIterations(4), AttributeError, "options.deviceIterations"),
+        (lambda options: options.numIOTiles(32), AttributeError, "options.TensorLocations.numIOTiles"),
+        (
             lambda options: options.from_json('{"Training.setAutoLossScaling": true}'),
             AttributeError,
             "setAutomatic",

@@ -165,7 +165,7 @@ def test_popart_names_are_checked_at_compilation_only(caplog):
     settings.set("wibble", True).check_names()
     assert "_Popart option wibble is not known here" in caplog.text
     with pytest.raises(
-        Error, match=r"Unknown int option autoRecomputatoin\n.*did you mean autoRecomputation"
+        Error, match=r"Unknown int option autoRecomputatoin; did you mean 'autoRecomputation'"
     ):
         settings.set("autoRecomputatoin", 1).check_names()
     with pytest.raises(Error, match="Unknown value type type for option autoRecomputation"):

@@ -1,0 +1,38 @@
+"""The parser of all commands: each error names the word that was meant, and the help that lists all words."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from .errors import did_you_mean
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser whose errors are "PROGRAM: error: CAUSE", then a fix, with exit code 2."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse the words of a command. Exit if one is unknown, as the parser of each subcommand must do to
+        name its own options."""
+        found, rest = super().parse_known_args(args, namespace or argparse.Namespace())
+        if unknown := [word for word in rest if word.startswith("-")]:
+            self.exit_for_unknown_option(unknown[0].partition("=")[0])
+        if rest:
+            self.error(f"too many arguments: {' '.join(rest)}")
+        return found, rest
+
+    def exit_for_unknown_option(self, name: str) -> NoReturn:
+        self.error(f"unknown option {name}{did_you_mean(name, self._option_string_actions)}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            name = action.metavar if isinstance(action.metavar, str) else "/".join(action.option_strings)
+            raise argparse.ArgumentError(
+                None, f"unknown {name} {value!r}; known: {', '.join(known)}{did_you_mean(str(value), known)}"
+            )
+
+    def error(self, message: str) -> NoReturn:
+        fix = "" if "\n  fix: " in message else f"\n  fix: {self.prog} --help lists all options"
+        self.exit(2, f"{self.prog}: error: {message}{fix}\n")
