@@ -34,20 +34,38 @@ def test_a_description_says_what_runs_before_anything_has_run():
     found = poptorch.describe(model, opts, BATCH)
     text = str(found)
     assert text.startswith(
-        "training, pipelined: 2 stages on 2 ipus, 1 replica; a call is 2 device iterations of 3 micro-batches"
+        "training, 1f1b: 2 stages on 2 ipus, 1 replica; a call is 2 device iterations of\n3 micro-batches\n"
     )
-    assert "stage 0 on ipu 0: B1; 16 parameters" in text and "stage 1 on ipu 1: B2; 10 parameters" in text
+    assert "stage 0 on ipu 0, 16 parameters: B1\nstage 1 on ipu 1, 10 parameters: B2\n" in text
     assert "ipu 0 -> ipu 1: 80 bytes a micro-batch after F0" in text  # 5 rows of 4 float32
     assert "ipu 1 -> ipu 0: 80 bytes a micro-batch after B1" in text
     assert "F0" in found.schedule and "B2" in found.schedule
-    assert [(name, ipu) for name, ipu, _ in found.pieces] == [("F0", 0), ("F1", 1), ("B1", 1), ("B0", 0)]
-    assert all("return" in source for _, _, source in found.pieces) and "addmm" in found.pieces[0][2]
+    assert "ipu 0 | F0 F1 .. B0 F2 B1 .. B2\nipu 1 | .. F0 B0 F1 B1 F2 B2 ..\n" in text
+    assert text.endswith('.code["F0"] and so on') and list(found.code) == ["F0", "F1", "B1", "B0"]
+    assert all("return" in source for source in found.code.values()) and "addmm" in found.code["F0"]
     # Nothing is kept: the model is plain, the options are not frozen, and training starts from here.
     assert type(model) is Two and all(torch.equal(before[n], v) for n, v in model.state_dict().items())
     opts.deviceIterations(2)
     trainer = poptorch.trainingModel(model, opts)
     trainer(*BATCH)
     assert str(trainer.plan) == text
+
+
+def test_a_description_of_a_deep_model_fits_on_a_screen():
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(64)), Last())
+    poptorch.annotate(model, {f"{i}": i // 4 for i in range(64)})
+    opts = poptorch.Options()
+    opts.Training.gradientAccumulation(40)
+    found = poptorch.describe(model, opts, torch.ones(40, 8))
+    lines = str(found).splitlines()
+    assert len(lines) <= 50 and max(map(len, lines)) <= 80
+    assert len(found.stages) == 16 and "... and 22 more transfers, in .transfers" in lines
+    assert any(line.startswith("ipu 15 |") and line.endswith(" ...") for line in lines)
+
+
+class Last(torch.nn.Module):
+    def forward(self, x):
+        return poptorch.identity_loss(x, "mean")
 
 
 class Shared(torch.nn.Module):
@@ -102,7 +120,5 @@ def test_an_executor_is_described_with_its_own_options():
 def test_a_batch_may_be_one_tensor_or_keywords():
     layer = torch.nn.Linear(3, 2)
     one = poptorch.describe(layer, batch=torch.ones(4, 3), training=False)
-    assert one.title.startswith(
-        "inference, pipelined: 1 stage on 1 ipu, 1 replica; a call is 1 device iteration"
-    )
+    assert one.title.startswith("inference, 1f1b: 1 stage on 1 ipu, 1 replica; a call is 1 device iteration")
     assert str(poptorch.describe(layer, batch={"input": torch.ones(4, 3)}, training=False)) == str(one)

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from textwrap import indent
+from textwrap import wrap
 
 import torch
 from tqdm.auto import tqdm
@@ -26,6 +26,7 @@ from ..logs import counted, logger
 HARDWARE_RULES = "POPTORCH_CHECK_HARDWARE_RULES"  # the environment variable that requests the check
 _LARGEST_SYSTEM = 64
 _DRAWN = 64  # micro-batches; a wider drawing can't be read in a log
+_WIDTH, _MOST_TRANSFERS = 80, 8  # columns and lines of an overview
 _PASSES = ("capture", "partition", "tasks", "load")
 
 
@@ -120,14 +121,22 @@ def check_hardware_rules(plan: Plan, settings: Settings, rounds: bool) -> None:
 
 
 class Overview:
-    """A compiled model as text.
+    """A compiled model: its stages, the transfers between ipus, the schedule and the code.
+
+    `print(overview)` shows all but the code, on a screen of 80 columns.
+
+    >>> overview = poptorch.describe(model, options, batch)
+    >>> print(overview)
+    >>> print(overview.code["F0"])
 
     Attributes:
         title:     the numbers of stages, ipus, replicas, device iterations and micro-batches
-        stages:    (number, ipu, names of blocks, number of parameters)
+        stages:    (number, ipu, names of blocks, number of parameters) of each stage
         transfers: (from ipu, to ipu, bytes, "micro-batch" or "step", time in words): the bytes of one
             micro-batch or step; None without a graph, for an executable from a file
-        pieces:    (name, ipu, Python source)
+        schedule:  a drawing of a step: on this machine and, for several ipus, on separate devices
+        code:      the Python source that each stage runs, by phase and stage: "F0" is the forward of stage 0,
+            "B0" its backward
     """
 
     def __init__(self, plan: Plan, settings: Settings, graph: Graph | None) -> None:
@@ -150,25 +159,23 @@ class Overview:
             if part.kind == "send"
         ]
         self.schedule = schedule_text(plan, settings)
-        self.pieces = [
-            (f"{piece.phase}{piece.stage}", partition.ipus[piece.stage], piece.source)
-            for piece in partition.pieces
-        ]
+        self.code = {f"{piece.phase}{piece.stage}": piece.source for piece in partition.pieces}
 
     def __str__(self) -> str:
-        lines = [self.title, ""]
-        lines += [
-            f"stage {s} on ipu {i}: {blocks}; {size:,} parameters" for s, i, blocks, size in self.stages
-        ]
+        lines = [*wrap(self.title, _WIDTH), ""]
+        for stage, ipu, blocks, size in self.stages:
+            text = f"stage {stage} on ipu {ipu}, {size:,} parameters: {blocks}"
+            lines += wrap(text, _WIDTH, max_lines=2, placeholder=" ...", subsequent_indent="    ")
         lines += [""] if self.transfers else []
-        lines += [
-            f"ipu {a} -> ipu {b}: {'an unknown number of' if size is None else f'{size:,}'} bytes a {per} {when}"
-            for a, b, size, per, when in self.transfers
-        ]
-        lines += ["", self.schedule, ""]
-        lines += [
-            f"piece {name} on ipu {ipu}:\n{indent(source, '    ')}" for name, ipu, source in self.pieces
-        ]
+        for source, target, size, per, when in self.transfers[:_MOST_TRANSFERS]:
+            count = "an unknown number of" if size is None else f"{size:,}"
+            lines.append(f"ipu {source} -> ipu {target}: {count} bytes a {per} {when}")
+        if (more := len(self.transfers) - _MOST_TRANSFERS) > 0:
+            lines.append(f"... and {more} more transfers, in .transfers")
+        # The last paragraph is the schedule on separate devices, or that of a single ipu.
+        schedule = self.schedule.split("\n\n")[-1].replace("the same as if", "a step, as if").splitlines()
+        lines += ["", *(wrap(line, _WIDTH, max_lines=1, placeholder=" ...")[0] for line in schedule)]
+        lines += ["", f'The code of each stage: .code["{next(iter(self.code))}"] and so on']
         return "\n".join(lines)
 
     __repr__ = __str__

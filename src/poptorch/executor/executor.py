@@ -82,7 +82,6 @@ class PoplarExecutor(PublicNames):
                 "  why: those of a function, or of layers in a plain list or dictionary, can't be found\n"
                 "  fix: wrap an nn.Module that has the layers as attributes (nn.ModuleList, nn.ModuleDict)"
             )
-        logger.warning("poptorch.trainingModel: without an optimizer the model trains with SGD and lr=0.01")
         return SGD(parameters, lr=0.01)
 
     # ---- calling -----------------------------------------------------------------------------------------

@@ -47,7 +47,10 @@ def trainingModel(
         given = Options() if options is None else options
         options = given.clone().loss(loss)
         given._freeze()
-    return PoplarExecutor(model, options, training=True, optimizer=optimizer)
+    executor = PoplarExecutor(model, options, training=True, optimizer=optimizer)
+    if optimizer is None:
+        logger.warning("poptorch.trainingModel: without an optimizer the model trains with SGD and lr=0.01")
+    return executor
 
 
 @outside_inference_mode
