@@ -73,7 +73,7 @@ def schedules(ipus: int, micro_batches: int, sharded: bool = False) -> dict[str,
     options.Training.gradientAccumulation(micro_batches)
     strategy = poptorch.ShardedExecution if sharded else poptorch.PipelinedExecution
     options.setExecutionStrategy(strategy(poptorch.AutoStage.SameAsIpu))
-    text = str(poptorch.describe(Chain(ipus), options, torch.randn(2 * micro_batches, 8)))
+    text = poptorch.describe(Chain(ipus), options, torch.randn(2 * micro_batches, 8)).schedule
     rows = re.findall(r"^(?:core|ipu) \d+ \| .*$", text, re.MULTILINE)
     return {kind: "\n".join(row for row in rows if row.startswith(kind)) for kind in ("core", "ipu")}
 

@@ -15,11 +15,13 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from popengine.compile import compile_graph
 from popengine.compile.describe import describe, peak_bytes_by_ipu
 from popengine.environment import NEEDS_VALUES, PLAN_WISH
+from popengine.errors import Error
 from popengine.ir import Graph, Line, Piece, Plan, Value
 from popengine.order import ORDERS
 from popengine.piece import GETITEM
@@ -36,7 +39,7 @@ from popengine.run.engine import Engine
 from popengine.run.piece_costs import Sample, seconds_on_all_threads
 from popengine.run.ready_queue import JUDGED
 from popengine.run.state import State, TrainState
-from popengine.settings import Hyper, Settings
+from popengine.settings import Hyper, Settings, StagePlan
 from popengine.torch_private import FakeTensor, FakeTensorMode, tree_leaves, tree_map_only
 from popengine.update.group_update import init_state, update
 
@@ -125,8 +128,8 @@ def exit_if_only_planning(*program: Any) -> None:
     """
     if wish := os.environ.get(PLAN_WISH):
         wanted = json.loads(wish)
-        for kind, found in make_profiles(*program, kinds=wanted["kinds"]).items():
-            found.save(Path(wanted["folder"]) / f"{kind}.pop")
+        for number, profile in enumerate(make_profiles(*program, kinds=wanted["kinds"]).values()):
+            profile.save(Path(wanted["folder"]) / f"{number}.pop")
         raise SystemExit(0)
 
 
@@ -136,19 +139,22 @@ def make_profiles(
     options: Options,
     settings: Settings,
     hyper: Hyper | None,
-    kinds: Sequence[str],
+    kinds: Mapping[str, float],
 ) -> dict[str, Profile]:
     """Compile a model for each kind of machine, and return the profiles of the plans, by kind.
+
+    If a chip's memory is too small for the plan, the result also has plans that may need less, such as one with
+    recomputation. Their keys are the kind, a colon and the change of the program; `facts["planned"]` is the key.
 
     Args:
         model, run, options, settings: as for `compile_model`
         hyper: the rates of an update; None in inference
-        kinds: "apart": machines on which each ipu is an accelerator; "here": this machine, on which the
-            model's times are measured, too
+        kinds: by kind, the bytes of a chip's memory. Kinds are "apart": machines on which each ipu is an
+            accelerator; "here": this machine, on which the model's times are measured, too
     """
     location = options.TensorLocations.location_optimizer.toDict()
     found = {}
-    for kind in kinds:
+    for kind, capacity in kinds.items():
         chosen, kernels = settings, torch.backends.cuda
         may_reduce_in_half = kernels.fp16_bf16_reduction_math_sdp_allowed()
         if kind == "apart":  # attention is products and a softmax
@@ -162,30 +168,72 @@ def make_profiles(
         groups = counts.groups * counts.instances
         one = replace(counts, replicas=counts.global_replicas, groups=groups, instances=1, instance=0)
         executable = replace(executable, settings=replace(executable.settings, counts=one))
-        plan, graph = executable.plan, executable.graph
+        graph, facts = (
+            executable.graph,
+            {
+                "processes": settings.counts.instances,
+                "optimizer_off_chip": location.get("on_chip_storage") is False,
+                "shards_optimizer": bool(location.get("replicated_tensor_sharding", False)),
+                "device": settings.device,
+                "base": _BASE_BYTES,
+                "available": available_memory(),
+            },
+        )
         assert graph is not None
-        # More micro-batches need no more memory; popvision computes the times of all micro-batches.
-        short = replace(plan, micro_batches=min(plan.micro_batches, 3 * plan.partition.stages + 8))
-        made = planned_profile(short, executable.settings, graph)
-        facts = {
-            **made.facts,
-            "schedule_micro_batches": plan.micro_batches,
-            "processes": settings.counts.instances,
-            "optimizer_off_chip": location.get("on_chip_storage") is False,
-            "shards_optimizer": bool(location.get("replicated_tensor_sharding", False)),
-            "device": settings.device,
-            "base": _BASE_BYTES,
-            "available": available_memory(),
-        }
+        made = planned_profile(executable.plan, executable.settings, graph, {**facts, "planned": kind})
         if kind == "here":
-            facts["measured"] = measure_times(executable, hyper, sum(row.flops for row in made.operations))
-        found[kind] = replace(made, facts=facts)
+            flops = sum(row.flops for row in made.operations)
+            made.facts["measured"] = measure_times(executable, hyper, flops)
+        found[kind] = made
+        if kind == "apart" and _largest_need(made) > capacity:
+            for change, other in _settings_that_need_less(executable.settings, made):
+                with contextlib.suppress(Error):  # such as too few micro-batches for more stages
+                    key = f"{kind}: {change}"
+                    plan = compile_graph(graph, other)
+                    found[key] = planned_profile(plan, other, graph, {**facts, "planned": key})
     return found
 
 
-def planned_profile(plan: Plan, settings: Settings, graph: Graph) -> Profile:
+def _largest_need(made: Profile) -> int:
+    """Return the bytes that the ipu with the largest need holds."""
+    held = zip(made.facts["activations"], made.facts["between"], strict=True)
+    needs = zip(made.memory, held, strict=True)
+    return max(sum(row[2:]) + (kept or 0) + passing for row, (kept, passing) in needs)
+
+
+def _settings_that_need_less(settings: Settings, made: Profile) -> Iterator[tuple[str, Settings]]:
+    """Yield (change of the program, settings) of plans that may need less memory of an ipu: with recomputation;
+    with even stages on as many ipus, on twice and on four times as many, with and without recomputation."""
+    recomputation = 'options._Popart.set("autoRecomputation", 3)'
+    can_recompute = settings.training and not settings.recompute
+    if can_recompute:
+        yield recomputation, replace(settings, recompute=True)
+    blocks = [block for block in made.blocks if block.parameters]
+    for count in (len(made.devices) * factor for factor in (1, 2, 4)):
+        if not 1 < count <= len(blocks):
+            continue
+        ends = list(accumulate(block.parameters for block in blocks))
+        stages = [list[str]() for _ in range(count)]
+        for block, end in zip(blocks, ends, strict=True):
+            middle = (end - block.parameters / 2) / ends[-1]
+            stages[int(middle * count)].append(block.name)
+        if not all(stages):
+            continue
+        cut = tuple(StagePlan(tuple(names), ipu) for ipu, names in enumerate(stages))
+        changed = replace(settings, strategy=replace(settings.strategy, auto=None, stages=cut))
+        change = f"{count} stages that begin with the blocks {', '.join(names[0] for names in stages)}"
+        yield change, changed
+        if can_recompute:
+            yield f"{change}; and {recomputation}", replace(changed, recompute=True)
+
+
+def planned_profile(
+    whole: Plan, settings: Settings, graph: Graph, more: Mapping[str, Any] = MappingProxyType({})
+) -> Profile:
     """Return the profile of a plan that has not run, with the peak bytes that each ipu would hold if each ipu
-    had a memory of its own."""
+    had a memory of its own. Args: more: further facts"""
+    # More micro-batches need no more memory; popvision computes the times of all micro-batches.
+    plan = replace(whole, micro_batches=min(whole.micro_batches, 3 * whole.partition.stages + 8))
     found, ipus = describe(plan, settings, graph), sorted(set(plan.partition.ipus))
     alive = {index: -piece.enters for index, piece in enumerate(found.pieces)}
     for operation in found.operations:
@@ -193,6 +241,8 @@ def planned_profile(plan: Plan, settings: Settings, graph: Graph) -> Profile:
         alive[row] = max(alive[row], operation.live - found.pieces[row].enters)
     facts = {
         **found.facts,
+        **more,
+        "schedule_micro_batches": whole.micro_batches,
         "calls": 0,
         "steps": 0,
         "activations": peak_bytes_by_ipu(graph, plan, alive),
@@ -202,8 +252,8 @@ def planned_profile(plan: Plan, settings: Settings, graph: Graph) -> Profile:
         slot.key: torch.empty(slot.shape, dtype=slot.dtype, device="meta")
         for slot in plan.partition.signature.parameters_and_buffers
     }
-    whole = replace(settings, replica_groups={}, shard_optimizer=None)
-    state = State(plan, whole, TrainState(lambda: weights), torch.device("meta"))
+    unsharded = replace(settings, replica_groups={}, shard_optimizer=None)
+    state = State(plan, unsharded, TrainState(lambda: weights), torch.device("meta"))
     return replace(found, facts=facts, memory=tuple(state.memory(0, ipu) for ipu in ipus))
 
 

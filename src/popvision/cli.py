@@ -15,7 +15,7 @@ from popengine.errors import did_you_mean
 from popengine.profile import ProfileError, load
 
 from . import chrome
-from .machine import MachineError, load_machines
+from .machine import MachineError, load_machines, memory_by_kind
 from .plan import Estimates, compile_profiles
 from .report import find_profiles, summary, write_comparison, write_report
 
@@ -146,12 +146,12 @@ def _plan_program(args: argparse.Namespace) -> None:
     if not args.program:
         raise ProfileError("plan: the program is missing\n  fix: popvision plan train.py")
     chosen = load_machines(args.on)
-    profiles = compile_profiles(args.program, list(dict.fromkeys(machine.kind for machine in chosen)))
+    profiles = compile_profiles(args.program, memory_by_kind(chosen))
     found = Estimates(profiles, chosen, args.replicas, args.accumulation)
     if args.json:
         print(found.to_json())
         return
-    print("\n".join([str(found), *found.advice()]))
+    print(found)
     found.save(args.output)
     print(args.output)
 

@@ -23,12 +23,11 @@ class Need:
     optimizer: int
     activations: int | None  # None: not known before a kernel has run
     between: int  # values that were sent to the ipu, and that it has not received yet
-    code: int = 0
 
     @property
     def always(self) -> int:
         """Return the bytes that are held during the whole step."""
-        return self.weights + self.buffers + self.gradients + self.optimizer + self.code
+        return self.weights + self.buffers + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:

@@ -1,13 +1,12 @@
-"""Plans: estimates of a program's speed and memory on machines that may be absent, and their page."""
+"""Plans: estimates of a program's speed and memory on machines that may be absent, and what would make it fit."""
 
-import html
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -15,17 +14,22 @@ from typing import Any
 
 from popengine.environment import NEEDS_VALUES, PLAN_WISH
 from popengine.order import ORDERS
-from popengine.profile import PHASES, Profile, ProfileError, load
+from popengine.profile import Profile, ProfileError, load
 
 from . import virtual
 from .costs import CATEGORIES, Costs, Spent
 from .machine import Machine
-from .memory import Need, memory_needs, memory_table
-from .units import layout_text, seconds_text, share_text, size_text, table_text
+from .memory import Need, memory_needs
+from .plan_page import plan_page
+from .units import seconds_text, share_text, size_text, table_text, three_digits
 
 _CORE_FLOPS, _CORE_BYTES = 50e9, 10e9  # FLOPs and bytes per second of a core, roughly
-_DRAWN = 600  # tasks; in a wider picture they are too small to see
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8794a3")
+_LOCATION = "options.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings()."
+# Facts that put optimizer state elsewhere, by the code that sets them.
+_OPTIMIZER_PLACES = {
+    f"{_LOCATION}useReplicatedTensorSharding(True))": {"shards_optimizer": True},
+    f"{_LOCATION}useOnChipStorage(False))": {"optimizer_off_chip": True},
+}
 
 
 class Estimate:
@@ -44,16 +48,22 @@ class Estimate:
             )
         self.profile, self.machine = profile, machine
         self.replicas, self.accumulation = replicas, accumulation
-        self.needs, self.costs = memory_needs(profile), None  # of a replica; no costs on this host
+        self.costs: Costs | None = None  # None on this host
+        needs = memory_needs(profile)  # of a replica
+        # Bytes by kind of what each memory holds at most, and the bytes that it can hold.
+        self.memory: dict[str, dict[str, int]]
+        self.capacity: float
         self.problems: list[str] = []  # reasons why the program would fail on the machine; empty: it fits
-        if any(need.activations is None for need in self.needs):
+        if any(need.activations is None for need in needs):
             self.problems.append("a kernel needs memory of a size that only it knows")
         loaded = accumulation * sum(part.bytes for part in profile.instructions if part.kind == "load")
         # `bubble`: share of time in which the ipus (on this host: the cores) wait. `spent`: seconds of the
         # busiest ipu (on this host: of a core), by category.
         if machine.kind == "here":
             taken, self.bubble, self.spent = _step_seconds_on_host(profile, replicas, accumulation)
-            self.problems += _problems_on_host(profile, self.needs, replicas, loaded)
+            self.memory = {"the program": _held_on_host(profile, needs, replicas, loaded)}
+            self.capacity = profile.facts["available"]
+            self.memory_per_ipu = [need.total for need in needs]
         else:
             self.costs = Costs(profile, machine, replicas, accumulation)
             ns = virtual.simulated_ns(self.costs.step)
@@ -61,23 +71,32 @@ class Estimate:
             self.spent = max(self.costs.by_ipu.values(), key=lambda spent: sum(spent.values())).copy()
             # A chip has its program, and of the optimizer's state only what the options keep there.
             shards = replicas if profile.facts.get("shards_optimizer") else 1
-            is_on_chip, code = not profile.facts.get("optimizer_off_chip"), round(machine.code)
-            self.needs = [
-                replace(need, optimizer=is_on_chip * -(-need.optimizer // shards), code=code)
-                for need in self.needs
-            ]
-            self.problems += _problems_on_chips(self.needs, machine, replicas)
+            is_on_chip = not profile.facts.get("optimizer_off_chip")
+            needs = [replace(need, optimizer=is_on_chip * -(-need.optimizer // shards)) for need in needs]
+            self.memory = {f"ipu {need.ipu}": _held_on_chip(need, round(machine.code)) for need in needs}
+            self.capacity = machine.memory
+            self.memory_per_ipu = [sum(kinds.values()) for kinds in self.memory.values()]
+            if (chips := len(needs) * replicas) > machine.chips:
+                self.problems.append(f"needs {chips} chips, and has {machine.chips}")
             if loaded / machine.host > taken:  # a replica's rows reach its first ipu
                 taken = self.spent["host input"] = loaded / machine.host
+        needed, name = max((sum(kinds.values()), name) for name, kinds in self.memory.items())
+        if needed > self.capacity:
+            has = f"{size_text(self.capacity)} available"
+            self.problems.append(f"{name} needs up to {size_text(needed)}, with {has}")
         counts = profile.counts
         # With a group for each replica, other numbers of replicas have as many groups.
         groups = counts.get("groups", 1)
         groups = replicas if groups == counts.get("replicas", 1) else groups
         self.fits = not self.problems
-        self.memory_per_ipu = [need.total for need in self.needs]
         self.bound_by = max(CATEGORIES, key=lambda category: self.spent[category])
         self.seconds_per_update = taken
         self.items_per_second = counts.get("micro_batch_size", 1) * accumulation * groups / taken
+
+    @property
+    def choice(self) -> str:
+        """Return the machine, and the numbers of replicas and micro-batches, in words."""
+        return f"{self.machine.name}, replicas: {self.replicas}, micro-batches: {self.accumulation}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the estimate as `popvision plan --json` prints it."""
@@ -90,12 +109,12 @@ class Estimate:
             "machine": self.machine.name,
             "replicas": str(self.replicas),
             "micro-batches": str(self.accumulation),
-            "items/s": f"{self.items_per_second:,.1f}",
+            "items/s": three_digits(self.items_per_second),
             "an update": seconds_text(self.seconds_per_update),
             "bubble": share_text(self.bubble),
             "bound by": self.bound_by,
             "largest ipu": size_text(max(self.memory_per_ipu, default=0)),
-            "": "fits" if self.fits else "DOES NOT FIT: " + "; ".join(self.problems),
+            "": "fits" if self.fits else "DOES NOT FIT",
         }
 
 
@@ -104,7 +123,7 @@ class Estimates:
     machine; the estimates of a machine begin with the best.
 
     Args:
-        profiles: by kind of machine, as `compile_profiles` returns them
+        profiles: by kind of machine, and by kind and change, as `compile_profiles` returns them
         replicas, accumulation: numbers to compare; empty: the program's own number
     """
 
@@ -115,6 +134,7 @@ class Estimates:
         replicas: Sequence[int] = (),
         accumulation: Sequence[int] = (),
     ) -> None:
+        self._profiles = profiles
         self.estimates: list[Estimate] = []
         for machine in machines:
             profile = profiles[machine.kind]
@@ -129,21 +149,60 @@ class Estimates:
         return json.dumps([one.to_dict() for one in self.estimates], indent=1)
 
     def save(self, path: str | Path) -> None:
-        """Write an HTML page to the file `path`: machines, advice, a timeline, stages and memory."""
-        Path(path).write_text(_plan_page(self))
+        """Write an HTML page to the file `path`: machines, advice, memory, a timeline, stages and transfers."""
+        Path(path).write_text(plan_page(self))
 
     @property
-    def drawn(self) -> tuple[Estimate, Costs] | None:
-        """Return the estimate whose step the page draws, and its costs: the first estimate on a machine with
-        a chip per ipu. Return None without such a machine."""
-        return next(((one, one.costs) for one in self.estimates if one.costs), None)
+    def drawn(self) -> Estimate | None:
+        """Return the estimate whose step the page draws: the first one on a machine with a chip per ipu,
+        preferably one that fits. Return None without such a machine."""
+        apart = [one for one in self.estimates if one.costs]
+        return next((one for one in apart if one.fits), apart[0] if apart else None)
 
     def advice(self) -> list[str]:
-        """Return a sentence about the busiest ipu of the estimate `drawn`, and one about each change that
-        makes a step at least 3 % faster. The list is empty if all estimates are of this host."""
-        if self.drawn is None:
-            return []
-        drawn, costs = self.drawn
+        """Return sentences: what would fit, for each estimate that does not; then, if the estimate `drawn` fits,
+        its busiest ipu, and each change that makes a step at least 3 % faster."""
+        too_large = [self._what_fits(one) for one in self.estimates if not one.fits]
+        return too_large + (self._speed_advice(self.drawn) if self.drawn and self.drawn.fits else [])
+
+    def _what_fits(self, one: Estimate) -> str:
+        """Return a sentence with up to three changes of the program with which an estimate fits."""
+        found: list[tuple[list[str], Estimate]] = []
+        for key, profile in self._profiles.items():
+            kind, _, change = key.partition(": ")
+            replicas = min(
+                one.replicas, one.machine.chips // len(profile.devices) if one.costs else one.replicas
+            )
+            if kind != one.machine.kind or not replicas:
+                continue
+            fewer = f"options.replicationFactor({replicas})" if replicas < one.replicas else ""
+            for place, facts in {
+                "": {},
+                **(_OPTIMIZER_PLACES if one.costs and profile.training else {}),
+            }.items():
+                other = replace(profile, facts=profile.facts | facts)
+                tried = Estimate(other, one.machine, replicas, one.accumulation)
+                if tried.fits:
+                    found.append((list(filter(None, (*change.split("; and "), place, fewer))), tried))
+        said = f"{one.choice} does not fit: {'; '.join(one.problems)}."
+        if not found:
+            tried = "recomputation, other stages, sharded or streamed optimizer state, fewer replicas"
+            return f"{said} Nothing that was tried makes it fit" + (f": {tried}." if one.costs else ".")
+        fewest = min(len(changes) for changes, _ in found)
+        best = sorted(
+            (entry for entry in found if len(entry[0]) == fewest),
+            key=lambda entry: -entry[1].items_per_second,
+        )
+        ways = [
+            f"{' and '.join(changes)} (largest ipu {size_text(max(fits.memory_per_ipu))},"
+            f" {three_digits(fits.items_per_second)} items/s)"
+            for changes, fits in best[:3]
+        ]
+        return f"{said} It fits with {'; or with '.join(ways)}."
+
+    def _speed_advice(self, drawn: Estimate) -> list[str]:
+        costs = drawn.costs
+        assert costs is not None
         loads = {ipu: sum(spent.values()) for ipu, spent in costs.by_ipu.items()}
         slowest, mean = max(loads, key=lambda ipu: loads[ipu]), fmean(loads.values())
         return [
@@ -161,18 +220,21 @@ class Estimates:
         return [list(cells) for cells in (*rows[:1], *(row.values() for row in rows))]
 
     def __str__(self) -> str:
-        return table_text(self.table())
+        return "\n".join([table_text(self.table()), *self.advice()])
 
     __repr__ = __str__
 
 
-def compile_profiles(program: Sequence[str], kinds: Sequence[str]) -> dict[str, Profile]:
+def compile_profiles(program: Sequence[str], kinds: Mapping[str, float]) -> dict[str, Profile]:
     """Run a program until its first model is compiled, and return a profile of the model by kind of machine.
+    If a chip's memory is too small, there are also profiles of changed programs: see `make_profiles`.
 
     The model is not trained. Its weights have no values, so that they take no memory. A program that may have
     failed for this reason (see `poptorch.planning.make_parameters_fake`) is run again with values.
 
-    Args:   program: the path of a Python file, and its arguments; kinds: "apart" or "here" or both
+    Args:
+        program: the path of a Python file, and its arguments
+        kinds: by kind of machine, "apart" or "here", the bytes of a chip's memory
     Raises: ProfileError, if there is no such file, or the program ended before it compiled a model
     """
     if not Path(program[0]).is_file():
@@ -180,14 +242,13 @@ def compile_profiles(program: Sequence[str], kinds: Sequence[str]) -> dict[str, 
     code = 0
     for more in ({}, {"values": True}):
         with tempfile.TemporaryDirectory() as folder:
-            wish = json.dumps({"folder": folder, "kinds": list(kinds), **more})
+            wish = json.dumps({"folder": folder, "kinds": kinds, **more})
             # Its output goes to standard error, since another program may read the plan on standard output.
             code = subprocess.run(
                 [sys.executable, *program], env={**os.environ, PLAN_WISH: wish}, stdout=2, check=False
             ).returncode
-            found = {kind: Path(folder) / f"{kind}.pop" for kind in kinds}
-            if all(path.exists() for path in found.values()):
-                return {kind: load(path) for kind, path in found.items()}
+            if not code and (paths := sorted(Path(folder).glob("*.pop"))):
+                return {profile.facts["planned"]: profile for profile in map(load, paths)}
             needs_values = Path(folder) / NEEDS_VALUES
             if not needs_values.exists():
                 break
@@ -201,13 +262,16 @@ def compile_profiles(program: Sequence[str], kinds: Sequence[str]) -> dict[str, 
     )
 
 
-def _problems_on_chips(needs: Sequence[Need], machine: Machine, replicas: int) -> Iterator[str]:
-    """Yield each reason why a plan fails on a machine with a chip per ipu."""
-    if (chips := len(needs) * replicas) > machine.chips:
-        yield f"needs {chips} chips, and has {machine.chips}"
-    for need in needs:
-        if need.total > machine.memory:
-            yield f"ipu {need.ipu} needs up to {size_text(need.total)}, and has {size_text(machine.memory)}"
+def _held_on_chip(need: Need, code: int) -> dict[str, int]:
+    """Return the bytes that a chip holds at most, by kind."""
+    return {
+        "weights": need.weights + need.buffers,
+        "gradients": need.gradients,
+        "optimizer": need.optimizer,
+        "activations": need.activations or 0,
+        "between": need.between,
+        "program": code,
+    }
 
 
 # ---- this machine ----------------------------------------------------------------------------------------
@@ -237,17 +301,21 @@ def _step_seconds_on_host(profile: Profile, replicas: int, micro_batches: int) -
     return taken / 1e9, max(0.0, 1 - work / (taken * cores)), spent
 
 
-def _problems_on_host(profile: Profile, needs: Sequence[Need], replicas: int, loaded: int) -> Iterator[str]:
-    """Yield a text if a plan needs more memory than this host has. `loaded`: bytes of a replica's inputs."""
-    facts = profile.facts
-    # The host's module has a copy of the weights; `base`: memory of a process and its libraries.
-    kept = facts["base"] + sum(2 * (need.weights + need.buffers) + need.optimizer for need in needs)
-    # In depth-first order up to twice as many micro-batches wait as on separate devices.
-    each = sum(need.gradients + 2 * (need.activations or 0) + need.between for need in needs)
-    each += 2 * loaded * profile.counts.get("iterations", 1)  # the loader holds those of the next call, too
-    wanted = kept * facts.get("processes", 1) + replicas * each
-    if wanted > facts["available"]:
-        yield f"needs {size_text(wanted)}, and {size_text(facts['available'])} are free"
+def _held_on_host(profile: Profile, needs: Sequence[Need], replicas: int, loaded: int) -> dict[str, int]:
+    """Return the bytes that all ipus hold at most on this host, by kind. `loaded`: bytes of a replica's inputs."""
+    facts, processes = profile.facts, profile.facts.get("processes", 1)
+    return {
+        # The host's module has a copy of the weights; `base`: memory of a process and its libraries.
+        "weights": processes * sum(2 * (need.weights + need.buffers) for need in needs),
+        "gradients": replicas * sum(need.gradients for need in needs),
+        "optimizer": processes * sum(need.optimizer for need in needs),
+        # In depth-first order up to twice as many micro-batches wait as on separate devices.
+        "activations": replicas * sum(2 * (need.activations or 0) for need in needs),
+        "between": replicas * sum(need.between for need in needs),
+        "program": processes * facts["base"],
+        # The loader also holds the rows of the next call.
+        "inputs": replicas * 2 * loaded * profile.counts.get("iterations", 1),
+    }
 
 
 def _extrapolated_seconds(rows: Sequence[Sequence[float]], micro_batches: int) -> float:
@@ -265,114 +333,3 @@ def _extrapolated_seconds(rows: Sequence[Sequence[float]], micro_batches: int) -
     each = max(0.0, rows[1][1] - taken) / (rows[1][0] - first)
     on_line = taken + each * (micro_batches - first)
     return max(in_proportion, on_line) if micro_batches < first else on_line
-
-
-# ---- the page --------------------------------------------------------------------------------------------
-
-
-def _plan_page(plan: Estimates) -> str:
-    """Return the page of a plan as HTML that needs no other file."""
-    drawn, costs = plan.drawn or (plan.estimates[0], None)
-    profile = drawn.profile
-    title = f"Plan: {layout_text(profile)}"
-    parts = [
-        f"<h1>{html.escape(title)}</h1>",
-        _html_table(plan.table()),
-        *(f"<p class=say>{html.escape(text)}</p>" for text in plan.advice()),
-    ]
-    phases = profile.phases
-    head = ["stage", "ipu", "blocks", "parameters", *(f"FLOPs {PHASES[phase]}" for phase in phases)]
-    if costs is not None:
-        name = drawn.machine.name
-        head += [f"{PHASES[phase]} on {name}" for phase in phases]
-        parts += [
-            f"<h2>One step on {html.escape(name)}</h2>",
-            _timeline(drawn, costs),
-            f"<p>{html.escape(drawn.machine.description)}; light: forward, dark: backward. Nothing has run yet.</p>",
-        ]
-    flops: Counter[tuple[str, int]] = Counter()
-    for operation in profile.operations:
-        piece = profile.pieces[operation.piece]
-        flops[piece.phase, piece.stage] += operation.flops
-    stages = []
-    for stage, ipu in enumerate(profile.ipus):
-        parameters = sum(block.parameters for block in profile.blocks if block.stage == stage)
-        row = [stage, ipu, profile.stages[stage], f"{parameters:,}"]
-        row += [f"{flops[phase, stage]:,}" for phase in phases]
-        if costs is not None:
-            row += [seconds_text(sum(costs.phases.get((p, stage), {}).values())) for p in phases]
-        stages.append(row)
-    memory = [
-        (one.machine.name, *row, size_text(need.code))
-        for one in plan.estimates
-        for need, row in zip(one.needs, memory_table(one.needs)[1:], strict=True)
-    ]
-    parts += [
-        "<h2>Stages, for a micro-batch</h2>",
-        _html_table([head, *stages]),
-        "<h2>Memory of an ipu at the most</h2>",
-        _html_table([("machine", *memory_table([])[0], "code (in total)"), *memory]),
-    ]
-    sends = [
-        (part.ipu, part.peer, size_text(part.bytes), *part.frequency_and_time)
-        for part in profile.instructions
-        if part.kind == "send"
-    ]
-    if sends:
-        parts += [
-            "<h2>Between ipus</h2>",
-            _html_table([("from ipu", "to ipu", "bytes", "each", "when"), *sends]),
-        ]
-    return _PAGE.format(title=html.escape(title), body="\n".join(parts))
-
-
-def _timeline(drawn: Estimate, costs: Costs) -> str:
-    """Return a picture of a simulated step as HTML, with a row for each ipu, and a caption. A step of very
-    many micro-batches is drawn with the first ones only."""
-    actions = costs.step.actions
-    micro_batches = min(drawn.accumulation, max(1, _DRAWN // len(actions)))
-    tasks, found = virtual.simulate_step(replace(costs.step, micro_batches=micro_batches))
-    rows, width, tall = drawn.profile.devices, 1000, 30
-    unit = width / (found.length or 1)
-    boxes = [f'<text x="0" y="{i * tall + 17}">ipu {ipu}</text>' for i, ipu in enumerate(rows)]
-    for (row, micro_batch), start, end in zip(tasks, found.starts, found.ends, strict=False):
-        phase, stage, ipu, _ = actions[row]
-        x, wide = 60 + start * unit, max(0.4, (end - start) * unit)
-        y = rows.index(ipu) * tall
-        label = f"{PHASES[phase]} of stage {stage}, micro-batch {micro_batch}"
-        text = f'<text x="{x + 3:.1f}" y="{y + 17}">{micro_batch}</text>' if wide > 18 else ""
-        boxes.append(
-            f'<g><title>{label}</title><rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{tall - 6}"'
-            f' fill="{_COLOURS[stage % len(_COLOURS)]}" fill-opacity="{0.55 if phase == "F" else 1}"/>{text}</g>'
-        )
-    spans = f"{seconds_text(found.length / 1e9)} of the step's {seconds_text(drawn.seconds_per_update)}"
-    return (
-        f'<svg role="img" aria-label="Timeline of a step" viewBox="0 0 {width + 64} {len(rows) * tall}">'
-        f"{''.join(boxes)}</svg>"
-        f"<p>Drawn are {micro_batches} of {drawn.accumulation} micro-batches, and the updates: {spans}.</p>"
-    )
-
-
-def _html_table(rows: Iterable[Iterable[Any]]) -> str:
-    """Return an HTML table, whose first row is the names of the columns."""
-    cells = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
-    return f"<div class=wide><table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table></div>"
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; max-width: 1100px; margin: 24px auto; padding: 0 16px; }}
-h1 {{ font-size: 20px; }} h2 {{ font-size: 16px; margin-top: 28px; }}
-svg {{ width: 100%; }} svg text {{ font-size: 12px; fill: currentColor; }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; }}
-td {{ padding: 3px 14px 3px 0; border-bottom: 1px solid #8888; }}
-tr:first-child {{ font-weight: bold; }}
-.say {{ border-left: 4px solid #e69f00; padding-left: 12px; }}
-</style>
-{body}
-</html>
-"""

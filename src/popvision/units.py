@@ -5,6 +5,19 @@ from collections.abc import Sequence
 from popengine.profile import Profile
 
 
+def three_digits(value: float) -> str:
+    """Return a number with three significant digits, without an exponent: "0.0123", "1.5", "16,700"."""
+    return f"{value:.3g}" if 1e-4 < abs(value) < 999.5 or not value else f"{float(f'{value:.3g}'):,.0f}"
+
+
+def count_text(value: float) -> str:
+    """Return a count with a unit of thousands, such as "1.5 M"; below 1,000 the count alone."""
+    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= size:
+            return three_digits(value / size) + unit
+    return f"{value:.0f}"
+
+
 def size_text(count: float | None) -> str:
     """Return a number of bytes with a unit, such as "1.5 MiB"; "–" for None."""
     if count is None:
@@ -12,7 +25,7 @@ def size_text(count: float | None) -> str:
     if abs(count) < 1024:
         return f"{count:.0f} B"
     unit = 1 if abs(count) < 1 << 20 else 2 if abs(count) < 1 << 30 else 3
-    return f"{count / 1024**unit:.1f} {('KiB', 'MiB', 'GiB')[unit - 1]}"
+    return f"{three_digits(count / 1024**unit)} {('KiB', 'MiB', 'GiB')[unit - 1]}"
 
 
 def seconds_text(value: float | None) -> str:
@@ -20,7 +33,7 @@ def seconds_text(value: float | None) -> str:
     if value is None:
         return "–"
     factor, unit = (1, "s") if value >= 1 else (1e3, "ms") if value * 1e3 >= 1 else (1e6, "µs")
-    return f"{value * factor:.3g} {unit}"
+    return f"{three_digits(value * factor)} {unit}"
 
 
 def rate_text(value: float | None) -> str:

@@ -73,8 +73,10 @@ def test_the_page_shows_machines_stages_the_timeline_and_what_bounds_it(tmp_path
     assert page.count("<rect") == 2 * 3 * 5  # forward and backward of three stages for five micro-batches
     assert "backward of stage 2, micro-batch 4" in page
     linear = 2 * ROWS * WIDTH * WIDTH
-    assert f"<td>{linear:,}</td>" in page
+    assert linear == 18_432 and "<td>18.4 k</td>" in page
     assert "<td>bow-pod16</td>" in page
+    assert page.count('<div class="bar">') == 3 and '<i class="limit"></i>limit' in page
+    assert "bow-pod16, replicas: 1, micro-batches: 5: fits, limit 897 MiB" in page
     assert "of 3 ipu" not in page and "http" not in page
 
 
@@ -249,12 +251,13 @@ def test_a_model_larger_than_this_machine_is_planned_and_does_not_fit(tmp_path):
 
     found = poptorch.plan(Large(), poptorch.Options(), torch.empty(4, 2**18), on="this-machine")
     (here,) = found.estimates
-    assert not here.fits and here.problems[0].startswith("needs ")
-    assert found.advice() == []  # which would be about another machine
+    assert not here.fits and here.problems[0].startswith("the program needs up to 2,300 GiB, with ")
+    (sentence,) = found.advice()  # more would be about another machine
+    assert sentence.endswith("Nothing that was tried makes it fit.")
     found.save(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
     assert "bow" not in page and "<rect" not in page  # the page had the timeline of a Bow Pod16
-    assert "<td>256.0 GiB</td>" in page
+    assert "<td>256 GiB</td>" in page
 
 
 # ---- machines ------------------------------------------------------------------------------------------------
@@ -342,9 +345,50 @@ def test_what_does_not_fit_is_said_with_the_reason():
     rows = tuple(row._replace(weights=10**9) for row in profile.memory)
     found = apart(dataclasses.replace(profile, memory=rows))
     assert found.estimates[0].to_dict()["fits"] is False
-    assert "DOES NOT FIT: ipu 0 needs up to 1.0 GiB, and has 897.4 MiB" in str(found)
+    (sentence,) = found.advice()  # and nothing on its speed
+    assert "does not fit: ipu 3 needs up to 1.02 GiB, with 897 MiB available. Nothing that was" in sentence
+    assert str(found).endswith(sentence)
     unknown = dataclasses.replace(profile, facts=profile.facts | {"activations": [None] * 4})
     assert apart(unknown).estimates[0].problems == ["a kernel needs memory of a size that only it knows"]
+
+
+class Deep(torch.nn.Module):
+    """Four blocks of 128 KiB of weights on one ipu, whose activations are larger."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.Linear(256, 128)) for _ in range(4)]
+        self.layers = torch.nn.Sequential(
+            *(poptorch.BeginBlock(layer, f"block{i}", ipu_id=i // 2) for i, layer in enumerate(layers))
+        )
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.layers(x), "mean")
+
+
+@pytest.mark.parametrize(
+    ("memory", "rows", "fits_with"),
+    [
+        (2_100_000, 64, "4 stages that begin with the blocks block0, block1, block2, block3 ("),
+        (3_600_000, 256, 'options._Popart.set("autoRecomputation", 3)'),
+        (2_700_000, 64, "setOptimizerLocation(poptorch.TensorLocationSettings().useOnChipStorage(False))"),
+        (100_000, 64, ""),
+    ],
+)
+def test_a_plan_that_does_not_fit_names_changes_with_which_it_fits(tmp_path, memory, rows, fits_with):
+    machine = tmp_path / "small.toml"
+    machine.write_text(
+        f'extends = "bow-pod16"\nchip.memory = {{ value = {memory}, source = "a guess" }}\n'
+        'chip.code = { value = 0, source = "a guess" }\n'
+    )
+    options = poptorch.Options()
+    options.Training.gradientAccumulation(8)
+    model = Deep()
+    trainer = poptorch.trainingModel(model, options, torch.optim.Adam(model.parameters()))
+    found = poptorch.plan(trainer, batch=torch.randn(8 * rows, 128), on=str(machine))
+    (sentence,) = found.advice()
+    assert "small, replicas: 1, micro-batches: 8 does not fit: ipu " in sentence
+    assert fits_with in sentence and ("It fits with" if fits_with else "Nothing that was tried") in sentence
 
 
 def test_a_reader_that_has_seen_enough_ends_the_program_quietly(tmp_path):

@@ -147,13 +147,12 @@ def plan(
         Error: the model can't be compiled for such a batch
         ValueError: a machine is not known
     """
-    from popvision.machine import load_machines
+    from popvision.machine import load_machines, memory_by_kind
     from popvision.plan import Estimates
 
     chosen = load_machines(on)
-    kinds = list(dict.fromkeys(machine.kind for machine in chosen))
     with _compile_arguments(model, options, batch, training) as (executor, program):
-        found = make_profiles(*program, executor._optimizer_link.hyper, kinds)
+        found = make_profiles(*program, executor._optimizer_link.hyper, memory_by_kind(chosen))
     return Estimates(found, chosen, replicas, accumulation)
 
 
