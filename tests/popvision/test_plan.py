@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -251,7 +252,8 @@ def test_a_model_larger_than_this_machine_is_planned_and_does_not_fit(tmp_path):
 
     found = poptorch.plan(Large(), poptorch.Options(), torch.empty(4, 2**18), on="this-machine")
     (here,) = found.estimates
-    assert not here.fits and here.problems[0].startswith("the program needs up to 2,300 GiB, with ")
+    assert not here.fits
+    assert re.match(r"the program needs up to [\d,]{5} GiB, with .* available", here.problems[0])
     (sentence,) = found.advice()  # more would be about another machine
     assert sentence.endswith("Nothing that was tried makes it fit.")
     found.save(tmp_path / "plan.html")
