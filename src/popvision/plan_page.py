@@ -5,15 +5,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from popengine.profile import PHASES, Profile
 
 from . import virtual
+from .estimate import Estimate
 from .units import count_text, layout_text, seconds_text, size_text
-
-if TYPE_CHECKING:
-    from .plan import Estimate, Estimates
 
 _DRAWN = 600  # tasks; in a wider picture they are too small to see
 _STAGES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800", "#7a6fd0")
@@ -28,11 +26,16 @@ _MEMORY = {
 }
 
 
-def plan_page(plan: "Estimates") -> str:
-    """Return the page of a plan as HTML that needs no other file."""
-    drawn = plan.drawn or plan.estimates[0]
+def plan_page(
+    estimates: Sequence[Estimate], drawn: Estimate | None, table: list[list[str]], advice: Sequence[str]
+) -> str:
+    """Return the page of a plan as HTML that needs no other file.
+
+    Args: drawn: the estimate whose step is drawn, on a machine with a chip per ipu; None: no step is drawn
+    """
+    drawn = drawn or estimates[0]
     title = f"Plan: {layout_text(drawn.profile)}"
-    parts = [_list(plan.advice()), _card("Machines", _table(plan.table())), _memory_card(plan.estimates)]
+    parts = [_list(advice), _card("Machines", _table(table)), _memory_card(estimates)]
     if drawn.costs is not None:
         parts.append(_card(f"One step on {drawn.machine.name}", _timeline(drawn)))
     parts.append(_card("Stages, for a micro-batch", _table(_stage_rows(drawn))))
@@ -63,7 +66,7 @@ def _table(rows: Iterable[Iterable[Any]]) -> str:
     return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
-def _memory_card(estimates: Sequence["Estimate"]) -> str:
+def _memory_card(estimates: Sequence[Estimate]) -> str:
     """Return a bar for each memory of each estimate, with a mark at its capacity, and a legend."""
     parts, shown = [], dict[str, None]()
     for one in estimates:
@@ -98,7 +101,7 @@ def _memory_card(estimates: Sequence["Estimate"]) -> str:
     return _card("Memory of each ipu, at most", "".join(parts) + legend)
 
 
-def _stage_rows(drawn: "Estimate") -> list[list[str]]:
+def _stage_rows(drawn: Estimate) -> list[list[str]]:
     """Return a row for each stage, after a row of column names."""
     profile, phases, costs = drawn.profile, drawn.profile.phases, drawn.costs
     rows = [["stage", "ipu", "blocks", "parameters", *(f"FLOPs {PHASES[phase]}" for phase in phases)]]
@@ -123,7 +126,7 @@ def _flops(profile: Profile) -> Counter[tuple[str, int]]:
     return found
 
 
-def _timeline(drawn: "Estimate") -> str:
+def _timeline(drawn: Estimate) -> str:
     """Return a picture of a simulated step as HTML, with a row for each ipu, and a caption. A step of very
     many micro-batches is drawn with the first ones only."""
     assert drawn.costs is not None

@@ -18,8 +18,9 @@ import poptorch
 from popengine.profile import ProfileError
 from popvision.cli import main
 from popvision.costs import all_reduce_seconds, operation_kind, operation_seconds
+from popvision.estimate import Estimate
 from popvision.machine import MachineError, load_machine, load_machines
-from popvision.plan import Estimate, Estimates
+from popvision.plan import Estimates
 
 PROGRAM = """
 import poptorch, sys, torch

@@ -1,0 +1,176 @@
+"""Estimates: the time and memory that a planned program needs on a machine."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from popengine.order import ORDERS
+from popengine.profile import Profile, ProfileError
+
+from . import virtual
+from .costs import CATEGORIES, Costs, Spent
+from .machine import Machine
+from .memory import Need, memory_needs
+from .units import seconds_text, share_text, size_text, three_digits
+
+_CORE_FLOPS, _CORE_BYTES = 50e9, 10e9  # FLOPs and bytes per second of a core, roughly
+
+
+class Estimate:
+    """The estimated time and memory of a program on a machine.
+
+    Args:
+        profile: a plan, as `compile_profiles` returns it for this kind of machine
+        accumulation: micro-batches of a step and replica
+    """
+
+    def __init__(self, profile: Profile, machine: Machine, replicas: int, accumulation: int) -> None:
+        if (order := profile.facts["mode"]) not in ORDERS:
+            raise ProfileError(
+                f"the schedule {order!r} is known to the program that made it only\n"
+                "  fix: make the plan in that program: poptorch.plan(model, options, batch)"
+            )
+        self.profile, self.machine = profile, machine
+        self.replicas, self.accumulation = replicas, accumulation
+        self.costs: Costs | None = None  # None on this host
+        needs = memory_needs(profile)  # of a replica
+        # Bytes by kind of what each memory holds at most, and the bytes that it can hold.
+        self.memory: dict[str, dict[str, int]]
+        self.capacity: float
+        self.problems: list[str] = []  # reasons why the program would fail on the machine; empty: it fits
+        if any(need.activations is None for need in needs):
+            self.problems.append("a kernel needs memory of a size that only it knows")
+        loaded = accumulation * sum(part.bytes for part in profile.instructions if part.kind == "load")
+        # `bubble`: share of time in which the ipus (on this host: the cores) wait. `spent`: seconds of the
+        # busiest ipu (on this host: of a core), by category.
+        if machine.kind == "here":
+            taken, self.bubble, self.spent = _step_seconds_on_host(profile, replicas, accumulation)
+            self.memory = {"the program": _held_on_host(profile, needs, replicas, loaded)}
+            self.capacity = profile.facts["available"]
+            self.memory_per_ipu = [need.total for need in needs]
+        else:
+            self.costs = Costs(profile, machine, replicas, accumulation)
+            ns = virtual.simulated_ns(self.costs.step)
+            taken, self.bubble = ns / 1e9, self.costs.step.bubble(ns)
+            self.spent = max(self.costs.by_ipu.values(), key=lambda spent: sum(spent.values())).copy()
+            # A chip has its program, and of the optimizer's state only what the options keep there.
+            shards = replicas if profile.facts.get("shards_optimizer") else 1
+            is_on_chip = not profile.facts.get("optimizer_off_chip")
+            needs = [replace(need, optimizer=is_on_chip * -(-need.optimizer // shards)) for need in needs]
+            self.memory = {f"ipu {need.ipu}": _held_on_chip(need, round(machine.code)) for need in needs}
+            self.capacity = machine.memory
+            self.memory_per_ipu = [sum(kinds.values()) for kinds in self.memory.values()]
+            if (chips := len(needs) * replicas) > machine.chips:
+                self.problems.append(f"needs {chips} chips, and has {machine.chips}")
+            if loaded / machine.host > taken:  # a replica's rows reach its first ipu
+                taken = self.spent["host input"] = loaded / machine.host
+        needed, name = max((sum(kinds.values()), name) for name, kinds in self.memory.items())
+        if needed > self.capacity:
+            has = f"{size_text(self.capacity)} available"
+            self.problems.append(f"{name} needs up to {size_text(needed)}, with {has}")
+        counts = profile.counts
+        # With a group for each replica, other numbers of replicas have as many groups.
+        groups = counts.get("groups", 1)
+        groups = replicas if groups == counts.get("replicas", 1) else groups
+        self.fits = not self.problems
+        self.bound_by = max(CATEGORIES, key=lambda category: self.spent[category])
+        self.seconds_per_update = taken
+        self.items_per_second = counts.get("micro_batch_size", 1) * accumulation * groups / taken
+
+    @property
+    def choice(self) -> str:
+        """Return the machine, and the numbers of replicas and micro-batches, in words."""
+        return f"{self.machine.name}, replicas: {self.replicas}, micro-batches: {self.accumulation}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the estimate as `popvision plan --json` prints it."""
+        own = ("items_per_second", "seconds_per_update", "memory_per_ipu", "fits", "bound_by")
+        return {"machine": self.machine.name, **{name: getattr(self, name) for name in own}}
+
+    def table_row(self) -> dict[str, str]:
+        """Return the estimate's row of `Estimates.table`: texts with units, by column name."""
+        return {
+            "machine": self.machine.name,
+            "replicas": str(self.replicas),
+            "micro-batches": str(self.accumulation),
+            "items/s": three_digits(self.items_per_second),
+            "an update": seconds_text(self.seconds_per_update),
+            "bubble": share_text(self.bubble),
+            "bound by": self.bound_by,
+            "largest ipu": size_text(max(self.memory_per_ipu, default=0)),
+            "": "fits" if self.fits else "DOES NOT FIT",
+        }
+
+
+def _held_on_chip(need: Need, code: int) -> dict[str, int]:
+    """Return the bytes that a chip holds at most, by kind."""
+    return {
+        "weights": need.weights + need.buffers,
+        "gradients": need.gradients,
+        "optimizer": need.optimizer,
+        "activations": need.activations or 0,
+        "between": need.between,
+        "program": code,
+    }
+
+
+# ---- this machine ----------------------------------------------------------------------------------------
+
+
+def _step_seconds_on_host(profile: Profile, replicas: int, micro_batches: int) -> tuple[float, float, Spent]:
+    """Return a step's seconds on this host, the idle share of its cores, and a core's rough seconds by
+    category. If whole steps were measured, the seconds are extrapolated from these, and the idle share is 0;
+    else a step with the measured costs of pieces is simulated."""
+    measured, cores, spent = profile.facts["measured"], profile.facts.get("threads", 1), Spent(float)
+    for operation in profile.operations:  # only to compare the two categories
+        spent["compute"] += operation.flops / _CORE_FLOPS
+        spent["memory bandwidth"] += operation.bytes / _CORE_BYTES
+    if "steps" in measured:
+        return _extrapolated_seconds(measured["steps"], micro_batches * replicas), 0.0, spent
+    costs: dict[tuple[str, int], float] = defaultdict(float)
+    for piece, took in zip(profile.pieces, measured["pieces"], strict=True):
+        costs[piece.phase, piece.stage] += took * 1e9
+    step = virtual.StepModel.of(
+        profile,
+        costs,
+        updates={ipu: 1e9 * t for ipu, t in zip(profile.devices, measured["updates"], strict=True)},
+        micro_batches=micro_batches,
+        replicas=replicas,
+    )
+    work, taken = step.work_ns * replicas, virtual.simulated_ns(step, cores)
+    return taken / 1e9, max(0.0, 1 - work / (taken * cores)), spent
+
+
+def _held_on_host(profile: Profile, needs: Sequence[Need], replicas: int, loaded: int) -> dict[str, int]:
+    """Return the bytes that all ipus hold at most on this host, by kind. `loaded`: bytes of a replica's inputs."""
+    facts, processes = profile.facts, profile.facts.get("processes", 1)
+    return {
+        # The host's module has a copy of the weights; `base`: memory of a process and its libraries.
+        "weights": processes * sum(2 * (need.weights + need.buffers) for need in needs),
+        "gradients": replicas * sum(need.gradients for need in needs),
+        "optimizer": processes * sum(need.optimizer for need in needs),
+        # In depth-first order up to twice as many micro-batches wait as on separate devices.
+        "activations": replicas * sum(2 * (need.activations or 0) for need in needs),
+        "between": replicas * sum(need.between for need in needs),
+        "program": processes * facts["base"],
+        # The loader also holds the rows of the next call.
+        "inputs": replicas * 2 * loaded * profile.counts.get("iterations", 1),
+    }
+
+
+def _extrapolated_seconds(rows: Sequence[Sequence[float]], micro_batches: int) -> float:
+    """Return the seconds of a step of so many micro-batches, extrapolated from one or two measured steps.
+
+    One measured step is scaled in proportion; through two goes a line. With fewer micro-batches than the
+    first measured step the result is the larger of these two numbers.
+
+    Args: rows: (micro-batches, seconds) of each measured step
+    """
+    first, taken = rows[0]
+    in_proportion = taken * micro_batches / first
+    if len(rows) == 1:
+        return in_proportion
+    each = max(0.0, rows[1][1] - taken) / (rows[1][0] - first)
+    on_line = taken + each * (micro_batches - first)
+    return max(in_proportion, on_line) if micro_batches < first else on_line
