@@ -276,11 +276,7 @@ class ProfileError(ValueError):
 
 
 def load(path: Path) -> Profile:
-    """Return the profile in a file that `Profile.save` wrote.
-
-    Raises:
-        ProfileError: the file is missing, no profile, damaged, cut short, or of a newer version
-    """
+    """Return the profile in a file that `Profile.save` wrote. Raise ProfileError if it can't be read."""
     again = "\n  fix: run the program again with profiling on"
     try:
         data = json.loads(path.read_text())

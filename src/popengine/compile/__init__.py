@@ -14,11 +14,7 @@ from .tasks import make_plan
 def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] = lambda name: None) -> Plan:
     """Return the plan of a captured graph: its pieces, their ipus, and the table of a step.
 
-    Args:
-        done: called with the name of each pass, "partition" and "tasks", when the pass has ended
-    Raises:
-        PartitionError, CaptureError: see `partition`
-        Error: the replicas can't form the groups that a layer needs
+    Args: done: called with the name of each pass, "partition" and "tasks", when the pass has ended
     """
     parts = partition(graph, settings.strategy, settings.recompute)
     _check_replica_groups(parts, settings)

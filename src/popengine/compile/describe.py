@@ -225,9 +225,7 @@ def _schedule_ticks(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:
 
 def _flop_count(node: fx.Node, parts: dict[Any, fx.Node]) -> int:
     """Return the FLOPs of an operation by torch's rules; 0 if torch has no rule for it, or the rule fails.
-
-    Args: parts: by index, the nodes of the used results of an operation with several results; else {}
-    """
+    `parts`: the nodes of the used ones of several results, by index."""
     rules: Mapping[Any, Any] = flop_registry
     count = rules.get(getattr(node.target, "overloadpacket", None))
     if count is None:

@@ -49,10 +49,7 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
     Args:
         recompute: backward pieces recompute the activations of their stage, from the stage's inputs and from
             checkpoints, instead of keeping them
-    Raises:
-        BlockError: see `place_blocks`
-        CaptureError: see `make_piece`
-        PartitionError: data would have to flow back to an earlier stage of the pipeline
+    Raises: PartitionError, if data would have to flow back to an earlier stage of the pipeline
     """
     views, casts = _views_and_casts(graph)
     of_state = views | casts
@@ -162,11 +159,7 @@ def _slot_stages(
     slot which no operation computes: a changed buffer's previous value, or a slot that is a result of the graph.
 
     A parameter or buffer is held by the stage that computes its gradient or next value, else by the first stage that
-    reads it, else by stage 0.
-
-    Args:
-        made: the phase and stage in which each value is computed, by name
-        read: the names that each piece reads
+    reads it, else by stage 0. `made`: where each value is computed; `read`: the names that each piece reads.
     """
     made_at = {(r.kind, r.key): made[r.name][1] for r in graph.results if r.name in made}
     changed, results = graph.changed_buffers, {result.name for result in graph.results}

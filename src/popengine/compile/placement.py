@@ -37,8 +37,6 @@ def place_blocks(visits: Sequence[Visit], used: set[int], strategy: Strategy) ->
     Args:
         visits: the visits to blocks in the order of the forward; the first stands for operations before any block
         used:   the indices of visits that have operations
-    Raises:
-        BlockError: the strategy has no stage for a block, or a stage would be on two ipus
     """
     numbers = _stage_numbers(visits, used, strategy)
     ipu_of = _stage_ipus(visits, numbers, strategy)
@@ -123,10 +121,7 @@ def sharded_if_too_few_micro_batches(visits: Sequence[Visit], used: set[int], se
     """Return the settings; for `or_sharded` and too few micro-batches for a pipeline, with the order "sharded".
 
     The number of forward stages is 1 plus the number of times that the active ipu changes in the forward, which
-    starts on ipu 0; see `Order.least_micro_batches`.
-
-    Raises:
-        PartitionError: there are too few micro-batches for a pipeline, and the strategy is not `or_sharded`
+    starts on ipu 0; see `Order.least_micro_batches`. Without `or_sharded` raise PartitionError.
     """
     strategy, training = settings.strategy, settings.training
     placement = place_blocks(visits, used | {*range(1, len(visits))}, strategy)
@@ -166,11 +161,8 @@ def balance_blocks(
 
     Of several such placements, return the one with the least sum of squared loads, which balances the other ipus.
 
-    Args:
-        costs:    of the blocks, in the order of the data
-        capacity: the bytes that an ipu can hold
-    Raises:
-        PartitionError: fewer blocks than ipus, or no cut fits the capacity
+    Args: costs: of the blocks, in the order of the data; capacity: the bytes that an ipu can hold
+    Raises: PartitionError, if there are fewer blocks than ipus, or no cut fits the capacity
     """
     count = len(costs)
     if count < ipus:

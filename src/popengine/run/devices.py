@@ -28,10 +28,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
 
 
 def check_available(kind: DeviceKind, processes: int = 1) -> None:
-    """Raise Error if this machine has no device of this kind, or if several processes train on accelerators.
-
-    Args: processes: number of processes that train together
-    """
+    """Raise Error if this machine has no device of this kind, or if several processes train on accelerators."""
     if kind == "cpu":
         return
     if processes > 1:
@@ -115,10 +112,8 @@ BYTES = 64  # alignment
 
 
 def with_aligned_micro_batches(batch: Tensor) -> Tensor:
-    """Return a batch whose micro-batches begin at multiples of 64 bytes: `batch`, or a copy with padding.
-
-    Args: batch: on the CPU, [turns, groups, micro-batch, ...]
-    """
+    """Return a batch on the CPU, [turns, groups, micro-batch, ...], whose micro-batches begin at multiples of
+    64 bytes: `batch`, or a copy with padding."""
     size, (turns, groups) = batch.element_size(), batch.shape[:2]
     steps = [stride for stride, count in zip(batch.stride(), (turns, groups), strict=False) if count > 1]
     if not batch.numel() or not any(

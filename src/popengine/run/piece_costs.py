@@ -100,12 +100,7 @@ def call_in_one_thread(work: Callable[[], T]) -> T:
 
 
 def sample_of(partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> Sample:
-    """Return the pieces of a partition as a `Sample`, with their inputs for one micro-batch.
-
-    Args:
-        weights: parameters and buffers by canonical name; they are only read
-        inputs:  one micro-batch of each input of the model
-    """
+    """Return the pieces of a partition as a `Sample`. `inputs`: one micro-batch of each input of the model."""
     signature = partition.signature
     given: dict[str, Tensor] = {}
     for slot in signature.slots:

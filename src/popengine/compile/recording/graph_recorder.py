@@ -61,10 +61,8 @@ def _is_pando_or_torch(file: str) -> bool:
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return nested lists, tuples and dicts with `change` applied to each leaf.
-
-    A `torch.Size` is a leaf: torch's tree_map would make it a tuple, which `Tensor.new` reads as data.
-    """
+    """Return nested lists, tuples and dicts with `change` applied to each leaf, such as a `torch.Size`, which
+    torch's own tree_map would make a tuple: `Tensor.new` reads that as data."""
     return tree_map(change, value, is_leaf=lambda part: type(part) is torch.Size)
 
 

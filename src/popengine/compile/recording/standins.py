@@ -52,11 +52,8 @@ class StandIns:
             self._register_hooks()
 
     def _register_hooks(self) -> None:
-        """Register the gradient hooks of the user's parameters on their stand-ins.
-
-        Raises:
-            CaptureError: a parameter has a post-accumulate hook; a compiled model has no `.grad` for it
-        """
+        """Register the gradient hooks of the user's parameters on their stand-ins. Raise CaptureError for a
+        post-accumulate hook: a compiled model has no `.grad` for it."""
         for name, real, fake in self.members:
             if real._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
                 raise CaptureError(

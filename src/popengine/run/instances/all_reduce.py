@@ -124,9 +124,7 @@ class AllReduce:
 
     def broadcast_by_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         """Overwrite each contiguous tensor, in place, by the same tensor of the instance that owns it.
-
-        Args: owners: the rank of each tensor's owner, equal in all instances
-        """
+        `owners`, the rank of each tensor's owner, are equal in all instances."""
         begun: list[Message] = []
         for tensor, owner in zip(tensors, owners, strict=True):
             if owner == self._rank:

@@ -36,13 +36,8 @@ def barrier_name(value: Tensor) -> str:
 def describe_differences(
     whats: Sequence[str], fingerprints: Sequence[Fingerprint], ranks: Sequence[int]
 ) -> str:
-    """Return the error message for instances that are at different barriers or have different fingerprints.
-
-    Args:
-        whats:        the name of the barrier at which each instance is
-        fingerprints: the fingerprint of each instance
-        ranks:        the global rank of each instance
-    """
+    """Return the error message for instances that are at different barriers (`whats`) or have different
+    fingerprints. `ranks`: the global rank of each instance."""
     if len(set(whats)) > 1:
         return (
             f"the instances are at different places: {_values_by_instance(whats, ranks)}\n"
@@ -93,10 +88,7 @@ def fingerprint_of_plan(
     plan: Plan, settings: Settings, weights: Mapping[str, Tensor], seed: int
 ) -> Fingerprint:
     """Return the fingerprint of a plan, which has to be equal in all instances that load the plan: versions,
-    options, shapes, constants, operations, seed, and hashes of the parameters.
-
-    Args: weights: parameters and buffers by canonical name
-    """
+    options, shapes, constants, operations, seed, and hashes of the parameters."""
     counts, signature = dataclasses.replace(settings.counts, instance=0), plan.partition.signature
     forms: dict[str, dict[str, str]] = {"shape": {}, "input": {}}
     for slot in signature.slots:
@@ -167,10 +159,7 @@ _NAMES = {  # dotted names of settings, in the words of the options
 
 def _flat_fields(value: Any, name: str = "") -> dict[str, str]:
     """Return the `repr` of each field of nested dataclasses, by dotted name ("counts.groups"), or by the
-    text in `_NAMES` for a dotted name.
-
-    Args: name: the dotted name of `value` itself; "" for the outermost dataclass
-    """
+    text in `_NAMES` for a dotted name. `name`: that of `value` itself."""
     if not dataclasses.is_dataclass(value):
         return {_NAMES.get(name, name): repr(value)}
     found: dict[str, str] = {}
