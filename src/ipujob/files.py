@@ -46,10 +46,7 @@ class Document:
 
 
 def read_documents(file: str) -> list[Document]:
-    """Return the documents of a YAML file that are not empty; "-" is standard input.
-
-    Raises: InputError, if the file can't be read, is no YAML, or has no document
-    """
+    """Return the documents of a YAML file that are not empty; "-" is standard input. Raises: InputError"""
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -92,11 +89,8 @@ def _collect_line_numbers(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, i
 
 
 def load_job(document: Document, device: str = "cpu", images: Images | None = ()) -> Job:
-    """Return the job of a document; print its warnings (`rules.job_warnings`) on standard error.
-
-    Args: device, images: as in `rules.parse`
-    Raises: InputError, with all faults of the document
-    """
+    """Return the job of a document; print its warnings (`rules.job_warnings`) on standard error. `device` and
+    `images`: as in `rules.parse`. Raises: InputError, with all faults of the document"""
     if not isinstance(document.value, dict):
         message = f"this is a {document.kind}, not an IPUJob"
         raise InputError([document.located_message((), message, "kind: IPUJob")])

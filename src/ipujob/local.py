@@ -204,9 +204,7 @@ def _worker_variables(
 ) -> dict[str, str]:
     """Return the environment variables of a worker, with $(NAME) and references to pod fields replaced.
 
-    Args:
-        here:      values that are different on this machine, by (name of the variable, its value in the pod)
-        overrides: variables of the command line, which replace the pod's variables with the same names
+    Args: here: values that are different on this machine, by (name of the variable, its value in the pod)
     """
     environment = dict(overrides)
     metadata = pod["metadata"]

@@ -54,7 +54,6 @@ def observe(
     """Return the next actions for a job; an empty `Decision`, if the job is being deleted.
 
     Args:
-        value:   the IPUJob object, as read from the API server
         owned:   the pods and the Service of the job
         refusal: the API server's message, if it refused to create an object of the job
         device, images: as in `rules.parse`

@@ -37,11 +37,8 @@ def submit_file(arguments: argparse.Namespace) -> int:
 
 
 def _wait_for_end(cluster: Cluster, job: Object, follow: bool) -> int:
-    """Wait until a job ends, print its last message, and return 0 if it is Completed, 1 if it is Failed.
-
-    Args: follow: print the log of worker 0 until then
-    Raises: Refused, if the job was deleted; Unreachable, if the cluster can't be reached for a minute
-    """
+    """Wait until a job ends, print its last message, and return 0 if it is Completed, 1 if it is Failed. With
+    `follow` print the log of worker 0 until then. Raises: Refused, if the job was deleted; Unreachable"""
     name, namespace, uid = (job["metadata"][key] for key in ("name", "namespace", "uid"))
     shown: dict[str, int] = {}  # by pod, the number of lines printed
     finished: set[str] = set()  # pods with a log that was printed to its end
@@ -174,10 +171,7 @@ def print_logs(arguments: argparse.Namespace) -> int:
 def _copy_log(
     cluster: Cluster, pod: Object, follow: bool, previous: bool = False, prefix: str = "", skip: int = 0
 ) -> int:
-    """Print the lines of a pod's log after the first `skip`; return how many lines are printed or skipped.
-
-    Args: follow, previous: as in `Cluster.logs`; prefix: text before each line
-    """
+    """Print the lines of a pod's log after the first `skip`; return how many lines are printed or skipped."""
     lines = 0
     for lines, line in enumerate(cluster.logs(pod, follow, previous), 1):
         if lines > skip:

@@ -261,10 +261,8 @@ def _schema() -> dict[str, Any]:
 
 
 def _drop_invalid(value: Any, schema: dict[str, Any], path: KeyPath, faults: list[Fault]) -> Any:
-    """Return a copy of a value without its null and invalid fields; None, if the value itself is invalid.
-
-    Args: faults: gets a fault, in place, for each field that an API server would refuse or drop
-    """
+    """Return a copy of a value without its null and invalid fields; None, if the value itself is invalid. Adds
+    a fault to `faults` for each field that an API server would refuse or drop."""
     before, kind = len(faults), schema.get("type")
     if wrong := _schema_violation(value, schema):
         message, fix = wrong

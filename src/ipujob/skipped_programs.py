@@ -38,10 +38,7 @@ def install_stand_ins(folder: Path, clones: Mapping[str, str], real: Iterable[st
 
 def run_git(folder: str, words: list[str]) -> int:
     """Stand in for git: for `clone URL [FOLDER]`, copy the folder that --clone gives for the URL, and return
-    0, or 128 if it gives none. For other commands replace this process by the real git.
-
-    Args: folder: the folder of the stand-ins; words: git's arguments
-    """
+    0, or 128 if it gives none. For other commands replace this process by the real git. `words`: its arguments"""
     if "clone" not in words[:1]:
         others = [path for path in os.environ["PATH"].split(os.pathsep) if path != folder]
         os.environ["PATH"] = os.pathsep.join(others)

@@ -57,10 +57,7 @@ class _Finder:
 
 
 def _patch_package(package: str, connector: types.ModuleType) -> None:
-    """Add Pando's classes and names to a Lightning package, unless it has "ipu" already or lacks a registry.
-
-    Args: connector: the package's module that chooses accelerator and strategy
-    """
+    """Add Pando's classes and names to a Lightning package, unless it has "ipu" already or lacks a registry."""
     registry = getattr(sys.modules[f"{package}.accelerators"], "AcceleratorRegistry", None)
     if registry is None or "ipu" in registry:
         return  # an older Lightning with its own IPU classes, or patched already

@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 import poptorch
-from poptorch.data.rows import concatenate_batches
+from poptorch.data.rows import concatenate_batches, group_batches
 from poptorch.nested_values import tensors_of, with_tensors
 
 logger = logging.getLogger("poptorch::python")
@@ -145,10 +145,7 @@ class JoinedBatches:
             setattr(self, name, getattr(source, name, None))
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._source)
-        while group := list(islice(batches, self._n)):
-            if len(group) == self._n or self._keep_tail:
-                yield self._join(group)
+        return group_batches(self._source, self._n, self._keep_tail, self._join)
 
     def __len__(self) -> int:
         calls, left = divmod(len(self._source), self._n)

@@ -38,8 +38,8 @@ class StepModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module = self._forward_module
-        step = _current_step(module)
-        if step is None:
+        step = next((step for flag, step in _STEPS.items() if getattr(module._trainer, flag, False)), None)
+        if step is None:  # outside a Trainer's run
             return module(*args, **kwargs)
         capture = current()
         run = getattr(module, step) if capture is None else Recording(module, step, capture).run
@@ -65,11 +65,6 @@ _STEPS = {
     "validating": "validation_step",
     "predicting": "predict_step",
 }
-
-
-def _current_step(module: Any) -> str | None:
-    """Return the name of the step method that a LightningModule's Trainer runs now; None outside a run."""
-    return next((step for flag, step in _STEPS.items() if getattr(module._trainer, flag, False)), None)
 
 
 def set_until_closed(undo: ExitStack, mapping: Any, key: str, value: Any) -> None:
@@ -99,10 +94,7 @@ class Recording:
         }
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step, choose its loss, restore the module's attributes and methods, and return the output.
-
-        Raises: CaptureError, if the step has an action that can't be repeated after each call, or no loss
-        """
+        """Run the step, choose its loss, restore the module's attributes and methods, and return the output."""
         module = self._module
         replaced: dict[str, Any] = {"log": self._record_log, "log_dict": self._record_log_dict}
         if self._is_manual:
@@ -126,10 +118,8 @@ class Recording:
         return output
 
     def _record_attributes(self) -> None:
-        """Record the tensors that the step has left in attributes of the module.
-
-        Raises: CaptureError, for an attribute that can't be set again after a call, such as a set
-        """
+        """Record the tensors that the step has left in attributes of the module. Raises CaptureError for an
+        attribute that can't be set again after a call, such as a set."""
         for name, now, old in _changed_attributes(self._module, self._attributes_before):
             if isinstance(now, list) and isinstance(old, list) and not _has_traced_tensors(now[: len(old)]):
                 for item in filter(_has_traced_tensors, now[len(old) :]):

@@ -318,9 +318,7 @@ def _replay(
 ) -> None:
     """Repeat the actions of a recorded step on its LightningModule, in their order, but extend lists last.
 
-    Args:
-        notes: pairs of an action (kind, *details) and its value; tensors in the value are [micro-batches, ...]
-        reduce_over_instances: the strategy's `reduce`, for `sync_dist=True`
+    Args: notes: pairs of an action (kind, *details) and its value; tensors in the value are [micro-batches, ...]
     """
     appended: dict[str, list[Any]] = {}
     metric_values: dict[int, Any] = {}  # results of calls of metrics, by the number of the call

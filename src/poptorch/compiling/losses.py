@@ -92,11 +92,8 @@ def _is_loss_candidate(value: Tensor) -> bool:
 
 
 def _named_output(returned: Any, name: str | int, where: str) -> Tensor:
-    """Return forward's output with this key, attribute or index; a path with dots names a nested output.
-
-    Args: where: the line of forward, for the message
-    Raises: CaptureError, if there is no such output, or it is no floating point tensor that forward computed
-    """
+    """Return forward's output with this key, attribute or index; a path with dots names a nested output. Raise
+    CaptureError if there is none, or it is no floating point tensor that forward (at `where`) computed."""
     value = returned
     for part in str(name).split("."):
         try:

@@ -141,10 +141,7 @@ class Note:
 
 def split_traced(value: Any, capture: Capture) -> tuple[Any, list[Tensor]]:
     """Return a copy of a nested value, with an empty "meta" tensor in place of each traced tensor, and the
-    traced tensors.
-
-    Raises: CaptureError, if an object that is no container holds traced tensors (see `_clear_traced_tensors`)
-    """
+    traced tensors. For objects that hold some and are no containers see `_clear_traced_tensors`."""
     for part, path, is_named in constants_of(value, "output"):
         _clear_traced_tensors(part, path, is_named, capture.forward_line)
     tensors = [capture.recorder.stand_in_of(tensor) for tensor in tensors_of(value)]

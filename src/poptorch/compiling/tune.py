@@ -94,10 +94,8 @@ def with_balanced_stages(
     """Measure the blocks, log their costs, and return the settings with the stages of `AutoBalance`.
 
     Args:
-        weights:  parameters and buffers by canonical name
         inputs:   one micro-batch of each input
         together: whether all instances call this function now; in training they use the seconds of instance 0
-    Raises: PartitionError, if there are fewer blocks than ipus, or the blocks don't fit the capacity
     """
     costs = _block_costs(graph, settings, weights, inputs)
     if together and settings.training and settings.counts.instances > 1:

@@ -186,13 +186,8 @@ class Feeder:
     start_method: str = field(default_factory=multiprocessing.get_start_method)
 
     def run(self, connection: Connection) -> None:
-        """Send batches to the consumer and handle its messages, without end: this method only ever raises.
-
-        Raises:
-            DataError: the first epoch has no batch
-            EOFError, OSError: the consumer has ended
-            any error of the dataset
-        """
+        """Send batches to the consumer and handle its messages, without end: this method only ever raises
+        DataError if the first epoch has no batch, EOFError or OSError after the consumer's end, or the dataset's."""
         multiprocessing.set_start_method(self.start_method, force=True)
         for arg_type, parser in self.parsers.items():
             registerCustomArgParser(arg_type, parser)

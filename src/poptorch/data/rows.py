@@ -1,6 +1,6 @@
 """Concatenate and cut batches along dimension 0 of their tensors."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -24,12 +24,14 @@ def concatenate_batches(batches: Sequence[Any]) -> Any:
     return with_tensors(batches[0], (torch.cat(column) for column in columns))
 
 
-def group_batches(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterator[Any]:
-    """Yield each `size` consecutive batches concatenated; with `keep_tail` also fewer, at the end."""
+def group_batches(
+    batches: Iterable[Any], size: int, keep_tail: bool, join: Callable[[list[Any]], Any] = concatenate_batches
+) -> Iterator[Any]:
+    """Yield each `size` consecutive batches joined; with `keep_tail` also fewer, at the end."""
     source = iter(batches)
     while group := list(islice(source, size)):
         if len(group) == size or keep_tail:
-            yield concatenate_batches(group)
+            yield join(group)
 
 
 def rebatch_rows(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterator[Any]:
