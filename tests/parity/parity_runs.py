@@ -68,11 +68,15 @@ def cut(size: int, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def options(
-    strategy: Any = None, accumulation: int = ACCUMULATION, iterations: int = 1, replicas: int = 1
+    strategy: Any = None,
+    accumulation: int = ACCUMULATION,
+    iterations: int = 1,
+    replicas: int = 1,
+    merged: int = 0,
 ) -> poptorch.Options:
     """Options that return the loss of every micro-batch."""
     options = poptorch.Options().deviceIterations(iterations).replicationFactor(replicas).randomSeed(7)
-    options.Training.gradientAccumulation(accumulation)
+    options.Training.gradientAccumulation(accumulation).mergeMicroBatches(merged)
     options.outputMode(poptorch.OutputMode.All)
     options.showCompilationProgressBar(False)
     if strategy is not None:
@@ -106,15 +110,18 @@ def trained(
     )
 
 
-def plain(model: Callable[[], nn.Module], optimizer: Callable[[Any], Any], updates: int = 20) -> Trained:
-    """Train in plain PyTorch: gradients of the micro-batches are added up, then divided by their number."""
+def plain(
+    model: Callable[[], nn.Module], optimizer: Callable[[Any], Any], updates: int = 20, merged: int = 1
+) -> Trained:
+    """Train in plain PyTorch: gradients of the micro-batches are added up, then divided by their number. `merged`
+    micro-batches are computed as one, and have one loss."""
     user = made(model)
     step, losses = optimizer(user.parameters()), []
     for rows in batches(user, updates):
         step.zero_grad()
-        for micro_batch in cut(ROWS, *rows):
+        for micro_batch in cut(merged * ROWS, *rows):
             _, loss = user(*micro_batch)
-            loss.backward()
+            (loss * merged).backward()
             losses.append(loss.detach())
         for parameter in user.parameters():
             if parameter.grad is not None:

@@ -231,7 +231,7 @@ def cut_pieces(partition: Partition, settings: Settings) -> Partition:
     reads of changed buffers (in training with accumulation) and after buckets (with several processes)."""
     counts, optimizer = settings.counts, settings.optimizer
     changed = partition.signature.changed_buffers
-    several = settings.training and counts.accumulation > 1
+    several = settings.training and settings.micro_batches > 1
     chained = changed if several and settings.is_eager and not settings.finite_checks else frozenset()
     sizes: dict[
         str, int
