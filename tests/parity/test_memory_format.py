@@ -57,6 +57,27 @@ def test_auto_is_channels_last_where_images_of_eight_channels_or_more_are_pooled
     assert predictor.memory_format == layout
 
 
+def test_gradients_are_anchored_in_channels_last():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(2), nn.Flatten(), nn.CrossEntropyLoss())
+    options = parity_runs.options(accumulation=1).memoryFormat("channels_last")
+    options.anchorTensor("gradient", "Gradient___layers.0.weight")
+
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = model[:3]
+
+        def forward(self, x, labels):
+            return model[3](self.layers(x), labels)
+
+    user = WithLoss()
+    trainer = poptorch.trainingModel(user, options, torch.optim.SGD(user.parameters(), lr=0.0))
+    batch = torch.randn(4, 3, 8, 8), torch.randint(0, 72, (4,))
+    trainer(*batch)
+    user(*(part.clone() for part in batch)).backward()
+    torch.testing.assert_close(trainer.getAnchoredTensor("gradient"), user.layers[0].weight.grad)
+
+
 STRIDED = """
 import poptorch, torch
 from torch import nn

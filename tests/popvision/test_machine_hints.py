@@ -113,6 +113,18 @@ def test_native_half_kernels_are_measured_where_auto_would_take_others(
     assert set(profile.facts["hints"]) == names
 
 
+def test_merged_micro_batches_are_measured_where_they_would_keep_cores_busy(tmp_path):
+    model = torch.nn.Linear(4, 4)
+    model.forward = lambda x, weight=model.weight: torch.nn.functional.mse_loss(x @ weight, x)
+    options = poptorch.Options().enableProfiling(tmp_path).showCompilationProgressBar(False)
+    options.Training.gradientAccumulation(64)
+    trainer = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=0.0))
+    trainer(torch.ones(128, 4))
+    trainer.destroy()
+    hints = load(tmp_path / "training" / "profile.pop").facts["hints"]
+    assert hints["options.Training.mergeMicroBatches(True)"] > 0
+
+
 calls = []
 
 
