@@ -112,11 +112,18 @@ def capture(
 
 
 def _without_copy(gradient: fx.Node) -> fx.Node:
-    """Return the node of a gradient; of the copy that autograd makes for `.grad`, the node of the original."""
-    is_copy = gradient.target is torch.ops.aten.clone.default
-    original = gradient.all_input_nodes[0] if is_copy else gradient
-    is_same = original.meta["val"].stride() == gradient.meta["val"].stride()
-    return original if is_same else gradient
+    """Return the node of a gradient; of the copy that autograd makes for `.grad`, the node of the original.
+
+    The copy is removed: each micro-batch would copy all gradients, and a write has the whole graph replayed.
+    """
+    aten, operands = torch.ops.aten, gradient.all_input_nodes
+    if gradient.target not in (aten.clone.default, aten.copy_.default) or gradient.users:
+        return gradient
+    original = operands[-1]
+    if original.meta["val"].stride() != gradient.meta["val"].stride():
+        return gradient
+    gradient.graph.erase_node(gradient)
+    return original
 
 
 @contextlib.contextmanager
