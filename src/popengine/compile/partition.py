@@ -9,7 +9,8 @@ A part is a piece itself. A forward or backward is cut
     around an operation that gathers values of other replicas;
     before an operation that reads a buffer which each micro-batch changes (batch norm's running statistics), so that
         micro-batches run in parallel, each one part behind the previous one;
-    where a bucket of gradients is complete, so that processes exchange it while the rest of the backward runs.
+    where a bucket of gradients is complete, so that processes exchange it while the rest of the backward runs, and
+        so that the many bytes of a large model's gradients are added to their sums, and freed, one bucket at a time.
 """
 
 import math
@@ -33,6 +34,7 @@ PhaseAndStage = tuple[Phase, int]
 _CAST = torch.ops.aten._to_copy.default
 NO_STAGE = -1
 BUCKET = 4 << 20  # bytes of gradients that processes exchange together, roughly
+MANY = 64 << 20  # bytes of a model's gradients: from here on they are added to their sums bucket by bucket
 _CLOSE = 4  # lines: one cut serves buffers that are read within this distance
 CHECKPOINT = "poptorch.recomputation_checkpoint.default"  # recomputation keeps the result of this operation
 
@@ -228,20 +230,21 @@ def make_piece(
 
 def cut_pieces(partition: Partition, settings: Settings) -> Partition:
     """Return the partition with its pieces cut into parts: around gathers, and on the eager backend also before
-    reads of changed buffers (in training with accumulation) and after buckets (with several processes)."""
+    reads of changed buffers (in training with accumulation) and after buckets (with several processes, or with
+    accumulation of at least `MANY` bytes of gradients)."""
     counts, optimizer = settings.counts, settings.optimizer
     changed = partition.signature.changed_buffers
     several = settings.training and settings.micro_batches > 1
     chained = changed if several and settings.is_eager and not settings.finite_checks else frozenset()
-    sizes: dict[
-        str, int
-    ] = {}  # bytes of each gradient's sum, by name, if several processes exchange gradients
-    if settings.training and settings.is_eager and counts.instances > 1 and optimizer is not None:
+    sizes: dict[str, int] = {}  # bytes of each gradient's sum, by name
+    if settings.training and settings.is_eager and optimizer is not None:
         sizes = {
             result.name: math.prod(result.shape) * optimizer.sum_dtype(result.dtype).itemsize
             for result in partition.signature.results
             if result.kind == "gradient"
         }
+    if counts.instances == 1 and not (several and sum(sizes.values()) >= MANY):
+        sizes = {}
     pieces: list[Piece] = []
     for piece in partition.pieces:
         indices = _cut_indices(piece, chained if piece.phase == "F" else frozenset(), sizes)

@@ -71,3 +71,24 @@ def test_the_state_is_shared_out_evenly(monkeypatch):
     assert {unit.key for unit in state.optimizer} == {
         k for k, owner in state.shared.owner.items() if owner == 0
     }
+
+
+@pytest.mark.parametrize(
+    "accumulation, many, parts", [(2, 1, True), (1, 1, False), (2, 1 << 30, False)],
+    ids=["many bytes", "one micro-batch: nothing is added up", "few bytes"],
+)  # fmt: skip
+def test_many_bytes_of_gradients_are_added_to_their_sums_a_bucket_at_a_time(
+    monkeypatch, accumulation, many, parts
+):
+    module = importlib.import_module("popengine.compile.partition")
+    monkeypatch.setattr(module, "BUCKET", 1)
+    monkeypatch.setattr(module, "MANY", many)
+    optimizer = Optimizer("sgd", {name: 0 for name, _ in net().named_parameters()})
+    settings = Settings(
+        True, Counts(1, accumulation, 1, 1), stages(0, 0, 0, 0, order="sharded"), optimizer=optimizer
+    )
+    partition = compile_graph(graph_of(), settings).partition
+    names = {result.name for result in partition.signature.results if result.kind == "gradient"}
+    made = [names.intersection(piece.writes) for piece in partition.pieces if piece.phase == "B"]
+    assert set().union(*made) == names
+    assert (max(map(len, made)) < len(names)) == parts
