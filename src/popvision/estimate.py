@@ -146,14 +146,13 @@ def _held_on_host(profile: Profile, needs: Sequence[Need], replicas: int, loaded
     """Return the bytes that all ipus hold at most on this host, by kind. `loaded`: bytes of a replica's inputs."""
     facts, processes = profile.facts, profile.facts.get("processes", 1)
     return {
-        # The host's module has a copy of the weights; `base`: memory of a process and its libraries.
-        "weights": processes * sum(2 * (need.weights + need.buffers) for need in needs),
+        "weights": processes * sum(need.weights + need.buffers for need in needs),
         "gradients": replicas * sum(need.gradients for need in needs),
         "optimizer": processes * sum(need.optimizer for need in needs),
         # In depth-first order up to twice as many micro-batches wait as on separate devices.
         "activations": replicas * sum(2 * (need.activations or 0) for need in needs),
         "between": replicas * sum(need.between for need in needs),
-        "program": processes * facts["base"],
+        "program": processes * facts["base"],  # a process and its libraries
         # The loader also holds the rows of the next call.
         "inputs": replicas * 2 * loaded * profile.counts.get("iterations", 1),
     }

@@ -94,7 +94,9 @@ class RowFunctions:
         self.state.begin_step()
         self._copy_anchored_weights("weight")
         if self.call.hyper is not None:
-            scale = self.call.hyper.loss_scaling * float(self.state.shared.loss_factor)
+            scale = self.call.hyper.loss_scaling
+            if self.settings.automatic_loss_scaling:
+                scale *= float(self.state.shared.loss_factor)
             self.state.set_loss_scale(scale * self._weight)
             self.call.results.loss_scale = scale
 

@@ -437,16 +437,6 @@ class State:
                 write(self._bound[slot.key][0], self._plain[slot.key])
             self.share_buffers()
 
-    # ---- reading -------------------------------------------------------------------------------------------
-
-    def read(self) -> dict[str, Tensor]:
-        """Return the model's parameters and buffers by canonical name, as plain tensors in the same memory.
-
-        Raises: Error, if the weights are lost
-        """
-        self.shared.check_not_lost()
-        return {key: value.detach() for key, (value, *_) in self._bound.items()}
-
     # ---- what a profile shows --------------------------------------------------------------------------------
 
     def memory(self, replica: int, ipu: int) -> Memory:

@@ -15,7 +15,6 @@ from torch import Tensor
 from popengine.compile.recording.torch_errors import ROWS_DIFFER
 from popengine.errors import BatchError, Error, did_you_mean
 from popengine.settings import Counts
-from popengine.torch_private import DisableTorchFunctionSubclass
 from poptorch.data.loader import factors_of_loaded
 from poptorch.logs import logger
 from poptorch.nested_values import Spec, constants_of, path_step, paths_of, spec_of, tensors_of, with_tensors
@@ -197,8 +196,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def has_float64_weights(model: torch.nn.Module) -> bool:
     """Return whether a model has weights or buffers of float64."""
-    with DisableTorchFunctionSubclass():
-        return any(value.dtype == torch.float64 for value in weights_of(model).values())
+    return any(value.dtype == torch.float64 for value in weights_of(model).values())
 
 
 def tensors_for_engine(call: BoundCall, has_float64: bool) -> list[Tensor]:

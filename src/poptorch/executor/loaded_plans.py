@@ -142,13 +142,9 @@ class LoadedPlans:
     def random_state(self, state: tuple[int, int]) -> None:
         self.state.random_state, self._is_seeded = state, True
 
-    def kept_state(self, whole: bool = True) -> KeptState:
-        """Return the state without weights and buffers. The tensors are those that updates change.
-
-        Args: whole: gather an optimizer state that is sharded over instances; False: this instance's shard
-        """
-        optimizer = self.optimizer_states() if whole else self.state.optimizer_states()
-        return KeptState(self.random_state, optimizer, float(self.state.loss_factor))
+    def kept_state(self) -> KeptState:
+        """Return the state without weights and buffers. The tensors are those that updates change."""
+        return KeptState(self.random_state, self.optimizer_states(), float(self.state.loss_factor))
 
     def set_kept_state(self, kept: KeptState) -> None:
         """Replace the state, except weights, by a copy of `kept`."""

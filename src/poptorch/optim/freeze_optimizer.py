@@ -159,7 +159,6 @@ def _group_indices(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> d
     group_of, unknown = {}, []
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
-            # Known parameters are only compared by id: reading a marked parameter copies all weights to the host.
             if id(parameter) in names:
                 group_of[names[id(parameter)]] = group_index
             else:

@@ -92,7 +92,7 @@ def trained(engine, calls=3, hyper=None, recorder=None):
     for call in range(calls):
         results = engine.run(batch_for(engine, call), hyper[call], recorder)
         found |= {f"output {call} {i}": value.clone() for i, value in enumerate(results.outputs())}
-    found |= {name: value.clone() for name, value in engine.state.read().items()}
+    found |= {name: value.clone() for name, value in engine.state.shared.find_weights().items()}
     for key, state in engine.state.shared.optimizer_states().items() if engine.settings.training else ():
         found |= {f"{key} {name}": value for name, value in state.items()}
     engine.close()

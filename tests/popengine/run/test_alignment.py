@@ -84,13 +84,16 @@ def test_every_computation_reads_what_begins_well_whatever_the_user_gives(ipus):
     engine, twin = (engine_for(ipus, replicas=2) for _ in range(2))
     wrong = [watched(engine), watched(twin)]
     x, y = batch(32)
-    for name, value in engine.state.read().items():
+    for name, value in engine.state.shared.find_weights().items():
         engine.state.shared.find_weights()[name].data = odd_memory(value)
     for _ in range(2):
         engine.run([odd(x), odd(y)], HYPER)
         twin.run([x, y], HYPER)
     assert wrong == [[], []]
-    assert all(torch.equal(value, twin.state.read()[name]) for name, value in engine.state.read().items())
+    assert all(
+        torch.equal(value, twin.state.shared.find_weights()[name])
+        for name, value in engine.state.shared.find_weights().items()
+    )
 
 
 def test_a_weight_in_memory_of_its_own_is_moved_and_a_view_of_more_stays_where_it_is():
@@ -103,5 +106,5 @@ def test_a_weight_in_memory_of_its_own_is_moved_and_a_view_of_more_stays_where_i
     before = whole.clone()
     engine.run(batch(16), HYPER)
     assert not torch.equal(whole[1:], before[1:])
-    assert torch.equal(whole[1:], engine.state.read()["a.weight"].reshape(-1))
+    assert torch.equal(whole[1:], engine.state.shared.find_weights()["a.weight"].reshape(-1))
     assert weights["b.weight"].data_ptr() % 64 == 0

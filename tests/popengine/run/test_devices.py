@@ -106,7 +106,7 @@ def test_a_call_leaves_no_tensor_on_the_cpu_and_reads_none(options, recorder, fa
             results = engine.run(batch_for(engine, call), hyper, recorder)
             assert {value.device.type for value in results.outputs()} == {"cpu"}
         assert set(devices_of(engine)) == {GPU}
-        assert {value.device.type for value in engine.state.read().values()} == {"cpu"}
+        assert {value.device.type for value in engine.state.shared.find_weights().values()} == {"cpu"}
     engine.close()
 
 

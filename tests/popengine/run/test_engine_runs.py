@@ -48,12 +48,12 @@ def batch(micro_batches):
 
 
 def copied(engine):
-    return {name: value.clone() for name, value in engine.state.read().items()}
+    return {name: value.clone() for name, value in engine.state.shared.find_weights().items()}
 
 
 def write(engine, weights):
     for name, value in weights.items():
-        engine.state.read()[name].copy_(value)
+        engine.state.shared.find_weights()[name].copy_(value)
 
 
 def assert_equal(one, two):
@@ -95,8 +95,8 @@ def test_a_sum_reduction_equals_a_mean_with_a_rate_as_many_times_higher():
     total = engine_for(reduction="sum")
     mean.run(batch(16), Hyper(({**RATES, "lr": 0.08},)))
     total.run(batch(16), Hyper(({**RATES, "lr": 0.01},)))
-    for name, value in mean.state.read().items():
-        torch.testing.assert_close(value, total.state.read()[name])
+    for name, value in mean.state.shared.find_weights().items():
+        torch.testing.assert_close(value, total.state.shared.find_weights()[name])
 
 
 def test_a_loss_scale_of_a_power_of_two_changes_nothing():
@@ -113,9 +113,9 @@ def test_a_loss_scale_of_a_power_of_two_changes_nothing():
 def test_new_rates_need_no_new_plan():
     engine = engine_for()
     engine.run(batch(16), Hyper(({**RATES, "lr": 0.0},)))
-    assert torch.equal(engine.state.read()["a.weight"], net().a.weight)
+    assert torch.equal(engine.state.shared.find_weights()["a.weight"], net().a.weight)
     engine.run(batch(16), HYPER)
-    assert not torch.equal(engine.state.read()["a.weight"], net().a.weight)
+    assert not torch.equal(engine.state.shared.find_weights()["a.weight"], net().a.weight)
 
 
 def test_weights_written_are_used_by_every_replica():
@@ -130,7 +130,7 @@ def test_weights_that_are_written_one_after_another_are_all_compared_with_the_pe
     engine.state.shared.confirm(engine.state.trained)
     assert "value" not in engine._fingerprint(HYPER, batch(16))
     for names in (["a.weight"], ["c.bias", "norm.running_mean"]):
-        write(engine, {name: engine.state.read()[name].clone() for name in names})
+        write(engine, {name: engine.state.shared.find_weights()[name].clone() for name in names})
     assert engine._fingerprint(HYPER, batch(16))["value"].keys() == {"a.weight", "c.bias"}
 
 
