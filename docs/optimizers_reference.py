@@ -6,7 +6,7 @@ from typing import Any
 from popengine.update.optimizer_rules import RULES
 from poptorch import optim
 
-_HOST = ("recorded", "for `step()` on the host")
+_HOST = ("no effect", "for `step()` on the host")
 _STATE = ("real", "the type of that state")
 
 # The answer and the remark for each argument of a constructor; arguments that are left out are real.
@@ -21,8 +21,8 @@ _ARGUMENTS: dict[str, tuple[str, str]] = {
     "decoupled_weight_decay": ("real", "True makes it AdamW"),
     "eta": ("real", "the part of a layer's norm that a step may be"),
     "loss_scaling": ("real", "the loss is multiplied, the gradients divided"),
-    "velocity_scaling": ("recorded", "scales a tensor that is not scaled here"),
-    "use_combined_accum": ("recorded", "gives the same results"),
+    "velocity_scaling": ("no effect", "scales a tensor that is not scaled here"),
+    "use_combined_accum": ("no effect", "gives the same results"),
     "use_tf_variant": ("real", "TensorFlow's rule"),
     "max_weight_norm": ("real", "also a key of parameter groups"),
     "max_grad_norm": ("real", "clips the global norm"),

@@ -75,9 +75,9 @@ def _members(kind: type) -> dict[str, Any]:
 def _row(name: str, member: Any) -> str:
     text = _first_paragraph(member)
     answer, _, why = text.partition(": ")
-    if answer not in ("Recorded", "Refused"):
-        answer, why = "Real", text
-    return f"| {name} | {answer.lower()} | {why} |"
+    answers = {"Has no effect; kept for compatibility": "no effect", "Refused": "refused"}
+    why = why if answer in answers else text
+    return f"| {name} | {answers.get(answer, 'real')} | {why} |"
 
 
 def _first_paragraph(thing: Any) -> str:

@@ -23,16 +23,16 @@ from .files import InputError, load_job, read_documents, with_overrides
 from .render import render as make_objects
 from .rules import crd, pluralize
 
-_LOCAL = """Run the file's workers as processes here. The file isn't changed: HOME is a new folder, apt, sudo, pip and
-conda print that they were skipped, and `git clone URL` copies the folder given by --clone URL=FOLDER. These stand-ins
-are found by PATH only, so this is NOT a sandbox: a script that writes /usr/bin/apt gets the real one."""
+_LOCAL = """Run the file's workers here, as processes. The file needs no change: HOME is a new folder; apt, sudo, pip
+and conda print that they were skipped; `git clone URL` copies the folder that --clone URL=FOLDER names. PATH finds
+these stand-ins, so this is NOT a sandbox: a script that calls /usr/bin/apt calls the real program."""
 
 _FILE, _NAME, _DEVICE, _NAMESPACE = "file", "--name", "--device", "-n --namespace"
 _SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
     _FILE: {"metavar": "FILE"},
-    _NAME: {"help": "in place of the file's name or generateName"},
-    _DEVICE: {"choices": ("cpu", "cuda"), "default": "cpu", "help": "of jobs without the annotation"},
-    _NAMESPACE: {"help": "else the file's, else the kubeconfig's"},
+    _NAME: {"help": "the job's name, instead of the one in the file"},
+    _DEVICE: {"choices": ("cpu", "cuda"), "default": "cpu", "help": "the device of jobs that name none"},
+    _NAMESPACE: {"help": "by default the file's, or the kubeconfig's"},
 }
 
 Command = Callable[[argparse.Namespace], int]  # returns the exit code
@@ -70,7 +70,9 @@ def _parse_assignment(text: str) -> tuple[str, str]:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = CommandParser("ipujob", description="Runs an IPUJob file here, or in a Kubernetes cluster.")
+    parser = CommandParser(
+        "ipujob", description="Check IPUJob files, and run them here or in a Kubernetes cluster."
+    )
     parser.add_argument("--version", action="version", version=f"ipujob of Pando {pando_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     assignments: dict[str, Any] = {"type": _parse_assignment, "action": "append", "default": []}
@@ -82,55 +84,55 @@ def _make_parser() -> argparse.ArgumentParser:
             added.add_argument(*option.split(), **_SHARED[option])
         return added.add_argument
 
-    add = command("check", check_files, "print everything that is wrong with files; needs no cluster")
-    add("files", nargs="+", metavar="FILE", help="- is standard input")
+    add = command("check", check_files, "print all faults of files; needs no cluster")
+    add("files", nargs="+", metavar="FILE", help="a YAML file; - is standard input")
 
-    summary = "print plain objects for clusters without our operator"
+    summary = "print plain Kubernetes objects, for clusters without the operator"
     add = command("render", render_file, summary, _FILE, _NAME, _DEVICE)
     add("--as", dest="way", choices=("job", "pod", "jobset"), default="job")
-    add("--image", **assignments, metavar="OLD=NEW", help="OLD may hold *")
-    add("--drop", default="", metavar="resources,security", help="leave these of the template away")
+    add("--image", **assignments, metavar="OLD=NEW", help="replace an image; OLD can have *")
+    add("--drop", default="", metavar="resources,security", help="remove these parts of the template")
 
     add = command("run", run_file, "run a file's workers here, as processes", _FILE, _NAME, more=_LOCAL)
-    add("--local", action="store_true", help="as processes here; the one way so far")
-    add("--command", metavar="TEXT", help="run this text by bash instead of the file's command and args")
-    add("--clone", **assignments, metavar="URL=FOLDER")
-    add("--env", **assignments, metavar="NAME=VALUE")
-    add("--real", default="", metavar="NAME,...", help="take stand-ins away: apt, pip, git, ...")
-    add("--keep", action="store_true", help="leave the folder with the workers' homes and logs")
+    add("--local", action="store_true", help="on this machine (required)")
+    add("--command", metavar="TEXT", help="run this bash command instead of the file's")
+    add("--clone", **assignments, metavar="URL=FOLDER", help="copy FOLDER when the job clones URL")
+    add("--env", **assignments, metavar="NAME=VALUE", help="set an environment variable")
+    add("--real", default="", metavar="NAME,...", help="call the real programs: apt, pip, git, ...")
+    add("--keep", action="store_true", help="keep the folder with the workers' homes and logs")
 
     summary = "print the CRD and the operator: ipujob manifest | kubectl apply -f -"
     add = command("manifest", print_operator, summary, _DEVICE)
-    add("--namespace", default="ipujob-system", help="of the operator")
-    add("--image", default="pando:latest", help="with Pando in it")
+    add("--namespace", default="ipujob-system", help="the operator's namespace")
+    add("--image", default="pando:latest", help="a container image with Pando")
 
     summary = "create the jobs of a file in a cluster"
     add = command("submit", remote.submit_file, summary, _FILE, _NAME, _NAMESPACE)
     add("--follow", action="store_true", help="print the log of worker 0 until the job ends")
-    add("--wait", action="store_true", help="until the job ends: exit code 0 Completed, 1 Failed")
+    add("--wait", action="store_true", help="wait until the job ends: exit code 0 Completed, 1 Failed")
 
-    add = command("status", remote.print_status, "print the jobs, or all about one", _NAMESPACE)
+    add = command("status", remote.print_status, "list the jobs, or describe one", _NAMESPACE)
     add("name", nargs="?", metavar="NAME")
-    add("--watch", action="store_true", help="print again whenever it changes")
+    add("--watch", action="store_true", help="print again after each change")
 
     add = command("logs", remote.print_logs, "print the output of workers", _NAMESPACE)
     add("name", metavar="NAME")
-    add("--worker", type=int, default=0, metavar="K")
-    add("--all", action="store_true", help="all workers, with their names before each line")
-    add("--follow", action="store_true")
-    add("--previous", action="store_true", help="of the container before its restart in the same pod")
+    add("--worker", type=int, default=0, metavar="K", help="the worker's number (0)")
+    add("--all", action="store_true", help="all workers, with a name before each line")
+    add("--follow", action="store_true", help="print new lines until the job ends")
+    add("--previous", action="store_true", help="the output before the container's last restart")
 
     add = command("delete", remote.delete_jobs, "delete jobs and their pods", _NAMESPACE)
     add("names", nargs="+", metavar="NAME")
-    add("--keep-pods", action="store_true", help="leave the pods, without an owner")
+    add("--keep-pods", action="store_true", help="keep the pods, without an owner")
 
-    summary = "bring a cluster's IPUJobs to their ends, for ever"
+    summary = "run the IPUJobs of a cluster, until it is stopped"
     add = command("operator", operator.run_operator, summary, _DEVICE)
     where = commands.choices["operator"].add_mutually_exclusive_group()
-    where.add_argument("--namespace", help="this one only; else the kubeconfig's")
+    where.add_argument("--namespace", help="by default the kubeconfig's")
     where.add_argument("--all-namespaces", action="store_true")
-    add("--images", metavar="FILE", help="lines OLD=NEW: images that stand for others")
-    add("--alive", metavar="FILE", help="touch this file in every round")
+    add("--images", metavar="FILE", help="a file of lines OLD=NEW that replace images")
+    add("--alive", metavar="FILE", help="touch this file in each round")
     return parser
 
 

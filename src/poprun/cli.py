@@ -61,9 +61,9 @@ def _print_summary(request: CommandLine, names: Sequence[str]) -> None:
     """Log options without effect, the instances and the program; print the topology if requested."""
     if request.recorded:
         options = ", ".join(f"--{name}" for name in request.recorded)
-        request.log.warning(f"of no effect without IPUs: {options}")
+        request.log.warning(f"no effect without IPUs: {options}")
     if request.ignored_mpi:
-        request.log.warning(f"of no effect without MPI: {' '.join(request.ignored_mpi)}")
+        request.log.warning(f"no effect without MPI: {' '.join(request.ignored_mpi)}")
     if (request.prints_topology or request.verbosity) and not request.is_elastic:
         print(topology_table(request, names), flush=True)
     request.log.info(f"{request.instances} instances on {len(names)} hosts run {' '.join(request.program)}")

@@ -128,40 +128,40 @@ class _Parser(CommandParser):
         super().__init__(
             prog="poprun",
             usage="poprun [options] program [args...]",
-            description="Start a training in several processes that add up their gradients.",
-            epilog="Several popruns make one training where each has POPRUN_NUM_NODES, POPRUN_NODE_RANK, MASTER_ADDR "
-            "and MASTER_PORT in its environment: each starts its node's share of the instances.",
+            description="Run a training program in several processes (instances) that exchange gradients.",
+            epilog="To train on several nodes without ssh, start poprun on each node, with POPRUN_NUM_NODES, "
+            "POPRUN_NODE_RANK, MASTER_ADDR and MASTER_PORT set. Each poprun starts its share of the instances.",
         )
         number = {"type": int, "metavar": "N"}
         several = {"action": "append", "default": []}
         switch = {"type": _parse_yes_or_no, "metavar": "yes|no"}
         add = self.add_argument
-        add("--num-replicas", **number, default=1, help="replicas in all instances")
-        add("--num-instances", default="1", metavar="N", help="processes; with --checkpoint-dir also 2:8")
-        add("--checkpoint-dir", metavar="DIR", help="the folder of popdist.Checkpoint, the same on all hosts")
-        add("--instances-per-node", **number, default=0, help="with 2:8: the most that this node runs")
-        add("--ipus-per-replica", **number, default=1, help="ipus that a replica's model uses")
-        add("-H", "--host", metavar="A,B,...", help="hosts that share the instances, reached by ssh")
-        add("--max-restarts", **number, help="starts after failures (0); with 2:8: between checkpoints (3)")
+        add("--num-replicas", **number, default=1, help="replicas in all instances together")
+        add("--num-instances", default="1", metavar="N", help="processes; a range with --checkpoint-dir: 2:8")
+        add("--checkpoint-dir", metavar="DIR", help="the folder of popdist.Checkpoint, which all hosts share")
+        add("--instances-per-node", **number, default=0, help="with a range: the most that this node runs")
+        add("--ipus-per-replica", **number, default=1, help="ipus that one replica of the model uses")
+        add("-H", "--host", metavar="A,B,...", help="hosts that share the instances; ssh starts them")
+        add("--max-restarts", **number, help="restarts after failures (0; with a range 3)")
         add("--hang-timeout", type=float, metavar="SECONDS", help="kill instances without progress (600)")
-        add("-x", **several, metavar="NAME[=VALUE]", help="a variable for all instances")
-        add("--executable-cache-path", metavar="DIR", help="the folder for files of compiled models")
-        add("--tag-output", **switch, default=False, help="begin each line with its instance's number")
-        add("--only-output-from-instance", **number, help="silence the others")
-        add("--only-stdout-from-instance", **number, help="silence the others' standard output")
-        add("--numa-aware", **switch, default=False, help="keep each instance on the cores of a NUMA node")
-        add("--print-topology", **switch, default=False, help="print which instance runs which replicas")
+        add("-x", **several, metavar="NAME[=VALUE]", help="set an environment variable in all instances")
+        add("--executable-cache-path", metavar="DIR", help="the folder of compiled models")
+        add("--tag-output", **switch, default=False, help="begin each line with the number of its instance")
+        add("--only-output-from-instance", **number, help="show the output of this instance only")
+        add("--only-stdout-from-instance", **number, help="show the standard output of this instance only")
+        add("--numa-aware", **switch, default=False, help="run each instance on the cores of one NUMA node")
+        add("--print-topology", **switch, default=False, help="print which replicas each instance runs")
         for name in ("--mpi-global-args", "--mpi-local-args"):
-            add(name, **several, metavar="TEXT", help="-x and --tag-output count")
-        add("--allow-run-as-root", **switch, help="accepted; every user may run poprun")
-        add("--import-config", metavar="FILE", help="options from a file; the command line's come first")
+            add(name, **several, metavar="TEXT", help="only -x and --tag-output in it have an effect")
+        add("--allow-run-as-root", **switch, help="no effect; kept for compatibility")
+        add("--import-config", metavar="FILE", help="read options from a file; those of the command line win")
         add("--export-config", metavar="FILE", help="write the options to a file")
-        add("-v", "--verbose", dest="verbosity", action="count", default=0, help="say more; -vv: say all")
+        add("-v", "--verbose", dest="verbosity", action="count", default=0, help="print more; -vv: all")
         add("--vv", dest="verbosity", action="store_const", const=2, help=argparse.SUPPRESS)
         add("--version", action="version", version=f"poprun of Pando {pando_version()}")
         for name in _RECORDED:
             kind: dict[str, Any] = switch if name in _SWITCHES else {"metavar": "VALUE"}
-            add(f"--{name}", **kind, help="accepted, of no effect here")
+            add(f"--{name}", **kind, help="no effect; kept for compatibility")
 
     def split_program(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return poprun's own options, each joined with its value, and the program with its arguments."""
@@ -228,8 +228,8 @@ class _Parser(CommandParser):
         if all(replicas % count for count in range(fewest or most, most + 1)):
             meant = f"any number from {fewest} to {most}" if fewest else f"--num-instances {most}"
             self.error(
-                f"--num-replicas {replicas} is not a multiple of {meant}: "
-                "every instance runs the same number of replicas"
+                f"--num-replicas {replicas} is not a multiple of {meant}: every instance runs the same number of"
+                f" replicas\n  fix: --num-replicas {-(-replicas // most) * most}"
             )
         for name in ("only_output_from_instance", "only_stdout_from_instance"):
             chosen = getattr(options, name)

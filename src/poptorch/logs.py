@@ -104,8 +104,13 @@ class _LiveStreamHandler(logging.StreamHandler):
 
 
 def setLogLevel(level: int | str) -> None:
-    """Set the lowest level that is logged, by number or name: 0 TRACE, 1 DEBUG, 2 INFO, 3 WARN, 4 ERR, 6 OFF.
-    Raises ValueError for any other number or name."""
+    """Set the lowest level that is logged.
+
+    >>> poptorch.setLogLevel("INFO")
+
+    Args: level: a number or a name: 0 TRACE, 1 DEBUG, 2 INFO, 3 WARN, 4 ERR, 6 OFF
+    Raises: ValueError, for any other number or name
+    """
     if isinstance(level, int):
         if level not in LEVEL_NUMBERS:
             known = ", ".join(f"{number} {name}" for number, name in LEVEL_NUMBERS.items())

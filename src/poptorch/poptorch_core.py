@@ -16,10 +16,12 @@ attributes_lists: list[dict[str, Any]] = []  # stays empty: custom operations ke
 
 
 def accessAttributes(attribute_id_str: str) -> NoReturn:
+    """Raise Error: `poptorch.registerCustomOp` gives a custom operation its attributes by name."""
     raise _missing("accessAttributes", "poptorch.registerCustomOp gives an operation its attributes by name")
 
 
 def getIpuTensorId(tensor: Any) -> NoReturn:
+    """Raise Error: tensors of a compiled model have no ids. Compare the tensors themselves."""
     raise _missing("getIpuTensorId", "compare the tensors themselves")
 
 
@@ -29,6 +31,7 @@ def poptorchAtExit() -> NoReturn:
 
 
 def importPoptorchMetadataFromFile(filename: str) -> NoReturn:
+    """Raise Error: `poptorch.load(filename)` reads what `save()` wrote."""
     raise _missing("importPoptorchMetadataFromFile", "poptorch.load(filename) reads what save() wrote")
 
 

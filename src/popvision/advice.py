@@ -11,7 +11,7 @@ from .virtual import promised_speedup
 
 _WORTH = 1.05  # an option is advised above this speedup, which was measured at compilation
 _IDLE = 0.25  # that cores wait is a note if they wait for at least this share of a step
-_FREE = 0.95  # a machine is called free if computations had a core for this share of their time
+_FREE = 0.95  # computations that had a core for at least this share of their time did not wait
 _CAUSES = {
     "stages": "The stages cost different amounts, and all wait for the slowest one",
     "micro-batches": "Filling and draining the pipeline and the update take their share of a step",
@@ -30,10 +30,10 @@ def machine_sentence(figures: Figures) -> str:
     share = figures.core_share
     if share is None:
         return ""
-    busy = "was free" if share >= _FREE else "was busy, or computations waited by themselves"
+    busy = "" if share >= _FREE else " In the rest other programs ran, or the computations waited."
     return (
-        f"The machine {busy}: computations had a core for {share:.0%} of their time. Times of stages, blocks and"
-        " operations count that time alone; throughput and the trace of these cores are as the clock went."
+        f"Computations had a core for {share:.0%} of their time.{busy} The times of stages, blocks and operations"
+        " leave out the waits; throughput and the trace of these cores include them."
     )
 
 
@@ -83,7 +83,7 @@ def _note_sentences(figures: Figures) -> Iterator[str]:
     profile, idle = figures.profile, figures.idle_here
     threads, order = profile.facts.get("threads", 1), profile.facts.get("mode")
     if order and order not in ORDERS:
-        yield f"{order!r} is no schedule of Pando's: what changes of the program would give is not known."
+        yield f"{order!r} is your own schedule, so the report can't simulate changes of the program."
     if figures.usages and len(figures.usages) < threads:
         yield (
             f"Of {threads} cores {len(figures.usages)} ran tasks: tasks are so short that other cores would mostly wait"
@@ -99,7 +99,7 @@ def _note_sentences(figures: Figures) -> Iterator[str]:
         cause = "the program between calls: more deviceIterations make fewer calls"
         if figures.host.get("loader", 0.0) > between / 2:
             cause = "the data loader: use more workers, or DataLoaderMode.Async"
-        yield f"The ipus stand still for {between / (inside + between):.0%} of the time, waiting for {cause}."
+        yield f"The ipus are idle for {between / (inside + between):.0%} of the time, waiting for {cause}."
     kept, steps = len(whole_steps(profile)), profile.facts.get("steps", 0)
     if profile.runs and steps and not kept:
         yield "Steps are too long to be kept whole: the trace shows their beginning, and shares of time are unknown."

@@ -164,16 +164,15 @@ def write_comparison(first: Path, second: Path, target: Path) -> str:
 
 
 class Report:
-    """The profiles in the folder of `enableProfiling(folder)`. (Not in PopTorch.)
+    """*Pando*: the profiles in the folder of `Options.enableProfiling(folder)`. A notebook displays their page.
 
     >>> report = poptorch.Report("report")
-    >>> report                                # in a notebook: the page; elsewhere its headline
-    >>> pandas.DataFrame(report.trace())
+    >>> print(report)                              # figures, tables and advice, as `popvision summary` prints
+    >>> report.figures()[0]["samples_per_second"]
+    >>> pandas.DataFrame(report.trace())           # a row for each run of a task
 
-    Args:
-        folder: a folder with profiles, or one profile.pop; it is read again at each use
-    Raises:
-        ValueError: (at use) there is no profile, or one can't be read
+    Args: folder: a folder with profiles, or one profile.pop; it is read again at each use
+    Raises: ValueError, at use: there is no profile, or one can't be read
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -231,9 +230,9 @@ def summary(profile: Profile) -> str:
             f"  compilation   {seconds_text(found.compile_seconds)}: {passes}",
         ]
     elif profile.facts.get("failed_calls", 0):
-        lines.append("  no call came to its end")
+        lines.append("  no call finished")
     else:
-        lines.append("  nothing was run: the model was compiled and let go")
+        lines.append("  nothing ran: the model was compiled and never called")
     lines += [
         indent(table_text(rows), "  ")
         for rows in (_stage_table(found), memory_table(found.needs))

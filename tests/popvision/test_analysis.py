@@ -173,13 +173,13 @@ def test_a_sentence_says_how_busy_the_machine_was():
         return replace(profile, runs=tuple(runs))
 
     assert machine_sentence(Figures(computing(1))).startswith(
-        "The machine was free: computations had a core for 100% of their time."
+        "Computations had a core for 100% of their time. The times of stages"
     )
     text = machine_sentence(Figures(computing(0.25)))
     assert text.startswith(
-        "The machine was busy, or computations waited by themselves: computations had a core for 25% of"
+        "Computations had a core for 25% of their time. In the rest other programs ran, or"
     )
-    assert "Times of stages, blocks and operations count that time alone" in text
+    assert "The times of stages, blocks and operations leave out the waits" in text
     assert summary(computing(0.25)).splitlines()[1] == f"  {text}"
     busy = computing(0.25)
     assert page_data(Figures(busy))["figures"]["machine_says"] == text
@@ -265,7 +265,7 @@ def test_a_schedule_that_only_the_program_knows_is_simulated_from_the_profile():
     )
     assert unknown.devices.runs == Figures(known).devices.runs
     assert Figures(known).changes and not unknown.changes
-    assert any(text.startswith("'mine' is no schedule of Pando's") for text in advice_sentences(unknown))
+    assert any(text.startswith("'mine' is your own schedule") for text in advice_sentences(unknown))
 
 
 def test_runs_of_other_batch_sizes_compare_by_the_time_of_a_row():

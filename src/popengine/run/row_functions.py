@@ -221,9 +221,11 @@ class RowFunctions:
                 f"{call.done} of the {call.steps} weight updates of this call were done, and the weights are"
                 " those after them"
             )
+        names = self.plan.partition.names[task.stage]
+        blocks = f" (blocks {names})" if names != "no block" else ""
         return RunError(
-            f"{task.kind} of stage {task.stage} (blocks {self.plan.partition.names[task.stage]}) failed on ipu"
-            f" {task.ipu}, micro-batch {micro_batch}, replica {replica}: {type(error).__name__}: {error}\n"
+            f"{task.kind} of stage {task.stage}{blocks} failed on ipu {task.ipu},"
+            f" micro-batch {micro_batch}, replica {replica}: {type(error).__name__}: {error}\n"
             f"  at {user_line(piece, error)}\n"
             f"  {left}; the executor can be called again"
         )

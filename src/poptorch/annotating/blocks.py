@@ -110,10 +110,16 @@ class LegacyBeginBlockFn:
 
 
 def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None = None) -> T:
-    """Make a layer open a block when it is called. The block ends where the next block opens.
+    """Make a layer begin a block when it is called. The block ends where the next block begins.
 
+    >>> model.layer2 = poptorch.BeginBlock(model.layer2, "second half", ipu_id=1)
+
+    Args:
+        layer_to_call: a module, or a function
+        user_id: the block's name in strategies; by default "0", "1", ... in order of entry
+        ipu_id:  the block's ipu, unless the strategy names an ipu for the block
     Returns: the same module, to which a hook was added; for a function, a wrapper that calls it
-    Raises: Error if the module begins a block already, or the layer is neither a module nor a function
+    Raises: Error, if the module begins a block already, or the layer is neither a module nor a function
     """
     if isinstance(layer_to_call, nn.Module):
         check_begins_no_block(layer_to_call)
@@ -145,13 +151,28 @@ def check_begins_no_block(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def BlockFunction(user_id: str | None = None, ipu_id: int | None = None) -> Iterator[None]:
-    """Return a decorator (and context manager) that puts all operations of a function into one block."""
+    """Return a decorator (and context manager) that puts all operations of a function into one block.
+
+    >>> @poptorch.BlockFunction("decoder", ipu_id=1)
+    ... def decode(self, x): ...
+
+    Args: user_id, ipu_id: as for `Block`
+    """
     with Block(user_id, ipu_id):
         yield
 
 
 def removeBlocks(module: nn.Module) -> None:
-    """Remove the hooks of BeginBlock, annotate and split from a module and all its submodules."""
+    """Remove all blocks that `BeginBlock`, `annotate` and `split` have made in a model.
+
+    Use it to place a model anew. Blocks that `forward` opens by `with poptorch.Block(...)` stay.
+
+    >>> poptorch.removeBlocks(model)
+    >>> poptorch.annotate(model, layers_per_ipu=[6, 6])
+
+    Args: module: a model; its submodules are included. An executor that is compiled already does not change
+    Raises: AssertionError, if the argument is not a module
+    """
     assert isinstance(module, nn.Module), f"removeBlocks takes a torch.nn.Module; found {module!r}"
     for child in module.modules():
         hooks = child._forward_pre_hooks
@@ -182,7 +203,7 @@ def print(module: nn.Module) -> None:
 def annotate(
     model: M, marks: Mapping[str | type, int] | None = None, *, layers_per_ipu: Sequence[int] | None = None
 ) -> M:
-    """Place modules of a model on ipus, by hooks that begin blocks, and return the same model. (Pando.)
+    """*Pando*: place modules of a model on ipus, and return the same model.
 
     >>> poptorch.annotate(model, {"bert.encoder.layer.0-5": 0, "bert.encoder.layer.*": 1, "cls": 0})
     >>> poptorch.annotate(model, layers_per_ipu=[3, 7, 7, 7])
@@ -212,10 +233,17 @@ def annotate(
 
 
 def split(model: M, ipus: int) -> M:
-    """Make each repeated layer of a model a block, by hooks, and return the same model. (Pando.)
+    """*Pando*: make each repeated layer of a model a block, and return the same model.
 
-    The default strategy becomes `PipelinedExecution(AutoBalance(ipus)).orSharded()`, which places the blocks.
-    Raises Error if the model has fewer repeated layers than ipus, or a layer begins a block already.
+    The default strategy becomes `PipelinedExecution(AutoBalance(ipus)).orSharded()`. It measures the layers at the
+    first call, and places them so that the slowest ipu is as fast as possible.
+
+    >>> trainer = poptorch.trainingModel(poptorch.split(model, ipus=4), options, optimizer)
+
+    Args:
+        model: a module with repeated layers, such as a `ModuleList` of encoder layers
+        ipus:  the number of ipus
+    Raises: Error, if the model has fewer repeated layers than ipus, or a layer begins a block already
     """
     layers = _repeated_layers(model)
     if len(layers) < ipus:

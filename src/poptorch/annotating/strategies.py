@@ -21,7 +21,16 @@ _RULES: dict[AutoStage, AutoRule] = {
 
 
 class Stage:
-    """Blocks that run on one ipu, one after another: `Stage("embedding", "layer0").ipu(1)`."""
+    """Blocks that run one after another on one ipu. A strategy takes stages, in the order of the data.
+
+    >>> stages = [poptorch.Stage("embedding", "layer0").ipu(0), poptorch.Stage("layer1").ipu(1)]
+    >>> options.setExecutionStrategy(poptorch.PipelinedExecution(*stages))
+
+    Args: the ids of the stage's blocks, each a string: the `user_id` of a `Block`, or a key of `annotate`
+    Raises: AssertionError, if an id is not a string
+
+    Without `ipu(...)`, the stage runs on the ipu with the number of the stage.
+    """
 
     blocks: list[str]
 
@@ -32,6 +41,7 @@ class Stage:
         self._ipu: int | None = None
 
     def ipu(self, ipu: int) -> Self:
+        """Set the number of the stage's ipu, from 0, and return the stage. Several stages can be on one ipu."""
         assert isinstance(ipu, int) and ipu >= 0, (
             f"Stage.ipu takes the number of an ipu, from 0; found {ipu!r}"
         )
@@ -47,7 +57,13 @@ class Stage:
 
 
 class Phase:
-    """Stages that run at the same time: `Phase(Stage("a"), Stage("b"))`. Bare block ids form one stage."""
+    """Stages that run at the same time, in a strategy of phases.
+
+    >>> poptorch.SerialPhasedExecution(poptorch.Phase(poptorch.Stage("a"), poptorch.Stage("b")), "c")
+
+    Args: stages; or block ids (strings), which form one stage
+    Raises: AssertionError, if there is no argument, or stages and block ids are mixed
+    """
 
     def __init__(self, *arg: Stage | str) -> None:
         stages = [member for member in arg if isinstance(member, Stage)]
@@ -58,10 +74,12 @@ class Phase:
         self.stages = stages or [Stage(*blocks)]
 
     def stage(self, index: int) -> Stage:
+        """Return the stage with this index, from 0. Raises AssertionError if there is no such stage."""
         assert 0 <= index < len(self.stages), f"Phase has stages 0 to {len(self.stages) - 1}; found {index}"
         return self.stages[index]
 
     def ipus(self, *ipus: int) -> Self:
+        """Set the ipu of each stage, and return the phase. Raises AssertionError for another number of ipus."""
         assert len(ipus) == len(self.stages), (
             f"Phase.ipus takes one ipu for each stage: {len(self.stages)} expected, {len(ipus)} found"
         )
@@ -178,14 +196,22 @@ class _StagedExecution(ExecutionStrategy):
 
 
 class PipelinedExecution(_StagedExecution):
-    """A strategy that runs all stages at the same time, each on another micro-batch.
+    """A strategy that runs all stages at the same time, each on another micro-batch. It is the default.
 
-    Args: one `AutoStage` (default `SameAsIpu`) or `AutoBalance`, or the stages in order, numbered from 0:
-        each a `Stage`, a block id, or a list of block ids
-        schedule: the order in which an ipu runs its micro-batches: "1f1b", or another name in
-            `popengine.order.ORDERS`, or an `Order` of your own. Results are the same, to the bit. (Pando.)
+    >>> options = poptorch.Options()
+    >>> options.setExecutionStrategy(
+    ...     poptorch.PipelinedExecution("embedding", ["layer0", "layer1"], poptorch.Stage("head").ipu(0))
+    ... )
+    >>> options.Training.gradientAccumulation(8)  # a pipeline of n stages needs at least 2n - 1 in training
 
-    >>> PipelinedExecution("embedding", ["layer0", "layer1"], Stage("head").ipu(0))
+    Args:
+        args:     one `AutoStage` (default `SameAsIpu`) or `AutoBalance`; or the stages in the order of the data,
+            numbered from 0: each a `Stage`, a block id, or a list of block ids
+        schedule: *Pando*: the order in which an ipu runs its micro-batches: "1f1b", or another name in
+            `popengine.order.ORDERS`, or an `Order` of your own. It does not change the results
+    Raises:
+        AssertionError: an argument is not a stage, or a block is in two stages
+        Error: (at compilation) the model has a block without a stage, or there are too few micro-batches
     """
 
     _execution_mode = 0
@@ -213,10 +239,20 @@ class PipelinedExecution(_StagedExecution):
 
 
 class ShardedExecution(_StagedExecution):
-    """A strategy that runs one stage at a time: a micro-batch passes all stages before the next starts.
+    """A strategy that runs one stage at a time: a micro-batch passes all stages before the next one starts.
 
-    Args: one `AutoStage` (default `SameAsIpu`) or `AutoBalance`, or the stages in order, numbered from 0:
-        each a `Stage`, a block id, or a list of block ids
+    Only one ipu works at any time, and each ipu holds the weights and activations of its stages alone. So sharding
+    fits a large model into the memory of several ipus, and needs no minimum of micro-batches.
+
+    >>> options = poptorch.Options()
+    >>> options.setExecutionStrategy(poptorch.ShardedExecution("embedding", ["layer0", "layer1"], "head"))
+
+    Args:
+        args: one `AutoStage` (default `SameAsIpu`) or `AutoBalance`; or the stages in the order of the data,
+            numbered from 0: each a `Stage`, a block id, or a list of block ids
+    Raises:
+        AssertionError: an argument is not a stage, or a block is in two stages
+        Error: (at compilation) the model has a block without a stage
     """
 
     _execution_mode, _schedule = 1, "sharded"
@@ -240,13 +276,14 @@ class _PhasedExecution(ExecutionStrategy):
         super().__init__(stage for phase in self._phases for stage in phase.stages)
 
     def phase(self, index: int) -> Phase:
+        """Return the phase with this index, from 0. Raises AssertionError if there is no such phase."""
         assert 0 <= index < len(self._phases), (
             f"Phase {index} does not exist: {type(self).__name__} has phases 0 to {len(self._phases) - 1}"
         )
         return self._phases[index]
 
     def useSeparateBackwardPhase(self, use: bool = True) -> Self:
-        """Give the backward pass of the last phase a phase of its own. Only recorded: nothing changes."""
+        """Has no effect; kept for compatibility: the last phase's backward is not a phase of its own."""
         assert isinstance(use, bool), f"useSeparateBackwardPhase takes a bool; found {use!r}"
         self._separate_backward_phase = use
         return self
@@ -265,24 +302,39 @@ class _PhasedExecution(ExecutionStrategy):
 
 
 class SerialPhasedExecution(_PhasedExecution):
-    """A strategy that runs each phase on all ipus, one phase after another."""
+    """A strategy that runs phases one after another, each on all ipus.
+
+    >>> options.setExecutionStrategy(poptorch.SerialPhasedExecution("embedding", ["layer0", "layer1"], "head"))
+
+    Args: the phases in the order of the data: each a `Phase`, a `Stage`, a block id, or a list of either
+    Raises: AssertionError, if there is no phase, or a phase is an `AutoStage`
+    """
 
     _serial = True
 
     def setTensorsLiveness(self, liveness: Liveness) -> Self:
-        """Set how long tensors stay on the device. Only recorded: nothing changes."""
+        """Has no effect; kept for compatibility: tensors stay in the memory of this machine."""
         assert isinstance(liveness, Liveness), f"setTensorsLiveness takes a Liveness; found {liveness!r}"
         self._liveness = liveness
         return self
 
 
 class ParallelPhasedExecution(_PhasedExecution):
-    """A strategy that runs even phases on even ipus and odd phases on odd ipus, to overlap transfers."""
+    """A strategy that runs phases one after another: even phases on even ipus, odd phases on odd ipus.
+
+    >>> phases = [poptorch.Phase("a").ipus(0), poptorch.Phase("b").ipus(1)]
+    >>> options.setExecutionStrategy(poptorch.ParallelPhasedExecution(*phases))
+
+    Args: the phases in the order of the data: each a `Phase`, a `Stage`, a block id, or a list of either
+    Raises:
+        AssertionError: there is no phase, or a phase is an `AutoStage`
+        Error: (when a model is wrapped) an even phase is on an odd ipu, or an odd phase on an even ipu
+    """
 
     _serial = False
 
     def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> Self:
-        """Send tensors to host memory after their forward phase. Only recorded: nothing changes."""
+        """Has no effect; kept for compatibility: tensors stay in the memory of this machine."""
         assert isinstance(off_chip, bool), f"sendTensorsOffChipAfterFwd takes a bool; found {off_chip!r}"
         self._liveness = Liveness.OffChipAfterFwd if off_chip else Liveness.AlwaysLive
         return self

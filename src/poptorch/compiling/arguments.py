@@ -104,12 +104,14 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
         if missing and not unknown:
             raise MissingArgument(
                 f"Mandatory parameter {missing[1]} missing in the call of the model\n"
-                f"  forward{signature} was given {len(args)} positional arguments and {sorted(kwargs)}"
+                f"  forward{signature} was given {len(args)} positional arguments"
+                f"{f' and {sorted(kwargs)}' if kwargs else ''}\n"
+                f"  fix: pass {missing[1]}, as a combined batch of all micro-batches"
             ) from None
         names = (f"{name!r}{did_you_mean(name, signature.parameters)}" for name in sorted(unknown))
         what = f"unknown arguments {', '.join(names)}" if unknown else error
         raise AssertionError(
-            f"the model can't be called like this: {what}; forward is forward{signature}"
+            f"the model can't be called like this: {what}\n  fix: the parameters of forward{signature}"
         ) from None
     bound.apply_defaults()
     call = BoundCall(bound, len(args))
@@ -287,7 +289,9 @@ class CompiledInputs:
         compiled_tensors = dict(zip(self.paths, self.kind.tensors, strict=True))
         for path, tensor in call.named_tensors.items():
             dtype, shape = compiled_tensors.get(path, (tensor.dtype, tensor.shape))
-            _check_equal(f"Data type mismatch for {path}", dtype, tensor.dtype)
+            _check_equal(
+                f"Data type mismatch for {path}", dtype, tensor.dtype, f"\n  fix: {path}.to({dtype})"
+            )
             if any_shape:
                 continue
             fix, whole = "", self.counts.product

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from popengine.errors import Error
 from popengine.run.call import Results
@@ -42,14 +43,27 @@ from .wrapped_model import WrappedModel
 @final
 @run_methods_outside_inference_mode
 class PoplarExecutor(PublicNames):
-    """A wrapped model. The first call or `compile` compiles it, and attaches it to its devices."""
+    """A wrapped model, which `trainingModel`, `inferenceModel` and `load` return. Call it like the model.
+
+    >>> trainer = poptorch.trainingModel(model, options, optimizer)
+    >>> loss = trainer(images, labels)  # the first call compiles the model
+    >>> trainer.setOptimizer(optimizer)  # after a change of the learning rate
+    >>> trainer.save("trainer.poptorch")
+
+    The first call or `compile` compiles the model for the shapes of its batch, and attaches it to its devices.
+    """
 
     def __init__(self, model: Any, options: Options | None, *, training: bool, optimizer: Any = None) -> None:
         given = Options() if options is None else options
+        wrapper = f"poptorch.{'training' if training else 'inference'}Model"
         if not isinstance(given, Options):
+            is_optimizer = isinstance(given, Optimizer)
+            fix = f"{wrapper}(model, optimizer=optimizer)" if is_optimizer else "options = poptorch.Options()"
+            raise Error(f"Invalid type: 'options' is {type(given)}, expected {Options}\n  fix: {fix}")
+        if not callable(model):
             raise Error(
-                f"Invalid type: 'options' is {type(given)}, expected {Options}\n"
-                "  fix: options = poptorch.Options()"
+                f"{wrapper}: the model is {model!r}, of type {type(model).__name__}\n"
+                f"  fix: {wrapper}(model, options), with a torch.nn.Module"
             )
         if not isinstance(model, nn.Module):
             function, model = model, nn.Module()

@@ -34,12 +34,21 @@ def trainingModel(
     optimizer: Any = None,
     loss: str | int | None = None,
 ) -> PoplarExecutor:
-    """Return an executor whose calls train the model. Its forward must compute a loss.
+    """Return an executor whose calls train a model: forward, backward and weight updates.
+
+    >>> trainer = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> output, loss = trainer(images, labels)
 
     Args:
-        optimizer: poptorch.optim's or torch.optim's; by default poptorch.optim.SGD with lr 0.01
+        model:     a module, whose forward computes the loss and returns it
+        options:   by default `poptorch.Options()`. They are frozen: change a copy, `options.clone()`
+        optimizer: an optimizer of torch.optim or poptorch.optim; by default poptorch.optim.SGD with lr 0.01
         loss:      *Pando*: key, attribute or index of the loss in what forward returns, as for `Options.loss`
-    Raises: RuntimeError, if the model is wrapped for training already
+    Returns: an executor. It takes the arguments of forward as combined batches: the first dimension has
+        micro-batch × device iterations × gradient accumulation × replicas rows. It updates the model's own tensors
+    Raises:
+        RuntimeError: the model is wrapped for training already
+        Error: the options are not a `poptorch.Options`, or the optimizer has parameters that the model lacks
     """
     model = _unwrap_module(model)
     wrapped_model.check_not_wrapped(model)
@@ -57,7 +66,20 @@ def trainingModel(
 def inferenceModel(
     model: nn.Module | PoplarExecutor | Callable[..., Any], options: Options | None = None
 ) -> PoplarExecutor:
-    """Return an executor whose calls run the forward of a model, or a function of tensors."""
+    """Return an executor whose calls run the forward of a model, or a function of tensors.
+
+    >>> predict = poptorch.inferenceModel(model.eval(), poptorch.Options().deviceIterations(4))
+    >>> predict(torch.randn(4 * 8, 16)).shape  # 4 micro-batches of 8 rows
+    torch.Size([32, 10])
+
+    Args:
+        model:   a module, or a function of tensors. It can be wrapped for training at the same time: both
+            executors use the same weights
+        options: by default `poptorch.Options()`. They are frozen: change a copy, `options.clone()`
+    Returns: an executor. It takes the arguments of forward as combined batches: the first dimension has
+        micro-batch × device iterations × replicas rows. It returns what forward returns, for all rows by default
+    Raises: Error, if the options are not a `poptorch.Options`, or a part of the model is a module of torch.jit
+    """
     return PoplarExecutor(_unwrap_module(model), options, training=False)
 
 
@@ -83,8 +105,12 @@ def load(filename: str, edit_opts_fn: Callable[[Options], Any] | None = None) ->
 
     The file is a pickle: load only files that you trust.
 
-    Args: edit_opts_fn: called with the saved options, which it may change
-    Raises: AssertionError, for a missing file, one of another version, or one without the model
+    >>> trainer = poptorch.load("trainer.poptorch", lambda options: options.deviceIterations(2))
+
+    Args:
+        filename:     the file
+        edit_opts_fn: called with the saved options, which it may change
+    Raises: AssertionError, if the file is missing, was written by another version, or has no model
     """
     saved = executable_file.read_file(filename)
     assert saved.model is not None, (

@@ -30,8 +30,13 @@ register_mark("set_overlap_for_output(Tensor input, str mode) -> Tensor")
 def identity_loss(x: Tensor, reduction: str) -> Tensor:
     """Reduce a tensor to a scalar, mark it as the loss that training differentiates, and return it.
 
+    >>> loss = poptorch.identity_loss((prediction - target) ** 2, reduction="mean")
+
     Args:
+        x:         a tensor of any shape
         reduction: "mean" or "sum" over all elements, or "none" if `x` is a scalar already
+    Returns: a tensor with one element, without dimensions
+    Raises: AssertionError, for another reduction
     """
     assert reduction in ("mean", "sum", "none"), (
         f"Unsupported reduction type! found {reduction!r}; identity_loss takes 'mean', 'sum' or 'none'"

@@ -80,7 +80,8 @@ def optimizer_kind(optimizer: Any) -> str:
             kind = OWN_STEP
     assert kind is not None, (
         f"Unsupported optimizer type. Types supported: {supported_optimizers()}, and others that are derived from"
-        f" torch.optim.Optimizer; this one is {type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        f" torch.optim.Optimizer; this one is {type(optimizer).__module__}.{type(optimizer).__qualname__}\n"
+        "  fix: an optimizer of the model's parameters, such as torch.optim.SGD(model.parameters(), lr=0.1)"
     )
     return "adamw" if kind == "adam" and _is_true_in_all_groups(optimizer, "decoupled_weight_decay") else kind
 
@@ -289,7 +290,7 @@ class OptimizerGuard:
         if label != self._label:
             raise Error(
                 f"the optimizer's type can't change once the model is compiled: it was {self._label}, this one is "
-                f"{label}.\n  fix: call destroy() on the model first"
+                f"{label}.\n  fix: call destroy() on the executor first, so that its next call compiles the model again"
             )
         if frozen.accumulator_type == torch.float16 != before.accumulator_type and label != "SGD1":
             raise ValueError(

@@ -3,7 +3,7 @@
 Options are the public annotations of a class, its private annotations are other fields. Each has a default, or no
 value until a setter creates it. Writes to a frozen object raise AttributeError; copies are not frozen.
 
-The docstring of a setter without effect begins with "Recorded: " or "Refused: " and the reason.
+The docstring of a setter without effect begins with "Has no effect; kept for compatibility: " or "Refused: ".
 docs/reference/options.md is generated from the docstrings (`docs/options_reference.py`).
 """
 

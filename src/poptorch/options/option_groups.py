@@ -170,7 +170,7 @@ class ExecutionOptions(OptionsDict):
         return self if output is None else self.createOrSet(loss_output=output)
 
     def enableStableNorm(self, enabled: bool) -> Self:
-        """Recorded: PyTorch's norms are numerically stable."""
+        """Has no effect; kept for compatibility: PyTorch's norms are numerically stable."""
         return self._set_popart("enableStableNorm", checked("enableStableNorm", enabled, bool))
 
     def updatableNamedBuffers(self, buffers: list[str]) -> Self:
@@ -216,16 +216,17 @@ class DeviceOptions(OptionsDict):
         return self.createOrSet(device_kind=checked("device", kind, DEVICES))
 
     def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Self:
-        """Recorded: any number of ipus is allowed. With POPTORCH_CHECK_HARDWARE_RULES=1 a number that is no
-        power of two raises Error, or logs a warning if this option is True."""
+        """Has no effect; kept for compatibility: any number of ipus is allowed. With
+        POPTORCH_CHECK_HARDWARE_RULES=1 a number that is no power of two raises Error, or logs a warning if
+        this option is True."""
         return self.set(auto_round_num_ipus=auto_round_num_ipus)
 
     def useIpuModel(self, use_model: bool) -> Self:
-        """Recorded: all ipus are models here."""
+        """Has no effect; kept for compatibility: all ipus are models here."""
         return self.createOrSet(use_model=checked("useIpuModel", use_model, bool))
 
     def useIpuId(self, ipu_id: int) -> Self:
-        """Recorded: ipus are logical devices, so there are none to choose from."""
+        """Has no effect; kept for compatibility: ipus are logical devices, so there are none to choose from."""
         assert isinstance(ipu_id, int) and ipu_id >= 0, (
             f"useIpuId takes an int from 0; found ipu_id={ipu_id!r}"
         )
@@ -241,11 +242,13 @@ class DeviceOptions(OptionsDict):
         return self.set(connection_type=checked("connectionType", connection_type, ConnectionType))
 
     def syncPattern(self, sync_pattern: SyncPattern) -> Self:
-        """Recorded: workers wait only for the values that they need: there are no synchronization patterns."""
+        """Has no effect; kept for compatibility: workers wait only for the values that they need: there are
+        no synchronization patterns."""
         return self.set(sync_pattern=checked("syncPattern", sync_pattern, SyncPattern))
 
     def setAvailableMemoryProportion(self, available_memory_proportion: dict[str, float]) -> Self:
-        """Recorded: all ipus share the memory of the machine. `{"IPU0": 0.5}` means half of ipu 0's."""
+        """Has no effect; kept for compatibility: all ipus share the memory of the machine. `{"IPU0": 0.5}`
+        means half of ipu 0's."""
         given = checked("setAvailableMemoryProportion", available_memory_proportion, dict)
         for key, value in given.items():
             is_ipu = isinstance(key, str) and key.startswith("IPU") and key[3:].isdecimal()
@@ -273,7 +276,7 @@ class ReportingOptions(OptionsDict):
         return self._set_popart("cachePath", "" if path is None else os.fspath(path))
 
     def logDir(self, log_dir: str | os.PathLike[str]) -> Self:
-        """Recorded: the only log file is the one that POPTORCH_LOG_DEST names."""
+        """Has no effect; kept for compatibility: the only log file is the one that POPTORCH_LOG_DEST names."""
         return self.set(log_dir=os.fspath(log_dir))
 
     def modelName(self, name: str) -> Self:
@@ -286,7 +289,8 @@ class ReportingOptions(OptionsDict):
         return self.set(max_repeat_logs=_NO_LIMIT if max_lines is None else max_lines)
 
     def logCycleCount(self, log_cycle_count: bool) -> Self:
-        """Recorded: only an IPU counts cycles; `getPerfCounters` returns seconds."""
+        """Has no effect; kept for compatibility: only an IPU counts cycles; `getPerfCounters` returns
+        seconds."""
         checked("logCycleCount", log_cycle_count, bool)
         return self._set_popart("instrumentWithHardwareCycleCounter", log_cycle_count)
 
@@ -313,18 +317,20 @@ class ReportingOptions(OptionsDict):
         return Path(engine.get("autoReport.directory", ".")) / name
 
     def disableModuleNamescope(self) -> Self:
-        """Recorded: names of operations contain the names of `NameScope` only, not the names of modules."""
+        """Has no effect; kept for compatibility: names of operations contain the names of `NameScope` only,
+        not the names of modules."""
         self._module_namescope_enabled = False
         return self
 
     def sourceLocationExcludes(self, excludes: list[str]) -> Self:
-        """Recorded: messages show the innermost source line outside of torch and this package. `excludes` are
-        fragments of paths."""
+        """Has no effect; kept for compatibility: messages show the innermost source line outside of torch and
+        this package. `excludes` are fragments of paths."""
         self._source_location_excludes = list(checked("sourceLocationExcludes", excludes, list))
         return self
 
     def appendToLocationExcludes(self, *excludes: str) -> Self:
-        """Recorded: adds fragments to those of `sourceLocationExcludes`, and has no other effect."""
+        """Has no effect; kept for compatibility: adds fragments to those of `sourceLocationExcludes`, and has
+        no other effect."""
         return self.sourceLocationExcludes([*self._source_location_excludes, *excludes])
 
     def showCompilationProgressBar(self, show: bool = True) -> Self:

@@ -71,7 +71,7 @@ class Training(OptionsDict):
         return self._set_popart("automaticLossScalingSettings.enabled", enabled)
 
     def setConvolutionDithering(self, enabled: bool) -> Self:
-        """Recorded: there are no tiles to spread convolutions over."""
+        """Has no effect; kept for compatibility: there are no tiles to spread convolutions over."""
         checked("setConvolutionDithering", enabled, bool)
         self._popart.merge("convolutionOptions", {"enableConvDithering": enabled})
         return self
@@ -109,7 +109,8 @@ class Precision(OptionsDict):
         return self._set_popart("enableFloatingPointChecks", enabled)
 
     def setPartialsType(self, dtype: torch.dtype) -> Self:
-        """Recorded: PyTorch's kernels choose the type in which products are summed; see `halfKernels`."""
+        """Has no effect; kept for compatibility: PyTorch's kernels choose the type in which products are
+        summed; see `halfKernels`."""
         if dtype not in _PARTIALS:
             raise ValueError(f"setPartialsType takes torch.float or torch.half; found {dtype!r}")
         self._popart.set("partialsTypeMatMuls", _PARTIALS[dtype])
@@ -128,14 +129,14 @@ class Precision(OptionsDict):
         return self.set(half_kernels=checked("halfKernels", kernels, HALF_KERNELS, ValueError))
 
     def halfFloatCasting(self, half_float_casting: HalfFloatCastingBehavior) -> Self:
-        """Recorded: deprecated: operands of two types follow PyTorch's promotion; a layer's weights are
-        converted to the type of its input."""
+        """Has no effect; kept for compatibility: operands of two types follow PyTorch's promotion; a layer's
+        weights are converted to the type of its input."""
         checked("halfFloatCasting", half_float_casting, HalfFloatCastingBehavior)
         logger.warning("Precision.halfFloatCasting is deprecated and has no effect: leave it out")
         return self.createOrSet(half_float_casting=half_float_casting.value)
 
     def runningStatisticsAlwaysFloat(self, value: bool) -> Self:
-        """Recorded: deprecated: running statistics have the type that the model gives them."""
+        """Has no effect; kept for compatibility: running statistics have the type that the model gives them."""
         checked("runningStatisticsAlwaysFloat", value, bool, ValueError)
         logger.warning("Precision.runningStatisticsAlwaysFloat is deprecated and has no effect: leave it out")
         return self.createOrSet(running_statistics_always_float=value)
@@ -172,7 +173,7 @@ class TensorLocationSettings(OptionsDict):
     replicated_tensor_sharding: bool
 
     def minElementsForOffChip(self, min_elements: int) -> Self:
-        """Recorded: tensors stay in the memory in which they are computed."""
+        """Has no effect; kept for compatibility: tensors stay in the memory in which they are computed."""
         return self.createOrSet(min_elements_for_off_chip=checked("minElementsForOffChip", min_elements, int))
 
     def minElementsForReplicatedTensorSharding(self, min_elements: int) -> Self:
@@ -182,9 +183,9 @@ class TensorLocationSettings(OptionsDict):
         return self.createOrSet(min_elements_for_replicated_tensor_sharding=min_elements)
 
     def useOnChipStorage(self, use: bool | None) -> Self:
-        """Recorded: tensors stay in the memory in which they are computed. Plans for other machines
-        (`poptorch.plan`) include the transfers of the optimizer state. None deletes the setting.
-        """
+        """Has no effect; kept for compatibility: tensors stay in the memory in which they are computed. Plans
+        for other machines (`poptorch.plan`) include the transfers of the optimizer state. None deletes the
+        setting."""
         if use is None:
             self.checkIsFrozen()
             return self.deleteIfExists("on_chip_storage")
@@ -197,11 +198,11 @@ class TensorLocationSettings(OptionsDict):
         return self.createOrSet(replicated_tensor_sharding=checked("useReplicatedTensorSharding", use, bool))
 
     def useIOTilesToLoad(self, use: bool = True) -> Self:
-        """Recorded: there are no tiles."""
+        """Has no effect; kept for compatibility: there are no tiles."""
         return self.createOrSet(io_tiles_to_load=checked("useIOTilesToLoad", use, bool))
 
     def useIOTilesToStore(self, use: bool = True) -> Self:
-        """Recorded: there are no tiles."""
+        """Has no effect; kept for compatibility: there are no tiles."""
         return self.createOrSet(io_tiles_to_store=checked("useIOTilesToStore", use, bool))
 
 
@@ -216,11 +217,11 @@ class TensorLocations(OptionsDict):
     num_io_tiles: int
 
     def setActivationLocation(self, location: TensorLocationSettings) -> Self:
-        """Recorded: activations stay in the memory in which they are computed."""
+        """Has no effect; kept for compatibility: activations stay in the memory in which they are computed."""
         return self.set(location_activation=location)
 
     def setWeightLocation(self, location: TensorLocationSettings) -> Self:
-        """Recorded: weights stay in the memory in which they are used."""
+        """Has no effect; kept for compatibility: weights stay in the memory in which they are used."""
         return self.set(location_weight=location)
 
     def setOptimizerLocation(self, location: TensorLocationSettings) -> Self:
@@ -228,12 +229,12 @@ class TensorLocations(OptionsDict):
         return self.set(location_optimizer=location)
 
     def setAccumulatorLocation(self, location: TensorLocationSettings) -> Self:
-        """Recorded: gradient sums stay in the memory in which they are computed."""
+        """Has no effect; kept for compatibility: gradient sums stay in the memory in which they are computed."""
         return self.set(location_accumulator=location)
 
     def numIOTiles(self, num_tiles: int) -> Self:
-        """Recorded: a CPU has no tiles. Takes an even number from 32 to 192. A model with overlapped inputs
-        or outputs raises Error at compilation if this was not called."""
+        """Has no effect; kept for compatibility: a CPU has no tiles. Takes an even number from 32 to 192. A
+        model with overlapped inputs or outputs raises Error at compilation if this was not called."""
         valid = isinstance(num_tiles, int) and 32 <= num_tiles <= 192 and num_tiles % 2 == 0
         assert valid, f"numIOTiles must be an even number between 32 and 192; found {num_tiles!r}"
         return self.createOrSet(num_io_tiles=num_tiles)
@@ -337,7 +338,8 @@ class Popart(Freezable):
         return self.set("engineOptions", dict(checked("setEngineOptions", engine_options, dict)))
 
     def setPatterns(self, patterns: dict[str, bool], level: int = 2) -> Self:
-        """Recorded: there are no graph patterns that could be switched on or off."""
+        """Has no effect; kept for compatibility: there are no graph patterns that could be switched on or
+        off."""
         assert isinstance(patterns, dict) and all(
             isinstance(name, str) and isinstance(on, int) for name, on in patterns.items()
         ), f"setPatterns takes a dictionary of bools by their names; found {patterns!r}"

@@ -113,7 +113,7 @@ function operationsView(entry, page) {
   show(page.state.rows);
   const step = entry.profile.facts.detailed_step;
   return make("section", { class: "card" },
-    make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "Operations"), switcher, search, counts, make("span", { class: "spring" }), make("span", { class: "hint help" }, "A row leads to the trace.")),
+    make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "Operations"), switcher, search, counts, make("span", { class: "spring" }), make("span", { class: "hint help" }, "Click a row to see it in the trace.")),
     holder,
     make("p", { class: "hint", style: { marginTop: "10px" } }, `Times of a step\u2019s micro-batches together, which add up to their stages; an operation\u2019s share was measured on replica 0 in step ${step[1]} of call ${step[0]}. FLOPs of matrix products, convolutions and attention; bytes read and written by one call.`));
 }

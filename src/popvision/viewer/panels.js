@@ -13,12 +13,11 @@ function headlineView(entry, page) {
   const warnings = figures.warnings.length ? make("ul", { class: "warnings", "aria-label": "Warnings" }, figures.warnings.map((text) => make("li", {}, text))) : null;
   if (!figures.calls) {
     const failed = profile.facts.failed_calls;
-    return make("div", {}, warnings, failed ? emptyCard("No call came to its end", `${failed} failed.`) : emptyCard("Nothing was run", "The model was compiled and let go without a call."), passesCard(profile, figures));
+    return make("div", {}, warnings, failed ? emptyCard("No call finished", `${failed} failed.`) : emptyCard("Nothing was run", "The model was compiled and never called."), passesCard(profile, figures));
   }
   const slow = figures.slowest === null ? null : figures.stages[figures.slowest];
   const tiles = make("div", { class: "tiles" },
-    tile("Throughput", units.rate(figures.samples_per_second), "samples per second, within calls"),
-    tile("With the time between calls", units.rate(figures.samples_per_second_overall), `${figures.calls} calls of ${figures.samples_per_call.toLocaleString("en")} samples`),
+    tile("Throughput", units.rate(figures.samples_per_second), `samples per second in ${figures.calls} calls of ${figures.samples_per_call.toLocaleString("en")}; ${units.rate(figures.samples_per_second_overall)} with the time between calls`),
     tile("Bubble", units.share(figures.bubble_apart), `of separate devices; ideal ${units.share(figures.bubble_ideal)}`),
     figures.step_apart === null ? null : tile("A step on separate devices", units.time(figures.step_apart * 1e9), "simulated with the recorded costs"),
     tile("A step on these cores", units.time(figures.step_seconds * 1e9), `${figures.cores} ran all ipus${figures.idle_here === null ? "" : `, and waited for ${units.share(figures.idle_here)}`}`),

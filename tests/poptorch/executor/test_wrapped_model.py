@@ -121,6 +121,25 @@ def test_plain_functions_can_be_wrapped():
         executor(torch.ones(1), b=3)
 
 
+def test_what_is_passed_in_the_wrong_place_is_named_with_the_right_call():
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(poptorch.Error, match=r"poptorch\.trainingModel: the model is 'Linear', of type str"):
+        poptorch.trainingModel("Linear")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(poptorch.Error, match=r"fix: poptorch\.trainingModel\(model, optimizer=optimizer\)"):
+        poptorch.trainingModel(model, optimizer)
+    with pytest.raises(AssertionError, match=r"builtins\.str\n  fix: an optimizer of the model's parameters"):
+        poptorch.trainingModel(model, poptorch.Options(), "SGD")
+    predict = poptorch.inferenceModel(model)
+    predict(torch.ones(4, 3))
+    with pytest.raises(
+        poptorch.Error, match=r"Data type mismatch for input.*\n  fix: input\.to\(torch\.float32\)"
+    ):
+        predict(torch.ones(4, 3).double())
+    with pytest.raises(poptorch.Error, match=r"Mandatory parameter input missing[^$]*\n  fix: pass input"):
+        predict()
+
+
 def test_other_options_are_refused():
     with pytest.raises(poptorch.Error, match=r"Invalid type: 'options'.*dict.*Options"):
         poptorch.inferenceModel(Trained(), {"device_iterations": 2})

@@ -220,6 +220,9 @@ def test_a_device_has_a_number_from_0():
         Options().useIpuId(-3)
 
 
-def test_docstrings_name_what_is_recorded():
-    assert Options.syncPattern.__doc__.startswith("Recorded: workers wait only for the values that they need")
-    assert "ecorded" not in Options().Precision.enableStochasticRounding.__doc__  # which is carried out
+def test_docstrings_name_what_has_no_effect():
+    text = " ".join(Options.syncPattern.__doc__.split())
+    assert text.startswith(
+        "Has no effect; kept for compatibility: workers wait only for the values that they"
+    )
+    assert "no effect" not in Options().Precision.enableStochasticRounding.__doc__  # which is carried out

@@ -91,9 +91,10 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
         raise CaptureError(
             f"{user_line(error)}: the forward reads a value out of a tensor, which has none while the model is"
             " compiled\n"
-            f"  why: {error.func} reads it; `tensor.item()`, `.tolist()`, `if tensor:` and shapes that depend on data"
-            " (nonzero, a boolean mask, one_hot without num_classes: num classes must be specified) can't be part of"
-            " one compiled graph, unless the value comes from constants alone\n"
+            "  why: one graph is compiled for all inputs. So these can't be in it, unless the value comes from"
+            " constants alone: `tensor.item()`, `.tolist()`, `if tensor:`, and shapes that depend on data"
+            " (nonzero, a boolean mask, one_hot without num_classes: num classes must be specified)."
+            f" Here {error.func} reads the value\n"
             "  fix: compute with tensors (torch.where, masks that keep the shape), branch with poptorch.cond, or"
             " pass the number as a Python argument of forward"
         ) from None
