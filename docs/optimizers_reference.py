@@ -46,6 +46,7 @@ _MEMBERS = """
 | load_state_dict | real | what `state_dict()` of a poptorch optimizer returned |
 | loss_scaling | real | an attribute |
 | max_grad_norm | real | an attribute |
+| state | real | torch's, which executors update |
 | state_dict | real | torch's, with `ipu_state` and `ipu_param` |
 | variable_attrs | real | a `VariableAttributes` |
 
