@@ -99,7 +99,7 @@ def main() -> None:
         print(f"{ipus} ipus: {best / taken:.0%} of the best of {len(cuts)}", file=sys.stderr)
     print(
         markdown(
-            ["ipus", "placements", "AutoBalance", "the best", "its pace of the best's", "the worst's"], rows
+            ["ipus", "placements", "AutoBalance", "best placement", "of its speed", "worst placement"], rows
         )
     )
     print()

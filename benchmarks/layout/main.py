@@ -33,7 +33,7 @@ def main() -> None:
     taking_part = [
         Contender(BASELINE, partial(ways.plain, **plain)),
         Contender("plain PyTorch, one large batch", partial(ways.large, **plain)),
-        Contender("the same in channels_last", partial(ways.large, layout="channels_last", **plain)),
+        Contender("one large batch, channels_last", partial(ways.large, layout="channels_last", **plain)),
         Contender('Pando, "preserve"', partial(ours, layout="preserve")),
         Contender('Pando, "channels_last"', partial(ours, layout="channels_last")),
         Contender('Pando, "auto"', partial(ours, layout="auto")),

@@ -5,7 +5,7 @@ import statistics
 import subprocess
 import sys
 
-HEAD = ["import torch", "median (ms)", "fastest (ms)", "of it install() (ms)", "slowest (ms)"]
+HEAD = ["import torch", "median (ms)", "fastest (ms)", "install() alone (ms)", "its slowest (ms)"]
 WAYS = {
     "without Pando": False,  # torch looks for entry points, and ours is hidden from it
     "with Pando, no Lightning": True,

@@ -115,7 +115,7 @@ def main() -> None:
         print()
     if args.only in (None, "calls"):
         rows = [[name, *starts(task, placement, args.repeats)] for name, (task, placement) in TASKS.items()]
-        print(markdown(["first call, one update", "ours (s)", "plain PyTorch (s)"], rows))
+        print(markdown(["first call, one update", "Pando (s)", "plain PyTorch (s)"], rows))
         print()
     if args.only in (None, "passes"):
         head = ["ipus", "micro-batches", "actions", "partition (s)", "tasks (s)", "all (s)"]
