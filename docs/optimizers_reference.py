@@ -65,7 +65,7 @@ def page() -> str:
     kinds = [kind for kind in kinds if kind not in (optim.Optimizer, optim.VariableAttributes)]
     names = ", ".join(rule.torch_class.__name__ for rule in RULES.values() if rule.torch_class is not None)
     head = "# Optimizers\n\n<!-- Made by `python docs/optimizers_reference.py`. -->\n\n"
-    head += "Every argument can be None, which means torch's default. Pando has update rules for these optimizers,"
+    head += "Every argument can be None (torch's default). Pando has update rules for these optimizers,"
     head += f" and for {names} of `torch.optim`.\nOther optimizers update the weights with their own `step()`;"
     head += " LBFGS and SparseAdam are errors ([guide](../guide/optimizers.md)).\n"
     return head + "".join(map(_section, kinds)) + _MEMBERS
