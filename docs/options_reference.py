@@ -33,8 +33,8 @@ _HEAD = """# Options
 
 <!-- Made by `python docs/options_reference.py`; change the docstrings in src/poptorch/options instead. -->
 
-Each part has its setters, with one of the three answers of [README.md](README.md), and the values that can be read
-back, with their defaults. `-` is a value that exists once a setter has made it.
+For each part of the options, this page lists the setters, with one of the three answers of [README.md](README.md), and
+the values that you can read, with their defaults. A value with `-` exists only after its setter was called.
 """
 
 
