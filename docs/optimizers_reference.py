@@ -21,7 +21,7 @@ _ARGUMENTS: dict[str, tuple[str, str]] = {
     "decoupled_weight_decay": ("real", "True makes it AdamW"),
     "eta": ("real", "the trust coefficient, which scales a step relative to the norm of the weights"),
     "loss_scaling": ("real", "multiplies the loss and divides the gradients"),
-    "velocity_scaling": ("no effect", "because Pando does not scale the velocity"),
+    "velocity_scaling": ("no effect", "Pando does not scale the velocity"),
     "use_combined_accum": ("no effect", "results are the same"),
     "use_tf_variant": ("real", "True uses TensorFlow's update rule"),
     "max_weight_norm": ("real", "can also be set in a parameter group"),
@@ -46,6 +46,7 @@ _MEMBERS = """
 | load_state_dict | real | loads a state that `state_dict()` of a poptorch optimizer returned |
 | loss_scaling | real | an attribute |
 | max_grad_norm | real | an attribute |
+| state | real | torch's dictionary, which executors update |
 | state_dict | real | torch's format, with the additional keys `ipu_state` and `ipu_param` |
 | variable_attrs | real | a `VariableAttributes` |
 
@@ -66,7 +67,9 @@ def page() -> str:
     names = ", ".join(rule.torch_class.__name__ for rule in RULES.values() if rule.torch_class is not None)
     head = "# Optimizers\n\n<!-- Made by `python docs/optimizers_reference.py`. -->\n\n"
     head += "Every argument can be None (torch's default). Pando has update rules for these optimizers,"
-    head += f" and for {names} of `torch.optim`.\nOther optimizers update the weights with their own `step()`;"
+    head += (
+        f" and for {names} of `torch.optim`.\nOther optimizers update the weights with their own `step()`;"
+    )
     head += " LBFGS and SparseAdam are errors ([guide](../guide/optimizers.md)).\n"
     return head + "".join(map(_section, kinds)) + _MEMBERS
 
