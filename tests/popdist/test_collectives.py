@@ -93,8 +93,10 @@ def test_alone_each_collective_gives_what_it_was_given():
         collectives.all_reduce(value, "product")
 
 
-def imported(first, folder):
-    program = f"import {first}; import horovod.torch as hvd; hvd.init(); print(hvd.size(), hvd.__file__)"
+def imported(
+    first, folder, program="import horovod.torch as hvd; hvd.init(); print(hvd.size(), hvd.__file__)"
+):
+    program = f"import {first}; {program}"
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -114,3 +116,12 @@ def test_a_program_without_poprun_finds_horovods_names_unless_horovod_is_install
     (tmp_path / "horovod/__init__.py").touch()
     (tmp_path / "horovod/torch.py").write_text("def init(): pass\ndef size(): return 'its own'")
     assert imported(first, tmp_path).startswith(f"its own {tmp_path}")
+
+
+def test_a_program_finds_libpvtis_names_which_record_ranges(tmp_path):
+    program = """import libpvti as pvti, torch
+channel = pvti.createTraceChannel("training")
+with torch.profiler.profile() as profile, pvti.Tracepoint(channel, "epoch"):
+    pass
+print([event.key for event in profile.key_averages()])"""
+    assert "'training.epoch'" in imported("poptorch", tmp_path, program)

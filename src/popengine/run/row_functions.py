@@ -295,11 +295,12 @@ class RowFunctions:
     # ---- gathering -------------------------------------------------------------------------------------------
 
     def _gather_function(self, row: int, replica: int) -> Work:
-        """Return a function that stacks a value of all replicas of a group, [replicas, ...], and stores it in
-        all their frames. It does nothing unless `replica` is the group's first in this process."""
+        """Return a function that stacks a value of all replicas of a group, [replicas, ...], and stores it (in an
+        exchange: each replica's row of all values) in all their frames. It does nothing unless `replica` is the
+        group's first in this process."""
         task, counts = self.plan.tasks[row], self.settings.counts
         line = self.plan.partition.pieces[task.piece].lines[0]
-        value, size = line.arguments[0].name, line.arguments[1]
+        value, size, exchanges = line.arguments[0].name, line.arguments[1], line.arguments[2:] == (True,)
         before = counts.instance * counts.replicas  # replicas of other processes
         start = (before + replica) // size * size - before
         members = range(max(start, 0), min(start + size, counts.replicas))
@@ -313,7 +314,8 @@ class RowFunctions:
                 ranks = [(before + start) // counts.replicas + i for i in range(size // counts.replicas)]
                 found = all_gather_rows(self._group, ranks, _GATHER_TAG, found)
             for member in members:
-                self.frames[member][micro_batch][line.name] = found
+                rows = found[:, (before + member) % size].contiguous() if exchanges else found
+                self.frames[member][micro_batch][line.name] = rows
 
         return gather
 

@@ -37,9 +37,33 @@ def ctc_loss(
         targets:   [B, S], or concatenated: [sum of the target lengths]
         reduction: "mean" (of losses divided by their target length), "sum", "none"; or popart's 1, 0, 2
     """
+    return ctc_loss_and_gradient(
+        log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity
+    )[0]
+
+
+def ctc_loss_and_gradient(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: int | str = "mean",
+    zeroInfinity: bool = False,
+    enableReducedClassesInLabel: bool = False,
+    outDataType: str = "UNDEFINED",
+) -> tuple[Tensor, Tensor]:
+    """Return the CTC loss as `ctc_loss`, and its gradient of `log_probs`: the outputs of popart's Ctc.
+
+    Args:
+        enableReducedClassesInLabel: has no effect; it makes IPUs faster
+        outDataType: "FLOAT", "FLOAT16", or the dtype of `log_probs`: the example output's dtype counts
+    """
     reduction = REDUCTIONS[reduction] if isinstance(reduction, int) else reduction.lower()
     if reduction not in REDUCTIONS:
         raise ValueError(f"{reduction} is not a valid value for reduction")
+    if outDataType not in ("UNDEFINED", "FLOAT", "FLOAT16"):
+        raise Error(f"Ctc has outDataType {outDataType!r}\n  fix: UNDEFINED, FLOAT or FLOAT16")
     single = log_probs.dim() == 2
     log_probs = log_probs.unsqueeze(1) if single else log_probs
     inputs, labels = (
@@ -48,15 +72,22 @@ def ctc_loss(
     )
     if targets.dim() == 1 and single:
         targets = targets.unsqueeze(0)
-    arguments = (log_probs, targets.to(torch.long), inputs, labels, blank, bool(zero_infinity))
-    losses, _ = torch.ops.poptorch.ctc_loss(*arguments)
-    if zero_infinity:
+    arguments, settings = (log_probs, targets.to(torch.long), inputs, labels), (blank, bool(zeroInfinity))
+    losses, alpha = torch.ops.poptorch.ctc_loss(*arguments, *settings)
+    shares = torch.ones_like(losses)
+    if reduction == "mean":
+        shares = shares / labels.clamp(min=1) / len(labels)
+    with torch.no_grad():
+        gradient = torch.ops.poptorch.ctc_loss_backward(shares, *arguments, losses, alpha, *settings)
+    if zeroInfinity:
         losses = torch.where(losses == torch.inf, 0.0, losses)
     if reduction == "mean":
-        return (losses / labels.clamp(min=1)).mean()
-    if reduction == "sum":
-        return losses.sum()
-    return losses.squeeze(0) if single else losses
+        losses = (losses / labels.clamp(min=1)).mean()
+    elif reduction == "sum":
+        losses = losses.sum()
+    elif single:
+        losses = losses.squeeze(0)
+    return losses, gradient.squeeze(1) if single else gradient
 
 
 def _compute_ctc_losses(

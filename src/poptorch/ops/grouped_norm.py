@@ -73,8 +73,8 @@ class _GroupedNormFunction(torch.autograd.Function):
         x, weight, bias = _widen_half(x), _widen_half(weight), _widen_half(bias)
         mine = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0))
         means, variances = gather_over_replicas(mine, group).unbind(1)
-        mean = _sum_as_tree(means) / group
-        variance = _sum_as_tree(variances + (means - mean).square()) / group
+        mean = sum_as_tree(means) / group
+        variance = sum_as_tree(variances + (means - mean).square()) / group
         made = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.mark_non_differentiable(mean, variance)
@@ -89,9 +89,7 @@ class _GroupedNormFunction(torch.autograd.Function):
             dy, x, weight, *statistics, *statistics, False, ctx.eps, [True, True, True]
         )
         values = ctx.group * x.numel() // x.shape[1]
-        scaled, plain = _sum_as_tree(gather_over_replicas(torch.stack([weights, biases]), ctx.group)).unbind(
-            0
-        )
+        scaled, plain = sum_as_tree(gather_over_replicas(torch.stack([weights, biases]), ctx.group)).unbind(0)
         scale = torch.rsqrt(variance + ctx.eps)
         factor = scale if weight is None else scale * weight
         slope = -factor * scale * scaled / values
@@ -106,7 +104,7 @@ def _widen_half(value: Tensor | None) -> Any:
     return value.float() if value is not None and value.dtype in (torch.float16, torch.bfloat16) else value
 
 
-def _sum_as_tree(parts: Tensor) -> Tensor:
+def sum_as_tree(parts: Tensor) -> Tensor:
     """Return the sum over dimension 0, added as a binary tree, so that its bits are equal in every layout."""
     values = list(parts.unbind(0))
     while len(values) > 1:

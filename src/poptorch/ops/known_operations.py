@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from popengine.errors import Error
+from popengine.operations import gather_over_replicas
 
 from ..logs import logger
-from .ctc import ctc_loss
+from .ctc import ctc_loss_and_gradient
+from .grouped_norm import sum_as_tree
 from .library import shapes_of, shapes_text
 
-_IGNORED_ATTRIBUTES = ("root_path", "grain_size")  # the path of code for IPUs, and its layout there
+_IGNORED_ATTRIBUTES = ("root_path", "debug_str")  # the path of code for IPUs, and a name
 _warned_names: set[str] = set()  # of operations of which a warning was logged
 
 
@@ -27,8 +29,11 @@ def copy_tensor(x: Tensor) -> Tensor:
     return x.clone()
 
 
-def remap(x: Tensor) -> Tensor:
-    """Return the same values; on IPUs their layout in memory changes."""
+def remap(x: Tensor, **layout: Any) -> Tensor:
+    """Return the same values; on IPUs their layout in memory changes.
+
+    Args: layout: grain sizes, clones and the like, of no effect here
+    """
     return torch.ops.poptorch.nop(x)
 
 
@@ -122,31 +127,87 @@ def simulated_quant(
     return _QuantisedFunction.apply(x, fwd, kind, exponent_bits, mantissa_bits, rounding)  # type: ignore[return-value]
 
 
-KNOWN: dict[str, Callable[..., Tensor]] = {
+class _AllReduceFunction(torch.autograd.Function):
+    """A sum over a group of replicas in forward, or else (`backwards`) of the gradients in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, backwards: bool) -> Tensor:
+        ctx.size, ctx.sums_gradients = size, backwards
+        return x.clone() if backwards else sum_as_tree(gather_over_replicas(x, size))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.sums_gradients:
+            gradient = sum_as_tree(gather_over_replicas(gradient, ctx.size))
+        return gradient, None, None
+
+
+class _ExchangeFunction(torch.autograd.Function):
+    """Row j of the result is this replica's row of replica j's value; the backward is the same exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return gather_over_replicas(x, len(x), exchange=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gather_over_replicas(gradient.contiguous(), len(gradient), exchange=True)
+
+
+def replicated_all_reduce(
+    x: Tensor, op: str = "sum", backwards: bool = False, __collectiveReplicaGrouping: Sequence[int] = ()
+) -> Tensor:
+    """Return the sum of `x` over groups of neighbouring replicas, whose gradient is passed unchanged; if
+    `backwards`, return `x`, whose gradient becomes the sum over the group."""
+    replicas, stride, size = __collectiveReplicaGrouping or (0, 1, 0)
+    if op.lower() not in ("sum", "add") or stride != 1 or size < 1 or replicas % size:
+        raise Error(
+            f"ReplicatedAllReduceTP has op {op!r} and __collectiveReplicaGrouping {[*__collectiveReplicaGrouping]}\n"
+            '  fix: op="sum"; replicas, stride 1, and the size of a group: [4, 1, 2] for two groups of two'
+        )
+    return _AllReduceFunction.apply(x, size, backwards)  # type: ignore[return-value]
+
+
+def all_gather(x: Tensor, examples: Sequence[Tensor]) -> Tensor:
+    """Return the values of n neighbouring replicas, [n, *x.shape]; an example output of that shape gives n."""
+    return all_to_all(x.expand(examples[0].numel() // x.numel(), *x.shape))
+
+
+def all_to_all(x: Tensor) -> Tensor:
+    """Return row i of the values of n neighbouring replicas on the i-th of them; `x` is [n, ...]."""
+    return _ExchangeFunction.apply(x)  # type: ignore[return-value]
+
+
+KNOWN: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "CopyTensor": copy_tensor,
     "RemapCE": remap,
-    **dict.fromkeys(("Ctc", "CtcLoss", "CTCLoss"), ctc_loss),
+    **dict.fromkeys(("Ctc", "CtcLoss", "CTCLoss"), ctc_loss_and_gradient),
     "ExpMovAvg": moving_average,
     "AutogradProxy": autograd_proxy,
     "L1Distance": l1_distance,
     "L2Distance": l2_distance,
     "SimulatedQuant": simulated_quant,
+    "ReplicatedAllReduceTP": replicated_all_reduce,
+    "AllGather": all_gather,
+    "AllToAll": all_to_all,
 }
 
 
 def compute_known_operation(
     name: str, inputs: Sequence[Tensor], attributes: dict[str, Any], examples: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the output of the operation `KNOWN[name]`, in a list. The first call for a name logs a warning.
+    """Return the outputs of the operation `KNOWN[name]`. The first call for a name logs a warning.
 
     Args:
-        examples: a list of one tensor: the output is converted to its shape and dtype
+        examples: the outputs are converted to the shapes and dtypes of these tensors; more outputs are left out
     Raises:
         Error: inputs or attributes don't fit the operation, or the output has another size than the example
     """
     function = KNOWN[name]
     signature = inspect.signature(function)
     given = {key: value for key, value in attributes.items() if key not in _IGNORED_ATTRIBUTES}
+    if "examples" in signature.parameters:
+        given["examples"] = examples
     try:
         signature.bind(*inputs, **given)
     except TypeError as error:
@@ -160,10 +221,11 @@ def compute_known_operation(
         summary = (inspect.getdoc(function) or "").split("\n")[0]
         logger.warning("the custom operation %s is computed by poptorch's own: %s", name, summary)
     made = function(*inputs, **given)
-    if [made.numel()] != [example.numel() for example in examples]:
-        found, wanted = shapes_text(shapes_of([made])), shapes_text(shapes_of(examples))
+    made = [made] if isinstance(made, Tensor) else [*made[: len(examples)]]
+    if [value.numel() for value in made] != [example.numel() for example in examples]:
+        found, wanted = shapes_text(shapes_of(made)), shapes_text(shapes_of(examples))
         raise Error(
             f"the custom operation {name} makes {found}; the program's example_outputs are {wanted}\n"
             f"  fix: an example of that shape, or poptorch.registerCustomOp({name!r}, domain, version, forward)"
         )
-    return [made.reshape(examples[0].shape).to(examples[0].dtype)]
+    return [v.reshape(example.shape).to(example.dtype) for v, example in zip(made, examples, strict=True)]

@@ -29,6 +29,12 @@ class Trained(nn.Module):
         return made, poptorch.identity_loss(loss, "none")
 
 
+class Whole(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
 def assert_computes_and_trains_as(function, plain, *weights):
     """Values and gradients of an operation, compiled, equal those of plain PyTorch."""
     torch.set_num_threads(1)
@@ -55,13 +61,19 @@ X, Y = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)), torch.full
     [
         (lambda x: used("CopyTensor", x), lambda x: x),
         (lambda x: used("RemapCE", x, grain_size=8), lambda x: x),
+        (
+            lambda x: used(
+                "RemapCE", x, fwd_grain_size=8, bwd_grain_size=8, fwd_clone_layout=1, debug_str="x"
+            ),
+            lambda x: x,
+        ),
         (lambda x: used("ExpMovAvg", x, Y, factor=0.75), lambda x: 0.75 * x + 0.25 * Y),
         (
             lambda x: used("ExpMovAvg", x, Y, torch.tensor(0.75)),
             lambda x: torch.tensor(0.75) * x + (1 - torch.tensor(0.75)) * Y,
         ),
     ],
-    ids=["copy", "remap", "average", "average by a tensor"],
+    ids=["copy", "remap", "remap by names", "average", "average by a tensor"],
 )
 def test_copies_and_averages_have_the_values_and_gradients_of_torch(function, plain):
     assert_computes_and_trains_as(function, plain, X)
@@ -86,6 +98,106 @@ def test_ctc_is_torchs(reduction):
     expected()[1].backward()
     trainer.copyWeightsToHost()
     torch.testing.assert_close(found.weights[0], log_probs - expected.weights[0].grad)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("in_a_model", [True, False])
+def test_ctc_has_poparts_attributes_and_returns_the_gradient_too(reduction, in_a_model):
+    log_probs = torch.randn(7, 2, 4, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    targets, lengths = torch.tensor([[1, 2, 2], [3, 1, 0]]), (torch.tensor([7, 6]), torch.tensor([3, 2]))
+
+    def ours(x):
+        attributes = {"blank": 0, "reduction": reduction, "zeroInfinity": 1}
+        attributes |= {"enableReducedClassesInLabel": 1, "outDataType": "FLOAT"}
+        examples = [torch.zeros(2 if reduction == "none" else 1), torch.zeros(7, 2, 4)]
+        return poptorch.custom_op([x, targets, *lengths], "Ctc", "any.domain", 1, examples, attributes)
+
+    options = poptorch.Options().showCompilationProgressBar(False)
+    options.deviceIterations(1)
+    found, gradient = (poptorch.inferenceModel(Whole(ours), options) if in_a_model else ours)(log_probs)
+    twin = log_probs.clone().requires_grad_()
+    expected = nn.functional.ctc_loss(twin, targets, *lengths, reduction=reduction, zero_infinity=True)
+    expected.sum().backward()
+    torch.testing.assert_close(found, expected.detach().reshape(found.shape))
+    torch.testing.assert_close(gradient, twin.grad)
+
+
+def test_ctc_refuses_an_unknown_output_type():
+    inputs = torch.zeros(3, 1, 2), torch.ones(1, 1, dtype=torch.long), torch.tensor([3]), torch.tensor([1])
+    with pytest.raises(poptorch.Error, match="outDataType 'INT32'"):
+        used("Ctc", *inputs, example=torch.zeros(1), outDataType="INT32")
+
+
+def over_replicas(function, replicas=4):
+    """Return what an operation makes of x on each replica, and the gradients of x there.
+
+    x is [2, 3] on each replica, and the loss weighs each element of the result by the replica's own weights.
+    """
+    torch.manual_seed(0)
+    x, weights = torch.randn(replicas, 2, 3), torch.randn(replicas, *function(torch.zeros(2, 3)).shape)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.zeros = nn.Parameter(torch.zeros(replicas, 2, 3))
+
+        def forward(self, x, weights, place):
+            own = (self.zeros * place[0, :, None, None]).sum(0)  # its gradient has a place for each replica
+            made = function(x[0] + own)
+            return made[None], poptorch.identity_loss((made * weights[0]).sum(), "none")
+
+    model = Model()
+    options = poptorch.Options().showCompilationProgressBar(False).replicationFactor(replicas)
+    options.outputMode(poptorch.OutputMode.All)
+    options.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
+    trainer = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=1.0))
+    made, _ = trainer(x, weights, torch.eye(replicas))
+    trainer.copyWeightsToHost()
+    return x, weights, made, -model.zeros.detach()
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("backwards", [0, 1])
+def test_an_all_reduce_sums_over_groups_in_forward_or_backward(group, backwards):
+    def reduced(x):
+        return used(
+            "ReplicatedAllReduceTP",
+            x,
+            op="sum",
+            backwards=backwards,
+            __collectiveReplicaGrouping=[4, 1, group],
+        )
+
+    def sums(values):
+        return (
+            values.view(4 // group, group, 2, 3)
+            .sum(1, keepdim=True)
+            .expand(-1, group, -1, -1)
+            .reshape(4, 2, 3)
+        )
+
+    x, weights, made, gradients = over_replicas(reduced)
+    torch.testing.assert_close(made, x if backwards else sums(x))
+    torch.testing.assert_close(gradients, sums(weights) if backwards else weights)
+
+
+@pytest.mark.parametrize("attributes", [{}, {"op": "max"}, {"__collectiveReplicaGrouping": [4, 2, 2]}])
+def test_an_all_reduce_of_another_kind_is_refused(attributes):
+    attributes = {"__collectiveReplicaGrouping": [4, 1, 2], **attributes} if attributes else {}
+    with pytest.raises(poptorch.Error, match=r'ReplicatedAllReduceTP has op[^$]*fix: op="sum"'):
+        used("ReplicatedAllReduceTP", X, **attributes)
+
+
+def test_an_all_gather_stacks_the_values_of_all_replicas():
+    x, weights, made, gradients = over_replicas(lambda x: used("AllGather", x, example=torch.zeros(4, 2, 3)))
+    assert torch.equal(made, x.expand(4, 4, 2, 3))
+    torch.testing.assert_close(gradients, weights.sum(0))
+
+
+def test_an_all_to_all_exchanges_rows():
+    x, weights, made, gradients = over_replicas(lambda x: used("AllToAll", x), replicas=2)
+    assert torch.equal(made, x.transpose(0, 1))
+    torch.testing.assert_close(gradients, weights.transpose(0, 1))
 
 
 def test_a_proxy_gives_the_first_value_and_its_gradient_to_the_second():
