@@ -91,6 +91,10 @@ def compare(
     options = Options() if options is None else options
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01) if optimizer is None else optimizer
     counts = options._counts()
+    if options.exists("batch_dims"):
+        raise Error(
+            "compare: options.batchDims is not supported\n  fix: a model and inputs with rows in dimension 0"
+        )
     used = with_tensors(batch, (t.chunk(counts.iterations)[0] for t in tensors_of(batch)))
     merged = 1
     if update is None and options.Training.merge_micro_batches:  # before the number of threads changes
@@ -102,7 +106,9 @@ def compare(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as an ipu computes: more threads add in another order
     try:
+        before = [parameter.grad for parameter in model.parameters()]
         loss_index, expected = _update_plain(plain, plain_optimizer, used, counts, merged)
+        _check_copied(model, before)
         if update is None:
             options = options.clone().deviceIterations(1)
             title, losses = _update_by_executor(ours, our_optimizer, options, used, loss_index)
@@ -120,6 +126,24 @@ def compare(
         for (name, weight), our in zip(plain.named_parameters(), ours.parameters(), strict=True)
     )
     return Comparison(f"{title}; against plain PyTorch", _describe_gradients(loss, rows, counts), loss, rows)
+
+
+def _check_copied(model: nn.Module, before: Sequence[Tensor | None]) -> None:
+    """Raise Error if a copy of the model has written gradients of the model itself, after restoring these.
+
+    Args: before: the gradient of each parameter before the copy ran
+    """
+    changed = []
+    for (name, parameter), gradient in zip(model.named_parameters(), before, strict=True):
+        if parameter.grad is not gradient:
+            changed.append(name)
+            parameter.grad = gradient
+    if changed:
+        raise Error(
+            f"compare: a copy of the model computes with parameters of the model itself: {', '.join(changed)}\n"
+            "  why: a lambda or another function keeps these layers, and copy.deepcopy copies no functions\n"
+            "  fix: assign the layers to attributes of the module, and read them in forward by `self`"
+        )
 
 
 def _index_of_loss(outputs: Any) -> int:

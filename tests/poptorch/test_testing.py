@@ -130,3 +130,29 @@ def test_a_loop_that_takes_the_batch_as_one_differs_by_rounding():
 def test_a_model_without_a_loss_is_an_error():
     with pytest.raises(poptorch.Error, match="forward returns no loss"):
         compare(nn.Linear(4, 4), options(), torch.randn(8, 4))
+
+
+def test_a_model_whose_function_keeps_its_layers_is_refused_and_keeps_its_gradients():
+    layer = torch.nn.Linear(3, 2)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+            self.run = lambda x: layer(x).square().mean()
+
+        def forward(self, x):
+            return self.run(x)
+
+    layer.bias.grad = before = torch.ones(2)
+    with pytest.raises(
+        poptorch.Error, match=r"parameters of the model itself: layer.weight\n  why: a lambda"
+    ):
+        poptorch.testing.compare(Model(), None, torch.randn(4, 3))
+    assert layer.weight.grad is None and layer.bias.grad is before
+
+
+def test_a_comparison_refuses_inputs_with_rows_in_another_dimension():
+    opts = poptorch.Options().batchDims({"x": 1})
+    with pytest.raises(poptorch.Error, match="batchDims is not supported"):
+        poptorch.testing.compare(torch.nn.Linear(2, 2), opts, torch.randn(4, 2))

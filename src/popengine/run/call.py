@@ -20,7 +20,8 @@ from ..settings import Anchor, Counts, Hyper, Outputs, Settings
 
 logger = logging.getLogger("popengine")
 
-# PopTorch's devices have no 64-bit types: the user receives 32-bit values, if the values fit.
+# PopTorch's devices have no 64-bit types: the user receives 32-bit values, if the values fit. Only the outputs of a
+# model with float64 weights or buffers, which those devices don't run, stay float64.
 _RETURNED = {torch.int64: torch.int32, torch.float64: torch.float32}
 
 
@@ -31,12 +32,19 @@ class ResultBuffer:
     Args:
         period: of mode "every_n": the values of each `period`-th iteration are returned
         like:   has the shape and dtype of one value
+        as_32_bit: whether float64 values are returned as float32
     """
 
     def __init__(
-        self, counts: Counts, mode: Outputs, period: int, like: Slot | Result, device: torch.device
+        self,
+        counts: Counts,
+        mode: Outputs,
+        period: int,
+        like: Slot | Result,
+        device: torch.device,
+        as_32_bit: bool = True,
     ) -> None:
-        self._counts, self._mode = counts, mode
+        self._counts, self._mode, self._as_32_bit = counts, mode, as_32_bit
         self._period = period if mode == "every_n" else 1
         rows = counts.replicas
         if mode in ("all", "every_n"):
@@ -66,15 +74,17 @@ class ResultBuffer:
         self.finished[row] = perf_counter()
 
     def copy_to_host(self) -> Tensor:
-        """Return a copy of all rows on the CPU, `_as_32_bit` and concatenated in dimension 0.
+        """Return a copy of all rows on the CPU, `_narrowed` and concatenated in dimension 0.
         0-d rows become one tensor of shape [rows], or 0-d if there is only one row."""
-        values = _as_32_bit(self.values.cpu())
+        values = self.values.cpu()
+        if self._as_32_bit or not values.is_floating_point():
+            values = _narrowed(values)
         if values.dim() == 1:
             return values.reshape(()) if len(values) == 1 else values
         return values.flatten(0, 1)
 
 
-def _as_32_bit(values: Tensor) -> Tensor:
+def _narrowed(values: Tensor) -> Tensor:
     """Return int64 and float64 values as 32-bit values (other types unchanged). If a value is too large for
     the 32-bit type, log a warning and return all values unchanged."""
     narrow = _RETURNED.get(values.dtype)
@@ -96,6 +106,7 @@ class Results:
     def __init__(self, signature: Signature, settings: Settings, device: torch.device) -> None:
         self._signature, counts = signature, settings.counts
         self._counts, self._merged = counts, settings.merged
+        narrow = all(slot.dtype != torch.float64 for slot in signature.parameters_and_buffers)
         self.loss_scale = 1.0  # of the latest step
         # By index of the result in the signature: the outputs, and the inputs that the forward writes into.
         self._outputs: dict[int, ResultBuffer] = {}
@@ -107,7 +118,7 @@ class Results:
             like = replace(result, shape=result.shape[settings.merged > 1 :])  # of one micro-batch
             if result.kind == "output":
                 mode = modes.get(index, (settings.outputs, settings.return_period))
-                self._outputs[index] = ResultBuffer(counts, *mode, like, device)
+                self._outputs[index] = ResultBuffer(counts, *mode, like, device, narrow)
             elif result.kind == "input":  # replicas of a group write the same values
                 of_groups = replace(counts, replicas=counts.groups)
                 self._written[index] = ResultBuffer(of_groups, "all", 1, like, device)
@@ -115,7 +126,9 @@ class Results:
         for anchor in (each for each in settings.anchors if each.source in ("weight", "updated")):
             slot = next(slot for slot in signature.parameters_and_buffers if slot.key == anchor.key)
             once = replace(counts, accumulation=1)
-            self.weights[anchor] = ResultBuffer(once, anchor.outputs, anchor.return_period, slot, device)
+            self.weights[anchor] = ResultBuffer(
+                once, anchor.outputs, anchor.return_period, slot, device, narrow
+            )
         inputs = sum(slot.role == "input" for slot in signature.slots)
         # By input: when the upload of each micro-batch began and ended; at first the start of the call.
         times = [perf_counter()] * (counts.iterations * counts.accumulation * counts.replicas)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -35,10 +35,14 @@ class InputKind(NamedTuple):
 
 @dataclass(frozen=True)
 class BoundCall:
-    """The arguments of a call, bound to forward's signature, and the number of positional ones."""
+    """The arguments of a call, bound to forward's signature, and the number of positional ones.
+
+    Args: rearranged: the paths of inputs that are split along another dimension than 0, or not at all
+    """
 
     bound: inspect.BoundArguments
     positional: int
+    rearranged: frozenset[str] = frozenset()
 
     @cached_property
     def kind(self) -> InputKind:
@@ -72,7 +76,7 @@ class BoundCall:
             parts = constants_of(value, name)
             words += [f"{path}: {type(part).__name__}" for part, path, _ in parts if part is not default]
         rows = {path: len(s) for path, s in zip(self.named_tensors, samples, strict=True) if s.dim()}
-        if len(set(rows.values())) > 1:
+        if len(set(rows.values())) > 1 and not self.rearranged:
             words.append(f"with {ROWS_DIFFER}: {rows}")
         return ", ".join(words)
 
@@ -80,7 +84,43 @@ class BoundCall:
         """Return a copy of the call with other tensors, in the order of `self.tensors`."""
         values = with_tensors(list(self.bound.arguments.values()), iter(tensors))
         arguments: Any = dict(zip(self.bound.arguments, values, strict=True))
-        return BoundCall(inspect.BoundArguments(self.bound.signature, arguments), self.positional)
+        return replace(self, bound=inspect.BoundArguments(self.bound.signature, arguments))
+
+    def rows_first(self, dims: dict[str, int | None], micro_batches: int) -> BoundCall:
+        """Return a copy in which the rows of all inputs are in dimension 0, one micro-batch after another.
+
+        Args: dims: see `Options.batchDims`
+        Raises: Error, if a name is unknown, or a dimension is missing or no multiple of `micro_batches`
+        """
+        found, known, moved = dict(self.named_tensors), set(self.bound.signature.parameters), set[str]()
+        for path, tensor in self.named_tensors.items():
+            name = path if path in dims else re.split(r"[.\[]", path)[0]
+            dim = dims.get(name, 0)
+            known.add(name)
+            if dim == 0:
+                continue
+            moved.add(path)
+            if micro_batches == 1:
+                continue
+            if not tensor.dim():
+                raise Error(
+                    f"batchDims: input {path} has no dimensions\n  fix: pass it as {path}[None], of one row"
+                )
+            if dim is None:
+                found[path] = tensor.expand(micro_batches, *tensor.shape).flatten(0, 1)
+            elif not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] % micro_batches:
+                raise Error(
+                    f"batchDims: input {path} has shape {tuple(tensor.shape)}, and can't be split along dimension"
+                    f" {dim} into {micro_batches} micro-batches\n"
+                    f"  fix: a tensor with a multiple of {micro_batches} rows in this dimension"
+                )
+            else:
+                parts = tensor.unflatten(dim, (micro_batches, -1))
+                found[path] = parts.movedim(dim % tensor.dim(), 0).flatten(0, 1)
+        if unknown := dims.keys() - known:
+            near = did_you_mean(min(unknown), known | found.keys())
+            raise Error(f"batchDims: no input is named {min(unknown)!r}{near}\n  inputs: {', '.join(found)}")
+        return replace(self.with_tensors(found.values()), rearranged=frozenset(moved))
 
 
 class MissingArgument(Error, TypeError):

@@ -154,6 +154,13 @@ def _capture_model(
         options._execution_strategy.onEndTracing()
         _call_hooks("Post")
     _check_overlap(graph, options)
+    paths = list(call.named_tensors)
+    written = {paths[int(result.key)] for result in graph.results if result.kind == "input"}
+    if moved := sorted(written & call.rearranged):
+        raise Error(
+            f"forward writes into {', '.join(moved)}, which options.batchDims splits or repeats: the caller's tensor"
+            " would not change\n  fix: return the new value"
+        )
     graph, anchors, names = resolve_anchors(graph, forward.names, forward.indices, options, settings.training)
     kernels = options.Precision.half_kernels
     if settings.device == "cpu" and kernels != "native":

@@ -137,14 +137,17 @@ class PoplarExecutor(PublicNames):
 
     def _split_call(self, call: arguments.BoundCall) -> list[Run]:
         """Return the runs of a call: one run; with `allowNewShapes` several runs for an incomplete batch."""
-        run, first = Run(call, self.options._counts()), self._plans.first
+        counts, first = self.options._counts(), self._plans.first
+        if self.options.exists("batch_dims"):
+            call = call.rows_first(self.options("batch_dims"), counts.product)
+        run = Run(call, counts)
         if self._wrapped.training:
             present = self._flags.present_parameters(), self._optimizer_link.optimizer
             if not present[0] or present != self._present:
                 self._present = present
                 self._trained = self._flags.frozen_parameters(), self._optimizer_link.replaced_parameters()
             run = replace(run, frozen=self._trained[0], replaced=self._trained[1])
-        if not self._most_plans or run.key in self._plans.by_key:
+        if not self._most_plans or call.rearranged or run.key in self._plans.by_key:
             return [run]
         return split_into_runs(run, self.options, self._wrapped.training, first and first.inputs)
 

@@ -154,16 +154,14 @@ class _ExchangeFunction(torch.autograd.Function):
         return gather_over_replicas(gradient.contiguous(), len(gradient), exchange=True)
 
 
-def replicated_all_reduce(
-    x: Tensor, op: str = "sum", backwards: bool = False, __collectiveReplicaGrouping: Sequence[int] = ()
-) -> Tensor:
+def replicated_all_reduce(x: Tensor, op: str = "sum", backwards: bool = False, **grouping: Any) -> Tensor:
     """Return the sum of `x` over groups of neighbouring replicas, whose gradient is passed unchanged; if
     `backwards`, return `x`, whose gradient becomes the sum over the group."""
-    replicas, stride, size = __collectiveReplicaGrouping or (0, 1, 0)
-    if op.lower() not in ("sum", "add") or stride != 1 or size < 1 or replicas % size:
+    replicas, stride, size = grouping.get("__collectiveReplicaGrouping", (0, 1, 0))
+    if op.lower() not in ("sum", "add") or len(grouping) != 1 or stride != 1 or size < 1 or replicas % size:
         raise Error(
-            f"ReplicatedAllReduceTP has op {op!r} and __collectiveReplicaGrouping {[*__collectiveReplicaGrouping]}\n"
-            '  fix: op="sum"; replicas, stride 1, and the size of a group: [4, 1, 2] for two groups of two'
+            f"ReplicatedAllReduceTP has op {op!r} and {grouping}\n"
+            '  fix: op="sum", __collectiveReplicaGrouping=[replicas, stride 1, size of a group], such as [4, 1, 2]'
         )
     return _AllReduceFunction.apply(x, size, backwards)  # type: ignore[return-value]
 

@@ -156,6 +156,23 @@ class ExecutionOptions(OptionsDict):
         )
         return self.createOrSet(new_shapes=plans)
 
+    def batchDims(self, dims: dict[str, int | None]) -> Self:
+        """*Pando*: name the inputs that are not split into micro-batches along dimension 0.
+
+        >>> options.batchDims({"tokens": 1, "adjacency": None})
+
+        Outputs are still concatenated along dimension 0.
+
+        Args:
+            dims: by argument of forward (or path, as messages show it: `b[0]`) the dimension to split along, such
+                as 1 for time-major sequences [time, batch, ...]; None: each micro-batch gets the whole tensor
+        """
+        for name, dim in checked("batchDims", dims, dict).items():
+            assert isinstance(name, str) and (dim is None or type(dim) is int), (
+                f"batchDims takes the name of an input, and its dimension or None; found {name!r}: {dim!r}"
+            )
+        return self.createOrSet(batch_dims=dict(dims))
+
     def loss(self, output: str | int | None = None, *, marked: bool = False) -> Self:
         """*Pando*: name the output that is the loss by its key, attribute or index ("total", "out.loss", 0).
 
