@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -23,12 +24,23 @@ _KEYS = ("input", "input_complete", "output", "output_complete")
 
 @dataclass(frozen=True)
 class LatestCall:
-    """The results of a call, except outputs. `LatestCall()`: no call. `getPerfCounters` returns `counters`."""
+    """The results of a call, except outputs. `LatestCall()`: no call. `getPerfCounters` returns `counters`.
 
-    counters: dict[str, Times] = field(default_factory=lambda: {key: [[]] for key in _KEYS})
+    Args: times: of each run, the times for each key of `_KEYS`
+    """
+
+    times: Sequence[Sequence[Times]] = (([[]],) * len(_KEYS),)
     anchored: Mapping[str, Tensor] = field(default_factory=dict)  # by short name
     notes: Sequence[tuple[Any, Any]] = ()
     has_run: bool = False
+
+    @cached_property
+    def counters(self) -> dict[str, Times]:
+        """Return the times of all runs, by `_KEYS`."""
+        return {
+            key: [[*chain(*spans)] for spans in zip(*of_runs, strict=True)]
+            for key, *of_runs in zip(_KEYS, *self.times, strict=True)
+        }
 
     def latency(self, start: str, first: Callable[..., float], end: str) -> Latency:
         """Return (min, max, mean) seconds per micro-batch between events `start` and `end` of `counters`.
@@ -60,10 +72,6 @@ def join_results(
     executable = finished[0][1].executable
     replicas = [run.counts.replicas for run, _, _ in finished]
     times = [_run_times(plan, results) for _, plan, results in finished]
-    counters = {
-        key: [[*chain(*spans)] for spans in zip(*of_runs, strict=True)]
-        for key, *of_runs in zip(_KEYS, *times, strict=True)
-    }
     returned = zip(*(results.outputs(executable.outputs) for _, _, results in finished), strict=True)
     outputs = [_join_values(values, executable.settings.outputs, replicas) for values in returned]
     anchored = {}
@@ -78,7 +86,7 @@ def join_results(
         tensors = zip(*map(tensors_of, values), strict=True)
         joined = (_join_values(of_runs, "all", replicas) for of_runs in tensors)
         notes.append((parts[0].what, with_tensors(values[0], joined)))
-    return LatestCall(counters, anchored, notes, True), outputs
+    return LatestCall(times, anchored, notes, True), outputs
 
 
 def _run_times(plan: LoadedPlan, results: Results) -> list[Times]:

@@ -127,7 +127,7 @@ class OptionsDict(Freezable):
 
     def exists(self, name: str) -> bool:
         """Return whether a value of this name exists."""
-        return name in self._values
+        return name[:1].islower() and name in vars(self)
 
     def deleteIfExists(self, name: str) -> Self:
         """Delete a value, if it exists, and return the object. As in PopTorch, frozen options allow this."""

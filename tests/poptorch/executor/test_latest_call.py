@@ -60,9 +60,9 @@ def test_synthetic_data_is_not_measured():
 
 
 def test_several_starts_lead_to_one_end():
-    times = {"input": [[0.0, 1.0, 4.0, 5.0], [0.5, 0.0, 6.0, 4.5]], "output_complete": [[3.0, 8.0]]}
+    started, ended = [[0.0, 1.0, 4.0, 5.0], [0.5, 0.0, 6.0, 4.5]], [[3.0, 8.0]]
     # Starts are the earliest over the tensors, then over each group of two: 0 and 4.
-    assert LatestCall(times).latency("input", min, "output_complete") == (3.0, 4.0, 3.5)
+    assert LatestCall([[started, [], [], ended]]).latency("input", min, "output_complete") == (3.0, 4.0, 3.5)
 
 
 def test_destroy_forgets_the_times():
