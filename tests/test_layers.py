@@ -45,7 +45,7 @@ MAY_IMPORT = {
     | {"poptorch", "popdist", "popengine.environment", "popdist.checkpoint_files", "popdist.collectives"},
     "popdist.checkpoint_files": VALUES,
     "popdist.poptorch": {"poptorch", "popdist", "popengine.environment"},
-    "poprun.aliases": {"popdist", "popdist.collectives"},
+    "poprun.aliases": {"popdist", "popdist.collectives", "poptorch"},
     "poprun": {*COMMANDS, "popdist", "popdist.signed_store", "popdist.checkpoint_files"},
     "ipujob": {*COMMANDS, "popdist"},
     "popvision": {
