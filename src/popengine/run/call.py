@@ -32,19 +32,12 @@ class ResultBuffer:
     Args:
         period: of mode "every_n": the values of each `period`-th iteration are returned
         like:   has the shape and dtype of one value
-        as_32_bit: whether float64 values are returned as float32
     """
 
     def __init__(
-        self,
-        counts: Counts,
-        mode: Outputs,
-        period: int,
-        like: Slot | Result,
-        device: torch.device,
-        as_32_bit: bool = True,
+        self, counts: Counts, mode: Outputs, period: int, like: Slot | Result, device: torch.device
     ) -> None:
-        self._counts, self._mode, self._as_32_bit = counts, mode, as_32_bit
+        self._counts, self._mode = counts, mode
         self._period = period if mode == "every_n" else 1
         rows = counts.replicas
         if mode in ("all", "every_n"):
@@ -73,18 +66,16 @@ class ResultBuffer:
             self.values[row].copy_(value)
         self.finished[row] = perf_counter()
 
-    def copy_to_host(self) -> Tensor:
-        """Return a copy of all rows on the CPU, `_narrowed` and concatenated in dimension 0.
+    def copy_to_host(self, narrow: bool = True) -> Tensor:
+        """Return a copy of all rows on the CPU, `_as_32_bit` if `narrow`, and concatenated in dimension 0.
         0-d rows become one tensor of shape [rows], or 0-d if there is only one row."""
-        values = self.values.cpu()
-        if self._as_32_bit or not values.is_floating_point():
-            values = _narrowed(values)
+        values = _as_32_bit(self.values.cpu()) if narrow else self.values.cpu()
         if values.dim() == 1:
             return values.reshape(()) if len(values) == 1 else values
         return values.flatten(0, 1)
 
 
-def _narrowed(values: Tensor) -> Tensor:
+def _as_32_bit(values: Tensor) -> Tensor:
     """Return int64 and float64 values as 32-bit values (other types unchanged). If a value is too large for
     the 32-bit type, log a warning and return all values unchanged."""
     narrow = _RETURNED.get(values.dtype)
@@ -106,7 +97,6 @@ class Results:
     def __init__(self, signature: Signature, settings: Settings, device: torch.device) -> None:
         self._signature, counts = signature, settings.counts
         self._counts, self._merged = counts, settings.merged
-        narrow = all(slot.dtype != torch.float64 for slot in signature.parameters_and_buffers)
         self.loss_scale = 1.0  # of the latest step
         # By index of the result in the signature: the outputs, and the inputs that the forward writes into.
         self._outputs: dict[int, ResultBuffer] = {}
@@ -118,7 +108,7 @@ class Results:
             like = replace(result, shape=result.shape[settings.merged > 1 :])  # of one micro-batch
             if result.kind == "output":
                 mode = modes.get(index, (settings.outputs, settings.return_period))
-                self._outputs[index] = ResultBuffer(counts, *mode, like, device, narrow)
+                self._outputs[index] = ResultBuffer(counts, *mode, like, device)
             elif result.kind == "input":  # replicas of a group write the same values
                 of_groups = replace(counts, replicas=counts.groups)
                 self._written[index] = ResultBuffer(of_groups, "all", 1, like, device)
@@ -126,9 +116,7 @@ class Results:
         for anchor in (each for each in settings.anchors if each.source in ("weight", "updated")):
             slot = next(slot for slot in signature.parameters_and_buffers if slot.key == anchor.key)
             once = replace(counts, accumulation=1)
-            self.weights[anchor] = ResultBuffer(
-                once, anchor.outputs, anchor.return_period, slot, device, narrow
-            )
+            self.weights[anchor] = ResultBuffer(once, anchor.outputs, anchor.return_period, slot, device)
         inputs = sum(slot.role == "input" for slot in signature.slots)
         # By input: when the upload of each micro-batch began and ended; at first the start of the call.
         times = [perf_counter()] * (counts.iterations * counts.accumulation * counts.replicas)
@@ -155,7 +143,7 @@ class Results:
         """Return the values of an anchor, by `ResultBuffer.copy_to_host`, or the latest step's loss scale."""
         if anchor.source == "loss_scale":
             return torch.tensor(self.loss_scale)
-        return (self._outputs[int(anchor.key)] if anchor.is_output else self.weights[anchor]).copy_to_host()
+        return self._to_host(self._outputs[int(anchor.key)] if anchor.is_output else self.weights[anchor])
 
     def rows(self, anchor: Anchor) -> Tensor:
         """Return the values of an anchored output, of their own type, on the CPU: each value is a row."""
@@ -163,7 +151,12 @@ class Results:
 
     def outputs(self, count: int | None = None) -> list[Tensor]:
         """Return the outputs of forward, then those of anchors: all outputs, or the first `count`."""
-        return [buffer.copy_to_host() for buffer in list(self._outputs.values())[:count]]
+        return [self._to_host(buffer) for buffer in list(self._outputs.values())[:count]]
+
+    def _to_host(self, buffer: ResultBuffer) -> Tensor:
+        """Return a buffer's values on the CPU; float64 values stay so if the model has weights of float64."""
+        kinds = (slot.dtype for slot in self._signature.parameters_and_buffers)
+        return buffer.copy_to_host(buffer.values.dtype != torch.float64 or torch.float64 not in kinds)
 
     def copy_times(self, count: int) -> tuple[list[list[float]], list[list[float]]]:
         """Return when the copies of the rows of the first `count` outputs began, and when they ended."""
