@@ -209,6 +209,7 @@ def drop_aliases_and_dead_code(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0])
         elif node.target is aten.t.default and node.args[0].target is aten.t.default:
             node.replace_all_uses_with(node.args[0].args[0])  # backward transposes what forward transposed
+    _copy_inputs_before_as_strided(graph)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users and node.meta["role"] in ("constant", "loss_scale"):
@@ -219,6 +220,34 @@ def drop_aliases_and_dead_code(graph: fx.Graph) -> None:
             # A recomputed operation has the "numbers" of its first run: see `Capture.node_meta`.
             node.meta["draw"] = draws.setdefault(node.meta.get("numbers", node), len(draws))
     graph.lint()
+
+
+_OFFSETS = {aten.as_strided.default: 3, aten.as_strided_scatter.default: 4}  # the position of an argument
+
+
+def _copy_inputs_before_as_strided(graph: fx.Graph) -> None:
+    """Let operations with an offset from the begin of the memory read copies of the graph's inputs.
+
+    An input's memory begins elsewhere in a run: a micro-batch is a slice of a batch, a weight may be a view.
+    """
+    for node in graph.nodes:
+        position = _OFFSETS.get(node.target, len(node.args))
+        if node.op != "call_function" or position >= len(node.args) or node.args[position] is None:
+            continue
+        operand = base = node.args[0]
+        while base.op == "call_function" and any(
+            storage_of(n) == storage_of(base) for n in base.all_input_nodes[:1]
+        ):
+            base = base.all_input_nodes[0]
+        if base.op != "placeholder":
+            continue
+        read = base if node.target is aten.as_strided.default else operand
+        value, strides = read.meta["val"], list(read.meta["val"].stride())
+        with graph.inserting_before(node), value.fake_mode, torch.no_grad():
+            copy = graph.call_function(torch.ops.popengine.with_strides.default, (read, strides))
+            copy.meta.update({key: node.meta[key] for key in PLACE}, val=with_strides(value, strides))
+        offset = node.args[position] - value.storage_offset()
+        node.args = (copy, *node.args[1:position], offset)
 
 
 def is_random(node: fx.Node) -> bool:

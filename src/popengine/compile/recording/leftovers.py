@@ -35,20 +35,20 @@ class StoredValue(NamedTuple):
 
 def fake_tensors_in(value: Any, path: str = "model") -> list[StoredValue]:
     """Return the fake tensors that are reachable from a value: through attributes, containers, generators, and
-    the outer variables of functions. Parameters and buffers of modules are left out.
+    the outer variables of functions; each with its shortest path. Parameters and buffers of modules are left out.
 
     Args: path: the path of `value`, with which the paths in the result begin
     """
     found: list[StoredValue] = []
     seen: set[int] = set()
-    stack = [StoredValue(path, value, lambda value: None)]
-    while stack and len(seen) < _MOST_OBJECTS:
-        item = stack.pop()
+    queue = deque([StoredValue(path, value, lambda value: None)])
+    while queue and len(seen) < _MOST_OBJECTS:
+        item = queue.popleft()
         if isinstance(item.value, FakeTensor):
             found.append(item)
         elif id(item.value) not in seen and not isinstance(item.value, _CLOSED):
             seen.add(id(item.value))
-            stack += _values_held_by(*item)
+            queue += _values_held_by(*item)
     return found
 
 
