@@ -118,3 +118,53 @@ def test_gradients_are_not_copied():
 
     overview = poptorch.describe(Small(), None, (torch.randn(4, 4), torch.randint(3, (4,))))
     assert "copy" not in str(overview) and "empty" not in str(overview)
+
+
+def energy(x):
+    return (x.tanh() ** 3).sum()
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda x: torch.func.grad(energy)(x),
+        lambda x: torch.func.grad_and_value(energy)(x),
+        lambda x: torch.func.vjp(torch.sin, x)[1](x)[0],
+        lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1],
+        lambda x: torch.func.jacrev(torch.tanh)(x),
+        lambda x: torch.func.jacfwd(torch.tanh)(x),
+        lambda x: torch.func.hessian(energy)(x),
+        lambda x: torch.func.vmap(torch.func.grad(energy))(x),
+        lambda x: torch.autograd.grad(energy(y := x.detach().requires_grad_()), y)[0],
+        lambda x: torch.autograd.grad(energy(x.requires_grad_()), x)[0].detach(),
+    ],
+)
+def test_a_forward_takes_derivatives_in_inference(derivative):
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    found = poptorch.inferenceModel(derivative, options(accumulation=1))(x)
+    expected = derivative(x.clone())
+    for one, other in zip(
+        *([each] if isinstance(each, torch.Tensor) else each for each in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(one, other.detach())
+
+
+def test_a_loss_of_derivatives_by_torch_func_trains():
+    class Force(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, x, y):
+            forces = torch.func.vmap(torch.func.grad(lambda row: self.layers(row).sum()))(x)
+            return nn.functional.mse_loss(forces, y)
+
+    model, plain = made(Force), made(Force)
+    x, y = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+    poptorch.trainingModel(model, options(accumulation=2), torch.optim.SGD(model.parameters(), lr=0.1))(x, y)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for rows, target in zip(x.split(2), y.split(2), strict=True):
+        (plain(rows.clone(), target.clone()) / 2).backward()
+    optimizer.step()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from popengine.compile.recording.current_capture import current, is_traced, recording_paused
@@ -26,10 +27,17 @@ from ..ops.ctc import ctc_loss
 def replace_untraceable_functions() -> Iterator[None]:
     """Replace torch functions that can't be traced (`_REPLACEMENTS`) in the body of a `with` statement.
 
-    In the body torch.distributions checks no arguments, and nn.Transformer does not read masks.
+    In the body torch.distributions checks no arguments, nn.Transformer does not read masks, and BatchNorm with
+    momentum=None computes its momentum with tensors.
     """
-    with value_checks_off(_is_causal_mask), _ReplacementMode():
-        yield
+    kind: Any = _BatchNorm
+    forward = kind.forward
+    kind.forward = lambda norm, input: _forward_of_batch_norm(forward, norm, input)
+    try:
+        with value_checks_off(_is_causal_mask), _ReplacementMode():
+            yield
+    finally:
+        kind.forward = forward
 
 
 class _ReplacementMode(TorchFunctionMode):
@@ -38,6 +46,23 @@ class _ReplacementMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_known = func.__hash__ is not None and func in _REPLACEMENTS
         return (_REPLACEMENTS[func] if is_known else func)(*args, **(kwargs or {}))
+
+
+def _forward_of_batch_norm(forward: Callable[..., Tensor], norm: _BatchNorm, x: Tensor) -> Tensor:
+    """Return `forward(norm, x)`. With momentum=None, running statistics are means over all micro-batches."""
+    statistics: Any = norm.running_mean, norm.running_var
+    count: Any = norm.num_batches_tracked
+    if norm.momentum is not None or not norm.training or count is None:
+        return forward(norm, x)
+    before = [value.clone() for value in statistics]
+    norm.momentum = 1  # the statistics of the micro-batch alone
+    try:
+        result = forward(norm, x)
+    finally:
+        norm.momentum = None
+    for value, old in zip(statistics, before, strict=True):
+        value.copy_(torch.lerp(old.double(), value.double(), 1 / count.double()))
+    return result
 
 
 def _mark_as_loss(loss: Tensor) -> Tensor:
@@ -109,6 +134,35 @@ def _to_numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+def _pack_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Return the steps of padded sequences, one after another, and the number of sequences in each step.
+
+    Raises: CaptureError, if the lengths depend on inputs
+    """
+    if (known := _value_of(lengths)) is None:
+        raise CaptureError(
+            f"{user_line()}: a sequence is packed by lengths that are only known in a call\n"
+            "  why: the sizes of packed sequences depend on them, and a compiled model has fixed shapes\n"
+            "  fix: compute on the padded sequences, with a mask; or use lengths that are constants of the model"
+        )
+    with recording_paused():
+        mask = torch.arange(int(known.max()))[:, None] < known
+        sizes, (steps, sequences) = mask.sum(1), mask.nonzero().unbind(1)
+    return (input[sequences, steps] if batch_first else input[steps, sequences]), sizes
+
+
+def _unpack_sequence(
+    data: Tensor, sizes: Tensor, batch_first: bool, padding: float, total: int
+) -> tuple[Tensor, Tensor]:
+    """Return padded sequences and their lengths, of what `_pack_sequence` returns; `total`: steps, if positive."""
+    with recording_paused():
+        mask = torch.arange(int(sizes[0])) < sizes[:, None]
+        lengths, places = mask.sum(0), mask.nonzero().unbind(1)
+    steps = max(total, len(sizes))
+    padded = data.new_full((steps, int(sizes[0]), *data.shape[1:]), padding).index_put(places, data)
+    return (padded.transpose(0, 1) if batch_first else padded), lengths
+
+
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """Return the bincount of `input`. With a `minlength`, that of a traced `input` has exactly `minlength`
     elements, since a graph needs fixed shapes: then a larger value in `input` raises an error in a call."""
@@ -146,6 +200,8 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     Tensor.numpy: _to_numpy,
     Tensor.__array__: _to_numpy,
     Tensor.backward: _refuse_backward,
+    torch._VF._pack_padded_sequence: _pack_sequence,
+    torch._VF._pad_packed_sequence: _unpack_sequence,
     Tensor.bincount: _bincount,
     torch.bincount: _bincount,
 }

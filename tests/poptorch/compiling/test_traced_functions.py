@@ -119,3 +119,102 @@ def test_a_parameter_of_a_wrapped_model_prints_as_one():
         warnings.simplefilter("error")
         assert repr(model.weight) == "Parameter containing:\ntensor([[0.5000]], requires_grad=True)"
     del executor
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("lengths", [[5, 3, 3], [2, 5, 1]], ids=["sorted", "unsorted"])
+def test_packed_sequences_with_constant_lengths_train(lengths, layer, batch_first):
+    class Packs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer(4, 4, batch_first=batch_first)
+
+        def forward(self, x):
+            x = x if batch_first else x.transpose(0, 1)
+            packed = nn.utils.rnn.pack_padded_sequence(
+                x, torch.tensor(lengths), batch_first, enforce_sorted=False
+            )
+            found, steps = nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first, -1.0, 6)
+            found = found if batch_first else found.transpose(0, 1)
+            return found, steps, poptorch.identity_loss(found.square().mean(), "none")
+
+    torch.manual_seed(0)
+    model = Packs()
+    plain, x = copy.deepcopy(model), torch.randn(3, 5, 4)
+    found, steps, loss = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))(
+        x
+    )
+    expected, its_steps, its_loss = plain(x)
+    its_loss.backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    torch.testing.assert_close((found, loss), (expected.detach(), its_loss.detach()))
+    assert steps.tolist() == its_steps.tolist()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_packing_by_lengths_of_the_batch_is_an_error():
+    def pack(x, lengths):
+        return nn.utils.rnn.pack_padded_sequence(x, lengths, True).data
+
+    with pytest.raises(
+        poptorch.Error, match=r"test_traced_functions.py:\d+: a sequence is packed by lengths"
+    ):
+        poptorch.inferenceModel(pack)(torch.ones(2, 3, 4), torch.tensor([3, 2]))
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d])
+def test_batch_norm_without_momentum_averages_over_all_micro_batches(kind):
+    torch.manual_seed(0)
+    rest = (2, 2) if kind is nn.BatchNorm2d else ()
+    model = nn.Sequential(kind(4, momentum=None), nn.Flatten(), nn.Linear(4 * 4 if rest else 4, 4))
+    model.forward = lambda x: poptorch.identity_loss(nn.Sequential.forward(model, x).square().mean(), "none")
+    plain = copy.deepcopy(model)
+    plain.forward = lambda x: nn.Sequential.forward(plain, x)
+    options = poptorch.Options()
+    options.Training.gradientAccumulation(3)
+    trainer = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=0.0))
+    for _ in range(2):
+        x = torch.randn(12, 4, *rest)
+        trainer(x)
+        for rows in x.split(4):
+            plain(rows)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, msg=name)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x, g: torch.rand(3, generator=g),
+        lambda x, g: torch.randint(9, (3,), generator=g),
+        lambda x, g: torch.randint(1, 9, (3,), generator=g),
+        lambda x, g: torch.randperm(3, generator=g),
+        lambda x, g: torch.normal(0.0, 1.0, (3,), generator=g),
+        lambda x, g: torch.bernoulli(x, generator=g),
+        lambda x, g: torch.poisson(x, generator=g),
+        lambda x, g: torch.multinomial(x, 2, generator=g),
+        lambda x, g: x.clone().uniform_(generator=g),
+    ],
+)
+def test_a_generator_has_no_effect_and_a_warning_says_so(draw, caplog):
+    generator = torch.Generator()
+    before = generator.get_state()
+    executor = poptorch.inferenceModel(lambda x: draw(x, generator), poptorch.Options().randomSeed(1))
+    found = executor(torch.full((3,), 0.5))
+    again = poptorch.inferenceModel(lambda x: draw(x, None), poptorch.Options().randomSeed(1))
+    assert torch.equal(found, again(torch.full((3,), 0.5)))
+    assert torch.equal(generator.get_state(), before)
+    assert caplog.text.count("is given a generator, which has no effect") == 1
+
+
+def test_a_seed_set_in_forward_is_told(caplog):
+    def forward(x):
+        torch.manual_seed(4711)
+        return x + torch.rand(3) + torch.rand(3)
+
+    state = torch.get_rng_state()
+    poptorch.inferenceModel(forward)(torch.ones(3))
+    assert caplog.text.count("random numbers are drawn after torch.manual_seed in forward") == 1
+    assert torch.equal(torch.get_rng_state(), state)

@@ -115,6 +115,9 @@ class Capture:
     group: ConvolutionGroup | None = None
 
     def __post_init__(self) -> None:
+        self._seeds = {
+            torch.initial_seed()
+        }  # of torch's generator until now, without those that forward sets
         self.recorder = CaptureRecorder(self.node_meta, self.stand_ins.stand_in_of_operand)
 
     def enter_block(self, name: str, ipu: int | None) -> None:
@@ -142,8 +145,15 @@ class Capture:
         if torch.Tag.nondeterministic_seeded in func.tags:
             # Nothing is drawn while tracing, but torch's generator advances: so a checkpoint that restores
             # its state, to recompute, gets the same number here, and the same random numbers later.
-            meta["numbers"] = torch.initial_seed()
-            torch.default_generator.manual_seed(meta["numbers"] + 1 & _SEEDS)
+            meta["numbers"] = seed = torch.initial_seed()
+            if seed not in self._seeds:
+                logger.warning(
+                    "%s: random numbers are drawn after torch.manual_seed in forward, and differ from call to call\n"
+                    "  fix: options.randomSeed(seed); or make constant numbers in __init__",
+                    user_line(),
+                )
+            self._seeds |= {seed, seed + 1 & _SEEDS}
+            torch.default_generator.manual_seed(seed + 1 & _SEEDS)
         return meta
 
     def _forward_meta(self, func: Any) -> dict[str, Any]:
@@ -197,13 +207,13 @@ _CAPTURING = threading.RLock()
 
 
 @contextlib.contextmanager
-def tracing_settings(module: nn.Module, training: bool, device: str) -> Iterator[None]:
+def tracing_settings(module: nn.Module, device: str) -> Iterator[None]:
     """Set torch's global state for a capture while the body runs. Other threads that capture wait meanwhile.
 
-    Torch's layers take their branches for compilers, gradients are on in training only, autograd has one thread, and
-    anomaly detection and garbage collection are off. Functions of torch.compile run uncompiled; a warning says so if
-    `module` has any. For an accelerator, oneDNN is off and attention is recorded as products and a softmax:
-    otherwise recurrent layers and attention would be operations that only CPUs have.
+    Torch's layers take their branches for compilers, gradients are on (in inference weights require none), autograd has
+    one thread, and anomaly detection and garbage collection are off. Functions of torch.compile run uncompiled; a
+    warning says so if `module` has any. For an accelerator, oneDNN is off and attention is recorded as products and a
+    softmax: otherwise recurrent layers and attention would be operations that only CPUs have.
     """
     with _CAPTURING, contextlib.ExitStack() as contexts:
         if optimized := optimized_module_type():
@@ -218,7 +228,7 @@ def tracing_settings(module: nn.Module, training: bool, device: str) -> Iterator
         contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
         # Anomaly detection looks for NaN, and fake tensors have no values.
         contexts.enter_context(torch.autograd.set_detect_anomaly(False))
-        contexts.enter_context(torch.set_grad_enabled(training))
+        contexts.enter_context(torch.enable_grad())
         is_compiling, reported = torch.compiler.is_compiling, set[str]()
         contexts.callback(setattr, torch.compiler, "is_compiling", is_compiling)
         torch.compiler.is_compiling = lambda: is_compiling() or _is_called_by_torch(reported)

@@ -6,11 +6,14 @@ backward alike. So a model's forward runs exactly once to be captured. Where the
 run on the real constants (`CaptureRecorder.value_of`).
 """
 
+import contextlib
 import functools
+import logging
 import operator
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ from ...torch_private import (
     tree_map,
 )
 
+logger = logging.getLogger("poptorch::python")
 aten = torch.ops.aten
 PLACE = ("phase", "block", "where", "module")  # keys of a node's meta: its place in the user's model
 # Operations that update running statistics in place without declaring it, and equal ones that declare it.
@@ -213,6 +217,8 @@ class GraphRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in _DECLARED_IN_PLACE and args[3] is not None and args[5]:  # it has statistics, and trains
             func = _DECLARED_IN_PLACE[func]
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            func, args, kwargs = _without_generator(func, args, kwargs)
         meta = self._node_meta(func)
         out = (_empty_grouped_mm if func is aten._grouped_mm.default else func)(*args, **kwargs)
         if func is aten.lift_fresh.default:  # a fresh torch.tensor(...): a constant
@@ -239,6 +245,22 @@ class GraphRecorder(TorchDispatchMode):
         return out
 
 
+def _without_generator(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """Return a random operation and its arguments without a `torch.Generator`; log a warning if there is one."""
+    given = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Generator)]
+    if given:
+        logger.warning(
+            "%s is given a generator, which has no effect in a compiled model\n"
+            "  why: each micro-batch draws numbers of its own, which depend on options.randomSeed\n"
+            "  fix: options.randomSeed(seed); or draw the numbers outside of forward, and pass them as an input",
+            user_line(),
+        )
+    args = tuple(leaf for leaf in args if not isinstance(leaf, torch.Generator))
+    words = [word for word in func._overloadname.split("_") if word != "generator"]
+    func = getattr(func.overloadpacket, "_".join(words) or "default")
+    return func, args, {name: value for name, value in kwargs.items() if name != "generator"}
+
+
 # ---- the forward ------------------------------------------------------------------------------------------
 
 _OTHER_MEMORY = (aten.set_, aten.resize_, aten.resize_as_)
@@ -260,8 +282,12 @@ class CaptureRecorder(GraphRecorder):
         # The values of the nodes that `value_of` has run; None if they depend on more than constants.
         self._values: dict[fx.Node, Any] = {}
 
-    def saved_tensors_listed(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return a context in which a list of the tensors that autograd saves for backward is kept in `_saved`."""
+    @contextlib.contextmanager
+    def saved_tensors_listed(self) -> Iterator[None]:
+        """Run the body, and keep the tensors that autograd saves for backward in `_saved`.
+
+        Autograd's hooks do this. torch.func allows no hooks: while its functions run, tensors are not listed.
+        """
 
         def pack(value: Tensor) -> list[Tensor]:
             saved = [value]
@@ -269,7 +295,32 @@ class CaptureRecorder(GraphRecorder):
                 self._saved.setdefault(storage_id(value), []).append(saved)
             return saved
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved[0])
+        autograd: Any = torch.autograd.graph
+        thread, is_on = threading.get_ident(), True
+        hooks = autograd.saved_tensors_hooks(pack, lambda saved: saved[0])
+        disable = autograd.disable_saved_tensors_hooks
+
+        @contextlib.contextmanager
+        def disable_after_ours(message: str) -> Iterator[None]:
+            nonlocal is_on
+            removed = is_on and threading.get_ident() == thread
+            if removed:
+                is_on = False
+                hooks.__exit__()
+            try:
+                with disable(message):
+                    yield
+            finally:
+                if removed:
+                    hooks.__enter__()
+                    is_on = True
+
+        autograd.disable_saved_tensors_hooks = disable_after_ours
+        try:
+            with hooks:
+                yield
+        finally:
+            autograd.disable_saved_tensors_hooks = disable
 
     def _copy_saved_tensors(self, func: Any, args: Any, kwargs: Any) -> None:
         """Before an operation runs, replace the tensors that autograd has saved in the memory it writes by copies."""

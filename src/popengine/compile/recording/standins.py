@@ -34,7 +34,7 @@ class StandIns:
         _check_members(named, training, needs_values)
         self._module = module
         self.parameters = {
-            name: nn.Parameter(empty_like(real), requires_grad=real.requires_grad)
+            name: nn.Parameter(empty_like(real), requires_grad=training and real.requires_grad)
             for name, real in module.named_parameters()
         }
         self.buffers = {name: empty_like(real) for name, real in module.named_buffers()}
