@@ -224,3 +224,12 @@ def test_replicas_of_one_input_group_read_the_same_rows():
 
 def quiet():
     return poptorch.Options().showCompilationProgressBar(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32])
+def test_a_sum_of_integers_does_not_wrap_around(dtype):
+    options = poptorch.Options().deviceIterations(300).outputMode(poptorch.OutputMode.Sum)
+    executor = poptorch.inferenceModel(lambda x: (x > 0).to(dtype), options)
+    found = executor(torch.ones(600))
+    assert found.dtype == torch.int32
+    assert found.tolist() == [300, 300]

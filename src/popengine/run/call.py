@@ -42,7 +42,10 @@ class ResultBuffer:
         rows = counts.replicas
         if mode in ("all", "every_n"):
             rows *= counts.iterations // self._period * counts.accumulation
-        self.values = torch.empty((rows, *like.shape), dtype=like.dtype, device=device)
+        dtype = (
+            torch.empty(0, dtype=like.dtype).sum().dtype if mode == "sum" else like.dtype
+        )  # bools are counted
+        self.values = torch.empty((rows, *like.shape), dtype=dtype, device=device)
         if mode == "sum":
             self.values.zero_()
         self.started, self.finished = [0.0] * rows, [0.0] * rows  # perf_counter

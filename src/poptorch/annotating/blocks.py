@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from popengine.compile.recording.current_capture import current
@@ -93,6 +94,9 @@ class BeginBlockHook:
 
     def __repr__(self) -> str:
         return f"BeginBlock(user_id={self.user_id}, ipu_id={self.ipu_id})"
+
+
+torch.serialization.add_safe_globals([BeginBlockHook])  # for `torch.load` of a model with marks
 
 
 class LegacyBeginBlockFn:

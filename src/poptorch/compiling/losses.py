@@ -22,6 +22,7 @@ from popengine.compile.capture import final_losses
 from popengine.compile.recording.current_capture import Capture, is_traced
 from popengine.compile.recording.graph_recorder import sources_of
 from popengine.errors import CaptureError
+from poptorch.logs import logger
 from poptorch.nested_values import tensors_of
 from poptorch.options import Options
 
@@ -43,6 +44,8 @@ def choose_loss(returned: Any, capture: Capture, options: Options) -> None:
         chosen, origin = field, f'the output "loss" of forward, {capture.forward_line}'
     else:
         chosen = _find_output_to_train(returned, capture)
+        if chosen is None:
+            _warn_of_untrained_terms(returned, capture)
     if chosen is not None:
         capture.choose_loss(chosen, origin)
 
@@ -85,6 +88,20 @@ def _find_output_to_train(returned: Any, capture: Capture) -> Tensor | None:
             ' poptorch.identity_loss(x, reduction="none")'
         )
     return derived[0] if derived else None
+
+
+def _warn_of_untrained_terms(returned: Any, capture: Capture) -> None:
+    """Log a warning if forward returns the loss that is trained, and another scalar that is computed from it."""
+    recorder, final = capture.recorder, final_losses(capture)
+    scalars = {recorder.node_of(value) for value in tensors_of(returned) if _is_loss_candidate(value)}
+    if len(final) == 1 and any(final.keys() <= sources_of([node]) for node in scalars - final.keys()):
+        logger.warning(
+            "forward returns the loss of %s, which is trained, and a scalar computed from it, whose other terms are"
+            " not trained\n"
+            "  fix: name the scalar to train: trainingModel(model, options, optimizer, loss=<its key or place>); or"
+            ' return it as "loss", or without the other one',
+            *(where for _, where in final.values()),
+        )
 
 
 def _is_loss_candidate(value: Tensor) -> bool:

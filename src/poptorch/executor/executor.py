@@ -235,7 +235,7 @@ class PoplarExecutor(PublicNames):
                 earlier = [plan.executable for plan in plans.by_key.values()]
                 found = compile_model(model, run, options, settings, done, earlier=earlier)
             if before is None:
-                self._flags.fix()
+                self._flags.fix(any(piece.draws for piece in found.plan.partition.pieces))
             log_plan(found.plan, found.settings)
             plan = LoadedPlan(found, reporter)
             plans.add_plan(plan)
@@ -397,7 +397,7 @@ class PoplarExecutor(PublicNames):
         if self._wrapped.training:
             wrapped_model.mark_model(self._user_model, self)
         self._flags.take()
-        self._flags.fix()
+        self._flags.fix(any(piece.draws for piece in saved.executables[0].plan.partition.pieces))
         self._compiled_plans = len(saved.executables)
         for number, executable in enumerate(saved.executables, 1):
             self._plans.add_plan(LoadedPlan(executable, self._make_reporter(number)))

@@ -35,6 +35,7 @@ class ModelFlags:
         self._modes = self._seen = self._present_modes()
         self._compiled: dict[str, bool] = {}
         self._layers: dict[str, _Fixed] = {}
+        self._draws, self._torch_state = False, None
         if not model.training:
             vars(model.traced)["train"] = _OwnTrain(model.traced, self)
 
@@ -93,13 +94,23 @@ class ModelFlags:
         finally:
             _set_modes(self._model.traced, now)
 
-    def fix(self) -> None:
-        """After the first compilation: store what it has fixed, for `check_changes`."""
+    def fix(self, draws: bool) -> None:
+        """After the first compilation: store what it has fixed, for `check_changes`.
+
+        Args: draws: whether the model draws random numbers
+        """
+        self._draws = draws
+        self._torch_state = self._present_torch_state()
         layers = dict(self._model.traced.named_modules())
         names: set[str] = set().union(*map(_names_read_by, {type(layer) for layer in layers.values()}))
         modes = self._present_modes()
         layers[""] = self._model.user  # with attributes of its own, and the same layers and hooks
         self._layers = {name: _Fixed(layer, modes[name], names) for name, layer in layers.items()}
+
+    def _present_torch_state(self) -> Any:
+        """Return torch's dtype for autocast (False: off), and torch's seed, or False if the model draws no numbers."""
+        autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+        return autocast, self._draws and torch.initial_seed()
 
     def present_parameters(self) -> list[tuple[int, bool]]:
         """Return id and `requires_grad` of each parameter of the compiled layers; [] before compilation, and if
@@ -122,8 +133,8 @@ class ModelFlags:
     def check_changes(self) -> None:
         """Warn, once per kind, of changes to the model since its compilation: calls ignore such changes.
 
-        Kinds are modes, replaced layers, attributes and hooks. In inference a layer that was compiled in eval
-        mode may be in any mode.
+        Kinds are modes, replaced layers, attributes, hooks, torch's seed and autocast. In inference a layer that was
+        compiled in eval mode may be in any mode.
 
         Raises: Error, if a parameter has a hook that it had not when the model was compiled
         """
@@ -133,6 +144,16 @@ class ModelFlags:
             for name, layer in changed.items():
                 for change, effect in layer.changes(name):
                     self._warn_once(change, effect)
+        if self._torch_state is not None and self._torch_state != (now := self._present_torch_state()):
+            (autocast, seed), before = now, self._torch_state
+            if autocast != before[0]:
+                change = (
+                    f"torch.autocast is {autocast or 'off'}, and was {before[0] or 'off'} at the compilation"
+                )
+                self._warn_once(change, "computes in the types of then", "use torch.autocast in forward")
+            if seed != before[1]:
+                change = "torch.manual_seed was called after the compilation"
+                self._warn_once(change, "keeps its seed", "options.randomSeed(seed), before the first call")
         names = [
             f"{name}.{key}".lstrip(".")
             for name, layer in self._layers.items()

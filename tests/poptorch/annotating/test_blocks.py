@@ -56,3 +56,14 @@ def test_print_shows_where_blocks_begin(capsys):
     )
     assert "BeginBlock" not in repr(model)
     assert "BeginBlock(user_id=A, ipu_id=3)" in repr(poptorch.inferenceModel(model))
+
+
+def test_a_model_with_marks_is_loaded_with_weights_only(tmp_path):
+    model = nn.Sequential(poptorch.BeginBlock(nn.Linear(2, 2), "a", 1))
+    torch.save(model, tmp_path / "model.pt")
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear]):
+        loaded = torch.load(tmp_path / "model.pt")
+    with pytest.raises(
+        poptorch.Error, match="already been assigned to a block: BeginBlock\\(user_id=a, ipu_id=1"
+    ):
+        poptorch.BeginBlock(loaded[0])

@@ -204,3 +204,29 @@ def test_models_of_transformers_train_the_loss_that_they_return():
         torch.testing.assert_close(found.loss, expected.loss.detach())
         for (name, value), other in zip(model.named_parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(value.detach(), other.detach(), msg=name)
+
+
+@pytest.mark.parametrize("metric", [l1, mse, lambda y, t: l1(t, t)])
+def test_a_metric_without_gradients_is_no_loss(metric):
+    def outcome(y, t):
+        with torch.no_grad():
+            found = metric(y, t)
+        return mse(y, t), found
+
+    assert torch.equal(weight_after(outcome)[0], weight_after(mse)[0])
+
+
+@pytest.mark.parametrize(
+    ("outcome", "warnings"),
+    [
+        (lambda y, t: ((loss := mse(y, t)) + y.abs().sum(), loss), 1),
+        (lambda y, t: {"mse": (loss := mse(y, t)), "total": loss * 2}, 1),
+        (lambda y, t: ((loss := mse(y, t)), loss.detach() * 2), 0),
+        (lambda y, t: ((loss := mse(y, t)) + y.abs().sum(), loss.detach()), 0),
+        (lambda y, t: {"loss": (loss := mse(y, t)) * 2, "mse": loss}, 0),
+        (lambda y, t: (poptorch.identity_loss(loss := mse(y, t), "none"), loss * 2), 0),
+    ],
+)
+def test_a_returned_scalar_that_is_computed_from_the_trained_loss_has_a_warning(outcome, warnings, caplog):
+    weight_after(outcome)
+    assert caplog.text.count("a scalar computed from it, whose other terms are not trained") == warnings

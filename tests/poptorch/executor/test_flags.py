@@ -419,3 +419,25 @@ def test_a_loss_scaling_set_after_wrapping_is_told(caplog):
     steps(executor, 2)
     (message,) = warnings(caplog)
     assert "loss_scaling is 4.0, and was 2.0" in message
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_seed_set_after_compilation_is_told_once_if_the_model_draws_numbers(dropout, caplog):
+    model = made()
+    model.drop.p = dropout
+    run = trainer(Loss(model))
+    run(X)
+    for seed in (3, 4):
+        torch.manual_seed(seed)
+        run(X)
+    assert caplog.text.count("torch.manual_seed was called after the compilation") == (dropout > 0)
+
+
+def test_autocast_around_later_calls_is_told_once(caplog):
+    run = inference(made().eval())
+    expected = run(X)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(run(X), expected)
+        run(X)
+    run(X)
+    assert caplog.text.count("torch.autocast is torch.bfloat16, and was off at the compilation") == 1
