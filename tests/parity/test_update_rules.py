@@ -46,6 +46,13 @@ def test_an_optimizer_that_torch_has_trains_to_torchs_bits(case, library):
     assert differing(trained(partial(getattr(library, name), **rates)), expected) == []
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_torchs_sgd_leaves_the_first_gradient_undampened(momentum, fused):
+    made = partial(torch.optim.SGD, lr=0.05, momentum=momentum, dampening=0.3, weight_decay=0.1, fused=fused)
+    assert differing(trained(made), plain(made)) == []
+
+
 FORMULAS = {
     "sgd, dampening": (
         partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),

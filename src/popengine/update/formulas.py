@@ -236,19 +236,25 @@ fused_adam, fused_adamw = (partial(_run_fused_adam, name) for name in ("_fused_a
 
 
 def fused_sgd(step: Step) -> None:
-    _, rates, parameters, gradients, _ = step
+    optimizer, rates, parameters, gradients, _ = step
     rate, momentum, dampening = rates["lr"], rates["momentum"], rates.get("dampening", 0.0)
-    if momentum == 0 and dampening != 0:
+    is_as_torch = bool(optimizer.flags.get("torch_dampening"))
+    if momentum == 0 and dampening != 0 and not is_as_torch:
         rate = rate * (1 - dampening)  # the kernel dampens velocities only; see `sgd`
-    fused_sgd_(
-        parameters,
-        gradients,
-        step.state("momentum_buffer") if momentum != 0 else [],
-        weight_decay=rates["weight_decay"],
-        momentum=momentum,
-        lr=rate,
-        dampening=dampening if momentum != 0 else 0.0,
-        nesterov=bool(rates.get("nesterov")),
-        maximize=bool(rates.get("maximize")),
-        is_first_step=False,  # the velocity starts as zeros; the first gradient is dampened like all others
-    )
+    velocities = step.state("momentum_buffer") if momentum != 0 else []
+    # Velocities start as zeros. Only torch's optimizer leaves the first gradient undampened.
+    is_first = [count == 1 for count in _counts_of_updates(step)] if velocities and is_as_torch else [False]
+    for first in set(is_first):
+        same = [i for i in range(len(parameters)) if is_first[i % len(is_first)] == first]
+        fused_sgd_(
+            [parameters[i] for i in same],
+            [gradients[i] for i in same],
+            [velocities[i] for i in same] if velocities else [],
+            weight_decay=rates["weight_decay"],
+            momentum=momentum,
+            lr=rate,
+            dampening=dampening if momentum != 0 else 0.0,
+            nesterov=bool(rates.get("nesterov")),
+            maximize=bool(rates.get("maximize")),
+            is_first_step=first,
+        )

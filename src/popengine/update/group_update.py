@@ -54,10 +54,14 @@ def fitting_state(
 
 
 def has_fused_kernel(optimizer: Optimizer) -> bool:
-    """Return whether the rule has a fused kernel, sums and states are float32, and flags at default."""
+    """Return whether the rule has a fused kernel for these flags, and sums and states are float32."""
     rule = RULES[optimizer.kind]
     types = {torch.float32, optimizer.accumulator_type, *optimizer.state_types.values()}
-    return rule.fused is not None and types == {torch.float32} and not rule.nondefault_flags(optimizer)
+    return (
+        rule.fused is not None
+        and types == {torch.float32}
+        and not {*rule.nondefault_flags(optimizer)} - {"torch_dampening"}
+    )
 
 
 def update(

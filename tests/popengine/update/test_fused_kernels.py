@@ -73,7 +73,7 @@ def test_a_group_may_hold_both_kinds_of_parameters():
         (Optimizer("adamw", {}, {"exp_avg": torch.float16}), False),
         (Optimizer("adamw", {}, accumulator_type=torch.float16), False),
         (Optimizer("adamw", {}, flags={"bias_correction": False}), False),
-        (Optimizer("sgd", {}, flags={"torch_dampening": True}), False),
+        (Optimizer("sgd", {}, flags={"torch_dampening": True}), True),
         (Optimizer("lamb", {}), False),
         (Optimizer("rmsprop", {}), False),
     ],
