@@ -70,7 +70,7 @@ def split_into_runs(whole: Run, options: Options, training: bool, like: Compiled
     call, counts = whole.call, whole.counts
     rows = {tensor.shape[0] for tensor in call.tensors if tensor.dim()}
     size = _micro_batch_rows(call, like)
-    if len(rows) != 1 or not size or min(rows) >= size * counts.product:
+    if len(rows) != 1 or not size or not 0 < min(rows) < size * counts.product:
         return [whole]
     count, rest = divmod(rows.pop(), size)
     steps, left = divmod(count, counts.accumulation * counts.groups)

@@ -7,6 +7,7 @@ result without reading. Functions that can't be replaced raise an error with a f
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -175,6 +176,18 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
     return torch.zeros(minlength, dtype=weights.dtype).scatter_add(0, input.long(), weights)
 
 
+def _with_sparse_constant(product: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Return a matrix product. The first factor may be a sparse constant: each of its values multiplies a row."""
+    if kwargs or args[0].layout is torch.strided or not is_traced(args[1]):
+        return product(*args, **kwargs)
+    first, second = args
+    with DisableTorchFunction(), recording_paused():
+        constant = first.detach().to_sparse_coo().coalesce()
+        (rows, columns), values = constant.indices(), constant.values()
+    terms = values.reshape(-1, *[1] * (second.dim() - 1)) * second[columns]
+    return terms.new_zeros(first.shape[0], *second.shape[1:]).index_add(0, rows, terms)
+
+
 def _is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
     """Return whether a mask is causal, as torch computes it; False for a traced mask with unknown values."""
     if is_causal is None and mask is not None and is_traced(mask):
@@ -192,6 +205,15 @@ def _refuse_backward(*args: Any, **kwargs: Any) -> None:
     )
 
 
+_PRODUCTS: Any = (
+    torch.sparse.mm,
+    torch.spmm,
+    torch.mm,
+    torch.matmul,
+    Tensor.mm,
+    Tensor.matmul,
+    Tensor.__matmul__,
+)
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     functional.ctc_loss: _ctc_loss,
     functional.gaussian_nll_loss: _gaussian_nll_loss,
@@ -204,4 +226,5 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     torch._VF._pad_packed_sequence: _unpack_sequence,
     Tensor.bincount: _bincount,
     torch.bincount: _bincount,
+    **{product: partial(_with_sparse_constant, product) for product in _PRODUCTS},
 }

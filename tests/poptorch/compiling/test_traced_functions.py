@@ -218,3 +218,27 @@ def test_a_seed_set_in_forward_is_told(caplog):
     poptorch.inferenceModel(forward)(torch.ones(3))
     assert caplog.text.count("random numbers are drawn after torch.manual_seed in forward") == 1
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+@pytest.mark.parametrize("product", [torch.sparse.mm, torch.mm, torch.matmul, torch.spmm, lambda a, x: a @ x])
+def test_a_sparse_constant_is_a_factor(product, layout):
+    torch.manual_seed(0)
+    graph = torch.randn(4, 4).relu()
+
+    class Convolves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.graph = nn.Linear(4, 3), getattr(graph, layout)()
+
+        def forward(self, x):
+            return poptorch.identity_loss(product(self.graph, self.layer(x)).square().mean(), "none")
+
+    model = Convolves()
+    weight, bias = (value.detach().clone().requires_grad_() for value in model.layer.parameters())
+    x = torch.randn(4, 4)
+    expected = (graph @ functional.linear(x, weight, bias)).square().mean()
+    expected.backward()
+    loss = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))(x)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(model.layer.weight.detach(), weight.detach() - 0.1 * weight.grad)

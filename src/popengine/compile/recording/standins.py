@@ -214,7 +214,7 @@ def _check_members(named: list[tuple[str, Tensor]], training: bool, needs_values
             lambda value: value.layout is not torch.strided,
             "are sparse\n"
             "  why: the state of a compiled model is dense tensors\n"
-            "  fix: register `value.to_dense()`",
+            "  fix: register `value.to_dense()`; a constant factor of torch.sparse.mm need be no buffer",
         ),
         (
             lambda value: needs_values and value.is_meta,
