@@ -66,8 +66,10 @@ class StandIns:
                 self.hooks.append((hook, f"a hook of {name}"))
 
     def trained_parameters(self) -> dict[str, Tensor]:
-        """Return the stand-ins of parameters that require a gradient, by canonical name."""
-        return {name: value for name, value in self.parameters.items() if value.requires_grad}
+        """Return the stand-ins of parameters that require a gradient, by canonical name (in inference they don't)."""
+        return {
+            name: fake for name, real, fake in self.members if real.requires_grad and name in self.parameters
+        }
 
     def stand_in_of(self, value: Any) -> Any:
         """Return the stand-in of a parameter, a buffer, or a view of these; any other value unchanged."""
