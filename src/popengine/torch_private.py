@@ -38,6 +38,7 @@ from torch.autograd import (
 from torch.distributed import distributed_c10d
 from torch.distributions import Distribution
 from torch.nn.modules import transformer
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # old: the base of BatchNorm1d, 2d and 3d
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks  # 2.0
 from torch.utils._python_dispatch import TorchDispatchMode  # 1.12: receives each operation below autograd
 from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes  # 2.0
@@ -51,6 +52,8 @@ from torch.utils._pytree import (  # 1.8: nested lists, tuples and dicts
 )
 
 TENSOR_FUNCTIONS: Any = torch._C._VariableFunctions  # old: the kernels of torch.add and other functions # pyright: ignore
+PACK_SEQUENCE = TENSOR_FUNCTIONS._pack_padded_sequence  # old: of torch.nn.utils.rnn.pack_padded_sequence
+UNPACK_SEQUENCE = TENSOR_FUNCTIONS._pad_packed_sequence  # old
 LAYER_FUNCTIONS: Any = torch._C._nn  # old: the kernels of torch.nn.functional # pyright: ignore
 
 # 2.1: returns the number of references to the storage with an address

@@ -13,13 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from popengine.compile.recording.current_capture import current, is_traced, recording_paused
 from popengine.compile.recording.graph_recorder import user_line
 from popengine.errors import CaptureError
-from popengine.torch_private import DisableTorchFunction, detect_is_causal_mask, value_checks_off
+from popengine.torch_private import (
+    PACK_SEQUENCE,
+    UNPACK_SEQUENCE,
+    BatchNorm,
+    DisableTorchFunction,
+    detect_is_causal_mask,
+    value_checks_off,
+)
 
 from ..ops.ctc import ctc_loss
 
@@ -31,7 +37,7 @@ def replace_untraceable_functions() -> Iterator[None]:
     In the body torch.distributions checks no arguments, nn.Transformer does not read masks, and BatchNorm with
     momentum=None computes its momentum with tensors.
     """
-    kind: Any = _BatchNorm
+    kind: Any = BatchNorm
     forward = kind.forward
     kind.forward = lambda norm, input: _forward_of_batch_norm(forward, norm, input)
     try:
@@ -49,7 +55,7 @@ class _ReplacementMode(TorchFunctionMode):
         return (_REPLACEMENTS[func] if is_known else func)(*args, **(kwargs or {}))
 
 
-def _forward_of_batch_norm(forward: Callable[..., Tensor], norm: _BatchNorm, x: Tensor) -> Tensor:
+def _forward_of_batch_norm(forward: Callable[..., Tensor], norm: BatchNorm, x: Tensor) -> Tensor:
     """Return `forward(norm, x)`. With momentum=None, running statistics are means over all micro-batches."""
     statistics: Any = norm.running_mean, norm.running_var
     count: Any = norm.num_batches_tracked
@@ -222,8 +228,8 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     Tensor.numpy: _to_numpy,
     Tensor.__array__: _to_numpy,
     Tensor.backward: _refuse_backward,
-    torch._VF._pack_padded_sequence: _pack_sequence,
-    torch._VF._pad_packed_sequence: _unpack_sequence,
+    PACK_SEQUENCE: _pack_sequence,
+    UNPACK_SEQUENCE: _unpack_sequence,
     Tensor.bincount: _bincount,
     torch.bincount: _bincount,
     **{product: partial(_with_sparse_constant, product) for product in _PRODUCTS},
