@@ -284,6 +284,48 @@ def test_state_is_saved_and_loaded_and_the_training_goes_on():
     same((again, other), plain(make))
 
 
+class Counting(Lion):
+    """Counts its steps by an integer, makes its state anew in each step, and writes to gradients."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.add_(parameter, alpha=0.01)
+        super().step(closure)
+        for state in self.state.values():
+            state["count"], state["exp_avg"] = state.get("count", 0) + 1, state["exp_avg"].clone()
+
+
+def test_a_users_optimizer_has_a_state_that_can_be_written_saved_and_handed_on(tmp_path):
+    model, optimizer, executor = wrapped(Counting)
+    twin, plain_optimizer = parity_runs.made(Model), None
+    data = parity_runs.batches(model, 4, ACCUMULATION * ROWS)
+
+    def step(rows):
+        executor(*rows)
+        plain_optimizer.zero_grad()
+        for micro_batch in parity_runs.cut(ROWS, *rows):
+            twin(*micro_batch)[1].backward()
+        for parameter in twin.parameters():
+            parameter.grad /= ACCUMULATION
+        plain_optimizer.step()
+        same((model, executor._optimizer), (twin, plain_optimizer))
+
+    plain_optimizer = Counting(twin.parameters())
+    step(data[0])
+    for each, weight in ((optimizer, model.first.weight), (plain_optimizer, twin.first.weight)):
+        each.state[weight]["exp_avg"].mul_(0.5)
+        weight.data.mul_(0.5)
+    step(data[1])
+    executor.setOptimizer(Counting(model.parameters()))  # goes on with the state of the one before
+    step(data[2])
+    executor.save(tmp_path / "saved.poptorch")
+    executor.destroy()
+    executor._optimizer.state.clear()
+    executor.loadExecutable(tmp_path / "saved.poptorch")
+    step(data[3])
+
+
 def test_a_step_that_fails_is_an_update_that_failed_halfway():
     class Failing(Lion):
         def step(self, closure=None):

@@ -120,12 +120,6 @@ class TrainState:
                 found[key] = value.detach()
         return found
 
-    def load_optimizer(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Replace optimizer state by copies of `states`, by parameter and name. Other states stay."""
-        for key, state in states.items():
-            copies = {name: value.detach().clone() for name, value in state.items()}
-            self.set_state(key, {**self.state_of(key), **copies})
-
     def own_buffers(self, keys: Iterable[str], replicas: int) -> list[dict[str, Tensor]]:
         """Return `buffers`, with these keys for each replica. A buffer that has no value of a replica's own, or
         that the user has written, gets the model's value in all replicas."""

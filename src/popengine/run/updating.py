@@ -281,8 +281,9 @@ class Updates:
 
     def _run_own_step(self, gradients: Mapping[str, Tensor]) -> None:
         """Run the optimizer's own `step()`, which may give parameters other memory."""
-        self.state.shared.own_step(gradients)
-        self.state.bind(self.call.hyper)
+        with torch.inference_mode(False):  # else new states and weights could not be written outside of it
+            self.state.shared.own_step({key: value.clone() for key, value in gradients.items()})
+            self.state.bind(self.call.hyper)
 
     def _broadcast_weights(self, _: int) -> None:
         """Send the weights that this process has updated to all peers; receive those that peers updated."""

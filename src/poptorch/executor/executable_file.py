@@ -5,6 +5,7 @@ that you trust. Only the version that wrote a file can read it. Weights are save
 model; `torch.save(model.state_dict(), ...)` saves weights alone.
 """
 
+import copy
 import hashlib
 import io
 import os
@@ -191,10 +192,7 @@ def training_state(executor: Any) -> TrainingState:
         values = {name: value.detach().clone() for name, value in state.find_weights().items()}
         own = state.own_buffers(state.buffers[0], len(state.buffers)) if state.buffers else [{}]
         buffers = [{name: each.get(name, values[name]).clone() for name in names} for each in own]
-        states = {
-            key: {n: value.detach().clone() for n, value in each.items()}
-            for key, each in state.optimizer_states().items()
-        }
+        states = copy.deepcopy(state.optimizer_states())
     return {
         **vars(KeptState(plans.random_state, states, float(state.loss_factor), buffers)),
         "weights": {name: value for name, value in values.items() if name not in names},

@@ -1,5 +1,6 @@
 """The compiled plans of a model, and their engines."""
 
+import copy
 import functools
 import os
 from collections.abc import Mapping
@@ -152,10 +153,9 @@ class LoadedPlans:
             self.random_state = kept.random
         if kept.optimizer is not None:
             self.state.optimizer.state.clear()
-            # Earlier versions wrote the momentum of SGD and LARS by another name.
-            names = {"velocity": "momentum_buffer"}
-            states = {k: {names.get(n, n): v for n, v in s.items()} for k, s in kept.optimizer.items()}
-            self.state.load_optimizer(states)
+            names = {"velocity": "momentum_buffer"}  # as earlier versions wrote the momentum of SGD and LARS
+            for key, state in kept.optimizer.items():
+                self.state.set_state(key, {names.get(n, n): copy.deepcopy(v) for n, v in state.items()})
         self.state.loss_factor.fill_(kept.loss_factor)
         if kept.buffers is not None:
             self.state.write_buffers(kept.buffers)

@@ -1,5 +1,6 @@
 """The link of executor and optimizer: `setOptimizer` copies the rates; updates change `optimizer.state` itself."""
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -140,7 +141,7 @@ class OptimizerLink:
             for name in self._parameters.keys() & before.keys():
                 state = previous.state.get(before[name], {})
                 optimizer.state[self._parameters[name]] = state
-                previous.state[before[name]] = {key: value.clone() for key, value in state.items()}
+                previous.state[before[name]] = copy.deepcopy(state)
         if isinstance(previous, PoptorchOptimizer) and previous._loss_factor is not None:
             previous._loss_factor = previous._loss_factor.clone()
         if is_connected:
