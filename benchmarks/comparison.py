@@ -26,13 +26,14 @@ LARGE = "plain PyTorch, best layout and one large batch, 2 threads"
 
 @dataclass(frozen=True)
 class Ours:
-    """One of our layouts: what its row is called, its stages, how many replicas there are of them, and the layout of
-    images in memory."""
+    """One of our layouts: what its row is called, its stages, how many replicas there are of them, the layout of
+    images in memory, and whether micro-batches are merged."""
 
     name: str
     placement: ways.Placement
     replicas: int = 1
     memory_format: str = "preserve"
+    merged: bool = False
 
 
 def rivals(task: Task) -> dict[str, Contender]:
@@ -71,6 +72,7 @@ def contenders(task: Task, layouts: Mapping[str, Ours]) -> dict[str, Contender]:
                 placement=layout.placement,
                 replicas=layout.replicas,
                 layout=layout.memory_format,
+                merged=layout.merged,
             ),
         )
         for name, layout in layouts.items()

@@ -34,11 +34,13 @@ def ours(
     backend: str | None = None,
     threads: int | None = None,
     layout: str | None = None,
+    merged: bool = False,
 ) -> Unit:
     """Pando: a pipeline of these stages; replicas share out the micro-batches of an update.
 
     Args: threads: how many cores work; by default all
           layout:  of images in memory (`Options.memoryFormat`)
+          merged:  compute several micro-batches as one (`Training.mergeMicroBatches`)
     """
     import poptorch
 
@@ -49,6 +51,7 @@ def ours(
         options.compiler(backend)
     if layout is not None:
         options.memoryFormat(layout)
+    options.Training.mergeMicroBatches(merged)
     options.setExecutionStrategy(poptorch.PipelinedExecution(*stages(placement)))
     training_model, inputs = executor(task, options), task.inputs()
 
