@@ -12,7 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 import poptorch
+from popengine.profile import load
 from poptorch.testing import compare
+from popvision.analysis import Figures
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 MERGED = 4  # of 8 micro-batches
@@ -340,3 +342,66 @@ def test_the_log_says_what_could_be_merged(caplog):
         model = made(Digits)
         poptorch.describe(model, options(), model.data(16))
         assert "mergeMicroBatches(True) would compute" in caplog.text
+
+
+# ---- beside training ------------------------------------------------------------------------------------------------
+
+
+def test_compiled_pieces_draw_the_same_numbers():
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 8)
+
+        def forward(self, x):
+            dropped = functional.dropout(torch.ones(2, 8), 0.5)
+            return dropped, functional.mse_loss(self.layer(x) * dropped, torch.zeros(2, 8))
+
+    x = torch.randn(16, 3)
+    found = []
+    for k, backend in ((0, "eager"), (MERGED, "inductor")):
+        model = Dropping()
+        chosen = options(merged=k).compiler(backend)
+        found.append(poptorch.trainingModel(model, chosen, torch.optim.SGD(model.parameters(), lr=0.1))(x)[0])
+    assert torch.equal(*found)
+
+
+def test_a_profile_counts_the_rows_of_merged_micro_batches(tmp_path):
+    model = parity_models.annotated(made(Digits))
+    chosen = options(LAYOUTS["two stages"](), iterations=2, merged=2).enableProfiling(tmp_path)
+    executor = poptorch.trainingModel(model, chosen, ADAM(model.parameters()))
+    executor(*model.data(2 * 8 * ROWS))
+    executor.destroy()
+    found = load(tmp_path / "training" / "profile.pop")
+    assert (found.counts["micro_batch_size"], found.counts["accumulation"]) == (2 * ROWS, 4)
+    assert Figures(found).samples_per_call == 2 * 8 * ROWS
+
+
+def test_a_saved_executable_is_merged(tmp_path):
+    model, batch = made(Digits), made(Digits).data(8 * ROWS)
+    executor = poptorch.trainingModel(model, options(merged=MERGED), ADAM(model.parameters()))
+    executor.compile(*batch)
+    executor.save(str(tmp_path / "model.poptorch"))
+    again = poptorch.load(str(tmp_path / "model.poptorch"))
+    assert torch.equal(executor(*batch)[1], again(*batch)[1])
+    assert f"{MERGED} computed as one" in again.plan.title
+
+
+def test_an_embedding_of_one_word_is_merged():
+    class OneWord(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(7, 3)
+
+        def forward(self, x):
+            return functional.mse_loss(self.words(x[0, 0]), self.words(x[1]).sum(0))
+
+    model = OneWord()
+    x = torch.randint(0, 7, (16, 4))
+    weights = []
+    for k in (0, MERGED):
+        torch.manual_seed(0)
+        model = OneWord()
+        poptorch.trainingModel(model, options(merged=k), torch.optim.SGD(model.parameters(), lr=1.0))(x)
+        weights.append(model.words.weight.detach())
+    torch.testing.assert_close(*weights)

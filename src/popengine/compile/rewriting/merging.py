@@ -62,6 +62,7 @@ _LINEAR = {
     *(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.sum.dim_IntList, aten.neg.default),
     *(aten._to_copy.default, aten.slice.Tensor, aten.select.int, aten.slice_backward.default),
     *(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.mm.default),
+    aten.embedding_dense_backward.default,
 }
 _SUMS = {aten.add.Tensor, aten.sub.Tensor}
 
@@ -200,11 +201,12 @@ class _Merger:
         """Return the value of a node with k folded into the rows; None if the operation can't be folded."""
         args, target, is_sum = node.args, node.target, node in self.sums
         if target is aten.mm.default and is_sum and self.rows.issuperset(args):  # the gradient of a weight
-            of, right = args[0].args[0], self._fold(args[1], values[args[1]])
-            if args[0].target is aten.t.default:
-                return torch.mm(self._fold(of, values[of]).t(), right)
-            left = values[args[0]].permute(1, 0, 2)
-            return torch.mm(left.reshape(len(left), -1), right)
+            left, right = args
+            if left.target is aten.t.default:
+                turned = self._fold(left.args[0], values[left.args[0]]).t()
+            else:
+                turned = values[left].permute(1, 0, 2).flatten(1)
+            return torch.mm(turned, self._fold(right, values[right]))
         if target is aten.sum.dim_IntList and is_sum and 0 in args[1]:
             return _call(node, values, (self._fold(args[0], values[args[0]]), *args[1:]))
         rank, has_layout = node.meta["val"].dim() if "val" in node.meta else 0, "memory_format" in node.kwargs
@@ -212,32 +214,34 @@ class _Merger:
             rows = self.rows.intersection(node.all_input_nodes)
             if not rank or any(each.meta["val"].dim() < rank for each in rows):
                 return None
-            if not any(id(values[each]) in self.folded for each in rows) or len(rows) < len(
-                node.all_input_nodes
-            ):
+            is_folded = any(id(values[each]) in self.folded for each in rows)
+            if not is_folded or len(rows) < len(node.all_input_nodes):
                 return _call(node, values)
             return self._unfold(_call(node, {each: self._fold(each, values[each]) for each in rows}))
         if target in _VIEWS and rank and id(values[args[0]]) in self.folded:
-            shape, before = node.meta["val"].shape, args[0].meta["val"].shape
-            is_of_row = before[:1] == shape[:1]
-            return (
-                self._unfold(self._fold(args[0], values[args[0]]).reshape(-1, *shape[1:]))
-                if is_of_row
-                else None
-            )
+            shape = node.meta["val"].shape
+            if args[0].meta["val"].shape[:1] != shape[:1]:
+                return None
+            return self._unfold(self._fold(args[0], values[args[0]]).reshape(-1, *shape[1:]))
         if target is torch.ops.popengine.with_strides.default:
             sizes = zip(node.meta["val"].shape, args[1], strict=True)
             whole = 1 + sum((size - 1) * stride for size, stride in sizes)
             return _call(node, values, (args[0], [whole, *args[1]]))
+        return self._on_rows(node, values, has_layout)
+
+    def _on_rows(self, node: Any, values: _Values, has_layout: bool) -> Any:
+        """Return the value of a node of `_FOLDED`, or of a change of the memory layout; None for others."""
+        args, target = node.args, node.target
         positions, added = _FOLDED.get(target, ((), ()))
         if target in (aten.clone.default, aten._to_copy.default) and has_layout:
             positions = (0,)
         others = {each for i, each in enumerate(args) if i not in positions and isinstance(each, fx.Node)}
-        has_rows = target is not aten.native_layer_norm_backward.default or args[0].meta["val"].dim() > len(
-            args[2]
-        )
+        ranks = [args[i].meta["val"].dim() for i in positions if args[i] is not None]
+        normed = len(args[2]) if target is aten.native_layer_norm_backward.default else 0
         users = [node] if "val" in node.meta else [user for user in node.users if user.args[1] in added]
-        if not positions or others & self.rows or not has_rows or (added and not self.sums.issuperset(users)):
+        if not ranks or min(ranks[0] - normed, *ranks) < 1 or not self.rows.isdisjoint(others):
+            return None
+        if added and not self.sums.issuperset(users):
             return None
         given: list[Any] = [*args]
         for i in positions:
