@@ -126,6 +126,12 @@ def execute_on_instances(instances: Iterable[int], fn: Callable[..., Any], *args
     """Call `fn` and return its value in the instances with these indices; return None at once in all others.
 
     Inside `fn`, `synchronize` and `popdist.collectives` involve only these instances.
+
+    >>> popdist.execute_on_instances([0], download, "https://example.org/data.tar")
+
+    Args:
+        instances: indices of instances
+        args, kwargs: the arguments of `fn`
     """
     chosen = sorted(set(instances))
     if getInstanceIndex() not in chosen:

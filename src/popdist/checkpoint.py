@@ -41,7 +41,11 @@ _NOT_COMPARED = (
 
 
 class Checkpoint:
-    """The checkpoints of a training: `step` saves one every few calls, `restore` loads the newest valid one.
+    """The checkpoints of a run: `step` saves one every few calls, `restore` loads the newest valid one.
+
+    >>> checkpoint = popdist.Checkpoint("checkpoints", every=100)
+    >>> for batch in popdist.resumable(loader, checkpoint, trainer, epochs=3):
+    ...     trainer(*batch)
 
     Args:
         directory: folder of all checkpoints, the same in all instances (on several hosts: a shared one)
@@ -239,10 +243,17 @@ def resumable(
 ) -> Iterator[Any]:
     """Restore the newest checkpoint, yield the remaining batches of `epochs` epochs; call `step` after each.
 
-    All instances must make one call of the executor for each batch. The state after the last call is saved,
-    too: a program that is started again after its end gets no batch.
+    >>> for batch in popdist.resumable(loader, popdist.Checkpoint("checkpoints"), trainer, epochs=3):
+    ...     trainer(*batch)
 
-    Args: loader, executor, others: as in `Checkpoint.restore`
+    All instances must make one call of the executor for each batch. The state after the last call is also saved,
+    so a program that is started again after its end gets no batch.
+
+    Args:
+        checkpoint: where the state is saved, and how often
+        epochs: the number of epochs of the whole run
+        loader, executor, others: as in `Checkpoint.restore`
+    Raises: Error, as `Checkpoint.restore`
     """
     checkpoint.restore(executor, loader, **others)
     while loader.state_dict()["epoch"] < epochs:  # pyright: ignore[reportAttributeAccessIssue]

@@ -24,12 +24,15 @@ _chosen: Sequence[int] | None = None  # indices of the instances that take part;
 def all_reduce(value: Tensor | float, op: str = "sum") -> Any:
     """Return the sum, mean, minimum or maximum of all instances' values, element by element.
 
+    >>> mean_loss = popdist.collectives.all_reduce(loss.item(), "mean")
+
     The order of a sum depends on the number of instances only, so all instances get the same bits.
 
     Args:
         value: a tensor (not changed) or a number, of the same shape and dtype in all instances
-        op:    "sum", "mean", "min" or "max"; for any other a ValueError is raised
+        op:    "sum", "mean", "min" or "max"
     Returns: a new tensor on the value's device (the mean of integers is float32); a float for a number
+    Raises: ValueError, for another `op`
     """
     if op not in ("sum", "mean", "min", "max"):
         raise ValueError(f"all_reduce: op is {op!r}, and must be sum, mean, min or max")

@@ -32,6 +32,8 @@ class _FixedDistributed(Distributed):  # the launcher decides the number and ind
 class Options(poptorch.Options):
     """The options of one instance, with the launcher's numbers of replicas and processes.
 
+    >>> options = popdist.poptorch.Options(ipus_per_replica=2)  # instead of poptorch.Options()
+
     Args: ipus_per_replica: ipus that a replica of the model uses; by default poprun's --ipus-per-replica
     Raises: RuntimeError, if there are several replicas, and both numbers of ipus are above 1 and differ
     """

@@ -46,7 +46,7 @@ class Figures:
         self.slowest = totals.index(max(totals)) if computed else None
         self.unevenness = max(totals) * len(totals) / sum(totals) if computed else 1.0  # slowest / average
         self.timed = times.with_row_costs(profile, costs)
-        self.groups = {by: _operation_sums(self.timed, by) for by in ("block", "module", "where", "kind")}
+        self.groups = {by: _operation_sums(self.timed, by) for by in ("block", "where", "kind")}
         self.groups["tree"] = _module_tree(self.timed)
 
         # The shares of a step's time are unknown if each recorded step was cut off.
@@ -111,8 +111,8 @@ def _copied_bytes(profile: Profile) -> dict[str, int]:
 def _operation_sums(profile: Profile, by: str) -> list[dict[str, Any]]:
     """Return a dictionary of sums (ns, FLOPs, bytes) for each group of operations of a step.
 
-    A group has the same phase, and the same value of the field `by`: "block", "module", "where" (a source
-    line) or "kind". A block that is in two stages is two groups. `calls` is the number of micro-batches;
+    A group has the same phase, and the same value of the field `by`: "block", "where" (a source line)
+    or "kind". A block that is in two stages is two groups. `calls` is the number of micro-batches;
     `stage` and `ipu` are -1 if they differ between the group's operations.
     """
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}

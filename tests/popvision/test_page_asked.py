@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from simulated import MS, simulated
-from test_page import SHOTS, cells, write
+from test_page import SHOTS, write
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -117,23 +117,6 @@ def test_the_address_holds_tab_zoom_and_search_and_back_leads_to_them(chromium, 
     )
     assert chromium.value("location.hash") == "#trace?from=12000000&to=18000000&search=stage1"
     assert chromium.value("popvision.trace.view") == [12 * MS, 18 * MS]
-
-
-GROUPS = [("line", "where", "line"), ("module", "module", "module"), ("kind", "kind", "operation")]
-
-
-@pytest.mark.parametrize("name, by, column", GROUPS)
-def test_operations_are_summed_by_line_module_and_kind(chromium, report, profile, name, by, column):
-    chromium.open(report, f"operations?rows={name}")
-    sums: dict[tuple[str, str], int] = {}
-    for row in profile.operations:
-        key = (getattr(row, by).split("/")[-1], profile.pieces[row.piece].phase)
-        sums[key] = sums.get(key, 0) + row.ns
-    names = [text.split("/")[-1] for text in cells(chromium, column, f"by-{name}")]
-    phases = [word[0].upper() for word in cells(chromium, "phase", f"by-{name}")]
-    times = [float(cell.split()[0]) * MS for cell in cells(chromium, "time", f"by-{name}")]
-    assert dict(zip(zip(names, phases, strict=True), times, strict=True)) == sums
-    assert times == sorted(times, reverse=True)
 
 
 def test_the_events_in_sight_are_also_a_table(chromium, report, profile):

@@ -63,10 +63,8 @@ def test_the_bubble_is_that_of_separate_devices_with_the_costs_of_the_stages(chr
     assert number(shown["A step on separate devices"][0]) == pytest.approx(length, rel=0.01)
 
 
-MODULES = {"": "the model itself", "?": "not known"}
 GROUPS = {  # by what the page groups: the heading and the words of a row
     "kind": ("operation", lambda row: row["kind"]),
-    "module": ("module", lambda row: MODULES.get(row["module"], row["module"])),
     "line": ("line", lambda row: "/".join(row["where"].split("/")[-2:])),
 }
 
@@ -84,8 +82,6 @@ def test_operations_are_summed_over_what_was_timed(chromium, folder, raw, by):
     shown = dict(zip(zip(names, phases, strict=True), times, strict=True))
     assert shown == {key: pytest.approx(ns, rel=0.01, abs=1) for key, ns in sums.items()}
     assert times == sorted(times, reverse=True)
-    if by == "module":  # each layer has its product, and its row in both phases
-        assert {(f"layers.{i}", phase) for i in range(3) for phase in "FB"} < set(shown)
 
 
 def test_what_a_search_finds_is_summed(chromium, folder, raw):

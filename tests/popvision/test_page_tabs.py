@@ -190,7 +190,7 @@ def test_a_pinned_event_says_what_it_was_sent_and_how_long_that_took(chromium, f
 
 
 def test_the_tree_of_modules_has_the_time_and_memory_of_all_that_a_module_contains(chromium, folder, raw):
-    chromium.open(folder / "report.html", "operations?rows=module+tree")
+    chromium.open(folder / "report.html", "operations?rows=module")
     held = {row["name"]: row["bytes"] for row in raw["tensors"] if row["kind"] == "activation"}
 
     def shown():

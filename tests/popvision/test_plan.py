@@ -373,7 +373,7 @@ class Deep(torch.nn.Module):
     ("memory", "rows", "fits_with"),
     [
         (2_100_000, 64, "4 stages that begin with the blocks block0, block1, block2, block3 ("),
-        (3_600_000, 256, 'options._Popart.set("autoRecomputation", 3)'),
+        (9_000_000, 1024, 'options._Popart.set("autoRecomputation", 3)'),
         (2_700_000, 64, "setOptimizerLocation(poptorch.TensorLocationSettings().useOnChipStorage(False))"),
         (100_000, 64, ""),
     ],
@@ -392,6 +392,23 @@ def test_a_plan_that_does_not_fit_names_changes_with_which_it_fits(tmp_path, mem
     (sentence,) = found.advice()
     assert "small, replicas: 1, micro-batches: 8 does not fit: ipu " in sentence
     assert fits_with in sentence and ("It fits with" if fits_with else "Nothing that was tried") in sentence
+
+
+def test_a_plan_with_recomputation_costs_the_products_that_backward_computes_again():
+    def found(recompute):
+        options = poptorch.Options()
+        options.Training.gradientAccumulation(8)
+        options._Popart.set("autoRecomputation", 3 * recompute)
+        return poptorch.plan(Deep(), options, torch.randn(8 * 64, 128)).estimates[0].profile
+
+    def flops(profile, phase):
+        pieces = profile.pieces
+        return sum(row.flops for row in profile.operations if pieces[row.piece].phase == phase)
+
+    plain, again = found(False), found(True)
+    assert flops(plain, "F") == flops(again, "F")
+    # Of each stage, the result of the last layer is not needed in backward.
+    assert flops(plain, "B") < flops(again, "B") <= flops(plain, "B") + flops(plain, "F")
 
 
 def test_a_reader_that_has_seen_enough_ends_the_program_quietly(tmp_path):

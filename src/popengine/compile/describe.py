@@ -30,6 +30,7 @@ from ..profile import (
 from ..programs import actions, programs
 from ..settings import Settings
 from ..torch_private import storage_id
+from .partition import AGAIN
 
 MOST_TICKS = 20_000  # actions of the schedule that a profile holds at most
 
@@ -73,7 +74,8 @@ def _memory_of_values(graph: Graph) -> dict[str, tuple[Any, int | None]]:
         elif role is None:
             is_workspace = value.dtype == torch.uint8 and not value.numel()
             found[name] = storage_id(value), None if is_workspace else storage.nbytes()
-    return found
+    # What a backward recomputes is in memory of its own.
+    return found | {name + AGAIN: ((AGAIN, memory), size) for name, (memory, size) in found.items()}
 
 
 def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
@@ -137,7 +139,8 @@ def _sizes_of_values(plan: Plan, graph: Graph | None) -> dict[str, int]:
     """Return the bytes of each slot and, with a graph, of each computed value, by name."""
     values = _fake_tensors_by_name(graph.code.nodes if graph else ())
     slots = {slot.name: slot.nbytes for slot in plan.partition.signature.slots}
-    return slots | {name: value.nbytes for name, value in values.items()}
+    sizes = {name: value.nbytes for name, value in values.items()}
+    return slots | sizes | {name + AGAIN: size for name, size in sizes.items()}
 
 
 def _operations_and_pieces(plan: Plan, graph: Graph | None) -> tuple[list[Operation], list[ProfiledPiece]]:
@@ -165,8 +168,8 @@ def _operations_and_pieces(plan: Plan, graph: Graph | None) -> tuple[list[Operat
             held.add([line.name])
             kind = line.call.split("::")[-1].removeprefix("aten.").removesuffix(".default")
             found = Operation(index, line.name, kind, partition.names[stage], line.where, live=held.bytes)
-            if line.name in nodes:
-                found = _with_costs_of_node(found, nodes[line.name], line, sizes, partition.signature.visits)
+            if node := nodes.get(line.name.removesuffix(AGAIN)):
+                found = _with_costs_of_node(found, node, line, sizes, partition.signature.visits)
             operations.append(found)
             held.add(own.intersection(dying), by=-1)
     return operations, pieces

@@ -36,6 +36,7 @@ NO_STAGE = -1
 BUCKET = 4 << 20  # bytes of gradients that processes exchange together, roughly
 MANY = 64 << 20  # bytes of a model's gradients: from here on they are added to their sums bucket by bucket
 _CLOSE = 4  # lines: one cut serves buffers that are read within this distance
+AGAIN = "_again"  # the end of the name of a value that a backward piece recomputes
 CHECKPOINT = "poptorch.recomputation_checkpoint.default"  # recomputation keeps the result of this operation
 
 
@@ -199,7 +200,7 @@ def make_piece(
 ) -> Piece:
     """Return the piece that reads the values `reads`, runs `nodes` in order, and returns the values `writes`.
 
-    Forward values that a backward piece recomputes get the suffix `_again`: a part of the piece may pass them on
+    Forward values that a backward piece recomputes get the suffix `AGAIN`: a part of the piece may pass them on
     beside the forward's own values. Raise CaptureError for an argument that can't be in a piece.
     """
     again = {node for node in nodes if phase == "B" and node.meta["phase"] == "F"}
@@ -214,7 +215,7 @@ def make_piece(
         )
 
     def name_of(node: fx.Node) -> str:
-        return f"{node.name}_again" if node in again else node.name
+        return node.name + AGAIN if node in again else node.name
 
     lines = []
     for node in nodes:

@@ -41,11 +41,16 @@ def factors_of_loaded(tensor: torch.Tensor) -> tuple[Counts | None, int | None]:
 class DataLoader(torch.utils.data.DataLoader):
     """A loader of combined batches, each with the rows of all micro-batches of one call of an executor.
 
+    >>> loader = poptorch.DataLoader(options, dataset, batch_size=16, shuffle=True, num_workers=4)
+    >>> for images, labels in loader:
+    ...     output, loss = trainer(images, labels)
+
     The combined size C is batch_size × device iterations × gradient accumulation × input groups (replicas,
     unless they are grouped). With `batch_size=None` the dataset itself yields complete combined batches.
 
     Args:
-        options: frozen by the loader: they can't be changed afterwards.
+        options: frozen by the loader: change a copy, `options.clone()`.
+        dataset: a map-style or iterable dataset, as in torch.
         batch_size: rows of a micro-batch, which `forward` is called with.
         drop_last: leave out an incomplete combined batch at the end of an epoch (torch's default is False).
         persistent_workers: as in torch; None means True if `num_workers` is greater than 0.

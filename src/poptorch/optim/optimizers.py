@@ -44,8 +44,7 @@ class SGD(Optimizer, torch.optim.SGD):
 
     Args: lr: mandatory, here or in every parameter group
           loss_scaling: factor of the loss before backward; gradients are divided by it before the update
-          use_combined_accum: recorded: one tensor for accumulator and velocity gives the same results
-          velocity_scaling: recorded; ignored without `use_combined_accum`
+          use_combined_accum, velocity_scaling: have no effect; kept for compatibility
           accum_type, velocity_accum_type: dtype of the gradient accumulator and of v, float16 or float32
           max_grad_norm: bound to which the gradients' global norm is clipped, after reduction and unscaling
     """

@@ -33,7 +33,8 @@ class Training(OptionsDict):
     merge_micro_batches: int = 0  # -1: as many as keep cores and stages busy
 
     def gradientAccumulation(self, gradient_accumulation: int) -> Self:
-        """Set the number of micro-batches per weight update, on each replica."""
+        """Set the number of micro-batches per weight update, on each replica. A pipeline of n forward stages
+        needs at least 2n - 1 of them."""
         return self.set(gradient_accumulation=gradient_accumulation)
 
     def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> Self:

@@ -25,12 +25,15 @@ from poptorch.options.option_groups import DeviceOptions, ExecutionOptions, Repo
 
 
 class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
-    """All that a user may choose about compiling and running a model.
+    """All that a user can choose about compiling and running a model.
 
     >>> opts = poptorch.Options().deviceIterations(4).replicationFactor(2)
     >>> opts.Training.gradientAccumulation(8)
     >>> opts.device_iterations
     4
+
+    Setters return the object, so that calls can be chained. Some are in the groups `Training`, `Precision`,
+    `Distributed` and `TensorLocations`. An executor or loader freezes its options: change a copy, `opts.clone()`.
     """
 
     _path = "options"

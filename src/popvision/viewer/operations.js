@@ -70,7 +70,7 @@ function operationsView(entry, page) {
     const piece = pieces[operation.piece];
     return { ...operation, phase: piece.phase, stage: piece.stage, ipu: piece.ipu, search: `${operation.kind} ${operation.name} ${operation.block} ${moduleName(operation)} ${operation.where} ${word[piece.phase]} stage${piece.stage} ipu${piece.ipu}`.toLowerCase() };
   });
-  const grouped = (by) => entry.groups[by].filter((row) => row.calls).map((row) => ({ ...row, flops: row.flops / row.calls, bytes: row.bytes / row.calls, search: `${by === "module" ? moduleName(row) : row[by]} ${word[row.phase]} stage${row.stage} ipu${row.ipu}`.toLowerCase() }));
+  const grouped = (by) => entry.groups[by].filter((row) => row.calls).map((row) => ({ ...row, flops: row.flops / row.calls, bytes: row.bytes / row.calls, search: `${row[by]} ${word[row.phase]} stage${row.stage} ipu${row.ipu}`.toLowerCase() }));
   const several = (number) => (number < 0 ? "several" : String(number));
   const dot = (row) => make("span", { class: "dot", style: { background: stageColour(row.stage, row.phase) } });
   const columns = {
@@ -97,18 +97,18 @@ function operationsView(entry, page) {
   const onrow = (row) => page.goTo("trace", { phase: row.phase, stage: row.stage });
   const table = (id, first, rows, later = []) => { const all = [...first, ...figures.slice(0, 2), ...later, ...common, ...figures.slice(2)]; return sortable(all, rows, { sort: all.indexOf(figures[0]), onrow, id, sum: together }); };
   const ways = { operation: table("by-operation", [columns.kind, columns.where], data, [columns.block, columns.module]) };
-  for (const [name, by] of [["block", "block"], ["module", "module"], ["line", "where"], ["kind", "kind"]]) ways[name] = table(`by-${name}`, [columns[by]], grouped(by));
-  ways["module tree"] = moduleTree(entry);
+  for (const [name, by] of [["block", "block"], ["line", "where"], ["kind", "kind"]]) ways[name] = table(`by-${name}`, [columns[by]], grouped(by));
+  ways.module = moduleTree(entry);
   const names = Object.keys(ways), holder = make("div"), counts = make("span");
   const search = make("input", { type: "search", placeholder: "Search operation, module, line …", "aria-label": "Search", value: page.state.search || "", oninput: () => show(page.state.rows) });
   function show(name) {
     const way = ways[name] || ways.operation;
     holder.replaceChildren(way.element); counts.replaceChildren(way.count);
-    search.hidden = way === ways["module tree"];
+    search.hidden = way === ways.module;
     way.search(search.value);
     page.note({ rows: name, search: search.value });
   }
-  const switcher = choice("Rows", names.map((name, i) => (i < names.length - 1 ? `by ${name}` : name)), Math.max(0, names.indexOf(page.state.rows)), (i) => show(i ? names[i] : undefined));
+  const switcher = choice("Rows", names.map((name) => `by ${name}`), Math.max(0, names.indexOf(page.state.rows)), (i) => show(i ? names[i] : undefined));
   if (page.wish) search.value = `${word[page.wish.phase]} stage${page.wish.stage}`;
   show(page.state.rows);
   const step = entry.profile.facts.detailed_step;
