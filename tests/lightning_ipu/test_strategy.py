@@ -1,5 +1,6 @@
 """The strategy between Lightning and executors: what users of IPUs could rely on."""
 
+import copy
 import warnings
 from pathlib import Path
 
@@ -325,7 +326,14 @@ def test_an_optimizer_that_looks_several_times_is_refused():
     with pytest.raises(Exception, match="not compatible"):
         trainer().fit(made(optimizer=lambda p: torch.optim.LBFGS(p)), loader())
     with pytest.raises(AssertionError, match="Unsupported optimizer type"):
-        trainer().fit(made(optimizer=lambda p: torch.optim.Adagrad(p)), loader())
+        trainer().fit(made(optimizer=lambda p: torch.optim.SparseAdam(list(p))), loader())
+
+
+def test_an_optimizer_without_a_rule_trains_by_its_own_step():
+    module = made(optimizer=lambda p: torch.optim.Adagrad(p))
+    before = copy.deepcopy(module.state_dict())
+    trainer().fit(module, loader())
+    assert not any(torch.equal(before[name], value) for name, value in module.state_dict().items())
 
 
 class Overriding(Classifier):
