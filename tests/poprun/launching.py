@@ -3,6 +3,7 @@
 Poprun begins in a fork of the tests' process, which has loaded torch already; so a run takes parts of a second.
 """
 
+import ctypes
 import os
 import signal
 import sys
@@ -39,6 +40,10 @@ class Poprun:
         code = 70
         try:
             os.setsid()
+            if name := variables.pop("TEST_NETWORK", ""):  # a network namespace
+                with open(f"/run/netns/{name}") as file:
+                    if ctypes.CDLL(None).setns(file.fileno(), 0x40000000):
+                        raise OSError(f"can't run in the network {name}")
             os.environ |= {MARK: self.mark, **variables}
             for descriptor, path in ((1, self.out), (2, self.err)):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)

@@ -164,3 +164,48 @@ def test_a_training_over_two_hosts_has_equal_weights(hosts, tmp_path):
     assert not torch.equal(
         first["buffers"][0]["norm.running_mean"], second["buffers"][0]["norm.running_mean"]
     )
+
+
+ROUNDS = """
+import os, sys, time
+print("round", os.environ["PANDO_RESTARTS"], "of", os.environ["WORLD_SIZE"] + ".", flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+def test_of_two_hosts_that_lose_each_other_one_goes_on_and_the_other_joins_it_later(poprun, hosts, tmp_path):
+    """Before, each made itself the leader, and neither updated anything for two minutes."""
+    words = (
+        "--num-replicas=2",
+        "--num-instances=1:2",
+        "--instances-per-node=1",
+        "--checkpoint-dir",
+        tmp_path,
+    )
+    variables = {"POPRUN_NUM_NODES": "2", "MASTER_ADDR": "10.77.0.9"}  # the first round waits for both
+    program = (sys.executable, "-S", "-c", ROUNDS, tmp_path / "end")
+    runs = [
+        poprun("-v", *words, *program, **variables, TEST_NETWORK=host, POPRUN_NODE_RANK=str(rank))
+        for rank, host in enumerate(hosts)
+    ]
+    for run in runs:
+        run.until("round 0 of 2.")
+    blackhole = ("-n", hosts[0], "route", "add", "blackhole", "10.77.0.2/32")
+    assert ip(*blackhole).returncode == 0
+    until = time.monotonic() + LIMIT
+    while not (found := [run for run in runs if "round 1 of 1." in run.said()]):
+        assert time.monotonic() < until, [run.said() for run in runs]
+        time.sleep(0.05)
+    (left,) = [run for run in runs if run is not found[0]]
+    left.until("this node is left out until it can reach node")
+    assert "can't reach node" in runs[0].said() + runs[1].said()
+    assert ip(*blackhole[:3], "del", *blackhole[4:]).returncode == 0
+    found[0].until("a node has come")
+    (tmp_path / "call-2").mkdir()  # a checkpoint, at which the other node is added
+    for run in runs:
+        run.until("round 2 of 2.")
+    (tmp_path / "end").touch()
+    assert [run.wait() for run in runs] == [0, 0]
+    assert "round 1 of" not in left.said()

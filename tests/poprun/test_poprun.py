@@ -213,3 +213,44 @@ def test_a_process_that_an_instance_has_started_in_a_session_of_its_own_does_not
     run = poprun(*PYTHON, program)
     assert run.wait() == code
     assert run.processes("sleep") == []
+
+
+BAD_LABEL = """
+import os, sys, time
+import torch
+import popdist.poptorch
+import poptorch
+
+popdist.init()
+instance = popdist.getInstanceIndex()
+opts = popdist.poptorch.Options().showCompilationProgressBar(False)
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.loss = torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss()
+
+    def forward(self, x, labels):
+        return self.loss(self.layer(x), labels)
+
+
+model = Net()
+trainer = poptorch.trainingModel(model, opts, torch.optim.SGD(model.parameters(), lr=0.1))
+trainer(torch.ones(2, 4), torch.tensor([0, 1]))
+if instance == 0:
+    open(sys.argv[1], "w").write(str(os.getpid()))
+popdist.synchronize()
+try:
+    trainer(torch.ones(2, 4), torch.tensor([0, 1 if instance == 0 else 7]))
+finally:
+    while instance and os.path.exists("/proc/" + open(sys.argv[1]).read()):
+        time.sleep(0.01)
+"""
+
+
+def test_an_instance_that_fails_since_it_has_lost_its_peer_is_not_called_the_first(poprun, tmp_path):
+    """Instance 1 has the bad label, and ends later than instance 0."""
+    run = poprun(*TWO, sys.executable, "-c", BAD_LABEL, tmp_path / "pid")
+    assert run.wait() == 1, run.said()
+    assert "instance 1 of 2 failed first, with exit code 1" in run.said(), run.said()
