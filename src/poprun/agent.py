@@ -33,6 +33,7 @@ from .topology import Node, numa_cores
 
 PATIENCE = 5  # seconds for the other instances to end after one has failed
 PATIENCE_AT_SIGNALS = 25  # seconds to save a checkpoint after SIGTERM; Kubernetes kills after 30
+_PATIENCE_FOR_CAUSE = 20  # seconds for another instance to fail, if those that failed had lost a peer
 _POLL = 0.2  # seconds between two checks of the other nodes, and for instances that hang
 _LAST_LINES = 20
 
@@ -166,7 +167,8 @@ class Agent:
         """
         code, total, log = instances.exit_codes[failed], current.instances, self.request.log
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        early = [str(instance) for instance in takewhile(failed.__ne__, instances.exit_codes)]
+        before = takewhile(failed.__ne__, instances.exit_codes)
+        early = [str(instance) for instance in before if not instances.exit_codes[instance]]
         is_consequence = first_node != self.nodes.name
         if is_consequence:
             log.error(f"instance {failed} failed with {how}, after an instance of node {first_node}")
@@ -239,13 +241,13 @@ class Instances:
     def first_failure(self, has_lost_peer: Callable[[int], bool]) -> int | None:
         """Return the index of the instance that failed first; None if no instance has failed.
 
-        An instance that failed because it lost a peer is the first only if no other one fails within seconds.
+        An instance that failed because it lost a peer is the first only if no other one fails within 20 s.
         Args: has_lost_peer: returns whether an instance has lost a peer
         """
         causes = [instance for instance in self.failed if not has_lost_peer(instance)]
         if causes or not self.failed:
             return next(iter(causes), None)
-        self._waits_until = self._waits_until or time.monotonic() + PATIENCE
+        self._waits_until = self._waits_until or time.monotonic() + _PATIENCE_FOR_CAUSE
         return self.failed[0] if not self.running or time.monotonic() > self._waits_until else None
 
     def last_silenced_lines(self, instance: int) -> list[str]:

@@ -235,6 +235,7 @@ class Net(torch.nn.Module):
         return self.loss(self.layer(x), labels)
 
 
+torch.manual_seed(1)
 model = Net()
 trainer = poptorch.trainingModel(model, opts, torch.optim.SGD(model.parameters(), lr=0.1))
 trainer(torch.ones(2, 4), torch.tensor([0, 1]))
