@@ -71,14 +71,13 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
         values = {name: value for name, value in vars(options).items() if not name.endswith("port_config")}
         Path(options.export_config).write_text(json.dumps(values, indent=2) + "\n")
     if not program:
-        parser.error("the program is missing: poprun [options] program [args...]")
+        parser.error("the program is missing\n  fix: poprun [options] program [args...]")
     fewest, most = parser.check_number_options(options)
     mpi, ignored_mpi = parser.parse_mpi_options([*options.mpi_global_args, *options.mpi_local_args])
     pairs = [word.partition("=") for word in (*mpi.x, *options.x)]
     for name, _, _ in pairs:
-        if not re.fullmatch(
-            r"[A-Za-z_][A-Za-z0-9_]*", name
-        ):  # it becomes part of a shell script on other hosts
+        # The name becomes part of a shell script on other hosts.
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             parser.error(f"argument -x: {name!r} is not the name of an environment variable")
     known = [pair for pair in pairs if pair[1] or pair[0] in environment]
     variables = {name: value if equals else environment[name] for name, equals, value in known}
@@ -127,6 +126,7 @@ class _Parser(CommandParser):
     def __init__(self) -> None:
         super().__init__(
             prog="poprun",
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34),
             usage="poprun [options] program [args...]",
             description="Run a training program in several processes (instances) that exchange gradients.",
             epilog="To train on several nodes without ssh, start poprun on each node, with POPRUN_NUM_NODES, "
@@ -153,15 +153,16 @@ class _Parser(CommandParser):
         add("--print-topology", **switch, default=False, help="print which replicas each instance runs")
         for name in ("--mpi-global-args", "--mpi-local-args"):
             add(name, **several, metavar="TEXT", help="only -x and --tag-output in it have an effect")
-        add("--allow-run-as-root", **switch, help="no effect; kept for compatibility")
         add("--import-config", metavar="FILE", help="read options from a file; those of the command line win")
         add("--export-config", metavar="FILE", help="write the options to a file")
         add("-v", "--verbose", dest="verbosity", action="count", default=0, help="print more; -vv: all")
         add("--vv", dest="verbosity", action="store_const", const=2, help=argparse.SUPPRESS)
         add("--version", action="version", version=f"poprun of Pando {pando_version()}")
+        unused = self.add_argument_group("no effect; kept for compatibility")
+        unused.add_argument("--allow-run-as-root", **switch)
         for name in _RECORDED:
             kind: dict[str, Any] = switch if name in _SWITCHES else {"metavar": "VALUE"}
-            add(f"--{name}", **kind, help="no effect; kept for compatibility")
+            unused.add_argument(f"--{name}", **kind)
 
     def split_program(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return poprun's own options, each joined with its value, and the program with its arguments."""
@@ -214,7 +215,7 @@ class _Parser(CommandParser):
         (0: not elastic) and the largest number of instances."""
         text, replicas = str(options.num_instances), options.num_replicas
         if not re.fullmatch(r"\d+(:\d+)?", text):
-            self.error(f"argument --num-instances: invalid value: {text!r}; 4 or 2:8 is meant")
+            self.error(f"argument --num-instances: invalid value: {text!r}\n  fix: a number, or 2:8")
         smallest, *largest = map(int, text.split(":"))
         least = {"num-replicas": replicas, "ipus-per-replica": options.ipus_per_replica}
         for name, value in {**least, "num-instances": smallest}.items():
@@ -224,7 +225,7 @@ class _Parser(CommandParser):
             self.error(f"--hang-timeout must not be negative, got {options.hang_timeout:g}")
         fewest, most = (smallest, *largest) if largest else (0, smallest)
         if fewest and not options.checkpoint_dir:
-            self.error(f"--num-instances {text} needs --checkpoint-dir, from which the training goes on")
+            self.error(f"--num-instances {text} needs a folder\n  fix: add --checkpoint-dir DIR")
         if all(replicas % count for count in range(fewest or most, most + 1)):
             meant = f"any number from {fewest} to {most}" if fewest else f"--num-instances {most}"
             self.error(

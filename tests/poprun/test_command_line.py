@@ -118,7 +118,12 @@ def test_options_are_written_to_a_file_and_taken_from_one(tmp_path):
 @pytest.mark.parametrize(
     "line, complaint",
     [
-        ("", "the program is missing: poprun [options] program [args...]"),
+        ("", "the program is missing\n  fix: poprun [options] program [args...]"),
+        (
+            "--num-instances 2 python3",
+            "every instance runs the same number of replicas\n  fix: --num-replicas 2",
+        ),
+        ("--num-replcas 2 python3", "unknown option --num-replcas; did you mean '--num-replicas'?"),
         ("--num-replicas 4", "the program is missing"),
         ("--num-replicas", "argument --num-replicas: a value is missing"),
         ("--num-replicas=four python3", "argument --num-replicas: invalid int value: 'four'"),
@@ -127,12 +132,15 @@ def test_options_are_written_to_a_file_and_taken_from_one(tmp_path):
             "--num-replicas=4 --num-instances=3 python3",
             "--num-replicas 4 is not a multiple of --num-instances 3",
         ),
-        ("--num-replicas=8 --num-instances=2:8 python3", "--num-instances 2:8 needs --checkpoint-dir"),
+        (
+            "--num-replicas=8 --num-instances=2:8 python3",
+            "--num-instances 2:8 needs a folder\n  fix: add --checkpoint-dir DIR",
+        ),
         (
             "--num-replicas=8 --num-instances=5:7 --checkpoint-dir=c a",
             "is not a multiple of any number from 5 to 7",
         ),
-        ("--num-instances=two a", "argument --num-instances: invalid value: 'two'; 4 or 2:8 is meant"),
+        ("--num-instances=two a", "argument --num-instances: invalid value: 'two'\n  fix: a number, or 2:8"),
         ("--no-such-option python3", "unknown option --no-such-option"),
         ("--num-i 3 python3", "--num-i is ambiguous: --num-instances, --num-ilds"),
         ("--offline-mode=perhaps python3", "'perhaps' is neither yes nor no"),
