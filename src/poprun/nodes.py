@@ -548,13 +548,16 @@ class Nodes:
         if is_early and len(group) < self._node.count:
             return newest
         failures, call = newest.failures, newest.newest_call
-        if newest.state == "failed" and self._request.is_elastic and not newest.lost_nodes(records):
+        lost = newest.lost_nodes(records)
+        if newest.state == "failed" and self._request.is_elastic and not lost:
             call = self._newest_checkpoint()
             failures = failures + 1 if call == newest.newest_call else 1
             if failures > self._request.max_restarts:
                 times = f"{failures} times without a new checkpoint (--max-restarts)"
                 self._log.error(f"instances have failed {times}")
                 return replace(newest, state="given up", node=self.name)
+        if newest.state == "failed" and lost:
+            self._log.warning(_lost_message(lost))
         self._grow_after = None
         first = records[next(iter(counts))]
         number = max(newest.number, *(record["round"] for record in records.values())) + 1

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -183,6 +184,9 @@ def test_a_stopped_node_is_named_and_left_out_when_an_instance_of_another_node_f
     os.kill(int(line.split()[-1]), signal.SIGKILL)
     runs[0].until("runs 1.")
     assert runs[0].wait() == 0, runs[0].said()
+    names = re.search(r"round 0 of 2 instances begins: 1 on (\S+), 1 on (\S+)\n", runs[0].said())
+    assert names is not None
+    assert f"node {names[2]} lost: poprun has ended there, it is stopped" in runs[0].said()
 
 
 def test_a_node_that_can_not_reach_the_others_is_left_out_and_disturbs_nobody(poprun, tmp_path):
