@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from popdist.checkpoint_files import call_number, complete_checkpoints
 from popdist.signed_store import Server, SignedStore, StoreError, own_address
@@ -89,16 +89,6 @@ class Round:
         """Return the names of this round's lost nodes, joined by commas; "" if none is lost. A lost node's
         record is missing, or belongs to a poprun that started after the round began."""
         return ", ".join(name for name, id in self.ids.items() if records.get(name, {}).get("id") != id)
-
-
-class Board(Protocol):
-    """Where the nodes keep the newest state and their records. Methods raise OSError or StoreError."""
-
-    def read_state(self) -> str: ...
-    def replace_state(self, old: str, new: str) -> None: ...
-    def read_records(self) -> dict[str, str]: ...
-    def write_record(self, text: str) -> None: ...
-    def close(self, is_end: bool = False) -> None: ...
 
 
 class OneNode:
@@ -190,6 +180,10 @@ class NodeZeroStore:
         self._store.close()
         if self.server is not None:
             self.server.close()
+
+
+# Where the nodes keep the newest state and their records. Methods raise OSError or StoreError.
+Board = OneNode | NodeZeroStore | SharedFolder
 
 
 class Reach(threading.Thread):
