@@ -21,6 +21,11 @@ def is_zombie(folder: Path) -> bool:
     return (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+def start_of(pid: int) -> str:
+    """When a process began, in clock ticks: another process may get its id later."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
 class Poprun:
     """One run of `poprun WORDS`, with its output in files."""
 
@@ -34,7 +39,7 @@ class Poprun:
         if self.pid == 0:
             self._become(words, variables)
         self.code: int | None = None
-        self._agent: int | None = None
+        self._agent: tuple[int, str] | None = None  # process id and start
 
     def _become(self, words, variables) -> None:
         code = 70
@@ -89,9 +94,10 @@ class Poprun:
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 marked = f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes()
-                marked = marked or (int(folder.name) == self._agent and not is_zombie(folder))
+                pid = int(folder.name)
+                marked = marked or ((pid, start_of(pid)) == self._agent and not is_zombie(folder))
                 if marked and word in (folder / "cmdline").read_text():
-                    found.append(int(folder.name))
+                    found.append(pid)
             except OSError:
                 continue  # it has ended meanwhile
         return sorted(found)
@@ -101,8 +107,8 @@ class Poprun:
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
         while not (pids := children.read_text().split()):  # a poprun that has only begun
             time.sleep(0.01)
-        self._agent = int(pids[0])
-        return self._agent
+        self._agent = int(pids[0]), start_of(int(pids[0]))
+        return self._agent[0]
 
     def nothing_left(self, limit: float = LIMIT) -> bool:
         deadline = time.monotonic() + limit
