@@ -162,3 +162,25 @@ def test_floating_point_exceptions_stop_the_run_and_name_the_line(function, valu
     executor(torch.full((2,), 0.5))
     quiet = poptorch.inferenceModel(Exceptional(function), poptorch.Options())
     quiet(torch.full((2,), value))
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [lambda x: x.new_empty(4), lambda x: x.new_empty_strided((4,), (1,)), torch.empty_like],
+    ids=["new_empty", "new_empty_strided", "empty_like"],
+)
+def test_uninitialized_memory_is_no_floating_point_exception(allocate):
+    """A backward failed when such memory held a NaN by chance. Torch fills it with NaN in deterministic mode."""
+    opts = poptorch.Options().showCompilationProgressBar(False)
+    opts.Precision.enableFloatingPointExceptions(True)
+    executor = poptorch.inferenceModel(Exceptional(lambda x: write_ones(allocate(x))), opts)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert executor(torch.ones(4)).tolist() == [1.0] * 4
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def write_ones(memory):
+    memory[:2], memory[2:] = 1.0, 1.0
+    return memory

@@ -163,7 +163,7 @@ for _suffix in ("", "_that_draws"):
 # ---- floating point exceptions -------------------------------------------------------------------------------
 
 # The results of these operations are uninitialized memory, in which NaN means nothing.
-_WITHOUT_VALUES = (torch.ops.aten.empty_like.default, torch.ops.aten.empty.memory_format)
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 class FloatingPointException(ArithmeticError):
@@ -179,7 +179,7 @@ class FiniteCheck(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         taken, made = tree_leaves((args, kwargs)), tree_leaves(out)
         inputs, outputs = _floating_point_tensors(taken), _floating_point_tensors(made)
-        if func in _WITHOUT_VALUES or not inputs:
+        if not inputs or func.overloadpacket.__name__ in _ALLOCATIONS:
             return out
         if any(bool(value.isnan().any()) for value in inputs):
             if made and all(isinstance(value, Tensor) and value.dtype == torch.bool for value in made):
