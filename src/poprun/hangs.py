@@ -2,8 +2,8 @@
 
 An instance that waits for a peer writes this into a file every second (`popengine.run.instances.connections`), and is
 not killed. The records of the nodes pass it on to all popruns. Any other instance makes progress while its
-processes use processor time. If they use none for the time limit, poprun prints the line of the program at
-which the instance hangs, and kills it. This counts as a failure.
+processes use processor time, or wait for a processor on a busy machine. If they do neither for the time limit, poprun
+prints the line of the program at which the instance hangs, and kills it. This counts as a failure.
 """
 
 import json
@@ -78,7 +78,7 @@ class HangDetector:
             since, used_before = self.progress.setdefault(instance, (now, used))
             if used - used_before > _IDLE * (now - since) + 0.05:
                 self.progress[instance] = (now, used)
-            elif now - since >= limit:
+            elif now - since >= limit and "R" not in states:
                 how = next((f" (it is {_STATES[state]})" for state in states if state in _STATES), "")
                 how += _blocked_line_text(Path(stack_path(self.folder, self.round, instance)), family)
                 if peers:
@@ -145,8 +145,13 @@ def _process_tree(pid: int) -> list[int]:
 
 
 def _read_state_and_time(pid: int) -> tuple[str, float]:
-    """Return Linux's letter for a process's state ("Z": ended or gone), and its processor time in seconds."""
+    """Return Linux's letter for a process's state ("R": a thread runs or waits for a processor; "Z": ended or
+    gone), and its processor time in seconds."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], sum(map(int, fields[11:13])) / _TICKS
+        states = {fields[0]}
+        for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+            with suppress(OSError):  # the thread has ended
+                states.add(path.read_text().rpartition(")")[2].split()[0])
+        return "R" if "R" in states else fields[0], sum(map(int, fields[11:13])) / _TICKS
     return "Z", 0.0

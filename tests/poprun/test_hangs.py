@@ -1,7 +1,13 @@
 """An instance that stands still is named and ended; peers that only wait, and one that computes, are not."""
 
+import os
 import re
+import subprocess
 import sys
+import time
+from pathlib import Path
+
+import launching
 
 MEETS = """
 import os, signal, sys, time
@@ -72,3 +78,40 @@ def test_without_a_limit_nothing_is_ended(poprun):
     run = poprun(*words)
     assert run.wait() == 0, run.said()
     assert "instance 1 has not arrived" in run.said()
+
+
+STARVED = """
+import os, sys
+
+os.sched_setaffinity(0, {int(sys.argv[1])})
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+print("here", flush=True)
+while not os.path.exists(sys.argv[2]):
+    pass
+"""
+
+
+def processor_time(pid):
+    """In seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) / os.sysconf("SC_CLK_TCK")
+
+
+def test_an_instance_that_other_processes_keep_from_running_is_not_ended(poprun, tmp_path):
+    """On a busy machine all instances with low priority were killed, again and again."""
+    core = min(os.sched_getaffinity(0))
+    burner = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+    try:
+        os.sched_setaffinity(burner.pid, {core})
+        words = ("--hang-timeout=2", sys.executable, "-S", "-c", STARVED, core, tmp_path / "end")
+        run = poprun(*words)
+        run.until("here")
+        before, until = processor_time(burner.pid), time.monotonic() + launching.LIMIT
+        while not run.has_ended() and processor_time(burner.pid) < before + 6:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        (tmp_path / "end").touch()
+    finally:
+        burner.kill()
+        burner.wait()
+    assert run.wait() == 0, run.said()
