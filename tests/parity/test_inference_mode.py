@@ -63,3 +63,21 @@ def test_a_model_that_was_made_inside_inference_mode_is_refused():
     with torch.inference_mode():
         model = nn.Linear(2, 2)
     assert torch.equal(poptorch.inferenceModel(model)(X), model(X))
+
+
+def test_a_layer_in_a_closure_records_no_gradients_in_inference():
+    layer, x = nn.Linear(3, 4), torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+
+    def forward(x):
+        left, right = layer(x).chunk(2, 1)
+        return left.mul_(2) + right  # autograd refuses this on a view of several
+
+    with torch.no_grad():
+        expected = forward(x)
+    assert torch.equal(poptorch.inferenceModel(forward)(x), expected)
+
+
+def test_inference_runs_the_kernels_that_plain_pytorch_chooses_for_weights_that_require_gradients():
+    torch.manual_seed(0)
+    layer, x = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).eval(), torch.randn(2, 5, 8)
+    assert torch.equal(poptorch.inferenceModel(layer, options(accumulation=1))(x), layer(x).detach())

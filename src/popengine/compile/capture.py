@@ -92,7 +92,7 @@ def capture(
         attributes_restored(module, stand_ins.was_used, stand_ins.hooks),
         torch.random.fork_rng(devices=[], device_type="cpu"),
         current_set_to(state),
-        tracing_settings(module, device),
+        tracing_settings(module, training, device),
         fake,
         stand_ins.put_in_module(),
         recorder,
@@ -161,6 +161,9 @@ def _tracked_calls(module: nn.Module, capture: Capture) -> Iterator[None]:
         nn.Module.__call__, Function.apply = call_module, apply
 
 
+_DIFFERENTIATES: Any = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # pyright: ignore
+
+
 class _TorchFunctions(TorchFunctionMode):
     """A function mode that calls torch functions with stand-ins for weights and with matching float types.
 
@@ -175,6 +178,8 @@ class _TorchFunctions(TorchFunctionMode):
         args, kwargs = map_leaves(self._capture.stand_ins.stand_in_of, (args, kwargs or {}))
         if func == Tensor.data.__set__:  # pyright: ignore[reportAttributeAccessIssue]
             return _copy_into_data(*args)
+        if func in _DIFFERENTIATES:  # in inference gradients are off until forward differentiates
+            torch.set_grad_enabled(True)
         result = _call_with_matching_types(func, args, kwargs)
         if func in LOSSES:
             self._capture.mark_loss(result)

@@ -184,7 +184,7 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
 
 def _with_sparse_constant(product: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Return a matrix product. The first factor may be a sparse constant: each of its values multiplies a row."""
-    if kwargs or args[0].layout is torch.strided or not is_traced(args[1]):
+    if kwargs or args[0].layout is torch.strided or is_traced(args[0]) or not is_traced(args[1]):
         return product(*args, **kwargs)
     first, second = args
     with DisableTorchFunction(), recording_paused():

@@ -207,13 +207,13 @@ _CAPTURING = threading.RLock()
 
 
 @contextlib.contextmanager
-def tracing_settings(module: nn.Module, device: str) -> Iterator[None]:
+def tracing_settings(module: nn.Module, training: bool, device: str) -> Iterator[None]:
     """Set torch's global state for a capture while the body runs. Other threads that capture wait meanwhile.
 
-    Torch's layers take their branches for compilers, gradients are on (in inference weights require none), autograd has
-    one thread, and anomaly detection and garbage collection are off. Functions of torch.compile run uncompiled; a
-    warning says so if `module` has any. For an accelerator, oneDNN is off and attention is recorded as products and a
-    softmax: otherwise recurrent layers and attention would be operations that only CPUs have.
+    Torch's layers take their branches for compilers, gradients are on in training only, autograd has one thread, and
+    anomaly detection and garbage collection are off. Functions of torch.compile run uncompiled; a warning says so if
+    `module` has any. For an accelerator, oneDNN is off and attention is recorded as products and a softmax:
+    otherwise recurrent layers and attention would be operations that only CPUs have.
     """
     with _CAPTURING, contextlib.ExitStack() as contexts:
         if optimized := optimized_module_type():
@@ -228,7 +228,7 @@ def tracing_settings(module: nn.Module, device: str) -> Iterator[None]:
         contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
         # Anomaly detection looks for NaN, and fake tensors have no values.
         contexts.enter_context(torch.autograd.set_detect_anomaly(False))
-        contexts.enter_context(torch.enable_grad())
+        contexts.enter_context(torch.set_grad_enabled(training))
         is_compiling, reported = torch.compiler.is_compiling, set[str]()
         contexts.callback(setattr, torch.compiler, "is_compiling", is_compiling)
         torch.compiler.is_compiling = lambda: is_compiling() or _is_called_by_torch(reported)

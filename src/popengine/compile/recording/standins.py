@@ -34,7 +34,7 @@ class StandIns:
         _check_members(named, training, needs_values)
         self._module = module
         self.parameters = {
-            name: nn.Parameter(empty_like(real), requires_grad=training and real.requires_grad)
+            name: nn.Parameter(empty_like(real), requires_grad=real.requires_grad)
             for name, real in module.named_parameters()
         }
         self.buffers = {name: empty_like(real) for name, real in module.named_buffers()}
@@ -66,10 +66,8 @@ class StandIns:
                 self.hooks.append((hook, f"a hook of {name}"))
 
     def trained_parameters(self) -> dict[str, Tensor]:
-        """Return the stand-ins of parameters that require a gradient, by canonical name (in inference they don't)."""
-        return {
-            name: fake for name, real, fake in self.members if real.requires_grad and name in self.parameters
-        }
+        """Return the stand-ins of parameters that require a gradient, by canonical name."""
+        return {name: value for name, value in self.parameters.items() if value.requires_grad}
 
     def stand_in_of(self, value: Any) -> Any:
         """Return the stand-in of a parameter, a buffer, or a view of these; any other value unchanged."""
