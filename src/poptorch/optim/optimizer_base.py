@@ -144,7 +144,7 @@ class Optimizer:
                 ipu_state[LOSS_FACTOR] = self._loss_factor
             sizes = [len(group["params"]) for group in self.param_groups]  # type: ignore[attr-defined]
             indices = (index for index, size in enumerate(sizes) for _ in range(size))
-            group_of = dict(zip(self._names, indices, strict=True))
+            group_of = dict(zip(self._names, indices, strict=False))  # a group may have been added
             ipu_param = to_ipu_param(group_of, rates_of(self._kind, self))
         return {"ipu_state": ipu_state, "ipu_param": ipu_param, **whole}
 
@@ -206,7 +206,7 @@ class Optimizer:
         assert self._pending_state is not None
         entries, self._pending_state = self._pending_state[0], None
         loaded = from_ipu_state(self._kind, entries)
-        parameters = dict(zip(self._names, self._parameters(), strict=True))
+        parameters = dict(zip(self._names, self._parameters(), strict=False))
         present = {name: self.state.get(parameter, {}) for name, parameter in parameters.items()}
         if missing := sorted(set(to_ipu_state(self._kind, present)) - set(entries)):
             logger.warning("the loaded optimizer state has nothing for %s: kept as it is", ", ".join(missing))

@@ -507,3 +507,17 @@ def test_a_restored_state_that_no_call_has_used_yet_has_the_buffers_of_each_repl
     set_training_state(second, copy.deepcopy(saved))
     again = [buffers["norm.running_mean"] for buffers in training_state(second)["buffers"]]
     assert all(map(torch.equal, means, again))
+
+
+def test_a_group_that_is_added_after_a_call_is_refused_and_its_state_is_written_as_torch_writes_it():
+    model, _ = made("sgd")
+    optimizer = poptorch.optim.AdamW(model.parameters(), lr=0.1)
+    executor = on_ipus(model, optimizer, data(1))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    state = optimizer.state_dict()
+    assert [len(group["params"]) for group in state["param_groups"]] == [2, 1]
+    assert {name.split("___")[-1] for name in state["ipu_param"]} == {
+        "lossScaling_FLOAT", "layer.weight", "layer.bias"
+    }  # fmt: skip
+    with pytest.raises(poptorch.Error, match=r"aren't parameters of the model.*(?s:.*)fix:"):
+        executor.setOptimizer(optimizer)
