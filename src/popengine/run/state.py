@@ -53,9 +53,8 @@ class TrainState:
 
     def __init__(self, find_weights: Callable[[], Mapping[str, Tensor]], seed: int = 0) -> None:
         self.find_weights = find_weights
-        self.optimizer: Any = SimpleNamespace(
-            state={}
-        )  # `optimizer.state[parameter]` has the optimizer state
+        # `optimizer.state[parameter]` has the optimizer state.
+        self.optimizer: Any = SimpleNamespace(state={})
         self._parameters: Mapping[str, Tensor] | None = None  # keys of `optimizer.state`; None: the weights
         # If processes shard the optimizer state: the process that has a parameter's state, by canonical name.
         self.owner: dict[str, int] = {}
@@ -164,19 +163,15 @@ class State:
         signature = plan.partition.signature
         self.slot_of = {slot.key: slot.name for slot in signature.parameters_and_buffers}
         names = {name for names in plan.state.values() for name in names}
-        self._slots = {
-            slot.name: slot for slot in signature.slots if slot.name in names
-        }  # those that are held
+        self._slots = {slot.name: slot for slot in signature.slots if slot.name in names}
         self._weights = [slot for slot in self._slots.values() if slot.role in WEIGHTS]
         self._changed = [name for name in self._slots if name in signature.changed_buffers]
         self.trained = signature.trained
         replicas, trained = range(settings.counts.replicas), set(self.trained)
-        self._bound: dict[
-            str, tuple[Tensor, Any, Any, Any, Any]
-        ] = {}  # with address, shape, strides and dtype
-        self._plain: dict[
-            str, Tensor
-        ] = {}  # the model's tensors without autograd, or copies on an accelerator
+        # The model's tensors, with address, shape, strides and dtype; and these tensors without autograd, or copies of
+        # them on an accelerator.
+        self._bound: dict[str, tuple[Tensor, Any, Any, Any, Any]] = {}
+        self._plain: dict[str, Tensor] = {}
         self._strides: dict[str, tuple[int, ...]] = {}  # of the model's tensors in the first `bind`
         self._rows: dict[str, list[tuple[Tensor, Tensor]]] = {}  # (row, the row that is copied to it)
         self.new_buffers: list[dict[str, Tensor]] = [{} for _ in replicas]
@@ -248,12 +243,8 @@ class State:
                 value = present[slot.key]
                 now = value, value.data_ptr(), value.shape, value.stride(), value.dtype
                 known = self._bound.get(slot.key)
-                if (
-                    known is None
-                    or known[0] is not value
-                    or known[1:] != now[1:]
-                    or self.device != devices.CPU
-                ):
+                is_known = known is not None and known[0] is value and known[1:] == now[1:]
+                if not is_known or self.device != devices.CPU:
                     self._bind_weight(slot, value)
             self._bind_buffers()
             if self.settings.optimizer is not None:
@@ -275,10 +266,8 @@ class State:
                 "  why: half(), to(), another layer in its place or an assignment to .data has changed it\n"
                 "  fix: change it back, or call destroy() and compile the model again"
             )
-        if groups is not None and len(value) != len(
-            groups.rows
-        ):  # `all_rows`, and the model has one per group
-            value.data = value.detach()[list(groups.of)]
+        if groups is not None and len(value) != len(groups.rows):
+            value.data = value.detach()[list(groups.of)]  # `all_rows`, and the model has one per group
         is_overlapping = any(
             step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)
         )

@@ -14,7 +14,6 @@ from torch import nn
 
 from popengine.errors import Error
 from popengine.settings import ReplicaGroups
-from popengine.torch_private import DisableTorchFunctionSubclass
 
 from ..enums import CommGroupType, VariableRetrievalMode
 
@@ -44,9 +43,8 @@ class GroupableParameter(nn.Parameter):
 
         Args: groupings: the executor's, to which `replicaGrouping` adds an item; None once it is compiled
         """
-        with DisableTorchFunctionSubclass():
-            view = parameter.detach().as_subclass(GroupableParameter)
-            view.requires_grad_(parameter.requires_grad)
+        view = parameter.detach().as_subclass(GroupableParameter)
+        view.requires_grad_(parameter.requires_grad)
         vars(view).update(vars(parameter))
         view.grad = parameter.grad
         view._grouping_target = (name, groupings)

@@ -82,18 +82,13 @@ class LoadedPlans:
         self.require_executable()
         if self.engine is None:
             raise Error("the model is not attached to its devices\n  fix: call it, or model.attachToDevice()")
-        if self.is_forked:
+        if self._process != os.getpid():
             raise Error(
                 f"the model is attached to devices of process {self._process}, and this is a fork of it\n"
                 "  why: os.fork() copies memory, but no threads: none would run the model here\n"
                 "  fix: call detachFromDevice() before the fork, or start processes with 'spawn'"
             )
         return self.engine
-
-    @property
-    def is_forked(self) -> bool:
-        """Return whether this process is a fork of the process that attached the model. False if detached."""
-        return self.engine is not None and self._process != os.getpid()
 
     # ---- plans ---------------------------------------------------------------------------------------------
 
