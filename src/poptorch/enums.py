@@ -3,10 +3,19 @@
 import enum
 from typing import Any
 
+from popengine.errors import did_you_mean
+
 
 def member_by_name(kind: type[enum.Enum], value: Any) -> Any:
-    """Return the enum member whose name is `value`; return any other value unchanged."""
-    return kind.__members__.get(value, value) if isinstance(value, str) else value
+    """Return the enum member with this name or value. Raises ValueError, if there is none."""
+    if isinstance(value, str) and value in kind.__members__:
+        return kind.__members__[value]
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(kind.__members__)
+        meant = did_you_mean(str(value), kind.__members__)
+        raise ValueError(f"{value!r} is not a valid {kind.__name__}; known: {known}{meant}") from None
 
 
 class MeanReductionStrategy(enum.IntEnum):

@@ -6,7 +6,7 @@ from popengine.order import ORDERS
 
 from .analysis import Figures
 from .times import whole_steps
-from .units import size_text
+from .units import plural, size_text
 from .virtual import promised_speedup
 
 _WORTH = 1.05  # an option is advised above this speedup, which was measured at compilation
@@ -54,7 +54,7 @@ def _fault_sentences(figures: Figures) -> Iterator[str]:
             " micro-batch or more stages need less."
         )
     if failed := figures.profile.facts.get("failed_calls", 0):
-        yield f"{failed} call(s) failed and are not part of the figures."
+        yield f"{plural(failed, 'call')} failed. The figures leave {'them' if failed > 1 else 'it'} out."
 
 
 def _speed_sentences(figures: Figures) -> Iterator[str]:

@@ -18,7 +18,7 @@ from popengine.profile import PHASES, Profile, ProfileError, TaskRun, load
 from .advice import advice_sentences, machine_sentence, stages_sentence
 from .analysis import Figures, compare_figures, comparison_text
 from .memory import bytes_curve, memory_table
-from .units import cores_text, layout_text, rate_text, seconds_text, share_text, size_text, table_text
+from .units import cores_text, layout_text, plural, rate_text, seconds_text, share_text, size_text, table_text
 
 PROFILE = "profile.pop"
 _SCRIPTS = [  # in this order
@@ -221,7 +221,7 @@ def summary(profile: Profile) -> str:
         lines += [
             f"  throughput    {rate_text(found.samples_per_second)} in calls,"
             f" {rate_text(found.samples_per_second_overall)} with the time between them",
-            f"  ran           {found.calls} call(s), {found.steps} step(s)",
+            f"  ran           {plural(found.calls, 'call')}, {plural(found.steps, 'step')}",
             f"  bubble        {share_text(found.bubble_apart)} on separate devices,"
             f" {share_text(found.bubble_ideal)} ideal",
             f"  a step        {seconds_text(found.step_seconds)} here: {cores_text(profile)} ran all ipus, and waited"

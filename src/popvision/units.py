@@ -58,7 +58,8 @@ def layout_text(profile: Profile) -> str:
     stages, ipus = len(profile.stages), len(profile.devices)
     replicas = profile.counts.get("replicas", 1)
     return (
-        f"{profile.facts.get('mode', '')} {kind}, {stages} stage(s) on {ipus} ipu(s), {replicas} replica(s)"
+        f"{profile.facts.get('mode', '')} {kind}, {plural(stages, 'stage')} on {plural(ipus, 'ipu')},"
+        f" {plural(replicas, 'replica')}"
     )
 
 
@@ -67,3 +68,8 @@ def cores_text(profile: Profile) -> str:
     count, machine = profile.facts.get("threads", 0), profile.facts.get("cores", 0)
     of_all = f" of {machine}" if count < machine else ""
     return f"{count}{of_all} core{'s' * ((machine if of_all else count) != 1)}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a number with its noun: "1 stage", "2 stages"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"

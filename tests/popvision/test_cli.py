@@ -23,7 +23,7 @@ def report(tmp_path):
 def test_summary_prints_the_headline_of_both_profiles(report, capsys):
     assert main(["summary", str(report)]) == 0
     text = capsys.readouterr().out
-    assert text.index("training: 1f1b training, 3 stage(s)") < text.index("inference: 1f1b inference")
+    assert text.index("training: 1f1b training, 3 stages") < text.index("inference: 1f1b inference")
     assert "bubble        33.3% on separate devices, 33.3% ideal" in text
     assert "a step        24 ms here: 1 of 64 cores ran all ipus, and waited for 0.0%" in text
     assert "compilation   750 ms: capture 500 ms, lower 250 ms" in text

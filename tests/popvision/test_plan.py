@@ -71,7 +71,7 @@ def test_the_page_shows_machines_stages_the_timeline_and_what_bounds_it(tmp_path
     found = planned()
     found.save(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
-    assert "<title>Plan: 1f1b training, 3 stage(s) on 3 ipu(s), 1 replica(s)</title>" in page
+    assert "<title>Plan: 1f1b training, 3 stages on 3 ipus, 1 replica</title>" in page
     assert page.count("<rect") == 2 * 3 * 5  # forward and backward of three stages for five micro-batches
     assert "backward of stage 2, micro-batch 4" in page
     linear = 2 * ROWS * WIDTH * WIDTH

@@ -37,7 +37,7 @@ def test_the_trace_is_a_row_for_each_run_of_a_task(report):
 
 
 def test_it_prints_its_headline_and_says_what_is_missing(report, tmp_path):
-    assert repr(report).startswith("training: 1f1b training, 2 stage(s) on 2 ipu(s)")
+    assert repr(report).startswith("training: 1f1b training, 2 stages on 2 ipus")
     with pytest.raises(ValueError, match="there is no file or folder"):
         poptorch.Report(tmp_path / "elsewhere").figures()
 

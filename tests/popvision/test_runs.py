@@ -263,7 +263,7 @@ def test_a_failed_call_is_counted_apart(tmp_path):
     inference.destroy()
     profile = load(tmp_path / "inference" / "profile.pop")
     assert (profile.facts["calls"], profile.facts["failed_calls"]) == (3, 1)
-    assert any("1 call(s) failed" in text for text in advice_sentences(Figures(profile)))
+    assert any("1 call failed" in text for text in advice_sentences(Figures(profile)))
 
 
 def test_waiting_for_the_loader_is_noted(tmp_path):
@@ -325,7 +325,7 @@ def test_of_a_call_that_failed_half_way_there_is_what_was_done_until_then(tmp_pa
     assert 0 in broken and broken.count(2) < 3
     found = Figures(profile)
     assert (found.calls, found.steps) == (2, 2)
-    assert advice_sentences(found)[0] == "1 call(s) failed and are not part of the figures."
+    assert advice_sentences(found)[0] == "1 call failed. The figures leave it out."
 
 
 def test_sigterm_leaves_a_profile_and_ends_the_program_by_the_signal(tmp_path):

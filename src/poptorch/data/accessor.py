@@ -72,7 +72,7 @@ class AsynchronousDataAccessor:
         _check_arguments(dataset, buffer_size, miss_sleep_time_in_ms, rebatched_size)
         self._length = _batch_count(dataset, rebatched_size)  # a reference to the dataset could keep it alive
         slots, preloaded = max(2, buffer_size), max(2, buffer_size) if early_preload else 1
-        strategy = SharingStrategy(member_by_name(SharingStrategy, sharing_strategy))
+        strategy = member_by_name(SharingStrategy, sharing_strategy)
         feeder = Feeder(dataset, slots, load_indefinitely, rebatched_size)
         self._process, self._connection = _start_worker(strategy, feeder)
         # Before multiprocessing's own exit handler (priority 0), which would wait for the worker for ever.

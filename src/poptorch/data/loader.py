@@ -86,11 +86,12 @@ class DataLoader(torch.utils.data.DataLoader):
     ) -> None:
         assert isinstance(options, Options), (
             f"the first argument of a DataLoader is a poptorch.Options, got {type(options).__name__}"
+            "\n  fix: poptorch.DataLoader(options, dataset, batch_size=16)"
         )
         options._freeze()
         self._save_arguments({**locals(), **kwargs})
         self.options, self._progress = options, Progress()
-        self.mode = DataLoaderMode(member_by_name(DataLoaderMode, mode))
+        self.mode = member_by_name(DataLoaderMode, mode)
         self.drops_last = drop_last
         self._accessor: AsynchronousDataAccessor | None = None
         assert "rebatched_size" not in (async_options or {}), (

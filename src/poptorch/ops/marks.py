@@ -16,7 +16,7 @@ from popengine.compile.recording.current_capture import ConvolutionGroup, curren
 from popengine.errors import Error
 from popengine.torch_private import tree_map
 
-from ..enums import MultiConvPlanType, OverlapMode, member_by_name
+from ..enums import MultiConvPlanType, OverlapMode
 from .library import check_tensors, register_mark
 
 register_mark("nop(Tensor input) -> Tensor")
@@ -109,7 +109,7 @@ def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
 
 def _mark_tensors(name: str, tensors: Any, mode: OverlapMode) -> Any:
     """Return a structure with the mark `name` on each tensor. Raises Error if it contains another value."""
-    mode = member_by_name(OverlapMode, mode)
+    mode = OverlapMode.__members__.get(mode, mode) if isinstance(mode, str) else mode
     if not isinstance(mode, OverlapMode):
         raise Error(f"the mode must be one of poptorch.OverlapMode's; found {mode!r}")
 

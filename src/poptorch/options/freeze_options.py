@@ -70,7 +70,7 @@ def engine_settings(
     for name, location in options.TensorLocations.toDict().items():
         if name.startswith("location_") and location.get("on_chip_storage") is False:
             kind = name.removeprefix("location_")
-            logger.info("useOnChipStorage(False) for %s is recorded: nothing moves", kind)  # documented
+            logger.info("useOnChipStorage(False) for %s has no effect: nothing moves", kind)  # documented
     is_mean = update.accumulation_and_replication_reduction_type == ReductionType.Mean
     is_running = update.mean_accumulation_and_replication_reduction_strategy == MeanReductionStrategy.Running
     state = options.TensorLocations.location_optimizer.toDict()
