@@ -405,3 +405,20 @@ def test_an_embedding_of_one_word_is_merged():
         poptorch.trainingModel(model, options(merged=k), torch.optim.SGD(model.parameters(), lr=1.0))(x)
         weights.append(model.words.weight.detach())
     torch.testing.assert_close(*weights)
+
+
+def test_values_that_forward_writes_into_a_new_tensor_are_merged():
+    class Writing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            found = torch.zeros(len(x), 2, 4)
+            found[:, 0] = self.layer(x)
+            found[:, 1] = self.layer.bias
+            return found, functional.mse_loss(found, torch.ones_like(found))
+
+    torch.manual_seed(0)
+    model = Writing()
+    assert compare(model, options(merged=MERGED), torch.randn(16, 4)).equal

@@ -49,6 +49,8 @@ _NUMBER_OF_ROWS = {
     aten.native_group_norm_backward.default: 5,
 }  # an argument
 _VIEWS: dict[Any, Any] = dict.fromkeys((aten.view.default, aten._unsafe_view.default), Tensor.reshape)
+# What runs in place of operations: for other strides, and for an operation without a rule.
+_REPLACED = {**_VIEWS, aten.copy.default: lambda to, value, *_: value.to(to.dtype).expand_as(to).clone()}
 # Linear in the first argument, if no other one has values of micro-batches; then linear in all arguments together.
 _LINEAR = {
     *(
@@ -286,7 +288,7 @@ def _call(node: fx.Node, values: _Values, args: Any = None, function: Any = None
     """Run a node's operation, or `function`, on a node's arguments, or on `args`: nodes stand for their values."""
     args, kwargs = fx.node.map_arg((node.args if args is None else args, node.kwargs), values.__getitem__)  # type: ignore[misc]
     function = function or node.target
-    return _VIEWS.get(function, function)(*args, **kwargs)
+    return _REPLACED.get(function, function)(*args, **kwargs)
 
 
 def merged_count(wanted: int, settings: Settings, cores: int, least: int, most: int) -> int:
