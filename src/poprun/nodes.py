@@ -7,7 +7,8 @@ replace if no other node has done so, and a record of each node with a counter. 
     several hosts       in the store of node 0 (`NodeZeroStore`)
     elastic training    in the checkpoint folder (`shared_folder.SharedFolder`)
 
-A node is lost if its record is missing, or if its counter stood still for 25 s of the reader's clock. A running round
+A node is lost if its record is missing, or if its counter stood still: for 25 s of the reader's clock in an elastic
+training, else for POPRUN_NODE_TIMEOUT, since the others could not go on without this node. A running round
 ends if an instance fails, a node is lost or can't reach another one, or a new node can be added. When the instances of
 all nodes have stopped, the next round begins with nodes that reach each other. torch's own rendezvous is not used: its
 store serves every caller on all interfaces, and its nodes unpickle what they read.
@@ -127,7 +128,9 @@ class NodeZeroStore:
         host, _, port = self.address.rpartition(":")
         try:
             patience = max(until - time.monotonic(), 0.0)
-            self._store = SignedStore(host, int(port), self._secret, patience, _STANDSTILL)
+            self._store = SignedStore(
+                host, int(port), self._secret, patience, max(node.patience, _STANDSTILL)
+            )
         except StoreError as error:
             raise TrainingLost(
                 f"node 0 is not to be reached at {self.address}: {error}\n"
@@ -252,6 +255,7 @@ class Nodes:
         self._is_contested = False  # a training with another command may use the folder
         self._left_over: str | None = None  # the state that was there before this node
         self._polled = self._begun = self._waits_since = self._round_since = time.monotonic()
+        self._standstill = _STANDSTILL if request.is_elastic else max(node.patience, _STANDSTILL)
         self._written = -_RENEWAL  # time of the last write of the record
         self._next_warning = 0.0
         self._grow_after: int | None = None  # calls before the checkpoint that was newest when a node came
@@ -448,7 +452,9 @@ class Nodes:
                 if has_moved and record["id"] == before.get("id"):
                     moving.add(name)
         self._seen = {name: seen for name, seen in self._seen.items() if name in texts}
-        live = {name: record for name, (record, since) in self._seen.items() if now - since < _STANDSTILL}
+        live = {
+            name: record for name, (record, since) in self._seen.items() if now - since < self._standstill
+        }
         own = {name: record for name, record in live.items() if record["digest"] == self._digest}
         self._is_contested = self.round.number < 0 and len(own) < len(live)
         for name in moving & (live.keys() - own.keys()):

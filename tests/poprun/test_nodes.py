@@ -118,6 +118,23 @@ def test_a_node_that_is_lost_without_a_restart_left_is_named_at_once(poprun, tmp
     assert runs[1 - lost].nothing_left()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_fixed_number_of_instances_outlives_a_node_that_is_stopped_for_half_a_minute(
+    poprun, tmp_path, stopped
+):
+    """The other node gave up after 25 s, though no instance had failed."""
+    runs = nodes(poprun, 2, ("--num-replicas=2", "--num-instances=2", *PYTHON, STAYS, tmp_path / "end"))
+    for rank, run in enumerate(runs):
+        run.until(f"attempt 0 of {rank}.")
+    agent = runs[stopped].agent()
+    os.kill(agent, signal.SIGSTOP)
+    time.sleep(35)
+    os.kill(agent, signal.SIGCONT)
+    (tmp_path / "end").touch()
+    assert [run.wait() for run in runs] == [0, 0], runs[0].said() + runs[1].said()
+
+
 def test_two_nodes_of_one_number_are_refused(poprun):
     words = ("-v", "--num-replicas=2", "--num-instances=2", "true")
     place = {"POPRUN_NUM_NODES": "2", "POPRUN_NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
