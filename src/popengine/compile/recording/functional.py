@@ -222,7 +222,8 @@ def drop_aliases_and_dead_code(graph: fx.Graph) -> None:
     graph.lint()
 
 
-_OFFSETS = {aten.as_strided.default: 3, aten.as_strided_scatter.default: 4}  # the position of an argument
+# By operation, the position of its offset from the begin of the memory.
+_OFFSETS = {aten.as_strided.default: 3, aten.as_strided_copy.default: 3, aten.as_strided_scatter.default: 4}
 
 
 def _copy_inputs_before_as_strided(graph: fx.Graph) -> None:
@@ -241,7 +242,7 @@ def _copy_inputs_before_as_strided(graph: fx.Graph) -> None:
             base = base.all_input_nodes[0]
         if base.op != "placeholder":
             continue
-        read = base if node.target is aten.as_strided.default else operand
+        read = operand if node.target is aten.as_strided_scatter.default else base
         value, strides = read.meta["val"], list(read.meta["val"].stride())
         with graph.inserting_before(node), value.fake_mode, torch.no_grad():
             copy = graph.call_function(torch.ops.popengine.with_strides.default, (read, strides))
