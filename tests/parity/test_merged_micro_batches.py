@@ -337,11 +337,18 @@ def test_a_pipeline_stays_full():
     assert poptorch.describe(model, chosen, model.data(12)).merged <= 4  # two stages need three micro-batches
 
 
-def test_the_log_says_what_could_be_merged(caplog):
-    with caplog.at_level(logging.INFO, logger="poptorch::python"):
-        model = made(Digits)
-        poptorch.describe(model, options(), model.data(16))
-        assert "mergeMicroBatches(True) would compute" in caplog.text
+@pytest.mark.parametrize(("accumulation", "is_said"), [(16, True), (1, False), (2, False)])
+def test_the_log_says_what_could_be_merged(caplog, accumulation, is_said):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with caplog.at_level(logging.INFO, logger="poptorch::python"):
+            model = made(Digits)
+            poptorch.describe(model, options(accumulation=accumulation), model.data(accumulation))
+    finally:
+        torch.set_num_threads(threads)
+    assert ("mergeMicroBatches(True) would compute 8 micro-batches" in caplog.text) == is_said
+    assert "would compute 1 " not in caplog.text
 
 
 # ---- beside training ------------------------------------------------------------------------------------------------

@@ -111,8 +111,9 @@ def with_merged_micro_batches(graph: Graph, settings: Settings, wanted: int) -> 
         return settings
     if not wanted:
         could = merged_count(-1, settings, cores, 1, settings.counts.accumulation)
-        said = "%s would compute %d micro-batches as one: larger operations, other last bits"
-        logger.info(said, _MERGED, could)
+        if could > 1:
+            said = "%s would compute %d micro-batches as one: larger operations, other last bits"
+            logger.info(said, _MERGED, could)
         return settings
     stages = count_forward_stages(graph.visits, visits_with_operations(graph), settings.strategy)
     least = order_named(settings.strategy.order).least_micro_batches(stages, training=True)
