@@ -30,7 +30,7 @@ def machine_sentence(figures: Figures) -> str:
     share = figures.core_share
     if share is None:
         return ""
-    busy = "" if share >= _FREE else " In the rest other programs ran, or the computations waited."
+    busy = "" if share >= _FREE else " For the rest, other programs ran or the computations waited."
     return (
         f"Computations had a core for {share:.0%} of their time.{busy} The times of stages, blocks and operations"
         " leave out the waits; throughput and the trace of these cores include them."

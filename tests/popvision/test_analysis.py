@@ -177,7 +177,7 @@ def test_a_sentence_says_how_busy_the_machine_was():
     )
     text = machine_sentence(Figures(computing(0.25)))
     assert text.startswith(
-        "Computations had a core for 25% of their time. In the rest other programs ran, or"
+        "Computations had a core for 25% of their time. For the rest, other programs ran or"
     )
     assert "The times of stages, blocks and operations leave out the waits" in text
     assert summary(computing(0.25)).splitlines()[1] == f"  {text}"

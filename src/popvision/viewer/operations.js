@@ -101,10 +101,11 @@ function operationsView(entry, page) {
   ways.module = moduleTree(entry);
   const names = Object.keys(ways), holder = make("div"), counts = make("span");
   const search = make("input", { type: "search", placeholder: "Search operation, module, line …", "aria-label": "Search", value: page.state.search || "", oninput: () => show(page.state.rows) });
+  const hint = make("span", { class: "hint help" }, "Click a row to see it in the trace.");
   function show(name) {
     const way = ways[name] || ways.operation;
     holder.replaceChildren(way.element); counts.replaceChildren(way.count);
-    search.hidden = way === ways.module;
+    search.hidden = hint.hidden = way === ways.module;
     way.search(search.value);
     page.note({ rows: name, search: search.value });
   }
@@ -113,7 +114,7 @@ function operationsView(entry, page) {
   show(page.state.rows);
   const step = entry.profile.facts.detailed_step;
   return make("section", { class: "card" },
-    make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "Operations"), switcher, search, counts, make("span", { class: "spring" }), make("span", { class: "hint help" }, "Click a row to see it in the trace.")),
+    make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "Operations"), switcher, search, counts, make("span", { class: "spring" }), hint),
     holder,
     make("p", { class: "hint", style: { marginTop: "10px" } }, `Times of a step\u2019s micro-batches together, which add up to their stages; an operation\u2019s share was measured on replica 0 in step ${step[1]} of call ${step[0]}. FLOPs of matrix products, convolutions and attention; bytes read and written by one call.`));
 }
