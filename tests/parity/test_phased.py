@@ -74,7 +74,9 @@ def test_one_micro_batch_passes_all_phases_before_the_next():
     executor = poptorch.trainingModel(user, options)
     executor.compile(*Digits.data(4))
     drawn = [
-        line.replace("..", "").split() for line in str(executor.plan).splitlines() if line.startswith("ipu ")
+        line.replace("..", "").split()
+        for line in executor.plan.schedule.splitlines()
+        if line.startswith("ipu ")
     ]
     assert [" ".join(words[3:]) for words in drawn if words[2] == "|"] == [
         "F0.0 F2.0 B2.0 B0.0 F0.1 F2.1 B2.1 B0.1",
