@@ -38,7 +38,7 @@ def report() -> None:
         flags = ["--epochs", "1", "--profile", "--profile-dir", f"{folder}/report"]
         subprocess.run([sys.executable, program, *flags], check=True)
         subprocess.run(
-            [sys.executable, "-m", "popvision", "open", f"{folder}/report", "--no-browser"], check=True
+            [sys.executable, "-m", "popvision", "report", f"{folder}/report", "--no-browser"], check=True
         )
         for name, scheme in (("dark", 0), ("light", 1)):
             subprocess.run(

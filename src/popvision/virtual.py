@@ -249,7 +249,7 @@ def _other_stages(
         )
         first = ", ".join(units[begin] for begin in begins[1:])
         what = f"stages that begin with the {kind}{'s' * (stages > 2)} {first}"
-        also = f"results stay the same to the bit; poptorch.AutoBalance({stages}) cuts by measured costs, too"
+        also = f"the results have the same bits; poptorch.AutoBalance({stages}) also cuts by measured costs"
         yield "stages", changed, what, also
 
 

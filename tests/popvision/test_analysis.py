@@ -79,7 +79,7 @@ def test_uneven_stages_are_answered_by_other_stages_and_not_by_accumulation():
     assert text == (
         "Stage 0 costs 2.0 times the average stage: stages that begin with the block D would make it"
         f" at least {promised_speedup(change.apart, 0.0):.2f} times as fast on separate devices."
-        " Then results stay the same to the bit; poptorch.AutoBalance(2) cuts by measured costs, too."
+        " Then the results have the same bits; poptorch.AutoBalance(2) also cuts by measured costs."
     )
 
 
