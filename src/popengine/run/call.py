@@ -42,9 +42,8 @@ class ResultBuffer:
         rows = counts.replicas
         if mode in ("all", "every_n"):
             rows *= counts.iterations // self._period * counts.accumulation
-        dtype = (
-            torch.empty(0, dtype=like.dtype).sum().dtype if mode == "sum" else like.dtype
-        )  # bools are counted
+        # A sum counts bools.
+        dtype = torch.empty(0, dtype=like.dtype).sum().dtype if mode == "sum" else like.dtype
         self.values = torch.empty((rows, *like.shape), dtype=dtype, device=device)
         if mode == "sum":
             self.values.zero_()

@@ -112,10 +112,10 @@ class TrainState:
 
     def unconfirmed(self, keys: Iterable[str]) -> dict[str, Tensor]:
         """Return those of these parameters that were written or replaced since `confirm`, by name."""
-        found = {}
-        for key, value in ((key, weights[key]) for weights in [self.find_weights()] for key in keys):
-            known, now = self._confirmed.get(key), _mark(value)
-            if known is None or known[0] is not value or known[1:] != now[1:]:
+        weights, found = self.find_weights(), {}
+        for key in keys:
+            value, known = weights[key], self._confirmed.get(key)
+            if known is None or known[0] is not value or known[1:] != _mark(value)[1:]:
                 found[key] = value.detach()
         return found
 
@@ -250,8 +250,7 @@ class State:
             if self.settings.optimizer is not None:
                 for unit in self.units:
                     self._bind_optimizer(unit, hyper)
-        for row, source in (pair for pairs in self._rows.values() for pair in pairs):
-            row.copy_(source)
+        self._repeat_rows()
 
     def _bind_weight(self, slot: Slot, value: Tensor) -> None:
         """Set `values` of all replicas to a tensor of the model, which is moved if `_must_move` says so."""
@@ -301,6 +300,11 @@ class State:
             for index, (replica, first) in enumerate(zip(rows, firsts, strict=True))
             if first != replica
         ]
+
+    def _repeat_rows(self) -> None:
+        """Copy each row of a value with replica groups to the rows that repeat it."""
+        for row, source in (pair for pairs in self._rows.values() for pair in pairs):
+            row.copy_(source)
 
     def _bind_buffers(self) -> None:
         """Set `values` of replicas 1, 2, ... to their own buffers; to copies of the model's if the user has
@@ -389,8 +393,7 @@ class State:
             for name, value in new.items():
                 if value is not values[name]:
                     write(values[name], value)
-        for row, source in (pair for pairs in self._rows.values() for pair in pairs):
-            row.copy_(source)
+        self._repeat_rows()
         if self.device == devices.CPU:
             self.share_buffers()
         seed, step = self.shared.random_state

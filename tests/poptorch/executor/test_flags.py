@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from executor_models import options
+from executor_models import Outer, options
 from torch import nn
 
 import poptorch
@@ -293,15 +293,6 @@ def test_what_forward_itself_counts_is_no_change(caplog):
     executor(X)
     executor(X)
     assert warnings(caplog) == []
-
-
-class Outer(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
 
 
 # ---- requires_grad -----------------------------------------------------------------------------------------
