@@ -26,14 +26,14 @@ LARGE = "plain PyTorch, best layout and one large batch, 2 threads"
 
 @dataclass(frozen=True)
 class Ours:
-    """One of our layouts: what its row is called, its stages, how many replicas there are of them, the layout of
-    images in memory, and whether micro-batches are merged."""
+    """One of our layouts: the name of its row, its stages, the number of their replicas, the layout of images in
+    memory, and the backend."""
 
     name: str
     placement: ways.Placement
     replicas: int = 1
     memory_format: str = "preserve"
-    merged: bool = False
+    backend: str = "eager"
 
 
 def rivals(task: Task) -> dict[str, Contender]:
@@ -58,6 +58,11 @@ def rivals(task: Task) -> dict[str, Contender]:
             partial(ways.data_parallel, **{**pair, "port": free_port()}),
             processes=2,
         ),
+        "ddpc2": Contender(
+            "DistributedDataParallel of torch.compile, 2 processes",
+            partial(ways.data_parallel, **{**pair, "port": free_port(), "compiles": True}),
+            processes=2,
+        ),
     }
 
 
@@ -72,7 +77,7 @@ def contenders(task: Task, layouts: Mapping[str, Ours]) -> dict[str, Contender]:
                 placement=layout.placement,
                 replicas=layout.replicas,
                 layout=layout.memory_format,
-                merged=layout.merged,
+                backend=layout.backend,
             ),
         )
         for name, layout in layouts.items()

@@ -34,13 +34,11 @@ def ours(
     backend: str | None = None,
     threads: int | None = None,
     layout: str | None = None,
-    merged: bool = False,
 ) -> Unit:
     """Pando: a pipeline of these stages; replicas share out the micro-batches of an update.
 
     Args: threads: how many cores work; by default all
           layout:  of images in memory (`Options.memoryFormat`)
-          merged:  compute several micro-batches as one (`Training.mergeMicroBatches`)
     """
     import poptorch
 
@@ -51,7 +49,6 @@ def ours(
         options.compiler(backend)
     if layout is not None:
         options.memoryFormat(layout)
-    options.Training.mergeMicroBatches(merged)
     options.setExecutionStrategy(poptorch.PipelinedExecution(*stages(placement)))
     training_model, inputs = executor(task, options), task.inputs()
 
@@ -154,19 +151,21 @@ def data_parallel(
     port: int,
     processes: int = 2,
     shares_state: bool = False,
+    compiles: bool = False,
     after: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None,
 ) -> Unit:
     """DistributedDataParallel: gloo processes of one thread; each takes its share of an update's micro-batches, and
     they meet at the last of them.
 
     Args: shares_state: with ZeroRedundancyOptimizer
+          compiles:     forward and backward are compiled by torch.compile
           after:        is shown the optimizer after each unit
     """
     from torch.nn.parallel import DistributedDataParallel
 
     meet(rank, port, processes)
     model = task.model()
-    replica = DistributedDataParallel(model)
+    replica = DistributedDataParallel(cast("nn.Module", torch.compile(model)) if compiles else model)
     optimizer = task.optimizer(model.parameters())
     if shares_state:
         optimizer = _zero_redundancy(optimizer, model)

@@ -11,9 +11,7 @@ from comparison import Ours, main  # pyright: ignore[reportMissingImports]
 # where the embeddings are, it needs none, but data makes a turn.
 LAYOUTS = {
     "unsplit": Ours("1 ipu", ((0, "words layer0 layer1 layer2 layer3 head"),)),
-    "merged": Ours(
-        "1 ipu, merged micro-batches", ((0, "words layer0 layer1 layer2 layer3 head"),), merged=True
-    ),
+    "inductor": Ours("1 ipu, inductor", ((0, "words layer0 layer1 layer2 layer3 head"),), backend="inductor"),
     "line4": Ours(
         "4 ipus, head on the last", ((0, "words layer0"), (1, "layer1 layer2"), (2, "layer3"), (3, "head"))
     ),

@@ -10,9 +10,7 @@ from gpt2 import TASK
 # The head's weight is the words'.
 LAYOUTS = {
     "unsplit": Ours("1 ipu", ((0, "words layer0 layer1 layer2 layer3 head"),)),
-    "merged": Ours(
-        "1 ipu, merged micro-batches", ((0, "words layer0 layer1 layer2 layer3 head"),), merged=True
-    ),
+    "inductor": Ours("1 ipu, inductor", ((0, "words layer0 layer1 layer2 layer3 head"),), backend="inductor"),
     "line2": Ours("2 ipus, head on the last", ((0, "words layer0 layer1 layer2"), (1, "layer3 head"))),
     "turn4": Ours(
         "4 ipus, head with the words",

@@ -19,7 +19,7 @@ def contenders(name: str) -> dict[str, Contender]:
     ours = partial(ways.ours, task=task, placement=((0, "model"),))
     found = {
         "ours": Contender("Pando, 1 ipu", ours),
-        "merged": Contender("Pando, 1 ipu, merged micro-batches", partial(ours, merged=True)),
+        "inductor": Contender("Pando, 1 ipu, inductor", partial(ours, backend="inductor")),
     }
     return found | {key: value for key, value in rivals(task).items() if key in RIVALS}
 
@@ -65,7 +65,7 @@ def table(name: str, args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=TASKS, default=[*TASKS])
-    parser.add_argument("--only", nargs="+", default=["ours", "merged", *RIVALS], help="these and plain2")
+    parser.add_argument("--only", nargs="+", default=["ours", *RIVALS], help="these and plain2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--patience", type=int, default=1, help="times the rounds, at most, for calm ones")
     options, where = parser.parse_args(), environment()

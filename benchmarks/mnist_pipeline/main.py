@@ -12,7 +12,7 @@ LAYOUTS = {
     "ours2": Ours("2 ipus", ((0, "B1"), (1, "B2 B3 B4"))),
     "ours1": Ours("1 ipu", ((0, "B1 B2 B3 B4"),)),
     "best1": Ours("1 ipu, best layout", ((0, "B1 B2 B3 B4"),), memory_format="auto"),
-    "merged1": Ours("1 ipu, best layout, merged micro-batches", ((0, "B1 B2 B3 B4"),), 1, "auto", True),
+    "inductor": Ours("1 ipu, best layout, inductor", ((0, "B1 B2 B3 B4"),), 1, "auto", "inductor"),
 }
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ LAYOUTS = {
     "replicas16": Ours("16 replicas", UNSPLIT, replicas=16),
     "layout1": Ours("1 replica, best layout", UNSPLIT, memory_format="channels_last"),
     "layout2": Ours("2 replicas, best layout", UNSPLIT, replicas=2, memory_format="channels_last"),
+    "inductor": Ours("1 replica, best layout, inductor", UNSPLIT, 1, "channels_last", "inductor"),
     "layout16": Ours("16 replicas, best layout", UNSPLIT, replicas=16, memory_format="channels_last"),
 }
 

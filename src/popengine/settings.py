@@ -181,7 +181,6 @@ class Settings:
     stochastic_rounding: bool = False  # of weight updates in half precision
     finite_checks: bool = False  # floating point exceptions: an infinity or a NaN is an error
     shard_optimizer: int | None = None  # shard the state of parameters of at least this many elements
-    merged: int = 1  # consecutive micro-batches of a replica that are computed as one
     recompute: bool = False  # compute activations again in backward, instead of keeping them
     device: DeviceKind = "cpu"
     backend: Literal["eager", "inductor"] = "eager"  # what runs the pieces
@@ -195,11 +194,6 @@ class Settings:
     def is_eager(self) -> bool:
         """Return whether pieces run uncompiled, as `finite_checks` needs: they check each operation."""
         return self.backend == "eager" or self.finite_checks
-
-    @property
-    def micro_batches(self) -> int:
-        """Return the number of micro-batches of a step and replica; merged ones count as one."""
-        return (self.counts.accumulation if self.training else self.counts.iterations) // self.merged
 
     @property
     def measures_gradients(self) -> bool:

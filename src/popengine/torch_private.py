@@ -85,28 +85,6 @@ def current_fake_mode() -> Any:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # 2.1
 
 
-def vmap_without_fallback(function: Callable[..., Any], dims: tuple[int | None, ...]) -> Callable[..., Any]:
-    """Return `torch.func.vmap(function, dims)`, which raises RuntimeError for an operation without a batching rule."""
-    functorch: Any = torch._C._functorch  # 2.0 # pyright: ignore[reportAttributeAccessIssue]
-
-    def call(*args: Any) -> Any:
-        before = functorch._is_vmap_fallback_enabled()
-        functorch._set_vmap_fallback_enabled(False)
-        try:
-            return torch.func.vmap(function, dims)(*args)
-        finally:
-            functorch._set_vmap_fallback_enabled(before)
-
-    return call
-
-
-def decomposition_of(operation: Any) -> Callable[..., Any] | None:
-    """Return torch's decomposition of an operation into others, or None."""
-    from torch._decomp import decomposition_table  # 1.13
-
-    return decomposition_table.get(operation)
-
-
 @contextlib.contextmanager
 def modes_restored() -> Iterator[None]:
     """Run the body, then turn off the torch modes that the body has turned on and not off.

@@ -306,17 +306,13 @@ def _measure_steps(found: Executable, hyper: Hyper | None) -> list[tuple[int, fl
     few = max(2 * found.plan.partition.stages, torch.get_num_threads())
     rows = []
     for count in (few, 3 * few) if whole > 3 * few else (whole,):
-        whole_count = count * settings.merged
-        factors = (
-            {"accumulation": whole_count, "iterations": 1} if settings.training else {"iterations": count}
-        )
+        factors = {"accumulation": count, "iterations": 1} if settings.training else {"iterations": count}
         short = replace(settings, counts=replace(settings.counts, **factors))
         plan, product = compile_graph(found.graph, short), short.counts.product
         signature = plan.partition.signature
         weights = {s.key: _random_values(s.shape, s.dtype, s.key) for s in signature.parameters_and_buffers}
         inputs = {int(slot.key): slot for slot in signature.slots if slot.role == "input"}
-        sizes = [s.shape[settings.merged > 1 :] for _, s in sorted(inputs.items())]
-        shapes = [(size[0] * product, *size[1:]) if size else () for size in sizes]
+        shapes = [(s.shape[0] * product, *s.shape[1:]) if s.shape else () for _, s in sorted(inputs.items())]
         batch = [_random_values(shape, inputs[index].dtype) for index, shape in enumerate(shapes)]
         # Only after its first tasks does the engine know whether it should use several cores.
         warm = math.ceil(2 * JUDGED / (product * len(plan.partition.pieces)))

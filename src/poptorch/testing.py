@@ -14,7 +14,7 @@ from popengine.settings import Counts
 
 from .compiling.losses import loss_field
 from .enums import OutputMode
-from .executor.wrapping import arguments_of, describe, trainingModel
+from .executor.wrapping import arguments_of, trainingModel
 from .nested_values import spec_of, tensors_of, with_tensors
 from .options import Options
 
@@ -74,9 +74,7 @@ def compare(
     """*Pando*: Return a comparison of one weight update by an executor and by plain PyTorch.
 
     Each updates a copy of the model. Plain PyTorch runs the micro-batches one after another, adds their
-    gradients and divides the sums by micro-batches × replicas. If the executor computes k micro-batches as one, so does
-    plain PyTorch, with k times their loss; the k losses are compared with it up to rounding. Random numbers differ:
-    set dropout to 0.
+    gradients and divides the sums by micro-batches × replicas. Random numbers differ: set dropout to 0.
 
     >>> print(poptorch.testing.compare(model, options, (images, labels), torch.optim.AdamW(model.parameters())))
 
@@ -96,31 +94,23 @@ def compare(
             "compare: options.batchDims is not supported\n  fix: a model and inputs with rows in dimension 0"
         )
     used = with_tensors(batch, (t.chunk(counts.iterations)[0] for t in tensors_of(batch)))
-    merged = 1
-    if update is None and options.Training.merge_micro_batches:  # before the number of threads changes
-        merged = describe(copy.deepcopy(model), options, batch).merged
-        options = options.clone()
-        options.Training.mergeMicroBatches(merged)
     plain, plain_optimizer = copy.deepcopy((model, optimizer))
     ours, our_optimizer = copy.deepcopy((model, optimizer))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as an ipu computes: more threads add in another order
     try:
         before = [parameter.grad for parameter in model.parameters()]
-        loss_index, expected = _update_plain(plain, plain_optimizer, used, counts, merged)
+        loss_index, expected = _update_plain(plain, plain_optimizer, used, counts)
         _check_copied(model, before)
         if update is None:
             options = options.clone().deviceIterations(1)
             title, losses = _update_by_executor(ours, our_optimizer, options, used, loss_index)
-            losses = losses.view(len(expected) // counts.replicas, merged, counts.replicas).mean(1).flatten()
         else:
             title, expected = update.__name__, expected.mean()
             losses = torch.as_tensor(update(ours, our_optimizer, used)).detach()
     finally:
         torch.set_num_threads(threads)
     loss = _compare_tensors(losses, expected)
-    if merged > 1 and loss.startswith("rounding"):  # of the mean
-        loss = "equal"
     rows = tuple(
         (name, _compare_tensors(our.grad, weight.grad), _compare_tensors(our.detach(), weight.detach()))
         for (name, weight), our in zip(plain.named_parameters(), ours.parameters(), strict=True)
@@ -157,31 +147,27 @@ def _index_of_loss(outputs: Any) -> int:
 
 
 def _update_plain(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, counts: Counts, merged: int
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, counts: Counts
 ) -> tuple[int, Tensor]:
     """Update a model in place by plain PyTorch, and leave the mean gradients in `.grad`.
 
     Gradients are added over the micro-batches of a replica one after another, then over replicas in pairs.
 
-    Args: merged: the number of micro-batches that are computed as one
     Returns: the index of the loss in the outputs, and the losses of all micro-batches
     """
     loss_index, losses, parameters = 0, {}, list(model.parameters())
     sums: list[list[Any]] = []  # of each replica, the gradients of all parameters
     for replica in range(counts.replicas):
         optimizer.zero_grad(set_to_none=True)
-        for turn in range(0, counts.accumulation, merged):
-            first = turn * counts.groups + counts.input_group_of(replica)
-            wanted = slice(first, first + merged * counts.groups, counts.groups)
+        for turn in range(counts.accumulation):
+            index = turn * counts.groups + counts.input_group_of(replica)
             # Copies, since an executor's tensors begin at aligned addresses, on which the kernel depends.
-            parts = (
-                torch.cat(t.chunk(counts.accumulation * counts.groups)[wanted]) for t in tensors_of(batch)
-            )
+            parts = (t.chunk(counts.accumulation * counts.groups)[index].clone() for t in tensors_of(batch))
             args, kwargs = arguments_of(with_tensors(batch, parts))
             outputs = model(*args, **kwargs)
             loss_index = _index_of_loss(outputs)
             loss = tensors_of(outputs)[loss_index]
-            (loss * merged).backward()
+            loss.backward()
             losses[turn, replica] = loss.detach()
         sums.append([parameter.grad for parameter in parameters])
     while len(sums) > 1:

@@ -68,15 +68,11 @@ def cut(size: int, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def options(
-    strategy: Any = None,
-    accumulation: int = ACCUMULATION,
-    iterations: int = 1,
-    replicas: int = 1,
-    merged: int = 0,
+    strategy: Any = None, accumulation: int = ACCUMULATION, iterations: int = 1, replicas: int = 1
 ) -> poptorch.Options:
     """Options that return the loss of every micro-batch."""
     options = poptorch.Options().deviceIterations(iterations).replicationFactor(replicas).randomSeed(7)
-    options.Training.gradientAccumulation(accumulation).mergeMicroBatches(merged)
+    options.Training.gradientAccumulation(accumulation)
     options.outputMode(poptorch.OutputMode.All)
     options.showCompilationProgressBar(False)
     if strategy is not None:
@@ -110,18 +106,15 @@ def trained(
     )
 
 
-def plain(
-    model: Callable[[], nn.Module], optimizer: Callable[[Any], Any], updates: int = 20, merged: int = 1
-) -> Trained:
-    """Train in plain PyTorch: gradients of the micro-batches are added up, then divided by their number. `merged`
-    micro-batches are computed as one, and have one loss."""
+def plain(model: Callable[[], nn.Module], optimizer: Callable[[Any], Any], updates: int = 20) -> Trained:
+    """Train in plain PyTorch: gradients of the micro-batches are added up, then divided by their number."""
     user = made(model)
     step, losses = optimizer(user.parameters()), []
     for rows in batches(user, updates):
         step.zero_grad()
-        for micro_batch in cut(merged * ROWS, *rows):
+        for micro_batch in cut(ROWS, *rows):
             _, loss = user(*micro_batch)
-            (loss * merged).backward()
+            loss.backward()
             losses.append(loss.detach())
         for parameter in user.parameters():
             if parameter.grad is not None:

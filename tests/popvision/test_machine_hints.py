@@ -113,25 +113,6 @@ def test_native_half_kernels_are_measured_where_auto_would_take_others(
     assert set(profile.facts["hints"]) == names
 
 
-def test_merged_micro_batches_are_measured_where_they_would_keep_cores_busy(tmp_path):
-    class Copying(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 4)
-
-        def forward(self, x):
-            return torch.nn.functional.mse_loss(self.layer(x), x)
-
-    model = Copying()
-    options = poptorch.Options().enableProfiling(tmp_path).showCompilationProgressBar(False)
-    options.Training.gradientAccumulation(64)
-    trainer = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=0.0))
-    trainer(torch.ones(128, 4))
-    trainer.destroy()
-    hints = load(tmp_path / "training" / "profile.pop").facts["hints"]
-    assert hints["options.Training.mergeMicroBatches(True)"] > 0
-
-
 calls = []
 
 

@@ -91,9 +91,9 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
         partition.names,
         partition.ipus,
         {
-            "micro_batch_size": math.prod(batches[0][: 1 + (settings.merged > 1)]) if batches else 1,
+            "micro_batch_size": batches[0][0] if batches else 1,
             "iterations": counts.iterations,
-            "accumulation": counts.accumulation // settings.merged,
+            "accumulation": counts.accumulation,
             "replicas": counts.replicas,
             "groups": counts.groups,
             "instances": counts.instances,

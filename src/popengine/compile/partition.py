@@ -235,7 +235,7 @@ def cut_pieces(partition: Partition, settings: Settings) -> Partition:
     accumulation of at least `MANY` bytes of gradients)."""
     counts, optimizer = settings.counts, settings.optimizer
     changed = partition.signature.changed_buffers
-    several = settings.training and settings.micro_batches > 1
+    several = settings.training and counts.accumulation > 1
     chained = changed if several and settings.is_eager and not settings.finite_checks else frozenset()
     sizes: dict[str, int] = {}  # bytes of each gradient's sum, by name
     if settings.training and settings.is_eager and optimizer is not None:

@@ -117,20 +117,16 @@ def _stage_ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy)
     return {number: found[number][0] if number in found else number for number in numbers}
 
 
-def count_forward_stages(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> int:
-    """Return 1 plus the number of times that the active ipu changes in the forward, which starts on ipu 0."""
-    placement = place_blocks(visits, used | {*range(1, len(visits))}, strategy)
-    active = [0, *(placement.ipus[stage] for stage in placement.stage_of[1:])]
-    return 1 + sum(ipu != following for ipu, following in pairwise(active))
-
-
 def sharded_if_too_few_micro_batches(visits: Sequence[Visit], used: set[int], settings: Settings) -> Settings:
     """Return the settings; for `or_sharded` and too few micro-batches for a pipeline, with the order "sharded".
 
-    See `Order.least_micro_batches`. Without `or_sharded` raise PartitionError.
+    The number of forward stages is 1 plus the number of times that the active ipu changes in the forward, which
+    starts on ipu 0; see `Order.least_micro_batches`. Without `or_sharded` raise PartitionError.
     """
     strategy, training = settings.strategy, settings.training
-    forward = count_forward_stages(visits, used, strategy)
+    placement = place_blocks(visits, used | {*range(1, len(visits))}, strategy)
+    active = [0, *(placement.ipus[stage] for stage in placement.stage_of[1:])]
+    forward = 1 + sum(ipu != following for ipu, following in pairwise(active))
     needed = order_named(strategy.order).least_micro_batches(forward, training)
     given = settings.counts.accumulation if training else settings.counts.iterations
     if forward == 1 or given >= needed:

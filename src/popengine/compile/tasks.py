@@ -25,8 +25,9 @@ from ..update.optimizer_rules import RULES
 
 def make_plan(partition: Partition, settings: Settings) -> Plan:
     """Return the plan of a partition: with the table of a step, and the slots that each ipu holds."""
-    writer = _TableWriter(partition, settings)
-    return Plan(partition, writer.write(), settings.micro_batches, settings.strategy.order, writer.state)
+    counts, writer = settings.counts, _TableWriter(partition, settings)
+    micro_batches = counts.accumulation if settings.training else counts.iterations
+    return Plan(partition, writer.write(), micro_batches, settings.strategy.order, writer.state)
 
 
 class _TableWriter:

@@ -1,7 +1,6 @@
 """One call of the engine: its inputs, its progress, its end, and its results.
 
-A turn is the index of a micro-batch in the call: iteration * accumulation + index within the weight update. Merged
-micro-batches are one turn.
+A turn is the index of a micro-batch in the call: iteration * accumulation + index within the weight update.
 The result of an output is concatenated in dimension 0 from the values that its output mode returns: one for
 each (turn, replica), replicas fastest; with the modes "sum" and "final" one for each replica.
 """
@@ -98,7 +97,7 @@ class Results:
 
     def __init__(self, signature: Signature, settings: Settings, device: torch.device) -> None:
         self._signature, counts = signature, settings.counts
-        self._counts, self._merged = counts, settings.merged
+        self._counts = counts
         self.loss_scale = 1.0  # of the latest step
         # By index of the result in the signature: the outputs, and the inputs that the forward writes into.
         self._outputs: dict[int, ResultBuffer] = {}
@@ -107,13 +106,12 @@ class Results:
             int(a.key): (a.outputs, a.return_period) for a in settings.anchors if a.is_output
         }
         for index, result in enumerate(signature.results):
-            like = replace(result, shape=result.shape[settings.merged > 1 :])  # of one micro-batch
             if result.kind == "output":
                 mode = modes.get(index, (settings.outputs, settings.return_period))
-                self._outputs[index] = ResultBuffer(counts, *mode, like, device)
+                self._outputs[index] = ResultBuffer(counts, *mode, result, device)
             elif result.kind == "input":  # replicas of a group write the same values
                 of_groups = replace(counts, replicas=counts.groups)
-                self._written[index] = ResultBuffer(of_groups, "all", 1, like, device)
+                self._written[index] = ResultBuffer(of_groups, "all", 1, result, device)
         self.weights: dict[Anchor, ResultBuffer] = {}  # a turn is an iteration
         for anchor in (each for each in settings.anchors if each.source in ("weight", "updated")):
             slot = next(slot for slot in signature.parameters_and_buffers if slot.key == anchor.key)
@@ -126,20 +124,15 @@ class Results:
 
     def record_load(self, key: int, turn: int, replica: int, started: float) -> None:
         """Record an upload of input `key`, which began at `started` (perf_counter) and ends now."""
-        for each in range(turn * self._merged, (turn + 1) * self._merged):
-            row = each * self._counts.replicas + replica
-            self.load_started[key][row], self.loaded[key][row] = started, perf_counter()
+        row = turn * self._counts.replicas + replica
+        self.load_started[key][row], self.loaded[key][row] = started, perf_counter()
 
     def put(self, index: int, turn: int, replica: int, value: Tensor) -> None:
-        """Store a micro-batch's value of result number `index`: an output, or the new value of an input. Merged
-        micro-batches have a row each in `value`."""
-        buffer = self._written.get(index)
-        if buffer is None:
-            buffer = self._outputs[index]
+        """Store a micro-batch's value of result number `index`: an output, or the new value of an input."""
+        if index in self._written:
+            self._written[index].put(turn, self._counts.input_group_of(replica), value)
         else:
-            replica = self._counts.input_group_of(replica)
-        for i, each in enumerate(value if self._merged > 1 else (value,)):
-            buffer.put(turn * self._merged + i, replica, each)
+            self._outputs[index].put(turn, replica, value)
 
     def anchor_values(self, anchor: Anchor) -> Tensor:
         """Return the values of an anchor, by `ResultBuffer.copy_to_host`, or the latest step's loss scale."""

@@ -171,17 +171,12 @@ class Engine:
         return call.results
 
     def _split_into_micro_batches(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return each batch as [turns, groups, micro-batch, ...], aligned, or pinned for an accelerator.
-
-        Of merged micro-batches: [turns, groups, merged, micro-batch, ...].
-        """
-        counts, merged, device = self.settings.counts, self.settings.merged, self._state.device
+        """Return each batch as [turns, groups, micro-batch, ...], aligned, or pinned for an accelerator."""
+        counts, device = self.settings.counts, self._state.device
         found = []
         for value in inputs:
             rows = (counts.iterations * counts.accumulation, counts.groups, -1, *value.shape[1:])
             batch = value.reshape(rows) if value.dim() else value.expand(1, 1)
-            if merged > 1:
-                batch = batch.unflatten(0, (-1, merged)).transpose(1, 2).contiguous()
             is_here = device.type == "cpu" and batch.is_cpu
             found.append(
                 with_aligned_micro_batches(batch) if is_here else devices.in_pinned_memory(batch, device)

@@ -46,19 +46,14 @@ def generator(device: torch.device, key: int, number: int) -> torch.Generator:
 _default_generator_lock = threading.Lock()  # held while torch's own generator is seeded for one operation
 
 
-def draw(
-    func: Any, key: int | list[int], number: int, *args: Any, on: torch.device | None = None, **kwargs: Any
-) -> Any:
+def draw(func: Any, key: int, number: int, *args: Any, on: torch.device | None = None, **kwargs: Any) -> Any:
     """Run a random operation with a generator of its own, and return its result.
 
     Args:
-        key:    hash of (seed, step, micro-batch, replica); of merged micro-batches, a list of these
-        number: index of the draw in the model; of merged micro-batches, index * merged + index of the micro-batch
+        key:    hash of (seed, step, micro-batch, replica)
+        number: index of the draw in the model
         on:     device of the result of an operation that makes a tensor; None: the device in the arguments
     """
-    if isinstance(key, list):
-        number, micro_batch = divmod(number, len(key))
-        key = key[micro_batch]
     if on is not None and any(argument.name == "device" for argument in func._schema.arguments):
         kwargs["device"] = on
     device = torch.device(

@@ -59,8 +59,6 @@ class RowFunctions:
         self._scaled = {int(anchor.key) for anchor in settings.anchors if anchor.source == "gradient"}
         # The factor of each gradient in the sum. A running mean weights its values itself.
         self._weight = settings.part.weight if settings.reduction == "mean" else 1.0
-        if settings.reduction == "running":  # merged micro-batches are one value of the mean
-            self._weight = 1 / settings.merged
         self._checks = FiniteCheck if settings.finite_checks else nullcontext
 
     def bind(self, row: int, replica: int) -> Work | None:
@@ -157,7 +155,7 @@ class RowFunctions:
         flowing = {name for source, name in reads if source == _FRAME} - {*piece.writes}
         before = [name for name in task.frees if name in flowing]
         after = [name for name in task.frees if name not in flowing]
-        device, merged = self.state.device, self.settings.merged
+        device = self.state.device
         global_replica = self.settings.counts.instance * self.settings.counts.replicas + replica
 
         def compute(micro_batch: int) -> None:
@@ -180,12 +178,8 @@ class RowFunctions:
             for name in before:
                 del frame[name]
             if piece.draws:
-                first = self.settings.part.before + micro_batch * merged
-                keys = [
-                    hash_integers(*self.state.shared.random_state, number_in_step, global_replica)
-                    for number_in_step in range(first, first + merged)
-                ]
-                values.append(keys if merged > 1 else keys[0])
+                number_in_step = self.settings.part.before + micro_batch
+                values.append(hash_integers(*self.state.shared.random_state, number_in_step, global_replica))
             try:
                 with self._checks():
                     made = codes[number](values)

@@ -132,7 +132,6 @@ class Overview:
     Attributes:
         title:     the numbers of stages, ipus, replicas, device iterations and micro-batches
         stages:    (number, ipu, names of blocks, number of parameters) of each stage
-        merged:    the number of micro-batches that are computed as one (`mergeMicroBatches`)
         transfers: (from ipu, to ipu, bytes, "micro-batch" or "step", time in words): the bytes of one
             micro-batch or step; None without a graph, for an executable from a file
         schedule:  a drawing of a step: on this machine and, for several ipus, on separate devices
@@ -151,9 +150,7 @@ class Overview:
             f"{kind}, {settings.strategy.order}: {counted(partition.stages, 'stage')}"
             f" on {counted(len(set(partition.ipus)), 'ipu')}, {counted(counts.replicas, 'replica')}; a call is"
             f" {counted(counts.iterations, 'device iteration')} of {counted(counts.accumulation, 'micro-batch')}"
-            + (f", {settings.merged} computed as one" if settings.merged > 1 else "")
         )
-        self.merged = settings.merged
         self.stages = [(s, partition.ipus[s], names, sizes[s]) for s, names in enumerate(partition.names)]
         self.transfers = [
             (part.ipu, part.peer, part.bytes if graph else None, *part.frequency_and_time)

@@ -15,7 +15,6 @@ from popengine.compile.partition import visits_with_operations
 from popengine.compile.placement import sharded_if_too_few_micro_batches
 from popengine.compile.recording.current_capture import current
 from popengine.compile.rewriting.channels_last import in_wanted_layout
-from popengine.compile.rewriting.merging import merge_micro_batches
 from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
 from popengine.errors import Error
 from popengine.ir import Graph, Plan
@@ -34,7 +33,7 @@ from .losses import choose_loss
 from .outputs import Anchors, Note, make_notes, resolve_anchors, split_outputs
 from .runs import Run
 from .traced_functions import replace_untraceable_functions
-from .tune import NO_HINTS, Hints, measure_hints, with_balanced_stages, with_merged_micro_batches
+from .tune import NO_HINTS, Hints, measure_hints, with_balanced_stages
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,7 @@ class Executable:
         outputs:  the number of outputs
         anchor_names: all names that `Options.anchorTensor` accepts
         notes:    the values that forward has noted for the host (`poptorch.notes`)
-        captured: the captured graph, of one micro-batch, for plans of other inputs; None in a file
-        graph:    the graph of the plan, for profiles: other than `captured` if micro-batches are merged; None in a file
+        graph:    the captured graph, for profiles; None in a file
         hints:    `NO_HINTS` if no profile is recorded
         key:      `Run.key`, by which an executor finds the plan
         frozen:   `Run.frozen`: parameters that did not require gradients
@@ -61,7 +59,6 @@ class Executable:
     anchors: Anchors
     anchor_names: tuple[str, ...]
     notes: tuple[Note, ...] = ()
-    captured: Graph | None = None
     graph: Graph | None = None
     memory_format: str = "preserve"  # never "auto"
     hints: Hints = field(default_factory=NO_HINTS.copy)
@@ -95,10 +92,10 @@ def compile_model(
     inputs = CompiledInputs(call.kind, list(call.named_tensors), call.positional, run.counts, has_float64)
     samples = first_micro_batches(call, run.counts, has_float64)
     kind = inputs.micro_batch, run.frozen
-    same = [e for e in earlier if e.captured is not None and (e.inputs.micro_batch, e.frozen) == kind]
+    same = [e for e in earlier if e.graph is not None and (e.inputs.micro_batch, e.frozen) == kind]
     layout = earlier[0].memory_format if earlier else None
     new = same[0] if same else _capture_model(model, call, options, settings, samples, layout, is_plan_only)
-    graph = new.captured
+    graph = new.graph
     assert graph is not None
     anchors = (*new.anchors.values(), *(anchor for note in new.notes for anchor in note.anchors))
     settings = replace(settings, anchors=anchors, products_in_float32=new.settings.products_in_float32)
@@ -111,13 +108,9 @@ def compile_model(
         weights = weights_of(model)
         settings = with_balanced_stages(graph, settings, weights, samples, together=not is_plan_only)
     settings = sharded_if_too_few_micro_batches(graph.visits, visits_with_operations(graph), settings)
-    settings = with_merged_micro_batches(graph, settings, options.Training.merge_micro_batches)
-    graph = merge_micro_batches(graph, settings.merged) if settings.merged > 1 else graph
     plan = compile_graph(graph, settings, done)
     compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
-    return replace(
-        new, plan=plan, settings=settings, inputs=inputs, graph=graph, key=run.key, frozen=run.frozen
-    )
+    return replace(new, plan=plan, settings=settings, inputs=inputs, key=run.key, frozen=run.frozen)
 
 
 def _capture_model(
@@ -175,7 +168,7 @@ def _capture_model(
         logger.info("memoryFormat auto: %s is used", memory_format)
     unknown: Any = None  # `compile_model` sets plan and inputs
     outputs = forward.template, forward.returned, anchors, names
-    return Executable(unknown, settings, unknown, *outputs, forward.notes, graph, memory_format=memory_format)
+    return Executable(unknown, settings, unknown, *outputs, forward.notes, graph, memory_format)
 
 
 @dataclass

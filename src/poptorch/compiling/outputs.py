@@ -58,8 +58,7 @@ def resolve_anchors(
         sources |= {GRADIENT + key: ("gradient", key) for key in gradients}
         sources |= {UPDATED + key: ("updated", key) for key in gradients}
         sources[LOSS_SCALE] = "loss_scale", ""
-    results, output = list(graph.results), graph.code.output_node()
-    made: Any = output.args[0]
+    results = list(graph.results)
     anchors: Anchors = {}
     for short, (long_name, use_default, mode, period) in options.anchored_tensors.items():
         if use_default:
@@ -79,12 +78,10 @@ def resolve_anchors(
         if source == "gradient":
             gradient, key = gradients[key], str(len(results))
             results.append(replace(gradient, kind="output", key=key))
-            made += tuple(node for node in made if node.name == gradient.name)[:1]
         elif source == "output":
             key = str(indices[short])
         outputs = "final" if source == "loss_scale" else OUTPUTS[OutputMode(mode)]
         anchors[short] = Anchor(source, key, outputs, period)
-    output.args = (made,)
     return replace(graph, results=tuple(results)), anchors, tuple(sources)
 
 

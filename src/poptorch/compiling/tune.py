@@ -4,9 +4,7 @@
 speedups by other options; they do not change what is computed.
 """
 
-import contextlib
 import operator
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,20 +15,11 @@ from torch import Tensor, nn
 
 from popengine.compile.describe import bytes_held_for_backward
 from popengine.compile.partition import partition, visits_with_operations
-from popengine.compile.placement import (
-    Cost,
-    balance_blocks,
-    count_forward_stages,
-    describe_balance,
-    place_blocks,
-)
+from popengine.compile.placement import Cost, balance_blocks, describe_balance, place_blocks
 from popengine.compile.rewriting.channels_last import in_wanted_layout
-from popengine.compile.rewriting.merging import merge_micro_batches, merged_count
 from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
-from popengine.errors import Error, PartitionError
+from popengine.errors import PartitionError
 from popengine.ir import Graph
-from popengine.order import order_named
-from popengine.run.devices import core_count
 from popengine.run.instances.all_reduce import all_gather_rows
 from popengine.run.instances.process_group import FIRST_TAG, group_of_size
 from popengine.run.piece_costs import call_in_one_thread, measure_speedup, sample_of
@@ -43,7 +32,6 @@ from ..logs import logger
 from ..options import Options
 from .arguments import weights_of
 
-_MERGED = "options.Training.mergeMicroBatches(True)"
 _MOST_SECONDS = 1.0  # a micro-batch that takes longer is not measured
 _ROUNDS = 5
 _EACH_ALONE = Strategy("sharded", "auto_increment")
@@ -78,20 +66,12 @@ def measure_hints(
         others['options.memoryFormat("channels_last")'], _ = in_wanted_layout(graph, "channels_last")
     if options.Precision.half_kernels == "native":
         others['options.Precision.halfKernels("auto")'], _ = products_in_float32(graph, is_faster_in_float32)
-    k = 1
-    if not options.Training.merge_micro_batches and settings.strategy.auto != "balance":
-        k = with_merged_micro_batches(graph, settings, -1).merged
-    if k > 1 and alone * k < _MOST_SECONDS:
-        with contextlib.suppress(Error):  # this graph can't be merged
-            others[_MERGED] = merge_micro_batches(graph, k)
     gains = {}
     for name, other in others.items():
         if other is not graph:
-            merged = k if name == _MERGED else 1
-            taken = [torch.stack([sample] * k) for sample in samples] if merged > 1 else samples
-            changed = sample_of(partition(other, _EACH_ALONE), weights, taken)
+            changed = sample_of(partition(other, _EACH_ALONE), weights, samples)
             speedup = partial(measure_speedup, now.total_seconds, changed.total_seconds, alone)
-            gains[name] = merged * call_in_one_thread(speedup)
+            gains[name] = call_in_one_thread(speedup)
     return {"hints": gains}
 
 
@@ -99,31 +79,6 @@ def calls_user_code(graph: Graph) -> bool:
     """Return whether a graph calls functions that are no aten or prims operations, such as the user's."""
     called = {node.target for node in graph.code.nodes if node.op == "call_function"} - {operator.getitem}
     return not all(isinstance(t, OpOverload) and t.namespace in ("aten", "prims") for t in called)
-
-
-def with_merged_micro_batches(graph: Graph, settings: Settings, wanted: int) -> Settings:
-    """Return the settings with the number of micro-batches that are computed as one: see `merged_count`.
-
-    No measurement decides. Activations of merged micro-batches take at most a quarter of the machine's memory.
-    """
-    cores = core_count(settings.device)
-    if not settings.training or settings.counts.accumulation == 1:
-        return settings
-    if not wanted:
-        could = merged_count(-1, settings, cores, 1, settings.counts.accumulation)
-        if could > 1:
-            said = "%s would compute %d micro-batches as one: larger operations, other last bits"
-            logger.info(said, _MERGED, could)
-        return settings
-    stages = count_forward_stages(graph.visits, visits_with_operations(graph), settings.strategy)
-    least = order_named(settings.strategy.order).least_micro_batches(stages, training=True)
-    parts = partition(graph, settings.strategy, settings.recompute)
-    under_way = settings.counts.replicas * max(parts.stages, cores)
-    held = under_way * max(1, sum(bytes_held_for_backward(graph, parts)))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    merged = merged_count(wanted, settings, cores, least, memory // (4 * held))
-    logger.info("mergeMicroBatches: %d micro-batches are computed as one", merged)
-    return replace(settings, merged=merged)
 
 
 # ---- AutoBalance ---------------------------------------------------------------------------------------------

@@ -77,9 +77,7 @@ def write_file(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    saved = replace(
-        saved, executables=tuple(replace(each, captured=None, graph=None) for each in saved.executables)
-    )
+    saved = replace(saved, executables=tuple(replace(each, graph=None) for each in saved.executables))
     try:
         content = io.BytesIO()
         content.seek(_HASH)

@@ -30,7 +30,6 @@ class Training(OptionsDict):
     accumulation_and_replication_reduction_type: int = ReductionType.Mean.value
     gradient_accumulation: int = 1
     mean_accumulation_and_replication_reduction_strategy: int = MeanReductionStrategy.Post.value
-    merge_micro_batches: int = 0  # -1: as many as keep cores and stages busy
 
     def gradientAccumulation(self, gradient_accumulation: int) -> Self:
         """Set the number of micro-batches per weight update, on each replica. A pipeline of n forward stages
@@ -53,17 +52,6 @@ class Training(OptionsDict):
         if strategy is MeanReductionStrategy.PostAndLoss:
             logger.warning("MeanReductionStrategy.PostAndLoss is deprecated: use Post, the result is equal")
         return self.set(mean_accumulation_and_replication_reduction_strategy=strategy)
-
-    def mergeMicroBatches(self, merged: bool | int) -> Self:
-        """*Pando*: compute consecutive micro-batches of a replica as one, which has fewer and larger operations.
-
-        True: as many as keep cores and stages busy; a number: so many. Outputs, losses and random numbers remain those
-        of each micro-batch; the last bits become those of larger micro-batches: docs/concepts/bits.md. A model that
-        allows it has no running statistics in training, and no operations without a rule of `torch.func.vmap`.
-        """
-        if not isinstance(merged, int) or merged < 0:
-            raise ValueError(f"mergeMicroBatches takes a bool or a number of micro-batches; found {merged!r}")
-        return self.set(merge_micro_batches=-1 if merged is True else int(merged))
 
     def setAutomaticLossScaling(self, enabled: bool) -> Self:
         """Set whether each update adapts the loss scale: it is halved if gradients are large, infinite or

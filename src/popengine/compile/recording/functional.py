@@ -153,16 +153,12 @@ def replay_graph(
     constants: dict[str, Tensor],
     run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any] = run_node,
     around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda replay: replay,
-    like: Callable[[fx.Node], Tensor] = lambda node: node.meta["val"],
-    end: Callable[[Sequence[Any]], Sequence[Tensor]] = lambda values: values,
 ) -> GraphRecorder:
     """Run a graph on new fake tensors, and return a recorder of the operations that run.
 
     Args:
         run:    called with each node and the values of all earlier nodes, returns the node's value
         around: called with the function that runs the graph, returns the function to call in place of that one
-        like:   called with each placeholder, returns a tensor like its new value
-        end:    called with the values of the graph's outputs, returns the outputs
     """
     recorder = ReplayRecorder()
     recorder.constants.update(constants)
@@ -174,11 +170,11 @@ def replay_graph(
             if node.op == "call_function":
                 recorder.set_node(node)
                 values[node] = run(node, values)
-        return end(fx.node.map_arg(results, values.__getitem__))  # type: ignore[arg-type]
+        return fx.node.map_arg(results, values.__getitem__)  # type: ignore[arg-type]
 
     values = (node.meta.get("val") for node in graph.nodes)
     with next(value.fake_mode for value in values if isinstance(value, FakeTensor)), torch.no_grad():
-        inputs = [empty_like(like(node)) for node in placeholders]
+        inputs = [empty_like(node.meta["val"]) for node in placeholders]
         for node, value in zip(placeholders, inputs, strict=True):
             recorder.add_placeholder(node.name, value, role=node.meta["role"], key=node.meta["key"])
         with recorder:
@@ -216,7 +212,7 @@ def drop_aliases_and_dead_code(graph: fx.Graph) -> None:
             graph.erase_node(node)
     draws: dict[Any, int] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and is_random(node):
+        if node.op == "call_function" and _is_random(node):
             # A recomputed operation has the "numbers" of its first run: see `Capture.node_meta`.
             node.meta["draw"] = draws.setdefault(node.meta.get("numbers", node), len(draws))
     graph.lint()
@@ -251,7 +247,7 @@ def _copy_inputs_before_as_strided(graph: fx.Graph) -> None:
         node.args = (copy, *node.args[1:position], offset)
 
 
-def is_random(node: fx.Node) -> bool:
+def _is_random(node: fx.Node) -> bool:
     """Return whether an operation draws random numbers; False if it has a dropout argument of 0."""
     target: Any = node.target
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):

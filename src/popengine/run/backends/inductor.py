@@ -90,11 +90,7 @@ def compile_piece(piece: Piece, reads: tuple[TensorMetadata, ...]) -> Code:
     graph, fakes = trace_piece(piece, reads, decompositions())
     output = next(iter(reversed(graph.graph.nodes)))
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # keeps their strides
-    compiled = _with_traced_inputs(compile_graph(graph, fakes, OPTIONS), reads, piece.draws)
-    if not piece.draws:
-        return compiled
-    eager = build(piece)  # for the keys of merged micro-batches
-    return lambda values: (eager if isinstance(values[-1], list) else compiled)(values)
+    return _with_traced_inputs(compile_graph(graph, fakes, OPTIONS), reads, piece.draws)
 
 
 def _with_traced_inputs(code: Any, reads: tuple[TensorMetadata, ...], draws: bool) -> Code:
