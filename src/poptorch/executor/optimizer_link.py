@@ -165,7 +165,7 @@ class OptimizerLink:
         if self._is_connected or optimizer is None:
             return
         if isinstance(optimizer, PoptorchOptimizer):
-            optimizer._set_names(self._parameters)
+            optimizer._names = tuple(self._parameters)
             if self._plans.require_executable().settings.automatic_loss_scaling:
                 if optimizer._loss_factor is not None:
                     self._plans.state.loss_factor.copy_(optimizer._loss_factor)

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,10 +12,9 @@ from popengine.errors import did_you_mean
 from popengine.update.optimizer_rules import RULES
 from poptorch.logs import logger
 from poptorch.optim.optimizer_state import (
-    check_states,
     check_torch_state,
     from_ipu_state,
-    load_rates,
+    names_in,
     rates_of,
     to_ipu_param,
     to_ipu_state,
@@ -73,10 +72,9 @@ class Optimizer:
     _needs_lr = False  # whether "lr" is mandatory, as an argument or in every parameter group
     _more_rates: tuple[str, ...] = ()  # rates in `variable_attrs` that the rule doesn't read
 
-    # Canonical names of the parameters in the order of the groups. Set by an executor that has compiled them.
+    # Canonical names of the parameters in the order of the groups: those of the executor that has compiled them,
+    # before that those in a loaded "ipu_param".
     _names: tuple[str, ...] = ()
-    # ("ipu_state", "ipu_param") that were loaded before the names were known.
-    _pending_state: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
     # Whether the rates were changed by a loaded state since the executor last read them.
     _has_loaded_rates = False
     # The factor of automatic loss scaling, which calls change; None: there is none.
@@ -136,8 +134,8 @@ class Optimizer:
         Raises Error if the state was sharded over instances and the executor has ended.
         """
         whole = super().state_dict()  # type: ignore[misc]
-        ipu_state, ipu_param = self._pending_state or (None, None)
-        if self._pending_state is None and self._names:
+        ipu_state = ipu_param = None
+        if self._names:
             states = {name: whole["state"].get(index, {}) for index, name in enumerate(self._names)}
             ipu_state = to_ipu_state(self._kind, states)
             if self._loss_factor is not None:
@@ -151,10 +149,10 @@ class Optimizer:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict()`: rates and state.
 
-        If "ipu_state" is None, torch's part is loaded: the momenta of updates on the host, or of a torch
-        optimizer with the same rule. States that "ipu_state" lacks stay, and a warning names them. Raises
-        RuntimeError, and loads nothing, if the dictionary is empty or lacks "ipu_state" or "ipu_param", or
-        for states of another rule, of other shapes, or with values that no update yields.
+        "ipu_state" and "ipu_param" may be None: then the dictionary is that of a torch optimizer with the same rule.
+        A state in "ipu_state" replaces the one in torch's part. States that both lack stay, and a warning names
+        them. Raises RuntimeError, and loads nothing, if the dictionary is empty or lacks "ipu_state" or "ipu_param",
+        or for states of another rule, of other shapes, or with values that no update yields.
         """
         if not state_dict:
             raise RuntimeError(
@@ -170,54 +168,42 @@ class Optimizer:
                 " the same rule wrote it, load {'ipu_state': None, 'ipu_param': None, **dictionary}"
             )
         torch_part = dict(state_dict)
-        ipu_state, ipu_param = torch_part.pop("ipu_state"), torch_part.pop("ipu_param")
+        ipu_state, ipu_param = torch_part.pop("ipu_state"), torch_part.pop("ipu_param") or {}
+        names = self._names or names_in(ipu_param)
+        if ipu_state is not None:
+            torch_part["state"] = self._joined_states(names, torch_part["state"], ipu_state)
         check_torch_state(self._kind, self, torch_part)
-        self._check_ipu_state(ipu_state or {})
-        before = self.state
         super().load_state_dict(torch_part)  # type: ignore[misc]
-        self._pending_state = None if ipu_state is None else (dict(ipu_state), dict(ipu_param or {}))
-        if self._pending_state is not None and self._names:
-            self.state = before
-            self._take_pending_state()
-        if ipu_param:
-            load_rates(self._kind, self, ipu_param)
+        self._names = names
+        if ipu_state is None:
+            return
+        for index, parameter in enumerate(self._parameters()):
+            if state := torch_part["state"].get(index):  # torch casts states to the dtype of their parameter
+                self.state[parameter] = {name: value.detach().clone() for name, value in state.items()}
+        if (factor := ipu_state.get(LOSS_FACTOR)) is not None:
+            kept = torch.ones(()) if self._loss_factor is None else self._loss_factor
+            self._loss_factor = kept.copy_(factor.detach())
+        if (scaling := ipu_param.get("lossScaling_FLOAT")) is not None:
+            self.loss_scaling = float(scaling)
             self._has_loaded_rates = True
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]  # type: ignore[attr-defined]
 
-    def _check_ipu_state(self, entries: Mapping[str, Tensor]) -> None:
-        """Raise RuntimeError if a state in an "ipu_state" has invalid values or another shape."""
-        shapes = {n: tuple(p.shape) for n, p in zip(self._names, self._parameters(), strict=False)}
-        check_states(self._kind, from_ipu_state(self._kind, entries), shapes)
-
-    def _set_names(self, names: Iterable[str]) -> None:
-        """Set the canonical names of the parameters, and move a state that was loaded before into `state`.
-
-        Raises: RuntimeError, if the loaded state does not fit the parameters
-        """
-        self._names = tuple(names)
-        if self._pending_state is not None:
-            self._check_ipu_state(self._pending_state[0])
-            self._take_pending_state()
-
-    def _take_pending_state(self) -> None:
-        """Copy the pending state into `state`. States that it lacks stay; a warning names them."""
-        assert self._pending_state is not None
-        entries, self._pending_state = self._pending_state[0], None
-        loaded = from_ipu_state(self._kind, entries)
-        parameters = dict(zip(self._names, self._parameters(), strict=False))
-        present = {name: self.state.get(parameter, {}) for name, parameter in parameters.items()}
-        if missing := sorted(set(to_ipu_state(self._kind, present)) - set(entries)):
+    def _joined_states(
+        self, names: Sequence[str], states: Mapping[int, Any], ipu_state: Mapping[str, Tensor]
+    ) -> dict[int, dict[str, Tensor]]:
+        """Return the state of each parameter, by index: from "ipu_state", else from `states`, else the present one.
+        Log a warning of present states that "ipu_state" lacks."""
+        present = {name: self.state.get(p, {}) for name, p in zip(names, self._parameters(), strict=False)}
+        if missing := sorted(to_ipu_state(self._kind, present).keys() - ipu_state.keys()):
             logger.warning("the loaded optimizer state has nothing for %s: kept as it is", ", ".join(missing))
-        for name in loaded.keys() & parameters.keys():
-            copies = {key: value.detach().clone() for key, value in loaded[name].items()}
-            self.state[parameters[name]] = {**present[name], **copies}
-        if LOSS_FACTOR in entries:
-            loaded_factor = entries[LOSS_FACTOR].detach().clone()
-            self._loss_factor = (
-                loaded_factor if self._loss_factor is None else self._loss_factor.copy_(loaded_factor)
-            )
+        loaded = from_ipu_state(self._kind, ipu_state)
+        joined = {
+            index: {**present[name], **states.get(index, {}), **loaded.get(name, {})}
+            for index, name in enumerate(present)
+        }
+        return {**states, **joined}
 
     # Copies -----------------------------------------------------------------------------------------
 

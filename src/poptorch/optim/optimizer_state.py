@@ -1,4 +1,4 @@
-"""Conversions of optimizer states and rates to and from poptorch's format, and checks of states.
+"""Rates of optimizers, the names that PopTorch gives to rates and states, and checks of states.
 
 `state_dict()` of poptorch's optimizers has two dictionaries of tensors. `RULES` defines the keys' prefixes:
 
@@ -9,20 +9,19 @@ ipu_state   Accl1___<parameter>   first state of the rule: velocity, first momen
 ipu_param   <rate>___specific___<parameter>   a rate of the parameter's group
             lossScaling_FLOAT                 the loss scaling of the optimizer
 
-`optimizer.state` has torch's names, so a checkpoint can be loaded in plain PyTorch, and the other way round.
+The rest of the dictionary is torch's, with the same states and rates, so a checkpoint can be loaded in plain PyTorch,
+and the other way round.
 """
 
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from popengine.settings import Hyper
-from popengine.update.optimizer_rules import OWN_STEP, RULES, Rule
-from poptorch.logs import logger
+from popengine.update.optimizer_rules import OWN_STEP, RULES
 
 State = dict[str, Tensor]
 
@@ -108,60 +107,13 @@ def to_ipu_param(group_of: Mapping[str, int], hyper: Hyper) -> dict[str, Tensor]
     return entries
 
 
-def load_rates(kind: str, optimizer: Any, ipu_param: Mapping[str, Tensor]) -> None:
-    """Write an "ipu_param" into the parameter groups and the loss scaling of an optimizer.
-
-    Parameters are matched by their order, not by name. A group gets the rates of its last parameter. A
-    warning lists rates that are not used, such as different rates of the group's other parameters.
-    """
-    entries: dict[str, dict[str, float]] = {}  # values by parameter and rate; "": values of the optimizer
-    for key, value in ipu_param.items():
-        rate, _, parameter = key.partition(_SPECIFIC)
-        entries.setdefault(parameter, {})[rate] = float(value)
-    scaling = entries.pop("", {}).get("lossScaling_FLOAT")
-    optimizer.loss_scaling = _loaded_or_old(scaling, optimizer.loss_scaling)
-    indices = [index for index, group in enumerate(optimizer.param_groups) for _ in group["params"]]
-    group_of = dict(zip(entries, indices, strict=False))
-    for name, index in group_of.items():
-        _load_group_rates(RULES[kind], optimizer.param_groups[index], entries[name], optimizer.loss_scaling)
-    used = to_ipu_param(group_of, rates_of(kind, optimizer))
-    unused = [n for n, v in ipu_param.items() if n not in used or not math.isclose(v, used[n], rel_tol=1e-4)]
-    if unused:
-        logger.warning(
-            "the loaded ipu_param has rates that are not used: %s\n"
-            "  why: all parameters of a group have the same rates, and these are of another optimizer or group\n"
-            "  fix: load a state of the same optimizer, or give the parameters groups of their own",
-            ", ".join(unused[:5]),
-        )
-
-
-def _load_group_rates(
-    rule: Rule, group: dict[str, Any], entries: Mapping[str, float], scaling: float
-) -> None:
-    """Write one parameter's rates (`entries`, by their names in "ipu_param") into its group, in place."""
-    for rate in rule.rates:
-        if rate == "betas":
-            group[rate] = tuple(
-                _loaded_or_old(entries.get(f"beta{n}"), old) for n, old in enumerate(group[rate], 1)
-            )
-        elif rate not in _SWITCHES:
-            group[rate] = _loaded_or_old(entries.get(_ipu_param_name(rate)), group[rate])
-    undamped = 1 - group.get("dampening", 1)
-    if "scaledLearningRate0" in entries and undamped:
-        group["lr"] = _loaded_or_old(entries["scaledLearningRate0"] * scaling / undamped, group["lr"])
-        step, decay = group["lr"] * undamped, group["weight_decay"]
-        factor = entries.get("weightDecayScaleFactor0", 1 - step * decay)
-        if step and not math.isclose(factor, 1 - step * decay, abs_tol=1e-6):
-            group["weight_decay"] = (1 - factor) / step
-
-
-def _loaded_or_old(loaded: float | None, old: Any) -> Any:
-    """Return the loaded value; the old value, if `loaded` is None or if both are equal in float32."""
-    is_equal = loaded is None or (old is not None and math.isclose(loaded, old, rel_tol=1e-6))
-    return old if is_equal else loaded
-
-
 # poptorch's format ------------------------------------------------------------------------------------
+
+
+def names_in(ipu_param: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Return the names of the parameters in an "ipu_param", in their order."""
+    keys = (key.partition(_SPECIFIC)[2] for key in ipu_param)
+    return tuple(dict.fromkeys(filter(None, keys)))
 
 
 def to_ipu_state(kind: str, states: Mapping[str, State]) -> dict[str, Tensor]:
@@ -186,37 +138,7 @@ def from_ipu_state(kind: str, ipu_state: Mapping[str, Tensor]) -> dict[str, Stat
     return states
 
 
-def check_states(
-    kind: str, states: Mapping[str, State], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-) -> None:
-    """Raise RuntimeError if a state has another shape than its parameter, or a value that no update yields.
-
-    Such values are a negative mean of squares, and a "step" (of any shape) that is no whole number from 0.
-
-    Args:
-        states: parameter -> name of a state in the rule -> tensor
-        shapes: parameter -> shape; states of parameters that are not in `shapes` may have any shape
-    """
-    for parameter, state in states.items():
-        for name, value in state.items():
-            found, shape, why = value.detach(), shapes.get(parameter), ""
-            if name == "step":
-                if not bool((found.isfinite() & (found >= 0) & (found == found.floor())).all()):
-                    why = "a count of updates is a whole number, 0 or more"
-            elif name in _SQUARES and bool((found < 0).any()):
-                why = "a mean of squares is nowhere negative"
-            elif shape is not None and tuple(found.shape) != shape:
-                why = f"the parameter has the shape {list(shape)}"
-            if why:
-                shown = found.tolist() if found.numel() == 1 else f"a tensor of the shape {list(found.shape)}"
-                raise RuntimeError(
-                    f"the state to be loaded can't be right: {name} of {parameter} is {shown}\n"
-                    f"  why: {why}\n"
-                    f"  fix: load what state_dict() of an optimizer of this kind ({kind}) returned for this model"
-                )
-
-
-# torch's format ---------------------------------------------------------------------------------------
+# checks -----------------------------------------------------------------------------------------------
 
 
 def check_torch_state(kind: str, optimizer: Any, state_dict: Mapping[str, Any]) -> None:
@@ -227,9 +149,9 @@ def check_torch_state(kind: str, optimizer: Any, state_dict: Mapping[str, Any]) 
     rule_states = RULES[kind].states
     always = {each.name for each in rule_states if each.dtype and not each.when}
     known = {"step", *(each.name for each in rule_states)}
-    shapes = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]]
-    states: dict[str, State] = {}
-    for index, state in state_dict.get("state", {}).items():
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(parameters):
+        state = state_dict["state"].get(index, {})
         tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
         if tensors and not always <= set(tensors) <= known:
             raise RuntimeError(
@@ -238,5 +160,21 @@ def check_torch_state(kind: str, optimizer: Any, state_dict: Mapping[str, Any]) 
                 f" {', '.join(sorted(known))}\n"
                 "  fix: use the optimizer that wrote it, or go on with a new one"
             )
-        states[f"parameter {index}"] = tensors
-    check_states(kind, states, {f"parameter {index}": shape for index, shape in enumerate(shapes)})
+        for name, value in tensors.items():
+            if why := _fault_of_state(name, value.detach(), parameter.shape):
+                shown = value.tolist() if value.numel() == 1 else f"a tensor of the shape {list(value.shape)}"
+                raise RuntimeError(
+                    f"the state to be loaded can't be right: {name} of parameter {index} is {shown}\n"
+                    f"  why: {why}\n"
+                    f"  fix: load what state_dict() of an optimizer of this kind ({kind}) returned for this model"
+                )
+
+
+def _fault_of_state(name: str, value: Tensor, shape: torch.Size) -> str:
+    """Return why a state of a parameter with this shape can't be right; "" if it can."""
+    if name == "step":
+        is_count = value.isfinite() & (value >= 0) & (value == value.floor())
+        return "" if is_count.all() else "a count of updates is a whole number, 0 or more"
+    if name in _SQUARES and bool((value < 0).any()):
+        return "a mean of squares is nowhere negative"
+    return "" if value.shape == shape else f"the parameter has the shape {list(shape)}"
