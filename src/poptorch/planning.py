@@ -10,6 +10,7 @@ engine; the operations of a large model run alone, equal ones once.
 import contextlib
 import json
 import math
+import operator
 import os
 import sys
 import time
@@ -40,12 +41,11 @@ from popengine.run.piece_costs import Sample, seconds_on_all_threads
 from popengine.run.ready_queue import JUDGED
 from popengine.run.state import State, TrainState
 from popengine.settings import Hyper, Settings, StagePlan
-from popengine.torch_private import FakeTensor, FakeTensorMode, tree_leaves, tree_map_only
+from popengine.torch_private import FakeTensor, FakeTensorMode, OpOverload, tree_leaves, tree_map_only
 from popengine.update.group_update import init_state, update
 
 from .compiling.executable import Executable, compile_model
 from .compiling.runs import Run
-from .compiling.tune import calls_user_code
 from .options import Options
 
 _BASE_BYTES = 600 << 20  # bytes of Python, torch and the program's other libraries
@@ -285,9 +285,15 @@ def measure_times(found: Executable, hyper: Hyper | None, flops: int) -> dict[st
     assert graph is not None
     state = sum(slot.nbytes for slot in graph.slots)
     with torch.random.fork_rng():
-        if state < _SMALL[0] and flops < _SMALL[1] and not calls_user_code(graph):
+        if state < _SMALL[0] and flops < _SMALL[1] and not _calls_user_code(graph):
             return {"steps": _measure_steps(found, hyper)}
         return _measure_operations(found, hyper)
+
+
+def _calls_user_code(graph: Graph) -> bool:
+    """Return whether a graph calls functions that are no aten or prims operations, such as the user's."""
+    called = {node.target for node in graph.code.nodes if node.op == "call_function"} - {operator.getitem}
+    return not all(isinstance(t, OpOverload) and t.namespace in ("aten", "prims") for t in called)
 
 
 def _random_values(shape: Sequence[int], dtype: torch.dtype, key: str = "") -> Tensor:

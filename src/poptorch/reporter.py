@@ -110,7 +110,6 @@ class Reporter:
             # A pipeline with few micro-batches may run sharded.
             "strategy": f"{type(options._execution_strategy).__name__} ({engine.plan.order})",
             "optimizer": _describe_optimizer(settings.optimizer),
-            **executable.hints,
         }
         return replace(
             found,

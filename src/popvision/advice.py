@@ -9,7 +9,6 @@ from .times import whole_steps
 from .units import plural, size_text
 from .virtual import promised_speedup
 
-_WORTH = 1.05  # an option is advised above this speedup, which was measured at compilation
 _IDLE = 0.25  # that cores wait is a note if they wait for at least this share of a step
 _FREE = 0.95  # computations that had a core for at least this share of their time did not wait
 _CAUSES = {
@@ -58,8 +57,7 @@ def _fault_sentences(figures: Figures) -> Iterator[str]:
 
 
 def _speed_sentences(figures: Figures) -> Iterator[str]:
-    """Yield a sentence for each change in `figures.changes`, and for each option that made computations at
-    least 5 % faster when it was measured at compilation."""
+    """Yield a sentence for each change in `figures.changes`."""
     for change in figures.changes:
         cause, gain = _CAUSES[change.kind], promised_speedup(change.apart, figures.spread)
         if change.kind == "stages" and figures.slowest is not None:
@@ -69,12 +67,6 @@ def _speed_sentences(figures: Figures) -> Iterator[str]:
             f"{cause}: {change.what} would make it at least {gain:.2f} times as fast on separate devices."
             f" Then {change.also}."
         )
-    for option, gain in figures.profile.facts.get("hints", {}).items():
-        if gain > _WORTH:
-            yield (
-                f"{option} makes the computations of a micro-batch at least {gain:.2f} times as fast on this machine,"
-                " measured when the model was compiled. Results then differ in their last bits."
-            )
 
 
 def _note_sentences(figures: Figures) -> Iterator[str]:

@@ -16,8 +16,6 @@ from torch import Tensor
 from ..ir import Partition, Piece
 from .backends.eager import build
 
-_ROUND = 0.02  # minimum seconds of a round
-_MOST = 1.5  # seconds after which no further round begins
 T = TypeVar("T")
 
 
@@ -54,25 +52,6 @@ class Sample:
         for _ in range(count):
             self.seconds_of_pieces()
         return perf_counter() - start
-
-
-def measure_speedup(
-    first: Callable[[int], float], second: Callable[[int], float], alone: float, rounds: int = 7
-) -> float:
-    """Return the lower quartile of the speedups of `second` over `first`, in at most `rounds` alternating rounds.
-
-    Args:
-        first, second: run their work the given number of times, and return the seconds
-        alone:         estimated seconds of `first(1)`
-    """
-    count, began, found = max(1, round(_ROUND / alone)), perf_counter(), []
-    first(1)
-    second(1)
-    for _ in range(rounds):
-        found.append(first(count) / second(count))
-        if perf_counter() - began > _MOST:
-            break
-    return sorted(found)[len(found) // 4]
 
 
 def seconds_on_all_threads(several: Callable[[int], float], threads: int) -> float:

@@ -33,7 +33,7 @@ from .losses import choose_loss
 from .outputs import Anchors, Note, make_notes, resolve_anchors, split_outputs
 from .runs import Run
 from .traced_functions import replace_untraceable_functions
-from .tune import NO_HINTS, Hints, measure_hints, with_balanced_stages
+from .tune import with_balanced_stages
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class Executable:
         anchor_names: all names that `Options.anchorTensor` accepts
         notes:    the values that forward has noted for the host (`poptorch.notes`)
         graph:    the captured graph, for profiles; None in a file
-        hints:    `NO_HINTS` if no profile is recorded
         key:      `Run.key`, by which an executor finds the plan
         frozen:   `Run.frozen`: parameters that did not require gradients
     """
@@ -61,7 +60,6 @@ class Executable:
     notes: tuple[Note, ...] = ()
     graph: Graph | None = None
     memory_format: str = "preserve"  # never "auto"
-    hints: Hints = field(default_factory=NO_HINTS.copy)
     key: Any = None
     frozen: tuple[str, ...] = ()
 
@@ -82,8 +80,7 @@ def compile_model(
         done:     called with the name of each finished pass
         earlier:  executables of the model for other inputs: the new one has their stages and, if the
             micro-batch is equal, their graph
-        is_plan_only: the plan will not run: weights need no values, nothing is measured for a profile, and
-            other instances do not compile now
+        is_plan_only: the plan will not run: weights need no values, and other instances do not compile now
     Raises: Error, if the model can't be captured, or its stages, buffers or anchors don't fit the options
     """
     if earlier:
@@ -102,8 +99,6 @@ def compile_model(
     if settings.counts.replicas > 1 and options.broadcast_buffers:
         _check_buffers(graph, settings.counts.replicas)
     done("capture")
-    if not same and not is_plan_only:
-        new = replace(new, hints=measure_hints(graph, settings, options, model, samples))
     if settings.strategy.auto == "balance":
         weights = weights_of(model)
         settings = with_balanced_stages(graph, settings, weights, samples, together=not is_plan_only)

@@ -1,87 +1,26 @@
-"""Tuning: running the captured model on a micro-batch to decide something, only if an option requests it.
+"""`AutoBalance`: the cost of each block is measured on the captured graph, and the blocks become explicit stages."""
 
-`AutoBalance` becomes explicit stages, by the measured cost of each block. The hints of a profile are the
-speedups by other options; they do not change what is computed.
-"""
-
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from popengine.compile.describe import bytes_held_for_backward
 from popengine.compile.partition import partition, visits_with_operations
 from popengine.compile.placement import Cost, balance_blocks, describe_balance, place_blocks
-from popengine.compile.rewriting.channels_last import in_wanted_layout
-from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
 from popengine.errors import PartitionError
 from popengine.ir import Graph
 from popengine.run.instances.all_reduce import all_gather_rows
 from popengine.run.instances.process_group import FIRST_TAG, group_of_size
-from popengine.run.piece_costs import call_in_one_thread, measure_speedup, sample_of
+from popengine.run.piece_costs import call_in_one_thread, sample_of
 from popengine.settings import Settings, StagePlan, Strategy
-from popengine.torch_private import OpOverload
 from popengine.update.optimizer_rules import RULES
 
-from ..annotating.replica_groups import first_rows_only
 from ..logs import logger
-from ..options import Options
-from .arguments import weights_of
 
-_MOST_SECONDS = 1.0  # a micro-batch that takes longer is not measured
-_ROUNDS = 5
-_EACH_ALONE = Strategy("sharded", "auto_increment")
 _STAGE_OF_EACH_BLOCK = Strategy("interleaved", "auto_increment")
-Hints = dict[str, Any]  # the facts of a profile that `measure_hints` returns
-NO_HINTS: Hints = {"hints": {}}
-
-
-# ---- hints ---------------------------------------------------------------------------------------------------
-
-
-def measure_hints(
-    graph: Graph, settings: Settings, options: Options, model: nn.Module, samples: Sequence[Tensor]
-) -> Hints:
-    """Measure the speedup of a micro-batch by options that are not set.
-
-    Args: samples: the inputs of one micro-batch
-    Returns: "hints": {option: lower quartile of the speedup}. `NO_HINTS` unless the CPU runs eager pieces, and a
-        profile is recorded; also if the graph may call user code, or a micro-batch takes more than `_MOST_SECONDS`
-    """
-    is_measurable = (settings.device, settings.backend) == ("cpu", "eager")
-    if not is_measurable or options._profile_directory(settings.training) is None or calls_user_code(graph):
-        return NO_HINTS
-    with first_rows_only(model, settings.replica_groups):
-        weights = weights_of(model)
-    now = sample_of(partition(graph, _EACH_ALONE), weights, samples)
-    if call_in_one_thread(lambda: now.total_seconds(1)) > _MOST_SECONDS:
-        return NO_HINTS
-    alone = call_in_one_thread(lambda: min(now.total_seconds(1) for _ in range(_ROUNDS)))
-    others: dict[str, Graph] = {}  # by option, the graph that it would give
-    if not options.exists("memory_format"):
-        others['options.memoryFormat("channels_last")'], _ = in_wanted_layout(graph, "channels_last")
-    if options.Precision.half_kernels == "native":
-        others['options.Precision.halfKernels("auto")'], _ = products_in_float32(graph, is_faster_in_float32)
-    gains = {}
-    for name, other in others.items():
-        if other is not graph:
-            changed = sample_of(partition(other, _EACH_ALONE), weights, samples)
-            speedup = partial(measure_speedup, now.total_seconds, changed.total_seconds, alone)
-            gains[name] = call_in_one_thread(speedup)
-    return {"hints": gains}
-
-
-def calls_user_code(graph: Graph) -> bool:
-    """Return whether a graph calls functions that are no aten or prims operations, such as the user's."""
-    called = {node.target for node in graph.code.nodes if node.op == "call_function"} - {operator.getitem}
-    return not all(isinstance(t, OpOverload) and t.namespace in ("aten", "prims") for t in called)
-
-
-# ---- AutoBalance ---------------------------------------------------------------------------------------------
 
 
 def with_balanced_stages(
