@@ -35,8 +35,8 @@ class Figures:
         of_step = [(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps]
         self.step_spread = times.relative_spread(of_step)
 
-        costs = times.row_costs(events)
-        self.stages = times.stage_times(profile, events, costs)
+        costs, updates = times.row_costs(events), times.update_costs(events)
+        self.stages = times.stage_times(profile, costs, updates)
         self.spread = times.cost_spread(events)
         self.core_share = times.core_share(events)
         totals = [stage.total for stage in self.stages]
@@ -46,24 +46,21 @@ class Figures:
         self.slowest = totals.index(max(totals)) if computed else None
         self.unevenness = max(totals) * len(totals) / sum(totals) if computed else 1.0  # slowest / average
         self.timed = times.with_row_costs(profile, costs)
-        self.groups = {by: _operation_sums(self.timed, by) for by in ("block", "where", "kind")}
-        self.groups["tree"] = _module_tree(self.timed)
+        self.groups = operation_sums(self.timed)
 
         # The shares of a step's time are unknown if each recorded step was cut off.
         whole = events if times.whole_steps(profile) else []
         self.usages = times.usages(whole, lambda event: event.core)
         self.idle_here = times.waiting_share(self.usages)
         self.bubble_ideal = times.ideal_bubble(profile)
-        step, self.step_apart, self.bubble_apart = None, None, None
-        runs, self.changes = [], []
-        if computed:
-            step = times.step_model(profile, costs, times.update_costs(events))
-        if step is not None and step.is_known:
+        self.step_apart, self.bubble_apart, runs, self.changes = None, None, [], []
+        count = facts.get("schedule_micro_batches", 1)
+        step = virtual.StepModel.of(profile, costs, updates=updates, micro_batches=count)
+        if computed and step.is_known:
             ns = virtual.simulated_ns(step)
             self.step_apart, self.bubble_apart = ns / 1e9, step.bubble(ns)
             runs = virtual.runs_on_devices(profile, step, costs)
-            of_operations = [row.ns / (row.calls or 1) for row in self.timed.operations]
-            self.changes = virtual.advised_changes(profile, step, of_operations, self.spread)
+            self.changes = virtual.advised_changes(self.timed, step, self.spread)
         self.devices = replace(profile, runs=tuple(runs))
         self.device_usages = times.usages(self.devices.events(), lambda event: event.ipu)
 
@@ -108,7 +105,13 @@ def _copied_bytes(profile: Profile) -> dict[str, int]:
     return dict(found)
 
 
-def _operation_sums(profile: Profile, by: str) -> list[dict[str, Any]]:
+def operation_sums(profile: Profile) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of `_sums_by` for "block", "where" and "kind", and as "tree" those of `_module_tree`."""
+    groups = {by: _sums_by(profile, by) for by in ("block", "where", "kind")}
+    return {**groups, "tree": _module_tree(profile)}
+
+
+def _sums_by(profile: Profile, by: str) -> list[dict[str, Any]]:
     """Return a dictionary of sums (ns, FLOPs, bytes) for each group of operations of a step.
 
     A group has the same phase, and the same value of the field `by`: "block", "where" (a source line)

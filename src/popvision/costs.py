@@ -8,6 +8,7 @@ and exchanges the cube's faces. A cube needs the least data (Irony, Toledo and T
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from popengine.profile import Operation, Profile
 
@@ -26,12 +27,6 @@ _KINDS = {  # the first match counts
 }
 Spent = defaultdict[str, float]  # seconds by category, one of:
 CATEGORIES = ("compute", "memory bandwidth", "exchange", "links", "host input")
-
-
-def _add_seconds(total: Spent, more: Mapping[str, float], factor: float = 1.0) -> None:
-    """Add `factor` times the seconds of `more` to `total` in place, category by category."""
-    for category, value in more.items():
-        total[category] += factor * value
 
 
 def operation_kind(operation: Operation) -> str | None:
@@ -84,34 +79,40 @@ class Costs:
     """The seconds of a step of a plan on a machine with a chip per ipu.
 
     Attributes:
-        phases: by (phase, stage), the seconds of one micro-batch by category
-        operation_ns: by operation of the profile, the ns of one call
-        by_ipu: by ipu, the seconds of a step by category: all micro-batches, and the weight update
-        step:   the model of a replica's step, for the simulation in `virtual`
+        profile: the plan, with the ns of one call of each operation
+        rows:    by row of the table, the ns of one run
+        by_ipu:  by ipu, the seconds of a step by category: all micro-batches, and the weight update
+        step:    the model of a replica's step, for the simulation in `virtual`
     """
 
     def __init__(self, profile: Profile, machine: Machine, replicas: int, micro_batches: int) -> None:
-        self.phases = {(action.phase, action.stage): Spent(float) for action in profile.actions}
-        self.operation_ns = list[float]()
+        updates = dict(_update_seconds(profile, machine, replicas)) if profile.training else {}
+        self.by_ipu = {ipu: Spent(float, updates.get(ipu, {})) for ipu in profile.devices}
+        self.rows, operations = defaultdict[int, float](float), []
+        row_of = {task.piece: row for row, task in enumerate(profile.tasks) if task.computes}
+
+        def add(row: int, ipu: int, spent: Mapping[str, float]) -> float:
+            for category, seconds in spent.items():
+                self.by_ipu[ipu][category] += micro_batches * seconds
+            ns = 1e9 * sum(spent.values())
+            self.rows[row] += ns
+            return ns
+
         for operation in profile.operations:
-            piece, spent = profile.pieces[operation.piece], operation_seconds(operation, machine)
-            self.operation_ns.append(1e9 * sum(spent.values()))
-            _add_seconds(self.phases[piece.phase, piece.stage], spent)
+            ipu, spent = profile.pieces[operation.piece].ipu, operation_seconds(operation, machine)
+            ns = add(row_of[operation.piece], ipu, spent)
+            operations.append(operation._replace(calls=1, ns=round(ns)))
         for part in profile.instructions:
             if part.phase:
-                spent = _instruction_seconds(part.kind, part.bytes, machine)
-                _add_seconds(self.phases[part.phase, part.stage], spent)
-        updates = dict(_update_seconds(profile, machine, replicas)) if profile.training else {}
+                add(part.task, part.ipu, _instruction_seconds(part.kind, part.bytes, machine))
+        self.profile = replace(profile, operations=tuple(operations))
         self.step = StepModel.of(
             profile,
-            {key: 1e9 * sum(spent.values()) for key, spent in self.phases.items()},
+            self.rows,
             updates={ipu: 1e9 * sum(spent.values()) for ipu, spent in updates.items()},
             micro_batches=micro_batches,
             keeps_order=False,
         )
-        self.by_ipu = {ipu: Spent(float, updates.get(ipu, {})) for ipu in profile.devices}
-        for (_, stage), spent in self.phases.items():
-            _add_seconds(self.by_ipu[profile.ipus[stage]], spent, micro_batches)
 
 
 def _instruction_seconds(kind: str, size: int, machine: Machine) -> dict[str, float]:

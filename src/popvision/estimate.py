@@ -1,6 +1,5 @@
 """Estimates: the time and memory that a planned program needs on a machine."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -88,18 +87,23 @@ class Estimate:
         own = ("items_per_second", "seconds_per_update", "memory_per_ipu", "fits", "bound_by")
         return {"machine": self.machine.name, **{name: getattr(self, name) for name in own}}
 
+    def memory_entry(self) -> dict[str, Any]:
+        """Return what each memory holds, and its limit, as a dictionary for the page's scripts."""
+        needs = [{"name": name, "total": sum(kinds.values()), **kinds} for name, kinds in self.memory.items()]
+        return {"name": self.choice, "fits": self.fits, "limit": self.capacity, "needs": needs}
+
     def table_row(self) -> dict[str, str]:
         """Return the estimate's row of `Estimates.table`: texts with units, by column name."""
         return {
             "machine": self.machine.name,
             "replicas": str(self.replicas),
             "micro-batches": str(self.accumulation),
+            "fits": "yes" if self.fits else "NO",
             "items/s": three_digits(self.items_per_second),
             "an update": seconds_text(self.seconds_per_update),
             "bubble": share_text(self.bubble),
             "bound by": self.bound_by,
             "largest ipu": size_text(max(self.memory_per_ipu, default=0)),
-            "": "fits" if self.fits else "DOES NOT FIT",
         }
 
 
@@ -128,12 +132,10 @@ def _step_seconds_on_host(profile: Profile, replicas: int, micro_batches: int) -
         spent["memory bandwidth"] += operation.bytes / _CORE_BYTES
     if "steps" in measured:
         return _extrapolated_seconds(measured["steps"], micro_batches * replicas), 0.0, spent
-    costs: dict[tuple[str, int], float] = defaultdict(float)
-    for piece, took in zip(profile.pieces, measured["pieces"], strict=True):
-        costs[piece.phase, piece.stage] += took * 1e9
+    pieces = measured["pieces"]
     step = virtual.StepModel.of(
         profile,
-        costs,
+        {row: 1e9 * pieces[task.piece] for row, task in enumerate(profile.tasks) if task.computes},
         updates={ipu: 1e9 * t for ipu, t in zip(profile.devices, measured["updates"], strict=True)},
         micro_batches=micro_batches,
         replicas=replicas,

@@ -9,15 +9,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from popengine.environment import NEEDS_VALUES, PLAN_WISH
 from popengine.profile import Profile, ProfileError, load
 
-from . import virtual
+from . import times, virtual
+from .analysis import operation_sums
 from .estimate import Estimate
 from .machine import Machine
-from .plan_page import plan_page
-from .units import size_text, table_text, three_digits
+from .report import step_data, viewer_page
+from .units import layout_text, size_text, table_text, three_digits
 
 _LOCATION = "options.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings()."
 # Facts that put optimizer state elsewhere, by the code that sets them.
@@ -58,8 +60,17 @@ class Estimates:
         return json.dumps([one.to_dict() for one in self.estimates], indent=1)
 
     def save(self, path: str | Path) -> None:
-        """Write an HTML page to the file `path`: machines, advice, memory, a timeline, stages and transfers."""
-        Path(path).write_text(plan_page(self.estimates, self.drawn, self.table(), self.advice()))
+        """Write an HTML page to the file `path`: machines, advice, memory, and the step of the estimate `drawn`."""
+        drawn = self.drawn
+        shown = drawn or self.estimates[0]
+        plan = {
+            "table": self.table(),
+            "advice": self.advice(),
+            "drawn": drawn and drawn.machine.name,
+            "memory": [one.memory_entry() for one in self.estimates],
+        }
+        page = viewer_page(f"Plan: {layout_text(shown.profile)}", [_step_entry(shown)], plan=plan)
+        Path(path).write_text(page)
 
     @property
     def drawn(self) -> Estimate | None:
@@ -119,7 +130,7 @@ class Estimates:
             f" On {drawn.machine.name} ipus wait {drawn.bubble:.0%} of the time."
         ] + [
             f"{change.what} would make it {change.apart:.2f} times as fast there. Then {change.also}."
-            for change in virtual.advised_changes(drawn.profile, costs.step, costs.operation_ns, 0.0)
+            for change in virtual.advised_changes(costs.profile, costs.step, 0.0)
             if change.apart > 1.03
         ]
 
@@ -132,6 +143,19 @@ class Estimates:
         return "\n".join([table_text(self.table()), *self.advice()])
 
     __repr__ = __str__
+
+
+def _step_entry(one: Estimate) -> dict[str, Any]:
+    """Return the profile of an estimate's step, and its figures, as a dictionary for the page's scripts."""
+    if one.costs is None:
+        return step_data(one.profile, [], {}, {"stages": []})
+    profile, step, rows = one.costs.profile, one.costs.step, one.costs.rows
+    runs = virtual.runs_on_devices(profile, step, rows)
+    stages = times.stage_times(profile, rows, step.updates)
+    usages = times.usages(replace(profile, runs=tuple(runs)).events(), lambda event: event.ipu)
+    figures = {"stages": stages, "device_usages": usages, "stages_say": one.machine.description}
+    # The schedule of a plan has fewer micro-batches than its step.
+    return step_data(replace(profile, schedule=()), runs, operation_sums(profile), figures)
 
 
 def compile_profiles(program: Sequence[str], kinds: Mapping[str, float]) -> dict[str, Profile]:

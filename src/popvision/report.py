@@ -7,6 +7,7 @@ The scripts only draw: every figure is computed in Python, by `analysis` and `me
 import html
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
@@ -23,7 +24,7 @@ from .units import cores_text, layout_text, plural, rate_text, seconds_text, sha
 PROFILE = "profile.pop"
 _SCRIPTS = [  # in this order
     *("base", "lanes", "trace", "steer", "inspect"),
-    *("memory", "operations", "diagram", "panels", "viewer"),
+    *("memory", "operations", "diagram", "panels", "plan", "viewer"),
 ]
 _SINGLE = (bool, int, float, str, type(None))  # types of figures that are single values
 
@@ -62,23 +63,19 @@ def write_report(directory: Path) -> Path:
 
 def report_page(folder: Path) -> str:
     """Return the page of all profiles in a folder as HTML. Raises: ProfileError, if there is none."""
-    return profiles_page(
-        [profile_entry(path) for path in find_profiles(folder)], f"Profile of {folder.resolve().name}"
-    )
+    return viewer_page(f"Profile of {folder.resolve().name}", [*map(profile_entry, find_profiles(folder))])
 
 
-def profiles_page(
-    entries: list[dict[str, Any]], title: str, comparisons: list[dict[str, Any]] | None = None
-) -> str:
-    """Return the HTML of a page of profiles.
+def viewer_page(title: str, entries: Sequence[dict[str, Any]], **more: Any) -> str:
+    """Return the HTML of a page that needs no other file.
 
     Args:
-        entries:     a dictionary for each profile, as `profile_entry` returns it
-        comparisons: a dictionary for each comparison: "first" and "second" are indices in `entries`, "rows"
-            a list of `analysis.Row`
+        entries: a dictionary for each profile, as `profile_entry` returns it
+        more:    "comparisons", a list of dictionaries: "first" and "second" are indices in `entries`, "rows" a
+            list of `analysis.Row`; or "plan": see `plan.Estimates.save`
     """
     viewer = files("popvision") / "viewer"
-    content = {"title": title, "entries": entries, "comparisons": comparisons or []}
+    content = {"title": title, "entries": entries, "comparisons": [], **more}
     data = json.dumps(content, separators=(",", ":"), default=asdict)
     # A profile's names may contain these, which could end the script element.
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -106,27 +103,37 @@ def profile_entry(path: Path) -> dict[str, Any]:
 
 
 def page_data(found: Figures) -> dict[str, Any]:
-    """Return a profile, its figures, what separate devices would run in a step, its sums over operations, and the
-    memory curves of its ipus, as a dictionary for the page's scripts."""
+    """Return `step_data` of a profile, and the memory curves of its ipus, as a dictionary for the page's scripts."""
     others = ("profile", "timed", "groups", "devices")
     figures = {name: value for name, value in vars(found).items() if name not in others}
     figures |= {
-        "needs": [{**asdict(need), "always": need.always, "total": need.total} for need in found.needs],
+        "needs": [
+            {**asdict(need), "name": f"ipu {need.ipu}", "always": need.always, "total": need.total}
+            for need in found.needs
+        ],
         "warnings": advice_sentences(found),
         "machine_says": machine_sentence(found),
         "stages_say": stages_sentence(found),
         "cores": cores_text(found.profile),
     }
     runs = found.devices.runs
+    curves = {
+        str(ipu): [number for point in bytes_curve(found.timed, runs, ipu) for number in point]
+        for ipu in (found.profile.devices if found.profile.tensors else ())
+    }
+    return {**step_data(found.timed, runs, found.groups, figures), "curves": curves}
+
+
+def step_data(
+    profile: Profile, runs: Sequence[TaskRun], groups: dict[str, Any], figures: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what the page's scripts draw of a step: a profile, what separate devices run, sums over operations
+    (see `analysis.operation_sums`), and figures."""
     return {
-        "profile": json.loads(found.timed.to_json()),
+        "profile": json.loads(profile.to_json()),
         "devices": {"columns": TaskRun._fields, "rows": runs},
-        "groups": found.groups,
+        "groups": groups,
         "figures": figures,
-        "curves": {
-            str(ipu): [number for point in bytes_curve(found.timed, runs, ipu) for number in point]
-            for ipu in (found.profile.devices if found.profile.tensors else ())
-        },
     }
 
 
@@ -156,7 +163,8 @@ def write_comparison(first: Path, second: Path, target: Path) -> str:
         raise ProfileError(
             f"{first} and {second} have no profile of the same kind: one trains, the other does not"
         )
-    target.write_text(profiles_page(entries, f"{first.name} and {second.name}", comparisons))
+    page = viewer_page(f"{first.name} and {second.name}", entries, comparisons=comparisons)
+    target.write_text(page)
     return "\n".join(texts)
 
 

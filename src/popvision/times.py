@@ -5,14 +5,12 @@ the trace) are in wall-clock time.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles
 from typing import TypeVar
 
 from popengine.profile import Event, Profile
-
-from .virtual import StepModel
 
 _K = TypeVar("_K", bound=Hashable)
 _V = TypeVar("_V")
@@ -114,12 +112,14 @@ def row_costs(events: Iterable[Event]) -> dict[int, float]:
     return {row: _cost_of_runs(own) for row, own in group_by(events, lambda event: event.task).items()}
 
 
-def stage_times(profile: Profile, events: Sequence[Event], costs: dict[int, float]) -> list[StageTime]:
+def stage_times(
+    profile: Profile, costs: Mapping[int, float], updates: Mapping[int, float]
+) -> list[StageTime]:
     """Return the cost of each stage. The weight update of an ipu is divided equally among its stages.
 
-    Args: costs: the result of `row_costs`
+    Args: costs: ns of one run of each row of the table; updates: ns by ipu
     """
-    updates, found = update_costs(events), []
+    found = []
     for stage, (ipu, blocks) in enumerate(zip(profile.ipus, profile.stages, strict=True)):
         phases, around = dict.fromkeys(profile.phases, 0.0), 0.0
         for row, task in enumerate(profile.tasks):
@@ -191,16 +191,3 @@ def group_by(values: Iterable[_V], key: Callable[[_V], _K]) -> dict[_K, list[_V]
     for value in values:
         found[key(value)].append(value)
     return found
-
-
-def step_model(profile: Profile, costs: dict[int, float], updates: dict[int, float]) -> StepModel:
-    """Return the model of a step with recorded costs, for the simulation in `virtual`.
-
-    Args: costs: the result of `row_costs`; updates: that of `update_costs`
-    """
-    of_actions: dict[tuple[str, int], float] = defaultdict(float)
-    for row, task in enumerate(profile.tasks):
-        if task.phase:
-            of_actions[task.phase, task.stage] += costs.get(row, 0.0)
-    count, replicas = profile.facts.get("schedule_micro_batches", 1), profile.counts.get("replicas", 1)
-    return StepModel.of(profile, of_actions, updates=updates, micro_batches=count, replicas=replicas)

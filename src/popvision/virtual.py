@@ -20,8 +20,6 @@ _MOST_TASKS = 6_000  # for a longer step two shorter ones are simulated, and the
 _LEAST = 0.05  # smallest gain that is promised: two measurements of one program differ by as much
 _SAFETY = 0.75  # share of a simulated gain that is promised; caches and memory may take the rest
 
-PhaseCosts = Mapping[tuple[str, int], float]  # ns of one micro-batch, by (phase, stage)
-
 
 @dataclass(frozen=True)
 class StepModel:
@@ -38,9 +36,17 @@ class StepModel:
     program: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, profile: Profile, costs: PhaseCosts, **more: Any) -> StepModel:
-        """Return the model of a profile's step. `more`: fields that the profile does not give."""
-        values = tuple(costs.get((action.phase, action.stage), 0.0) for action in profile.actions)
+    def of(cls, profile: Profile, costs: Mapping[int, float], **more: Any) -> StepModel:
+        """Return the model of a profile's step.
+
+        Args:
+            costs: ns of one run of each row of the table; those of an action run one after another
+            more:  fields that the profile does not give
+        """
+        spent = defaultdict[tuple[str, int], float](float)
+        for row, task in enumerate(profile.tasks):
+            spent[task.phase, task.stage] += costs.get(row, 0.0)
+        values = tuple(spent[action.phase, action.stage] for action in profile.actions)
         order = profile.facts.get("mode", "")
         if order not in ORDERS:
             number = {(action.phase, action.stage): i for i, action in enumerate(profile.actions)}
@@ -133,7 +139,8 @@ def runs_on_devices(profile: Profile, step: StepModel, row_costs: Mapping[int, f
     updating = {task.ipu: row for row, task in enumerate(profile.tasks) if task.kind == "update"}
     ipus = [ipu for ipu, cost in step.updates.items() if cost]
     for ipu, start, end in zip(ipus, found.starts[len(tasks) :], found.ends[len(tasks) :], strict=True):
-        runs.append(TaskRun(0, 0, updating[ipu], -1, 0, -1, round(start), round(end)))
+        if ipu in updating:
+            runs.append(TaskRun(0, 0, updating[ipu], -1, 0, -1, round(start), round(end)))
     return sorted(runs, key=lambda run: (run.start, run.end))
 
 
@@ -157,21 +164,17 @@ def promised_speedup(speedup: float, spread: float) -> float | None:
     return sure if sure > 1 + max(_LEAST, spread) else None
 
 
-def advised_changes(
-    profile: Profile, step: StepModel, operation_ns: Sequence[float], spread: float
-) -> list[Change]:
+def advised_changes(profile: Profile, step: StepModel, spread: float) -> list[Change]:
     """Return at most one change of each kind; other stages first, then by speedup, the fastest first.
 
     Of the changes of a kind the first one is taken that has 70 % of the kind's largest gain; it is left out
     if `promised_speedup` returns None for its speedup. More micro-batches are not advised if other stages are:
     they would only fill the waits for the slowest stage.
-
-    Args: operation_ns: ns of each operation of the profile, for one micro-batch
     """
     if not sum(step.costs) or step.program:
         return []
     before, by_kind = simulated_ns(step), defaultdict(list)
-    for kind, changed, what, also in _candidate_changes(profile, step, operation_ns):
+    for kind, changed, what, also in _candidate_changes(profile, step):
         speedup = before / simulated_ns(changed) * changed.micro_batches / step.micro_batches
         by_kind[kind].append(Change(kind, what, speedup, also))
     found = []
@@ -184,14 +187,12 @@ def advised_changes(
     return sorted(found, key=lambda one: (one.kind != "stages", -one.apart))
 
 
-def _candidate_changes(
-    profile: Profile, step: StepModel, operation_ns: Sequence[float]
-) -> Iterator[tuple[str, StepModel, str, str]]:
+def _candidate_changes(profile: Profile, step: StepModel) -> Iterator[tuple[str, StepModel, str, str]]:
     """Yield (kind, changed step, what, also) of each change to simulate; see the fields of `Change`.
 
     The changes are other stages, more micro-batches, and a pipeline in place of sharded stages.
     """
-    yield from _other_stages(profile, step, operation_ns)
+    yield from _other_stages(profile, step)
     for factor in (2, 4, 8, 16):
         count, option = factor * step.micro_batches, "options.deviceIterations"
         also = f"a call takes {factor} times the rows"
@@ -207,9 +208,7 @@ def _candidate_changes(
         yield "pipeline", replace(step, order="1f1b"), "poptorch.PipelinedExecution", also
 
 
-def _other_stages(
-    profile: Profile, step: StepModel, operation_ns: Sequence[float]
-) -> Iterator[tuple[str, StepModel, str, str]]:
+def _other_stages(profile: Profile, step: StepModel) -> Iterator[tuple[str, StepModel, str, str]]:
     """Yield a change for each way to cut the model into as many stages of equal cost as possible: between
     blocks, and between modules of each depth. Nothing, if an ipu has several stages, or stages run in turns."""
     stages = len(profile.ipus)
@@ -219,7 +218,14 @@ def _other_stages(
     modules = [operation.module.split(".") for operation in profile.operations]
     for depth in range(1, 1 + max(map(len, modules), default=0)):
         keys.append(("module", [".".join(names[:depth]) for names in modules]))
-    stretch = _costs_over_operations(profile, step, operation_ns)
+    keys_of = [
+        (profile.pieces[row.piece].phase, profile.pieces[row.piece].stage) for row in profile.operations
+    ]
+    each_ns = [operation.ns / (operation.calls or 1) for operation in profile.operations]
+    sums = defaultdict[tuple[str, int], float](float)
+    for key, ns in zip(keys_of, each_ns, strict=True):
+        sums[key] += ns
+    costs = {(a.phase, a.stage): cost for a, cost in zip(step.actions, step.costs, strict=True)}
     seen = set()
     for kind, names in keys:
         units, unit_of = [], {}  # names of units in order of the data, and the unit of each operation
@@ -230,39 +236,25 @@ def _other_stages(
         if len(units) <= stages:
             continue
         spent, current = [defaultdict(float) for _ in units], 0
-        for number, (operation, name) in enumerate(zip(profile.operations, names, strict=True)):
-            current = unit_of.get(name, current)
-            piece = profile.pieces[operation.piece]
-            factor = stretch.get((piece.phase, piece.stage), 0.0)
-            spent[current][piece.phase] += factor * operation_ns[number]
+        for key, name, ns in zip(keys_of, names, each_ns, strict=True):
+            current = unit_of.get(name, current)  # its share of the cost of its action
+            spent[current][key[0]] += costs.get(key, 0.0) * ns / (sums[key] or 1.0)
         begins = _even_cut([sum(each.values()) for each in spent], stages)
         if (kind, tuple(begins)) in seen:
             continue
         seen.add((kind, tuple(begins)))
-        costs = {
+        changed_costs = {
             (phase, stage): sum(each[phase] for each in spent[begin:end])
             for stage, (begin, end) in enumerate(zip(begins, [*begins[1:], len(units)], strict=True))
             for phase in profile.phases
         }
         changed = replace(
-            step, costs=tuple(costs.get((action.phase, action.stage), 0.0) for action in step.actions)
+            step, costs=tuple(changed_costs.get((action.phase, action.stage), 0.0) for action in step.actions)
         )
         first = ", ".join(units[begin] for begin in begins[1:])
         what = f"stages that begin with the {kind}{'s' * (stages > 2)} {first}"
         also = f"the results have the same bits; poptorch.AutoBalance({stages}) also cuts by measured costs"
         yield "stages", changed, what, also
-
-
-def _costs_over_operations(
-    profile: Profile, step: StepModel, operation_ns: Sequence[float]
-) -> dict[tuple[str, int], float]:
-    """Return by (phase, stage) the cost of the action over the sum of its operations' costs."""
-    sums: dict[tuple[str, int], float] = defaultdict(float)
-    for operation, ns in zip(profile.operations, operation_ns, strict=True):
-        piece = profile.pieces[operation.piece]
-        sums[piece.phase, piece.stage] += ns
-    costs = {(a.phase, a.stage): cost for a, cost in zip(step.actions, step.costs, strict=True)}
-    return {key: costs.get(key, 0.0) / ns for key, ns in sums.items() if ns}
 
 
 def _even_cut(costs: Sequence[float], parts: int) -> list[int]:

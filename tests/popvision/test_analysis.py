@@ -51,7 +51,9 @@ def test_a_step_in_virtual_time_takes_as_long_as_the_run():
 def test_a_long_step_is_as_long_as_all_its_micro_batches():
     forward, backward = (1.0, 3.0, 2.0, 1.0), (2.0, 3.0, 4.0, 1.0)
     costs = {(phase, i): ns for phase, row in (("F", forward), ("B", backward)) for i, ns in enumerate(row)}
-    step = StepModel.of(simulated(4), costs, updates={}, micro_batches=5000)
+    profile = simulated(4)
+    rows = {row: costs[task.phase, task.stage] for row, task in enumerate(profile.tasks)}
+    step = StepModel.of(profile, rows, updates={}, micro_batches=5000)
     # The slowest ipu, of 6 a micro-batch, waits for the first forward of the one before and ends before its backward.
     assert virtual.simulated_ns(step) == pytest.approx(5000 * 6 + 4, abs=12)
     assert virtual.simulated_ns(step, cores=2) == pytest.approx(17 * 5000 / 2, rel=0.01)

@@ -113,10 +113,10 @@ def test_totals_of_memory_are_the_sums_of_what_is_listed_and_hold_the_peak(chrom
     )
     sums = 0
     for kept, row in zip(raw["memory"], rows, strict=True):
-        shown = dict(zip(head, map(number, row), strict=True))
-        parts = {name: size for name, size in shown.items() if name not in ("ipu", "total")}
+        shown = dict(zip(head[1:], map(number, row[1:]), strict=True))
+        parts = {name: size for name, size in shown.items() if name != "total"}
         assert shown["total"] == pytest.approx(sum(parts.values()), rel=0.05)
-        assert shown["buffers"] == kept["buffers"]
+        assert shown.get("buffers", 0) == kept["buffers"]
         own = [t for t in raw["tensors"] if t["ipu"] == kept["ipu"]]
         peak = max(
             sum(t["bytes"] for t in own if t["born"] <= i and not 0 <= t["died"] <= i)

@@ -67,29 +67,56 @@ def apart(profile, name="bow-pod4", **choices):
     return Estimates({"apart": profile}, load_machines(name), **choices)
 
 
-def test_the_page_shows_machines_stages_the_timeline_and_what_bounds_it(tmp_path):
-    found = planned()
+def data_of(found, tmp_path):
+    """What the page of a plan hands to its scripts."""
     found.save(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
-    assert "<title>Plan: 1f1b training, 3 stages on 3 ipus, 1 replica</title>" in page
-    assert page.count("<rect") == 2 * 3 * 5  # forward and backward of three stages for five micro-batches
-    assert "backward of stage 2, micro-batch 4" in page
+    return json.loads(page.split('id="data">')[1].split("</script>")[0])
+
+
+def test_the_page_has_machines_memory_and_the_step_with_its_stages_and_operations(tmp_path):
+    data = data_of(planned(), tmp_path)
+    assert data["title"] == "Plan: 1f1b training, 3 stages on 3 ipus, 1 replica"
+    (entry,), plan = data["entries"], data["plan"]
+    names, row = plan["table"]
+    assert dict(zip(names, row, strict=True))["machine"] == plan["drawn"] == "bow-pod16"
+    (memory,) = plan["memory"]
+    assert memory["fits"] and memory["limit"] == 941e6
+    assert [need["name"] for need in memory["needs"]] == ["ipu 0", "ipu 1", "ipu 2"]
+    tasks = entry["profile"]["tasks"]["rows"]
+    columns = entry["profile"]["tasks"]["columns"]
+    runs = [dict(zip(entry["devices"]["columns"], run, strict=True)) for run in entry["devices"]["rows"]]
+    ran = {
+        (*(tasks[run["task"]][columns.index(name)] for name in ("phase", "stage")), run["micro_batch"])
+        for run in runs
+    }
+    assert {key for key in ran if key[0]} == {(p, s, m) for p in "FB" for s in range(3) for m in range(5)}
+    assert [stage["total"] > 0 for stage in entry["figures"]["stages"]] == [True] * 3
     linear = 2 * ROWS * WIDTH * WIDTH
-    assert linear == 18_432 and "<td>18.4 k</td>" in page
-    assert "<td>bow-pod16</td>" in page
-    assert page.count('<div class="bar">') == 3 and '<i class="limit"></i>limit' in page
-    assert "bow-pod16, replicas: 1, micro-batches: 5: fits, limit 897 MiB" in page
-    assert "of 3 ipu" not in page and "http" not in page
+    assert linear == 18_432 and 3 * linear in [row["flops"] for row in entry["groups"]["where"]]
 
 
-def test_the_page_is_no_wider_than_a_narrow_window(chromium, tmp_path):
+@pytest.mark.parametrize("view", ["plan", "trace", "operations", "model"])
+def test_every_view_of_the_page_opens_and_is_no_wider_than_a_narrow_window(chromium, tmp_path, view):
     planned().save(tmp_path / "plan.html")
-    chromium.open(tmp_path / "plan.html")
-    wide(chromium, 420)
+    chromium.faults.clear()
+    wide(chromium, 400)
     try:
-        assert chromium.value("document.documentElement.scrollWidth") <= 420
+        chromium.open(tmp_path / "plan.html", view)
+        assert chromium.value("document.documentElement.scrollWidth") <= 400
+        assert chromium.value("document.querySelector('main').innerText.length") > 100
+        assert chromium.value("document.querySelector('[aria-selected=true]').id") == f"tab-{view}"
+        assert not chromium.faults and not chromium.value("document.querySelector('.fault')")
     finally:
         wide(chromium, 1400)
+
+
+def test_the_page_draws_memory_against_its_limit(chromium, tmp_path):
+    planned().save(tmp_path / "plan.html")
+    chromium.open(tmp_path / "plan.html")
+    assert chromium.value("document.querySelectorAll('.bar b').length") == 3
+    text = chromium.value("document.querySelector('main').innerText")
+    assert "bow-pod16, replicas: 1, micro-batches: 5 (fits): limit 897 MiB" in text
 
 
 def test_the_bottleneck_is_the_ipu_with_the_most_to_do():
@@ -257,10 +284,10 @@ def test_a_model_larger_than_this_machine_is_planned_and_does_not_fit(tmp_path):
     assert re.match(r"the program needs up to [\d,]{5} GiB, with .* available", here.problems[0])
     (sentence,) = found.advice()  # more would be about another machine
     assert sentence.endswith("Nothing that was tried makes it fit.")
-    found.save(tmp_path / "plan.html")
-    page = (tmp_path / "plan.html").read_text()
-    assert "bow" not in page and "<rect" not in page  # the page had the timeline of a Bow Pod16
-    assert "<td>256 GiB</td>" in page
+    data = data_of(found, tmp_path)
+    (entry,), plan = data["entries"], data["plan"]
+    assert plan["drawn"] is None and not entry["devices"]["rows"]  # it was the step of a Bow Pod16
+    assert plan["memory"][0]["needs"][0]["weights"] >= 256 * 2**30
 
 
 # ---- machines ------------------------------------------------------------------------------------------------
@@ -429,7 +456,6 @@ def test_a_reader_that_has_seen_enough_ends_the_program_quietly(tmp_path):
 def test_a_plan_of_an_executable_without_its_graph_has_a_page_too(tmp_path, training):
     profile = simulated(2, 3, training=training)
     bare = [operation._replace(flops=0, bytes=0) for operation in profile.operations]
-    apart(profile.__class__(**{**vars(profile), "operations": tuple(bare), "runs": ()})).save(
-        tmp_path / "p.html"
-    )
-    assert (tmp_path / "p.html").read_text().count("<rect") == 3 * 2 * (1 + training)
+    found = apart(profile.__class__(**{**vars(profile), "operations": tuple(bare), "runs": ()}))
+    (entry,) = data_of(found, tmp_path)["entries"]
+    assert len([run for run in entry["devices"]["rows"] if run[3] >= 0]) == 3 * 2 * (1 + training)

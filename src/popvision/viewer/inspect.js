@@ -5,7 +5,7 @@ const MOST_ROWS = 200;
 /** The page's one switch: what the cores of this host did, or what separate devices would do. */
 const ON = ["devices", "cores"];
 function onSwitch(page) {
-  return choice("On which machine", ["separate devices", "these cores"], ON.indexOf(page.on), (i) => page.show(ON[i]));
+  return DATA.plan ? null : choice("On which machine", ["separate devices", "these cores"], ON.indexOf(page.on), (i) => page.show(ON[i]));
 }
 
 function traceView(entry, page) {
@@ -32,7 +32,7 @@ function traceView(entry, page) {
   if (from < to) trace.show([from, to]);
   return make("div", {},
     make("section", { class: "card" },
-      make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "What ran where, and when"), onSwitch(page), search, found, make("span", { class: "spring" }),
+      make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, DATA.plan ? `One step on ${DATA.plan.drawn}, estimated` : "What ran where, and when"), onSwitch(page), search, found, make("span", { class: "spring" }),
         page.on === "cores" ? steps : null, button("One step", null, () => trace.show(trace.oneStep())), page.on === "cores" ? button("One call", null, () => trace.show(trace.oneCall())) : null, button("All", null, () => trace.show([...trace.all])),
         button("−", "Zoom out", () => trace.zoom(1 / 0.6)), button("+", "Zoom in", () => trace.zoom(0.6))),
       map, trace.canvas, traceLegend(trace), pinned, totals, table.element),
@@ -44,7 +44,7 @@ function traceLegend({ profile, on }) {
   const actions = new Set(rows(profile.actions).map((action) => action.phase + action.stage));
   const entries = profile.stages.flatMap((blocks, stage) => phasesOf(profile).filter((phase) => actions.has(phase + stage)).map((phase, i) => [`stage ${stage} ${PHASES[phase]}${i ? "" : `: ${blocks}`}`, stageColour(stage, phase)]));
   const strip = ["thin strip under a row: the order of the schedule", `linear-gradient(transparent 65%, ${stageColour(0)} 65%)`];
-  return legend([...entries.slice(0, 32), ["weight update (hatched)", "repeating-linear-gradient(135deg,#4d5a68 0 3px,#c3ccd6 3px 4px)"], ["sums and others (half as high)", OTHER], ["empty: waiting", "var(--lane)"], ...(on === "devices" ? [strip] : [])]);
+  return legend([...entries.slice(0, 32), ["weight update (hatched)", "repeating-linear-gradient(135deg,#4d5a68 0 3px,#c3ccd6 3px 4px)"], ["sums and others (half as high)", OTHER], ["empty: waiting", "var(--lane)"], ...(on === "devices" && profile.schedule.rows.length ? [strip] : [])]);
 }
 
 // ---- search

@@ -3,24 +3,38 @@
 function memoryView(entry) {
   const { figures, profile } = entry;
   if (!figures.needs.length) return emptyCard("No memory was measured", "The model was never put on its devices.");
-  const most = Math.max(...figures.needs.map((need) => need.total), 1);
-  const bars = make("div", { class: "bars" }, figures.needs.flatMap((need) => [
-    make("span", { class: "name" }, `ipu ${need.ipu}`),
-    make("div", { class: "bar", role: "img", "aria-label": MEMORY.map(([name]) => `${name} ${units.bytes(need[name])}`).join(", ") },
-      MEMORY.filter(([name]) => need[name]).map(([name, colour]) => make("i", { style: { width: `${(100 * need[name]) / most}%`, background: colour }, title: `${name}: ${units.bytes(need[name])}` }))),
-    make("span", { class: "number" }, units.bytes(need.total)),
-  ]));
-  const table = make("table", {},
-    make("thead", {}, make("tr", {}, ["ipu", "total", ...MEMORY.map(([name]) => name)].map((name) => make("th", { class: "right" }, name)))),
-    make("tbody", {}, figures.needs.map((need) => make("tr", {}, [need.ipu, units.bytes(need.total), ...MEMORY.map(([name]) => units.bytes(need[name]))].map((cell) => make("td", { class: "right" }, String(cell)))))));
+  const kinds = memoryKinds(figures.needs);
   const verdict = figures.fits === null ? "" : figures.fits ? "Fits into " : "Does not fit into ";
   return make("div", {},
     make("section", { class: "card" },
       make("h2", {}, "What each ipu needs at the most"),
       figures.capacity ? make("p", { class: figures.fits === false ? "bad" : "good", style: { marginBottom: "10px" } }, `${verdict}${units.bytes(figures.capacity)}: ${figures.capacity_of}`) : null,
-      bars, legend(MEMORY.map(([name, colour]) => [name, colour])), make("div", { class: "scroll", style: { marginTop: "12px" } }, table),
+      memoryBars(figures.needs, kinds), legend(kinds), make("div", { style: { marginTop: "12px" } }, memoryTable(figures.needs, kinds)),
       make("p", { class: "hint", style: { marginTop: "8px" } }, "between: sent by another ipu and not received yet.")),
     liveness(entry, profile));
+}
+
+/** Those kinds of memory that some row has, with their colours. */
+function memoryKinds(needs) {
+  return MEMORY.filter(([name]) => needs.some((need) => need[name]));
+}
+
+/** A bar for each row, with a line at the limit, if there is one. */
+function memoryBars(needs, kinds, limit = 0) {
+  const most = Math.max(limit, ...needs.map((need) => need.total), 1), share = (bytes) => `${(100 * bytes) / most}%`;
+  return make("div", { class: "bars" }, needs.flatMap((need) => {
+    const own = kinds.filter(([name]) => need[name]), said = (name) => `${name}: ${units.bytes(need[name])}`;
+    return [
+      make("span", { class: "name" }, need.name),
+      make("div", { class: "bar", role: "img", "aria-label": own.map(([name]) => said(name)).join(", ") },
+        own.map(([name, colour]) => make("i", { style: { width: share(need[name]), background: colour }, title: said(name) })), limit ? make("b", { style: { left: share(limit) } }) : null),
+      make("span", { class: `number ${limit && need.total > limit ? "bad" : ""}` }, units.bytes(need.total)),
+    ];
+  }));
+}
+
+function memoryTable(needs, kinds) {
+  return plainTable(["memory", "total", ...kinds.map(([name]) => name)], needs.map((need) => [need.name, units.bytes(need.total), ...kinds.map(([name]) => units.bytes(need[name] || 0))]));
 }
 
 const HELD = "#cc79a7", LIVE = "#0072b2";

@@ -112,9 +112,10 @@ function operationsView(entry, page) {
   const switcher = choice("Rows", names.map((name) => `by ${name}`), Math.max(0, names.indexOf(page.state.rows)), (i) => show(i ? names[i] : undefined));
   if (page.wish) search.value = `${word[page.wish.phase]} stage${page.wish.stage}`;
   show(page.state.rows);
-  const step = entry.profile.facts.detailed_step;
+  const step = entry.profile.facts.detailed_step, flops = "FLOPs of matrix products, convolutions and attention; bytes read and written by one call.";
+  const times = DATA.plan ? `Estimated times of one micro-batch on ${DATA.plan.drawn}.` : `Times of a step\u2019s micro-batches together, which add up to their stages; an operation\u2019s share was measured on replica 0 in step ${step[1]} of call ${step[0]}.`;
   return make("section", { class: "card" },
     make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "Operations"), switcher, search, counts, make("span", { class: "spring" }), hint),
     holder,
-    make("p", { class: "hint", style: { marginTop: "10px" } }, `Times of a step\u2019s micro-batches together, which add up to their stages; an operation\u2019s share was measured on replica 0 in step ${step[1]} of call ${step[0]}. FLOPs of matrix products, convolutions and attention; bytes read and written by one call.`));
+    make("p", { class: "hint", style: { marginTop: "10px" } }, `${times} ${flops}`));
 }

@@ -10,7 +10,7 @@ function tile(label, value, note, kind = "") {
 
 function headlineView(entry, page) {
   const { figures, profile } = entry;
-  const warnings = figures.warnings.length ? make("ul", { class: "warnings", "aria-label": "Warnings" }, figures.warnings.map((text) => make("li", {}, text))) : null;
+  const warnings = warningList(figures.warnings);
   if (!figures.calls) {
     const failed = profile.facts.failed_calls;
     return make("div", {}, warnings, failed ? emptyCard("No call finished", `${failed} failed.`) : emptyCard("Nothing was run", "The model was compiled and never called."), passesCard(profile, figures));
@@ -30,10 +30,21 @@ function headlineView(entry, page) {
     make("section", { class: "card" },
       make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "One step"), onSwitch(page), make("span", { class: "spring" }), make("button", { type: "button", class: "plain", onclick: () => page.goTo("trace") }, "Open the trace")),
       ...(trace.lanes.length ? [trace.canvas, traceLegend(trace)] : [make("p", { class: "hint" }, "No step was recorded as a whole.")])),
-    make("div", { class: "columns" },
-      make("section", { class: "card" }, make("h2", {}, "What a micro-batch costs, by stage"), stageBars(figures), make("p", { class: "hint", style: { marginTop: "10px" } }, figures.stages_say)),
-      make("section", { class: "card" }, make("h2", {}, page.on === "cores" ? "What these cores did" : "What separate devices would do"), usageBars(page.on === "cores" ? figures.usages : figures.device_usages, page.on === "cores" ? "core" : "ipu"))),
+    make("div", { class: "columns" }, stageCard(figures), usageCard(figures, page.on)),
     passesCard(profile, figures));
+}
+
+function warningList(texts) {
+  return texts.length ? make("ul", { class: "warnings", "aria-label": "Warnings" }, texts.map((text) => make("li", {}, text))) : null;
+}
+
+function stageCard(figures) {
+  return make("section", { class: "card" }, make("h2", {}, "What a micro-batch costs, by stage"), stageBars(figures), make("p", { class: "hint", style: { marginTop: "10px" } }, figures.stages_say));
+}
+
+function usageCard(figures, on) {
+  const [title, usages, kind] = on === "cores" ? ["What these cores did", figures.usages, "core"] : ["What separate devices would do", figures.device_usages, "ipu"];
+  return make("section", { class: "card" }, make("h2", {}, title), usageBars(usages, kind));
 }
 
 function stageBars(figures) {
@@ -90,12 +101,15 @@ function hostView(entry) {
 }
 
 function modelView(entry) {
-  const { profile } = entry, options = rows(profile.options);
+  const { profile } = entry, options = rows(profile.options), sends = rows(profile.instructions).filter((part) => part.kind === "send");
   const table = options.length
     ? make("div", { class: "scroll" }, make("table", { id: "options" }, make("thead", {}, make("tr", {}, ["option", "value", "default"].map((name) => make("th", {}, name)))), make("tbody", {}, options.map((row) => make("tr", {}, make("td", {}, row.name), make("td", {}, row.value), make("td", { class: "hint" }, row.default))))))
     : make("p", { class: "hint" }, "All options have their defaults.");
   const counts = Object.entries(profile.counts).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(" · ");
-  return make("div", {}, make("section", { class: "card" }, make("h2", {}, "Blocks, stages, ipus"), diagram(entry), make("p", { class: "hint", style: { marginTop: "8px" } }, counts)),
+  const model = make("section", { class: "card" }, make("h2", {}, "Blocks, stages, ipus"), diagram(entry), make("p", { class: "hint", style: { marginTop: "8px" } }, counts),
+    sends.length ? make("details", {}, make("summary", {}, "Transfers between ipus"), plainTable(["from ipu", "to ipu", "when", "bytes"], sends.map((part) => [String(part.ipu), String(part.peer), part.phase ? `each micro-batch, after ${part.phase}${part.stage}` : "at the start of a step", units.bytes(part.bytes)]), 3)) : null);
+  if (DATA.plan) return model;
+  return make("div", {}, model,
     make("section", { class: "card" }, make("h2", {}, "Strategy and optimizer"), make("dl", { id: "runs" }, ["strategy", "optimizer"].flatMap((name) => [make("dt", {}, name), make("dd", {}, profile.facts[name] || "not recorded")]))),
     make("section", { class: "card" }, make("h2", {}, "Options that differ from their defaults"), table));
 }

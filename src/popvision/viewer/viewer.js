@@ -1,12 +1,14 @@
 // The page: which profile, which view; a fault is shown in words, never as an empty page.
 
-const VIEWS = [
+const VIEWS = DATA.plan ? [
+  ["plan", "Plan", planView], ...(DATA.plan.drawn ? [["trace", "Trace", traceView], ["operations", "Operations", operationsView]] : []), ["model", "Model", modelView],
+] : [
   ["headline", "Overview", headlineView], ["trace", "Trace", traceView], ["memory", "Memory", memoryView], ["operations", "Operations", operationsView],
   ["host", "Host", hostView], ["model", "Model and options", modelView], ["compare", "Compare", (_, page) => compareView(page)],
 ];
 
 const page = {
-  entry: 0, view: "headline", on: "devices", wish: null, trace: null, state: {}, // state: what the address says of the view
+  entry: 0, view: VIEWS[0][0], on: "devices", wish: null, trace: null, state: {}, // state: what the address says of the view
 
   /** Keep in the address how the view stands, so that it can be sent, and "back" leads to it. */
   note(changes) {
@@ -69,6 +71,7 @@ const page = {
 };
 
 function about(profile) {
+  if (DATA.plan) return "An estimate: nothing has run";
   const { versions = {}, made, cores, mode } = profile.facts;
   return `${mode} ${profile.training ? "training" : "inference"}, ${profile.stages.length} stages on ${new Set(profile.ipus).size} ipus · ${cores} cores · torch ${versions.torch} · ${made}`;
 }
@@ -95,7 +98,7 @@ function start() {
   paint(dark.matches ? "dark" : "light");
   dark.addEventListener("change", () => paint(dark.matches ? "dark" : "light"));
   document.getElementById("theme").addEventListener("click", () => paint(root.dataset.theme === "dark" ? "light" : "dark"));
-  if (!page.read()) page.view = DATA.comparisons.length ? "compare" : "headline";
+  if (!page.read()) page.view = DATA.comparisons.length ? "compare" : VIEWS[0][0];
   page.render();
   window.addEventListener("popstate", () => { page.read(); page.render(); });
   const redraw = () => { for (const canvas of document.querySelectorAll("canvas")) canvas.redraw(); };
