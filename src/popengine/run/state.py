@@ -29,7 +29,6 @@ from ..settings import Hyper, Settings
 from ..torch_private import DisableTorchFunctionSubclass
 from ..update.group_update import fitting_state
 from ..update.optimizer_rules import OWN_STEP, RULES
-from ..update.own_step import StepFunction
 from . import devices
 from .devices import with_aligned_start
 
@@ -61,7 +60,8 @@ class TrainState:
         self.shard_name = ""  # under which peers read this process's shard; "": it is not published
         # (seed, number of weight updates so far): one value, so that an interrupt changes both or none.
         self.random_state: tuple[int, int] = seed, 0
-        self.own_step: StepFunction  # of an optimizer without a rule
+        # The `step` of an optimizer without a rule, on gradients by canonical name of the parameter.
+        self.own_step: Callable[[Mapping[str, Tensor]], None]
         self.loss_factor = torch.ones(())  # of automatic loss scaling: multiplies the user's loss scale
         self.calls = 0  # complete calls
         self.engines = 0  # that are not closed

@@ -21,7 +21,7 @@ of the parameter's slot. Another draw has to use the key (seed, step) and number
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -31,7 +31,6 @@ from .. import ir
 from ..settings import Optimizer, Settings
 from ..update.group_update import Chunk, ParameterUpdate, UpdateStep, cut_into_chunks
 from ..update.optimizer_rules import OWN_STEP
-from ..update.own_step import OwnStep
 from .call import EngineCall
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from .instances.process_group import FIRST_TAG, ProcessGroup
@@ -69,20 +68,18 @@ class Updates:
             step_key = state.ipu_of[unit.key], self._optimizer.group_of[unit.key]
             self._units.setdefault(step_key, []).append(unit)
         self._has_own_step = bool(self._units) and self._optimizer.kind == OWN_STEP
-        if self._has_own_step:  # one chunk of all parameters, which the first ipu runs
-            step_key, units = min(self._units), [unit for units in self._units.values() for unit in units]
-            self._units, self._chunks = {step_key: units}, {step_key[0]: [(step_key, [])]}
-        for step_key, units in sorted(self._units.items()) if not self._has_own_step else ():
+        if self._has_own_step:  # the first ipu updates all parameters
+            self._units = {min(self._units): [unit for units in self._units.values() for unit in units]}
+        for step_key, units in sorted(self._units.items()):
             # The gradients will have the weights' layouts.
             updates = [ParameterUpdate(state.weight(u), state.weight(u), state.optimizer[u]) for u in units]
-            chunks = ((step_key, chunk) for chunk in cut_into_chunks(updates))
-            self._chunks.setdefault(step_key[0], []).extend(chunks)
+            whole = [[(number, 0, 0) for number in range(len(units))]]
+            chunks = whole if self._has_own_step else cut_into_chunks(updates)
+            self._chunks.setdefault(step_key[0], []).extend((step_key, chunk) for chunk in chunks)
         # Values of the running step:
         self._norms: dict[Unit, Tensor] = {}  # of the gradients that this process measures
         self._counts: list[Tensor] = []  # all, large, and not finite elements of a gradient: int64 [3]
-        self._steps: dict[
-            _StepKey, UpdateStep | OwnStep
-        ] = {}  # empty: a gradient overflowed, and no weight changes
+        self._steps: dict[_StepKey, UpdateStep] = {}  # empty: a gradient overflowed, and no weight changes
         self._clipping_factor: Tensor | None = None  # of clipping by norm
         self.is_writing = False  # from `_begin_updates` to `end_step`
 
@@ -199,13 +196,11 @@ class Updates:
         for step in self._steps.values():
             step.increment_counts()
 
-    def _new_step(self, step_key: _StepKey) -> UpdateStep | OwnStep:
+    def _new_step(self, step_key: _StepKey) -> UpdateStep:
         """Return the update of the parameters of an ipu and group; of all parameters for an own `step()`."""
         assert self.call.hyper is not None
-        units = self._units[step_key]
-        updates = [self._parameter_update(unit, self.settings.measures_gradients) for unit in units]
-        if self._has_own_step:
-            return OwnStep(self._run_own_step, [unit.key for unit in units], updates)
+        is_reduced = self.settings.measures_gradients
+        updates = [self._parameter_update(unit, is_reduced) for unit in self._units[step_key]]
         return UpdateStep(self._optimizer, self.call.hyper.groups[step_key[1]], updates)
 
     def _prepare_gradients(self, parts: Sequence[ParameterUpdate]) -> Sequence[ParameterUpdate]:
@@ -264,25 +259,29 @@ class Updates:
 
     def _measure_norms_of_chunk(self, ipu: int, index: int) -> None:
         step_key, chunk = self._chunks[ipu][index]
-        step = self._steps.get(step_key)
-        if isinstance(step, UpdateStep):
+        if step := self._steps.get(step_key):
             step.measure_norms(self._prepare_gradients(step.views(chunk)))
 
     def _compute_trust_ratios(self, _: int) -> None:
         for step in self._steps.values():
-            if isinstance(step, UpdateStep):
-                step.compute_trust_ratios()
+            step.compute_trust_ratios()
 
     def _update_chunk(self, ipu: int, index: int) -> None:
         step_key, chunk = self._chunks[ipu][index]
         if step := self._steps.get(step_key):
             views = step.views(chunk)
-            step.apply(views if step.trust_ratios is not None else self._prepare_gradients(views))
+            if step.trust_ratios is None:
+                views = self._prepare_gradients(views)
+            if self._has_own_step:
+                self._run_own_step(self._units[step_key], views)
+            else:
+                step.apply(views)
 
-    def _run_own_step(self, gradients: Mapping[str, Tensor]) -> None:
+    def _run_own_step(self, units: Sequence[Unit], updates: Sequence[ParameterUpdate]) -> None:
         """Run the optimizer's own `step()`, which may give parameters other memory."""
         with torch.inference_mode(False):  # else new states and weights could not be written outside of it
-            self.state.shared.own_step({key: value.clone() for key, value in gradients.items()})
+            pairs = zip(units, updates, strict=True)
+            self.state.shared.own_step({u.key: x.gradient.to(x.parameter.dtype, copy=True) for u, x in pairs})
             self.state.bind(self.call.hyper)
 
     def _broadcast_weights(self, _: int) -> None:

@@ -138,13 +138,12 @@ _ADAM: dict[str, Any] = {
     "flags": {"amsgrad": Flag(of_group=True), **_BIAS},
 }
 
-OWN_STEP = (
-    "own_step"  # the kind of all optimizers without a formula here: their own `step()` updates the weights
-)
+# The kind of all optimizers without a formula here: their own `step()` updates the weights.
+OWN_STEP = "own_step"
 
 
 def _no_formula(step: formulas.Step) -> None:
-    raise AssertionError("an optimizer of this kind is run by popengine.update.own_step")
+    raise AssertionError("`Updates._update_chunk` runs an optimizer of this kind")
 
 
 RULES: dict[str, Rule] = {
