@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from popengine import profile
-from popengine.compile.describe import describe
+from popengine.compile.describe import describe, held_tensors
 from popengine.run.engine import Engine, threads_per_operation
 from popengine.run.recorder import Recorder, StepDetail
 from popengine.settings import Optimizer
@@ -125,7 +125,7 @@ class Reporter:
                 for replica in range(settings.counts.replicas)
                 for ipu in engine.plan.state
             ),
-            tensors=tuple(detail.meter.tensors()) if detail else (),
+            tensors=tuple(held_tensors(engine.plan, executable.graph)),
             options=tuple(_changed_options(options, settings.training)),
         )
 

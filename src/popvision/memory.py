@@ -21,7 +21,7 @@ class Need:
     buffers: int
     gradients: int
     optimizer: int
-    activations: int | None  # None: not known before a kernel has run
+    activations: int | None  # None: not known
     between: int  # values that were sent to the ipu, and that it has not received yet
 
     @property
@@ -46,7 +46,7 @@ def memory_needs(profile: Profile, runs: Sequence[TaskRun] = ()) -> list[Need]:
     waiting, found = peak_bytes_in_transit(profile, runs), []
     for index, ipu in enumerate(profile.devices):
         row = fixed.get(ipu, Memory(0, ipu))
-        peak = max((size for _, size in bytes_curve(profile, runs, ipu)), default=0)
+        peak = max((size for _, size in bytes_curve(profile, runs, ipu)), default=0) if profile.tensors else None
         passing = peak, waiting.get(ipu, 0)
         if "activations" in facts:
             passing = facts["activations"][index], facts["between"][index]

@@ -154,10 +154,12 @@ def test_liveness_is_what_the_engine_holds(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     counted: dict[int, int] = {}  # bytes after each row for micro-batch 0
 
-    class Counting(recording.MemoryMeter):
-        def record_after(self, task):
-            super().record_after(task)
+    class Counting(recording.Recorder):
+        def run_task(self, row, index, replica, work, core):
+            super().run_task(row, index, replica, work, core)
             rows = self._rows
+            if index or not rows.plan.tasks[row].phase:
+                return
             state = {value.untyped_storage()._cdata for value in rows.state.values[0].values()}
             state |= {value.untyped_storage()._cdata for value in rows.state.new_buffers[0].values()}
             batch = {value.untyped_storage()._cdata for value in rows.call.inputs}
@@ -168,9 +170,9 @@ def test_liveness_is_what_the_engine_holds(tmp_path, monkeypatch):
                     found[value.data_ptr()] = value.nbytes
                 elif storage._cdata not in state:
                     found[storage._cdata] = storage.nbytes()
-            counted[rows.plan.tasks.index(task)] = sum(found.values())
+            counted[row] = sum(found.values())
 
-    monkeypatch.setattr("popengine.run.recorder.MemoryMeter", Counting)
+    monkeypatch.setattr("poptorch.reporter.Recorder", Counting)
     train(tmp_path, ipus=(0, 0, 0))
     profile = load(tmp_path / "training" / "profile.pop")
     held = {

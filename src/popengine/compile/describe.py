@@ -25,6 +25,7 @@ from ..profile import (
     ProfiledInstruction,
     ProfiledPiece,
     ProfiledTask,
+    Tensor,
     Tick,
 )
 from ..programs import actions, programs
@@ -246,6 +247,34 @@ def _fake_tensors_by_name(nodes: Iterable[fx.Node]) -> dict[str, torch.Tensor]:
     """Return the fake tensor of each node that has one, by the node's name."""
     values = ((node.name, node.meta.get("val")) for node in nodes)
     return {name: value for name, value in values if isinstance(value, torch.Tensor)}
+
+
+def held_tensors(plan: Plan, graph: Graph | None) -> list[Tensor]:
+    """Return the tensors that each ipu holds for a micro-batch; [] without a graph. Values that share memory are one
+    tensor; a tensor has 0 bytes if only a kernel knows its size."""
+    memories, found = _memory_of_values(graph) if graph else {}, list[Tensor]()
+    kinds = {"load": "input", "receive": "received", "compute": "activation"}
+    held: dict[
+        tuple[int, Any], tuple[int, set[str]]
+    ] = {}  # by ipu and memory: index in `found`, and the live values
+    for row, task in enumerate(plan.tasks):
+        for kind, names, _, _, _, piece in task.instructions:
+            for name in names if kind in ("compute", "free") else ():
+                place = task.ipu, memories.get(name, (None, 0))[0]
+                number, alive = held.get(place, (0, set()))
+                if alive == {name}:
+                    found[number] = found[number]._replace(died=row)
+                    del held[place]
+                alive.discard(name)
+            made = plan.partition.pieces[piece].writes if kind == "compute" else names
+            for name in made if kind in kinds else ():
+                if name in memories:
+                    memory, size = memories[name]
+                    _, alive = held.setdefault((task.ipu, memory), (len(found), set()))
+                    if not alive:
+                        found.append(Tensor(task.ipu, name, kinds[kind], size or 0, row, -1))
+                    alive.add(name)
+    return found
 
 
 def bytes_held_for_backward(graph: Graph, partition: Partition) -> tuple[int, ...]:

@@ -1,115 +1,22 @@
 """Records a profile while tasks run: the core, start, end and CPU time of each task.
 
 The engine runs the same tasks in the same order with a recorder and without. The first two steps are recorded
-in detail: pieces of replica 0 read both clocks after every operation, and the tensors that each ipu holds for
-micro-batch 0 are listed (the second step replaces the first, which includes warm-up). Of a long training only
-the first and last steps are stored, which bounds the size of a profile.
+in detail: pieces of replica 0 read both clocks after every operation (the second step replaces the first, which
+includes warm-up). Of a long training only the first and last steps are stored, which bounds the size of a profile.
 """
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter_ns, thread_time_ns
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor
-
-from ..ir import Task
 from ..profile import Call, HostEvent, TaskRun
-from ..profile import Tensor as Row
-from ..torch_private import storage_id
 from .backends.eager import Code, build
 from .devices import synchronize
 from .row_functions import RowFunctions
-
-_Memory = tuple[str, int]  # ("storage", its id), or of a user's input ("input", data pointer)
-
-
-class _Seen(NamedTuple):
-    """A tensor of micro-batch 0 that a row has loaded, received or made."""
-
-    memory: _Memory
-    kind: str  # as in a profile's `Tensor`
-    bytes: int
-
-
-class MemoryMeter:
-    """The tensors that each ipu of replica 0 holds for a micro-batch, as if it had a memory of its own.
-
-    All micro-batches hold tensors of the same sizes, so the meter looks at micro-batch 0 only.
-    """
-
-    def __init__(self, rows: RowFunctions) -> None:
-        self._rows = rows
-        self._inputs = {storage_id(value) for value in rows.call.inputs}
-        self._seen: dict[tuple[int, str], _Seen] = {}  # by (ipu, name); not weights and buffers
-
-    def record_before(self, task: Task) -> None:
-        """Note the inputs that a row loads, and the tensors that it receives, before it runs."""
-        frame = self._rows.frames[0].get(0, {})
-        for instruction in task.instructions:
-            if instruction.kind == "receive":
-                self._note(task.ipu, instruction.names, frame, "received")
-            elif instruction.kind == "load":
-                keys = zip(instruction.names, instruction.keys, strict=True)
-                values = {name: self._rows.input_on_host(int(key), 0, 0) for name, key in keys}
-                self._note(task.ipu, values, values, "input")
-
-    def record_after(self, task: Task) -> None:
-        """Note the tensors that a row has made."""
-        for instruction in task.instructions:
-            if instruction.kind == "compute":
-                made = self._rows.plan.partition.pieces[instruction.piece].writes
-                self._note(task.ipu, made, self._rows.frames[0].get(0, {}), "activation")
-
-    def _note(self, ipu: int, names: Iterable[str], values: Mapping[str, Tensor], kind: str) -> None:
-        state = self._rows.state
-        held = (*state.values[0].values(), *state.new_buffers[0].values())
-        of_state = {storage_id(value) for value in held}
-        for name in names:
-            if name not in values or (memory := storage_id(values[name])) in of_state:
-                continue
-            value = values[name]
-            if memory in self._inputs:  # a view of the whole batch
-                self._seen[ipu, name] = _Seen(("input", value.data_ptr()), "input", value.nbytes)
-            else:
-                self._seen[ipu, name] = _Seen(("storage", memory), kind, value.untyped_storage().nbytes())
-
-    def tensors(self) -> list[Row]:
-        """Return the tensors of a micro-batch on all ipus. Values that share memory are one tensor."""
-        found: list[Row] = []
-        held: dict[tuple[int, _Memory], int] = {}  # index in `found`, by ipu and memory
-        names: Counter[tuple[int, _Memory]] = Counter()  # the number of names of each memory that is held
-        alive: set[tuple[int, str]] = set()
-        pieces = self._rows.plan.partition.pieces
-        for row, task in enumerate(self._rows.plan.tasks):
-            for kind, own, _, _, _, piece in task.instructions:
-                if kind in ("compute", "free"):
-                    for key in ((task.ipu, name) for name in own):
-                        if key in alive:
-                            alive.remove(key)
-                            place = task.ipu, self._seen[key].memory
-                            names[place] -= 1
-                            if not names[place]:
-                                number = held.pop(place)
-                                found[number] = found[number]._replace(died=row)
-                made = (
-                    pieces[piece].writes if kind == "compute" else own if kind in ("receive", "load") else ()
-                )
-                for name in made:
-                    key = task.ipu, name
-                    if key in self._seen and key not in alive:
-                        alive.add(key)
-                        memory, of_kind, size = self._seen[key]
-                        place = task.ipu, memory
-                        names[place] += 1
-                        if place not in held:
-                            held[place] = len(found)
-                            found.append(Row(task.ipu, name, of_kind, size, row, -1))
-        return found
-
 
 DETAILED_STEPS = 2  # number of steps that are recorded in detail
 _CALLS = 1000  # number of first calls, and of last calls, whose times are stored
@@ -124,11 +31,10 @@ def _append_bounded(values: list[Any], value: Any, most: int) -> None:
 
 @dataclass
 class StepDetail:
-    """The detailed record of one step of replica 0: each ipu's tensors, and the times of each operation."""
+    """The detailed record of one step of replica 0: the times of each operation."""
 
     call: int
     step: int
-    meter: MemoryMeter
     # By piece, for each of its lines: ns of the fastest run in any step, and CPU time in ns of all runs.
     fastest: dict[int, list[int]]
     lines: dict[int, list[int]] = field(default_factory=dict)
@@ -209,7 +115,7 @@ class Recorder:
         self._codes_without_clocks = list(rows.codes[0])
         if len(self.kept) < DETAILED_STEPS:
             fastest = {} if self.detail is None else self.detail.fastest
-            self._detail = StepDetail(self._call, self._step, MemoryMeter(rows), fastest)
+            self._detail = StepDetail(self._call, self._step, fastest)
             if rows.settings.is_eager:  # compiled pieces have no single operations
                 clocks = {"after": "; tick()", "tick": self._read_clocks}
                 device, pieces = rows.state.device, rows.plan.partition.pieces
@@ -232,9 +138,6 @@ class Recorder:
         assert self._rows is not None
         task, ticks = self._rows.plan.tasks[row], list[tuple[int, int]]()
         self._thread.ticks = ticks
-        detail = self._detail if replica == 0 and not task.once else None
-        if detail is not None and not index:
-            detail.meter.record_before(task)
         begin, before = perf_counter_ns(), thread_time_ns()
         work(index)
         computed = thread_time_ns() - before
@@ -245,11 +148,8 @@ class Recorder:
             times = begin - self.origin, end - self.origin, computed
             where = row, micro_batch, -1 if task.once else replica, core
             self._runs.append(TaskRun(self._call, self._step, *where, *times))
-        if detail is not None:
-            if not index:
-                detail.meter.record_after(task)
-            if ticks:
-                detail.unread.append((task.piece, ticks))
+        if ticks and self._detail is not None:
+            self._detail.unread.append((task.piece, ticks))
 
     def _read_clocks(self) -> None:
         self._thread.ticks.append((perf_counter_ns(), thread_time_ns()))

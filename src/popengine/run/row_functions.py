@@ -131,11 +131,6 @@ class RowFunctions:
         self.updates.end_step()
         self._copy_anchored_weights("updated")  # before the next step begins
 
-    def input_on_host(self, key: int, micro_batch: int, replica: int) -> Tensor:
-        """Return a replica's micro-batch of the input number `key`, before its upload: [micro-batch, ...]."""
-        group = self.settings.counts.input_group_of(replica)
-        return self.call.inputs[key][self._turn_in_call(micro_batch), group]
-
     def _turn_in_call(self, micro_batch: int) -> int:
         """Return the index in the call of a micro-batch, given its index in the step."""
         return self.call.done * self.plan.micro_batches + micro_batch
@@ -155,8 +150,8 @@ class RowFunctions:
         flowing = {name for source, name in reads if source == _FRAME} - {*piece.writes}
         before = [name for name in task.frees if name in flowing]
         after = [name for name in task.frees if name not in flowing]
-        device = self.state.device
-        global_replica = self.settings.counts.instance * self.settings.counts.replicas + replica
+        device, counts = self.state.device, self.settings.counts
+        group, global_replica = counts.input_group_of(replica), counts.instance * counts.replicas + replica
 
         def compute(micro_batch: int) -> None:
             call = self.call
@@ -164,9 +159,9 @@ class RowFunctions:
                 raise Stopped
             frame = frames.setdefault(micro_batch, {})
             for name, key in loads:
-                started = perf_counter()
-                frame[name] = upload(self.input_on_host(key, micro_batch, replica), device)
-                call.results.record_load(key, self._turn_in_call(micro_batch), replica, started)
+                started, turn = perf_counter(), self._turn_in_call(micro_batch)
+                frame[name] = upload(call.inputs[key][turn, group], device)
+                call.results.record_load(key, turn, replica, started)
             sources = (
                 frame,
                 self.state.values[replica],
