@@ -64,9 +64,7 @@ class Operation(NamedTuple):
 class ProfiledTask(NamedTuple):
     """A row of a step's table. It runs for each micro-batch, for each chunk or parameter, or once per step."""
 
-    kind: (
-        str  # forward, backward, gather, sum, copy, exchange, norm, begin, measure, trust, update, share, end
-    )
+    kind: str  # a `popengine.ir.TaskKind`
     ipu: int = -1  # -1: of the whole step
     phase: str = ""  # a key of `PHASES`; "": not for each micro-batch
     stage: int = -1
@@ -277,35 +275,31 @@ class ProfileError(ValueError):
 
 def load(path: Path) -> Profile:
     """Return the profile in a file that `Profile.save` wrote. Raise ProfileError if it can't be read."""
-    again = "\n  fix: run the program again with profiling on"
+
+    def fault(what: str, fix: str = "run the program again with profiling on") -> ProfileError:
+        return ProfileError(f"{path} {what}\n  fix: {fix}")
+
     try:
         data = json.loads(path.read_text())
     except OSError as error:
-        raise ProfileError(
-            f"{path} can't be read: {error.strerror}\n  fix: name a profile.pop, or a folder of them"
-        ) from error
+        raise fault(f"can't be read: {error.strerror}", "name a profile.pop, or a folder of them") from error
     except UnicodeDecodeError as error:
-        raise ProfileError(f"{path} is not a profile: it isn't text{again}") from error
+        raise fault("is not a profile: it isn't text") from error
     except json.JSONDecodeError as error:
         kind = "is damaged or cut short" if error.doc.lstrip().startswith("{") else "is not a profile"
-        why = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        raise ProfileError(f"{path} {kind}: {why}{again}") from error
+        raise fault(f"{kind}: line {error.lineno}, column {error.colno}: {error.msg}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise ProfileError(f"{path} is not a profile: it does not say it is a {FORMAT!r}{again}")
+        raise fault(f"is not a profile: it does not say it is a {FORMAT!r}")
     version = data.get("version")
     if not isinstance(version, int) or version > VERSION:
-        raise ProfileError(
-            f"{path} has version {version}, and this program reads up to {VERSION}\n"
-            "  fix: update this installation of Pando"
-        )
+        what = f"has version {version}, and this program reads up to {VERSION}"
+        raise fault(what, "update this installation of Pando")
     if version < VERSION:
-        raise ProfileError(f"{path} has version {version}, which recorded other things{again}")
+        raise fault(f"has version {version}, which recorded other things")
     try:
-        profile = Profile(**{entry.name: _parse_field(entry.name, data) for entry in fields(Profile)})
-        _check_tables(profile)
+        return Profile(**{entry.name: _parse_field(entry.name, data) for entry in fields(Profile)})
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ProfileError(f"{path} is damaged: {type(error).__name__}: {error}{again}") from error
-    return profile
+        raise fault(f"is damaged: {type(error).__name__}: {error}") from error
 
 
 def _parse_field(name: str, data: dict[str, Any]) -> Any:
@@ -313,33 +307,11 @@ def _parse_field(name: str, data: dict[str, Any]) -> Any:
     value = data[name]
     if name in TABLES:
         row_type = TABLES[name]
-        rows = (zip(value["columns"], row, strict=True) for row in value["rows"])
         if name == "actions":
             return tuple(
-                Action(row[0], row[1], row[2], tuple(After(*edge) for edge in row[3]))
-                for row in value["rows"]
+                Action(phase, stage, ipu, tuple(After(*edge) for edge in after))
+                for phase, stage, ipu, after in value["rows"]
             )
+        rows = (zip(value["columns"], row, strict=True) for row in value["rows"])
         return tuple(row_type(**{k: v for k, v in row if k in row_type._fields}) for row in rows)
     return tuple(value) if name in ("stages", "ipus") else value
-
-
-def _check_tables(profile: Profile) -> None:
-    """Raise ValueError if the tables of a profile contradict each other: a row refers to a missing row of
-    another table, for example."""
-    if len(profile.stages) != len(profile.ipus):
-        raise ValueError(f"{len(profile.stages)} stages on {len(profile.ipus)} ipus")
-    for operation in profile.operations:
-        if not 0 <= operation.piece < len(profile.pieces):
-            raise ValueError(f"operation {operation.name} names a piece that isn't there")
-    for tensor in profile.tensors:
-        if not 0 <= tensor.born < len(profile.tasks) > tensor.died:
-            raise ValueError(f"tensor {tensor.name} lives in rows that aren't there")
-    tables = profile.blocks, profile.pieces, profile.tasks, profile.actions, profile.instructions
-    for stage in (row.stage for table in tables for row in table):
-        if not -1 <= stage < len(profile.stages):
-            raise ValueError(f"there is no stage {stage}")
-    for run in profile.runs:
-        if not 0 <= run.task < len(profile.tasks) or not all(isinstance(value, int) for value in run):
-            raise ValueError(
-                f"a run names row {run.task}, which isn't there, or has times that are no integers"
-            )

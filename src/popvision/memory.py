@@ -46,7 +46,9 @@ def memory_needs(profile: Profile, runs: Sequence[TaskRun] = ()) -> list[Need]:
     waiting, found = peak_bytes_in_transit(profile, runs), []
     for index, ipu in enumerate(profile.devices):
         row = fixed.get(ipu, Memory(0, ipu))
-        peak = max((size for _, size in bytes_curve(profile, runs, ipu)), default=0) if profile.tensors else None
+        peak = (
+            max((size for _, size in bytes_curve(profile, runs, ipu)), default=0) if profile.tensors else None
+        )
         passing = peak, waiting.get(ipu, 0)
         if "activations" in facts:
             passing = facts["activations"][index], facts["between"][index]

@@ -70,7 +70,7 @@ class Engine:
         self.updates_done = 0  # of the latest call
         if self._group is not None:
             if not shared.engines:
-                shared.confirm(self._state.trained)
+                shared.confirm(self._state.bound_parameters())
             if shared.owner and not shared.shard_name:
                 shared.shard_name = self._group.publish_state(shared)
         shared.engines += 1
@@ -159,7 +159,7 @@ class Engine:
             shared.calls += call.done == call.steps
             self._state.end_call()
             if self._group is not None:
-                shared.confirm(self._state.trained)
+                shared.confirm(self._state.bound_parameters())
             self.updates_done = call.done if self.settings.training and self.settings.part.ends_step else 0
             if recorder is not None:
                 recorder.end_call(call.done, failed=call.done < call.steps)
@@ -196,7 +196,7 @@ class Engine:
             "seed": {"random seed": str(seed)},
             "input": {str(index): f"{tuple(value.shape)}" for index, value in enumerate(inputs)},
         }
-        if written := self._state.shared.unconfirmed(self._state.trained):
+        if written := self._state.shared.unconfirmed(self._state.bound_parameters()):
             texts["value"] = hash_weights(written)
         return texts
 

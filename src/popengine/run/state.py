@@ -1,8 +1,7 @@
 """The tensors that tasks share: weights, buffers, gradient sums and optimizer state, each held once.
 
 Parameters, buffers and optimizer state are the user's own tensors, which updates change in place (`TrainState`). A
-`State` binds the slots of one plan to them. Local replicas that have the same value of a parameter read the same
-tensor, and so do all ipus of a replica: all are in one memory. The attributes of `State`:
+`State` binds the slots of one plan to them; replicas and ipus with the same value read the same tensor. Its attributes:
 
     values[replica]      parameters, buffers, constants and the loss scale, by slot name
     new_buffers[replica] new values of the buffers that forward changes, by slot name; `end_step` copies them
@@ -25,7 +24,7 @@ from torch import Tensor
 from ..errors import Error
 from ..ir import Plan, Slot
 from ..profile import Memory
-from ..settings import Hyper, Settings
+from ..settings import Hyper, Optimizer, Settings
 from ..torch_private import DisableTorchFunctionSubclass
 from ..update.group_update import fitting_state
 from ..update.optimizer_rules import OWN_STEP, RULES
@@ -34,7 +33,6 @@ from .devices import with_aligned_start
 
 OptimizerState = dict[str, Tensor]
 WEIGHTS = ("parameter", "buffer")  # roles of the slots that are tensors of the model
-Mark = tuple[Tensor, int, int]  # a tensor, its address and its version counter
 
 
 class Unit(NamedTuple):
@@ -73,10 +71,11 @@ class TrainState:
         # Held while updates write to the weights, and by threads that read them.
         self.lock = threading.Lock()
         self.lost: Error | None = None  # why the weights can't be used any more
-        self._confirmed: dict[str, Mark] = {}  # trained parameters when they were equal in all processes
+        # Of trained parameters when they were equal in all processes: the tensor, its address and its version counter.
+        self._confirmed: dict[str, tuple[Tensor, int, int]] = {}
 
     def use_optimizer(self, optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
-        """Keep optimizer state in `optimizer.state` from now on. Args: parameters: its parameters by name"""
+        """Keep optimizer state in `optimizer.state` from now on; `parameters`: the optimizer's, by canonical name."""
         self.optimizer, self._parameters = optimizer, parameters
 
     def parameters(self) -> Mapping[str, Tensor]:
@@ -84,14 +83,9 @@ class TrainState:
         return self.find_weights() if self._parameters is None else self._parameters
 
     def optimizer_states(self) -> dict[str, OptimizerState]:
-        """Return the optimizer state of this process by canonical name of the parameter: the tensors that updates
-        change. Of a parameter with replica groups they have a row per group."""
+        """Return the optimizer state of this process by canonical name: the tensors that updates change."""
         state = self.optimizer.state
         return {key: state[value] for key, value in self.parameters().items() if state.get(value)}
-
-    def state_of(self, key: str) -> OptimizerState:
-        """Return the optimizer state of a parameter, given its canonical name; {} if there is none."""
-        return self.optimizer.state.get(self.parameters()[key], {})
 
     def set_state(self, key: str, state: OptimizerState) -> None:
         """Set or, with {}, remove the optimizer state of a parameter."""
@@ -105,24 +99,24 @@ class TrainState:
         if self.lost is not None:
             raise self.lost
 
-    def confirm(self, keys: Iterable[str]) -> None:
+    def confirm(self, parameters: Mapping[str, Tensor]) -> None:
         """Record that these parameters are equal in all processes: after a comparison, or an update in all."""
-        weights = self.find_weights()
-        self._confirmed |= {key: _mark(weights[key]) for key in keys}
+        self._confirmed |= {key: _mark(value) for key, value in parameters.items()}
 
-    def unconfirmed(self, keys: Iterable[str]) -> dict[str, Tensor]:
+    def unconfirmed(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return those of these parameters that were written or replaced since `confirm`, by name."""
-        weights, found = self.find_weights(), {}
-        for key in keys:
-            value, known = weights[key], self._confirmed.get(key)
+        found = {}
+        for key, value in parameters.items():
+            known = self._confirmed.get(key)
             if known is None or known[0] is not value or known[1:] != _mark(value)[1:]:
                 found[key] = value.detach()
         return found
 
-    def own_buffers(self, keys: Iterable[str], replicas: int) -> list[dict[str, Tensor]]:
+    def own_buffers(
+        self, weights: Mapping[str, Tensor], keys: Iterable[str], replicas: int
+    ) -> list[dict[str, Tensor]]:
         """Return `buffers`, with these keys for each replica. A buffer that has no value of a replica's own, or
-        that the user has written, gets the model's value in all replicas."""
-        weights = self.find_weights()
+        that the user has written, gets the model's value (in `weights`) in all replicas."""
         self.buffers.extend({} for _ in range(replicas - len(self.buffers)))
         for key in keys:
             value = weights[key].detach()
@@ -140,7 +134,7 @@ class TrainState:
         self.buffers = [{key: value.clone() for key, value in each.items()} for each in replicas]
 
 
-def _mark(value: Tensor) -> Mark:
+def _mark(value: Tensor) -> tuple[Tensor, int, int]:
     return value, value.data_ptr(), 0 if value.is_inference() else value._version
 
 
@@ -152,10 +146,7 @@ def write(target: Tensor, value: Tensor) -> None:
 
 
 class State:
-    """The tensors of a loaded plan. `bind` has to be called before each call of the engine.
-
-    Args: shared: the model's tensors and all other state that outlives the plan
-    """
+    """The tensors of a loaded plan. `bind` has to be called before each call of the engine."""
 
     def __init__(self, plan: Plan, settings: Settings, shared: TrainState, device: torch.device) -> None:
         self.plan, self.settings, self.shared, self.device = plan, settings, shared, device
@@ -223,11 +214,10 @@ class State:
     # ---- the user's tensors --------------------------------------------------------------------------------
 
     def bind(self, hyper: Hyper | None) -> None:
-        """Set `values` and `optimizer` to the present tensors of model and optimizer. Missing optimizer state
-        is added. On an accelerator they are copies of the model's tensors.
+        """Set `values` and `optimizer` to the present tensors of model and optimizer (on an accelerator to copies).
 
-        Args: hyper: the rates of the next call; None: not known
-        Raises: Error, if a weight was removed from the model, or has another shape or dtype, or all are lost
+        Missing optimizer state is added. `hyper` is that of the next call; None: not known. Raises Error if a weight
+        was removed from the model, or has another shape or dtype, or all are lost.
         """
         self.shared.check_not_lost()
         with torch.no_grad(), DisableTorchFunctionSubclass(), devices.as_current_device(self.device):
@@ -246,14 +236,23 @@ class State:
                 is_known = known is not None and known[0] is value and known[1:] == now[1:]
                 if not is_known or self.device != devices.CPU:
                     self._bind_weight(slot, value)
-            self._bind_buffers()
+            if len(self.values) > 1:  # replicas 1, 2, ... have buffers of their own
+                keys = (self._slots[name].key for name in self._changed)
+                own = self.shared.own_buffers(present, keys, len(self.values))
+                for values, buffers in list(zip(self.values, own, strict=False))[1:]:
+                    values.update((n, buffers[self._slots[n].key].to(self.device)) for n in self._changed)
             if self.settings.optimizer is not None:
-                for unit in self.units:
-                    self._bind_optimizer(unit, hyper)
+                parameters = self.shared.parameters()
+                for unit in (u for u in self.units if u.key in self.settings.optimizer.group_of):
+                    self._bind_optimizer(unit, parameters[unit.key], self.settings.optimizer, hyper)
         self._repeat_rows()
 
+    def bound_parameters(self) -> dict[str, Tensor]:
+        """Return the user's trained parameters that the latest `bind` has found, by canonical name."""
+        return {key: self._bound[key][0] for key in self.trained}
+
     def _bind_weight(self, slot: Slot, value: Tensor) -> None:
-        """Set `values` of all replicas to a tensor of the model, which is moved if `_must_move` says so."""
+        """Set `values` of all replicas to a tensor of the model, which is moved if its layout has changed."""
         groups = self.settings.replica_groups.get(slot.key)
         shape = value.shape if groups is None else value.shape[1:]
         if (shape, value.dtype) != (slot.shape, slot.dtype):
@@ -306,29 +305,17 @@ class State:
         for row, source in (pair for pairs in self._rows.values() for pair in pairs):
             row.copy_(source)
 
-    def _bind_buffers(self) -> None:
-        """Set `values` of replicas 1, 2, ... to their own buffers; to copies of the model's if the user has
-        written these. With one replica do nothing."""
-        if len(self.values) == 1:
-            return
-        own = self.shared.own_buffers((self._slots[name].key for name in self._changed), len(self.values))
-        for values, buffers in list(zip(self.values, own, strict=False))[1:]:
-            for name in self._changed:
-                values[name] = buffers[self._slots[name].key].to(self.device)
-
-    def _bind_optimizer(self, unit: Unit, hyper: Hyper | None) -> None:
-        """Set `optimizer[unit]` to the shared optimizer state. States that are missing are added; those with
-        another dtype or layout are replaced by copies. Remove a state that another process owns."""
-        optimizer = self.settings.optimizer
-        assert optimizer is not None
-        if unit.key not in optimizer.group_of:
-            return
+    def _bind_optimizer(
+        self, unit: Unit, parameter: Tensor, optimizer: Optimizer, hyper: Hyper | None
+    ) -> None:
+        """Set `optimizer[unit]` to the shared optimizer state of the user's `parameter`. Missing states are added;
+        those with another dtype or layout are replaced by copies. Remove a state that another process owns."""
         if not self.is_updated_here(unit.key):
-            self.shared.set_state(unit.key, {})
+            self.shared.optimizer.state.pop(parameter, None)
             return
         rates = {} if hyper is None else hyper.groups[optimizer.group_of[unit.key]]
         kept = list(RULES[optimizer.kind].states_of(optimizer, rates))
-        states = self.shared.state_of(unit.key)
+        states = self.shared.optimizer.state.get(parameter, {})
         present = [states.get(each.name) for each in kept]
         known = self._bound_states.get(unit)
         if known is not None and [*map(id, present)] == [*map(id, known)]:
@@ -346,7 +333,8 @@ class State:
                 fitting[each.name] = rows.to(fitting_state(optimizer, each, weight).dtype)
             if value is None and states.get(each.one_with) is not None:
                 fitting[each.name].fill_(1)
-        self.shared.set_state(unit.key, {**states, **fitting})
+        if states or fitting:
+            self.shared.optimizer.state[parameter] = {**states, **fitting}
         self._bound_states[unit] = tuple(fitting.values())
         if groups is not None:
             pairs = (self._copied_rows(unit.key, value) for value in fitting.values())
@@ -366,8 +354,7 @@ class State:
         return self.shared.owner.get(key, self.settings.counts.instance) == self.settings.counts.instance
 
     def begin_step(self) -> None:
-        """Set the new buffers to the current buffers. If another plan has begun the step, take the new buffers
-        and gradient sums that it has held."""
+        """Set the new buffers to the current ones; take those, and the sums, of a plan that has begun the step."""
         for values, new in zip(self.values, self.new_buffers, strict=True):
             new.clear()
             new.update((name, values[name]) for name in self._changed)

@@ -188,7 +188,7 @@ def training_state(executor: Any) -> TrainingState:
     with state.lock, torch.no_grad():
         state.check_not_lost()
         values = {name: value.detach().clone() for name, value in state.find_weights().items()}
-        own = state.own_buffers(state.buffers[0], len(state.buffers)) if state.buffers else [{}]
+        own = state.own_buffers(values, state.buffers[0], len(state.buffers)) if state.buffers else [{}]
         buffers = [{name: each.get(name, values[name]).clone() for name in names} for each in own]
         states = copy.deepcopy(state.optimizer_states())
     return {
