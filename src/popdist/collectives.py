@@ -126,7 +126,7 @@ def _after_barrier(group: ProcessGroup, what: str, tensors: Mapping[str, Tensor]
     """Wait for all instances, check that `tensors` have equal shapes and dtypes in all of them, and return
     `work()`. Raises: Error, if they differ; it begins with `what`, the name of the call."""
     shapes = {name: f"{tuple(value.shape)} {value.dtype}" for name, value in tensors.items()}
-    return group.after_barrier(what, {"shape": shapes}, work)
+    return group.barrier(what, {"shape": shapes}, work)
 
 
 def _current_group() -> ProcessGroup | None:

@@ -267,7 +267,7 @@ class Engine:
             else:
                 what, reduction = "the mean of running statistics", AllReduce(self._group, _BUFFERS_TAG)
                 fingerprint = {"buffers": {b.key: str(b.shape) for b in buffers}}
-                self._group.after_barrier(what, fingerprint, lambda: reduction.all_reduce(flats))
+                self._group.barrier(what, fingerprint, lambda: reduction.all_reduce(flats))
             flat = flats[0] / self.settings.counts.global_replicas
             means = flat.split([replicas[0][b.key].numel() for b in buffers])
             for buffer, mean in zip(buffers, means, strict=True):

@@ -42,7 +42,7 @@ def with_balanced_stages(
         mine = torch.tensor([[cost.seconds for cost in costs]], dtype=torch.float64)
         fingerprint = {"AutoBalance": {"blocks": str(len(costs))}}
         gather = partial(all_gather_rows, group, range(group.size), FIRST_TAG, mine)
-        seconds = group.after_barrier("AutoBalance", fingerprint, gather)[0].tolist()
+        seconds = group.barrier("AutoBalance", fingerprint, gather)[0].tolist()
         costs = [replace(cost, seconds=spent) for cost, spent in zip(costs, seconds, strict=True)]
     cut = balance_blocks(costs, settings.strategy.ipus, settings.strategy.capacity)
     logger.info("AutoBalance placed %d blocks:\n%s", len(costs), describe_balance(costs, cut))

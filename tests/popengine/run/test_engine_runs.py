@@ -127,7 +127,7 @@ def test_weights_written_are_used_by_every_replica():
 
 def test_weights_that_are_written_one_after_another_are_all_compared_with_the_peers():
     engine = engine_for()
-    engine.state.shared.confirm(engine.state.trained)
+    engine.state.shared.confirm(engine.state.bound_parameters())
     assert "value" not in engine._fingerprint(HYPER, batch(16))
     for names in (["a.weight"], ["c.bias", "norm.running_mean"]):
         write(engine, {name: engine.state.shared.find_weights()[name].clone() for name in names})

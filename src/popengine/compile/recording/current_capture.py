@@ -115,9 +115,8 @@ class Capture:
     group: ConvolutionGroup | None = None
 
     def __post_init__(self) -> None:
-        self._seeds = {
-            torch.initial_seed()
-        }  # of torch's generator until now, without those that forward sets
+        # Of torch's generator until now, without those that forward sets.
+        self._seeds = {torch.initial_seed()}
         self.recorder = CaptureRecorder(self.node_meta, self.stand_ins.stand_in_of_operand)
 
     def enter_block(self, name: str, ipu: int | None) -> None:
@@ -211,9 +210,8 @@ def tracing_settings(module: nn.Module, training: bool, device: str) -> Iterator
     """Set torch's global state for a capture while the body runs. Other threads that capture wait meanwhile.
 
     Torch's layers take their branches for compilers, gradients are on in training only, autograd has one thread, and
-    anomaly detection and garbage collection are off. Functions of torch.compile run uncompiled; a warning says so if
-    `module` has any. For an accelerator, oneDNN is off and attention is recorded as products and a softmax:
-    otherwise recurrent layers and attention would be operations that only CPUs have.
+    functions of torch.compile run uncompiled, with a warning if `module` has any. For an accelerator, oneDNN is off and
+    attention is recorded as products and a softmax: otherwise both would be operations that only CPUs have.
     """
     with _CAPTURING, contextlib.ExitStack() as contexts:
         if optimized := optimized_module_type():
@@ -239,10 +237,10 @@ def tracing_settings(module: nn.Module, training: bool, device: str) -> Iterator
 
 
 def _is_called_by_torch(reported: set[str]) -> bool:
-    """Return the result of `torch.compiler.is_compiling()` in a capture: whether the calling code is torch's.
+    """Return whether the calling code is torch's: the result of `torch.compiler.is_compiling()` in a capture.
 
-    True makes torch's layers not branch on data; False makes the model's own code take the branches of plain
-    PyTorch. False also in threads that don't capture. Each layer is logged once, and added to `reported`.
+    True makes torch's layers not branch on data; False makes the model's own code take the branches of plain PyTorch.
+    Each layer is logged once, and added to `reported`.
     """
     code = sys._getframe(2).f_code
     if active.get() is None or not code.co_filename.startswith(TORCH):

@@ -37,10 +37,8 @@ _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
 def replace_unaliased_writes(graph: fx.Graph) -> None:
-    """Replace each in-place operation of a graph whose memory only in-place operations share, as in dropout.
-
-    The out-of-place overload takes its place. All others need `functionalize_graph`, a trace as long as the capture.
-    """
+    """Replace each in-place operation of a graph whose memory only in-place operations share, as in dropout, by its
+    out-of-place overload. All others need `functionalize_graph`, a trace as long as the capture."""
     sharing: dict[int | None, list[fx.Node]] = {}
     for node in graph.nodes:
         sharing.setdefault(storage_of(node), []).append(node)
@@ -63,10 +61,8 @@ def replace_unaliased_writes(graph: fx.Graph) -> None:
 
 
 def _out_of_place(node: fx.Node) -> Any:
-    """Return the overload that computes a node's in-place operation out of place (add for add_), or None.
-
-    It takes the same arguments in the same order, and those that the node leaves out have the same defaults.
-    """
+    """Return the overload with the same arguments that computes an in-place operation out of place (add for add_), or
+    None."""
     schema = node.target._schema  # type: ignore[union-attr]
     if len(schema.returns) != 1:
         return None
@@ -93,8 +89,8 @@ def _out_of_place(node: fx.Node) -> Any:
 class ReplayRecorder(GraphRecorder):
     """The recorder of a replay: the operations that it records have the meta of the node that is replayed.
 
-    If the node is an in-place operation, the results of the operation in its place have the strides of the tensors
-    that it writes into, and its bits: kernels may round differently in rows of another length.
+    If the node is an in-place operation, the results of the operation in its place have the strides of the tensors that
+    it writes into, and its bits: kernels may round differently in rows of another length.
     """
 
     def __init__(self) -> None:
@@ -198,8 +194,8 @@ def with_nodes_replaced(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, A
 
 
 def drop_aliases_and_dead_code(graph: fx.Graph) -> None:
-    """Remove aliases, double transposes, dead code and unused constants from a graph in place, and number its
-    random operations (`draw` in the meta; a recomputed operation has the number of its first run)."""
+    """Remove aliases, double transposes, dead code and unused constants from a graph in place, and number its random
+    operations (`draw` in the meta)."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _ALIASES:
             node.replace_all_uses_with(node.args[0])
@@ -223,10 +219,8 @@ _OFFSETS = {aten.as_strided.default: 3, aten.as_strided_copy.default: 3, aten.as
 
 
 def _copy_inputs_before_as_strided(graph: fx.Graph) -> None:
-    """Let operations with an offset from the begin of the memory read copies of the graph's inputs.
-
-    An input's memory begins elsewhere in a run: a micro-batch is a slice of a batch, a weight may be a view.
-    """
+    """Let operations with an offset from the begin of the memory read copies of the graph's inputs, whose memory begins
+    elsewhere in a run: a micro-batch is a slice of a batch, a weight may be a view."""
     for node in graph.nodes:
         position = _OFFSETS.get(node.target, len(node.args))
         if node.op != "call_function" or position >= len(node.args) or node.args[position] is None:
@@ -270,8 +264,6 @@ def make_functional_graph(
     Args:
         results: (kind, key, node) of each output and gradient; new values of buffers and inputs are added to them
         trained: the names of the parameters that an optimizer updates
-    Raises:
-        CaptureError: the forward changes in place a trained parameter, or a constant that it has not made
     """
     recorder.graph.output(tuple(node for _, _, node in results))
     kinds: list[tuple[Key, str]] = [(kind, key) for kind, key, _ in results]
@@ -308,11 +300,9 @@ def make_functional_graph(
 
 
 def _result_kind(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None:
-    """Return the kind of the result `value`, the new value of a placeholder that forward changes in place.
-
-    Return "buffer" or "input"; None for a constant: its change is dropped. A frozen parameter becomes a buffer: its
-    role is set. Raise CaptureError for a trained parameter.
-    """
+    """Return the kind of the result `value`, the new value of a placeholder that forward changes in place; None for a
+    constant, whose change is dropped. A frozen parameter becomes a buffer. Raise CaptureError for a trained
+    parameter."""
     role, key = node.meta["role"], node.meta["key"]
     if role == "parameter" and key in trained:
         raise CaptureError(
@@ -327,10 +317,7 @@ def _result_kind(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None
 
 
 def _check_lost_writes(written: dict[fx.Node, fx.Node]) -> None:
-    """Raise CaptureError if forward both writes and reads a constant; log a warning if it only writes the constant.
-
-    Args: written: placeholder -> its new value
-    """
+    """Raise CaptureError if forward both writes and reads a constant; log a warning if it only writes the constant."""
     for node, value in written.items():
         if node.meta["role"] != "constant":
             continue

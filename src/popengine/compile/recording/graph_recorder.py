@@ -48,10 +48,8 @@ _PANDO_AND_TORCH = (f"{TORCH}/", f"{_SRC}/popengine/", f"{_SRC}/poptorch/")
 
 
 def user_line(error: BaseException | None = None) -> str:
-    """Return `file:line` of the innermost frame outside of torch and Pando; "?" if there is none.
-
-    Args: error: the error whose traceback is searched first, before the frames of the caller
-    """
+    """Return `file:line` of the innermost frame outside of torch and Pando, first in `error`'s traceback; "?" without
+    one."""
     raised = [*traceback.walk_tb(error.__traceback__)] if error is not None else []
     for frame, line in chain(reversed(raised), traceback.walk_stack(sys._getframe(1))):
         if not _is_pando_or_torch(frame.f_code.co_filename):
@@ -65,8 +63,10 @@ def _is_pando_or_torch(file: str) -> bool:
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return nested lists, tuples and dicts with `change` applied to each leaf, such as a `torch.Size`, which
-    torch's own tree_map would make a tuple: `Tensor.new` reads that as data."""
+    """Return nested lists, tuples and dicts with `change` applied to each leaf.
+
+    A `torch.Size` is a leaf: torch's tree_map would make it a tuple, which `Tensor.new` reads as data.
+    """
     return tree_map(change, value, is_leaf=lambda part: type(part) is torch.Size)
 
 
@@ -104,10 +104,8 @@ def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
 
 
 def storage_of(node: fx.Node) -> int | None:
-    """Return the address of the storage of a node's tensor, equal for nodes that share memory.
-
-    Of several results, the first that is used counts. None without a result that is a dense tensor.
-    """
+    """Return the address of the storage of a node's tensor (of several results: the first that is used), equal for
+    nodes that share memory; None without a dense tensor."""
     value = node.meta.get("val")
     if value is None and node.users:
         value = next(iter(node.users)).meta.get("val")
@@ -133,10 +131,7 @@ def _empty_grouped_mm(
 
 
 def sources_of(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None) -> set[fx.Node]:
-    """Return `nodes` and all nodes from which these are computed, directly or through other nodes.
-
-    Args: among: the sources to follow: other nodes are neither returned nor followed (None: follow all)
-    """
+    """Return `nodes` and all nodes from which these are computed. With `among`, follow and return only nodes in it."""
     found = set(nodes)
     stack = list(found)
     while stack:
@@ -183,10 +178,8 @@ class GraphRecorder(TorchDispatchMode):
         return value
 
     def node_of(self, value: Tensor) -> fx.Node:
-        """Return the node of a tensor. A tensor without a node is added as an input of the graph.
-
-        Raises: CaptureError, for a fake tensor that would be added as a constant: it has no value
-        """
+        """Return the node of a tensor. A tensor without a node is added as an input of the graph; a fake tensor, which
+        has no value, can't be a constant: CaptureError."""
         known = self._node_by_id.get(id(value))
         if known is not None:
             return known
@@ -205,8 +198,8 @@ class GraphRecorder(TorchDispatchMode):
             return self.add_placeholder(name, value, role=self._outer_role, key=name)
 
     def add_constant(self, real: Tensor, fake: Tensor | None = None) -> Tensor:
-        """Add a real tensor that forward has made to the graph's constants, and return `fake`, or a new fake tensor,
-        which then stands for the constant."""
+        """Add a real tensor that forward has made to the constants; return `fake`, or a new fake tensor, which stands
+        for it."""
         node = self.node_of(real)
         self.fresh.add(node.meta["key"])
         return self.assign_tensor(node, empty_like(real) if fake is None else fake)
@@ -284,9 +277,9 @@ class CaptureRecorder(GraphRecorder):
 
     @contextlib.contextmanager
     def saved_tensors_listed(self) -> Iterator[None]:
-        """Run the body, and keep the tensors that autograd saves for backward in `_saved`.
+        """Run the body, and keep the tensors that autograd saves for backward in `_saved`, by autograd's hooks.
 
-        Autograd's hooks do this. torch.func allows no hooks: while its functions run, tensors are not listed.
+        torch.func allows no hooks: while its functions run, tensors are not listed.
         """
 
         def pack(value: Tensor) -> list[Tensor]:
@@ -363,8 +356,8 @@ class CaptureRecorder(GraphRecorder):
                 return self._run_on_constants(func, args, kwargs, error)
 
     def _fake_tensor_of(self, value: Any) -> Any:
-        """Return the stand-in of a weight; for another real tensor, the fake tensor of a constant. A fake tensor, a
-        real 0-d tensor and a value that is no tensor are returned unchanged."""
+        """Return the stand-in of a weight; for another real tensor, unless 0-d, the fake tensor of a constant; else
+        `value`."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         found = self.stand_in_of(value)

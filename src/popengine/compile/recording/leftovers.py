@@ -34,10 +34,10 @@ class StoredValue(NamedTuple):
 
 
 def fake_tensors_in(value: Any, path: str = "model") -> list[StoredValue]:
-    """Return the fake tensors that are reachable from a value: through attributes, containers, generators, and
-    the outer variables of functions; each with its shortest path. Parameters and buffers of modules are left out.
+    """Return the fake tensors that are reachable from a value, each with its shortest path, which begins with `path`.
 
-    Args: path: the path of `value`, with which the paths in the result begin
+    The search follows attributes, containers, generators, and the outer variables of functions, but not the parameters
+    and buffers of modules.
     """
     found: list[StoredValue] = []
     seen: set[int] = set()
@@ -102,9 +102,8 @@ def attributes_restored(
     """Run a forward, then undo its assignments of values that contain fake tensors to attributes of modules.
 
     A new attribute is deleted. With a warning, an old value is restored if it is None, a container, or a real tensor
-    that the forward has not read; without one in weight normalization. Other attributes keep their new values.
-
-    Raises: CaptureError, if fake tensors are left in the module, or in `others`: (value, path) pairs
+    that the forward has not read; without one in weight normalization. Raise CaptureError if fake tensors are left in
+    the module, or in `others`: (value, path) pairs.
     """
     before = [(child, dict(vars(child))) for child in module.modules()]
     try:

@@ -52,8 +52,7 @@ class StandIns:
             self._register_hooks()
 
     def _register_hooks(self) -> None:
-        """Register the gradient hooks of the user's parameters on their stand-ins. Raise CaptureError for a
-        post-accumulate hook: a compiled model has no `.grad` for it."""
+        """Register the gradient hooks of the user's parameters on their stand-ins; refuse post-accumulate hooks."""
         for name, real, fake in self.members:
             if real._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
                 raise CaptureError(
@@ -81,8 +80,8 @@ class StandIns:
         return self._views[key][1]
 
     def stand_in_of_operand(self, value: Any) -> Any:
-        """Return `stand_in_of(value)` for an operand of an operation. Add a real tensor that requires a gradient to
-        `orphans`, since autograd has recorded its use."""
+        """Return `stand_in_of(value)`. Add a real tensor that requires a gradient to `orphans`: autograd has recorded
+        its use."""
         is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
         if is_real and value.requires_grad and not any(known is value for known, _ in self.orphans):
             self.orphans.append((value, user_line()))
@@ -94,9 +93,7 @@ class StandIns:
 
     def _view_of_member(self, value: Tensor) -> Tensor:
         """Return the view of a stand-in that is like this view of a parameter or buffer; any other tensor unchanged.
-
-        Raises: CaptureError, if the tensor overlaps several members in memory, or one of which it is no view
-        """
+        Raise CaptureError if the tensor overlaps several members in memory, or one of which it is no view."""
         sharing = self._by_memory.get(_storage_id(value), [])
         touched = [member for member in sharing if _has_overlap(member.real, value)]
         if not touched:
@@ -134,7 +131,7 @@ class StandIns:
     def put_in_module(self) -> Iterator[None]:
         """Put the stand-ins into the module while the body runs; then put the user's tensors back.
 
-        Raises: CaptureError, if the body has removed, reassigned or made a parameter, buffer or layer with weights.
+        Raises: CaptureError, if the body has removed, reassigned or made a parameter, buffer or layer with weights
         """
         shelves: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             (f"{kind} {prefix}{'.' if prefix else ''}", shelf, dict(shelf))
@@ -165,11 +162,8 @@ class StandIns:
             _check_none_made(prefix, names)
 
     def _check_rebound(self, title: str, name: str, real: Tensor | None, shelf: dict[str, Any]) -> None:
-        """Raise CaptureError if the forward has removed or replaced a parameter or buffer in a submodule's `shelf`.
-        Only BatchNorm's counter may be replaced: its new value is copied into the stand-in.
-
-        Args: title: the full name, for the message; real: the user's tensor of that name
-        """
+        """Raise CaptureError if forward has removed or replaced a parameter or buffer (`real`) in a submodule's
+        `shelf`. Only BatchNorm's counter may be replaced: its new value is copied into the stand-in."""
         if name not in shelf:
             raise CaptureError(
                 f"{title} is removed from the model by its forward\n"

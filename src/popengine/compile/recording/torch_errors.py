@@ -77,12 +77,9 @@ _HINTS = (
 
 @contextlib.contextmanager
 def explaining_torch_errors(given: str) -> Iterator[None]:
-    """Raise CaptureError, with an explanation, in place of errors that torch raises in the body.
+    """Raise CaptureError, with an explanation, in place of errors that torch raises in the body (not the user's code).
 
-    Other errors, such as those of the user's own code, pass unchanged.
-
-    Args:
-        given: a description of forward's arguments, for the message; has the words `ROWS_DIFFER` if so
+    Args: given: a description of forward's arguments, for the message; has the words `ROWS_DIFFER` if so
     """
     before, FAKE_TENSOR_LOG.disabled = FAKE_TENSOR_LOG.disabled, True
     try:

@@ -48,8 +48,8 @@ def leaf_nodes(replicas: Iterable[list[Tensor]], first: int = 0) -> Iterator[Tre
 
 
 def sum_siblings(nodes: Iterable[TreeNode]) -> list[TreeNode]:
-    """Sum pairs of sibling nodes into their parents until no pair is left; return the remaining nodes, from
-    left to right. A sum overwrites the left sibling's tensors."""
+    """Sum pairs of siblings into their parents, in the left one's tensors, until none is left; return the remaining
+    nodes."""
     found: list[TreeNode] = []
     for node in nodes:
         while found and node.index % 2 and found[-1][:2] == (node.level, node.index - 1):
@@ -62,8 +62,7 @@ def sum_siblings(nodes: Iterable[TreeNode]) -> list[TreeNode]:
 
 
 def tree_sum(nodes: Iterable[TreeNode]) -> list[Tensor]:
-    """Sum all nodes, which are ordered from left to right, into the first node's tensors, and return these.
-    Other nodes' tensors may be overwritten by partial sums."""
+    """Sum all nodes, from left to right, into the first node's tensors, and return these; others may be overwritten."""
     found = sum_siblings(nodes)
     while len(found) > 1:
         last = found.pop()
@@ -87,12 +86,8 @@ def _node_positions(instances: int, replicas: int) -> _Positions:
 
 
 class AllReduce:
-    """The all-reduce, reduce-scatter and broadcast over all instances of a group.
-
-    Args:
-        group: connections to the other instances
-        tag:   tag of the messages; no other messages may use `tag` and `tag + 1`
-    """
+    """The all-reduce, reduce-scatter and broadcast over all instances of a group. Its messages have the tags `tag` and
+    `tag + 1`, and no others may."""
 
     def __init__(self, group: Connections, tag: int) -> None:
         self._group, self._tag = group, tag
@@ -118,13 +113,13 @@ class AllReduce:
         self._group.wait(begun, _SUM)
 
     def reduce_scatter(self, flats: Sequence[Tensor], cuts: Sequence[int]) -> None:
-        """Sum as `all_reduce` does, but write only this instance's shard of the sum into `flats[0]`: instance
-        k's begins at element `cuts[k]` and ends at `cuts[k + 1]`."""
+        """Sum as `all_reduce` does, but write only this instance's shard into `flats[0]`: instance k's is `cuts[k]` to
+        `cuts[k + 1]`."""
         self._group.wait(self._reduce(flats, cuts, gathers=False), _SUM)
 
     def broadcast_by_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """Overwrite each contiguous tensor, in place, by the same tensor of the instance that owns it.
-        `owners`, the rank of each tensor's owner, are equal in all instances."""
+        """Overwrite each contiguous tensor, in place, by that of its owner, whose rank is in `owners`, equal in all
+        instances."""
         begun: list[Message] = []
         for tensor, owner in zip(tensors, owners, strict=True):
             if owner == self._rank:
@@ -134,8 +129,8 @@ class AllReduce:
         self._group.wait(begun, _GATHER)
 
     def _reduce(self, flats: Sequence[Tensor], cuts: Sequence[int], gathers: bool) -> list[Message]:
-        """Sum this instance's shard over all replicas into `flats[0]`, and return the messages that are still
-        being sent: this instance's terms of the peers' shards, and with `gathers` the sum, to all peers."""
+        """Sum this instance's shard over all replicas into `flats[0]`, and return the messages that are still being
+        sent: this instance's terms of the peers' shards, and with `gathers` the sum, to all peers."""
         first = self._rank * len(flats)
         nodes = [node.values[0] for node in sum_siblings(leaf_nodes(([flat] for flat in flats), first))]
         target = nodes[0]
@@ -199,8 +194,7 @@ class AllReduce:
 
 
 def all_gather_rows(group: Connections, ranks: Sequence[int], tag: int, mine: Tensor) -> Tensor:
-    """Return the tensors `mine` of all instances in `ranks`, concatenated in dimension 0. All these instances
-    must call this function, with a tensor of the same shape and dtype."""
+    """Return the tensors `mine` of all instances in `ranks`, which must call this, too, concatenated in dimension 0."""
     values = {rank: mine if rank == group.rank else torch.empty_like(mine) for rank in ranks}
     group.all_gather(values, tag, "values that replicas gather")
     return torch.cat([*values.values()])

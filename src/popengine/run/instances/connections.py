@@ -42,11 +42,8 @@ class TorchThread(threading.Thread):
 
 
 def join_torch_threads(seconds: float) -> bool:
-    """Wait up to `seconds` at the end of the process for all `TorchThread`s; return whether all have ended.
-
-    A daemon thread that returns from torch's C++ code after Python was finalized would abort the process
-    ("terminate called without an active exception").
-    """
+    """Wait up to `seconds` at the end of the process for all `TorchThread`s; return whether all have ended. A daemon
+    thread that returns from torch's C++ code after Python was finalized would abort the process."""
     _process_ends.set()
     until = time.monotonic() + seconds
     while threads := [thread for thread in threading.enumerate() if isinstance(thread, TorchThread)]:
@@ -132,15 +129,15 @@ class Connections:
                 self._waits.pop(thread, None)
 
     def all_gather(self, values: Mapping[int, Tensor], tag: int, what: str) -> None:
-        """Send `values[self.rank]` to the other ranks in `values`, receive their tensors into `values[peer]`,
-        and wait until all this is done; warnings name `what`."""
+        """Send `values[self.rank]` to the other ranks in `values`, receive their tensors into `values[peer]`, and wait;
+        warnings name `what`."""
         peers = [peer for peer in values if peer != self.rank]
         begun = [self.receive(values[peer], peer, tag) for peer in peers]
         self.wait(begun + [self.send(values[self.rank], peer, tag) for peer in peers], what)
 
     def commit_together(self, commit: Callable[[], None]) -> None:
-        """Wait for all instances, call `commit`, and wait until it has returned in all of them. If it raises
-        an exception in an instance, this method raises one in all instances."""
+        """Wait for all instances, call `commit`, and wait until it has returned in all of them. If it raises an
+        exception in an instance, this method raises one in all instances."""
         what, values = "the sum of gradients", {rank: torch.zeros(1) for rank in range(self.size)}
         self.all_gather(values, _COMMIT, what)
         commit()
@@ -149,8 +146,8 @@ class Connections:
     # ---- waits -------------------------------------------------------------------------------------------
 
     def _report_waits(self) -> None:
-        """Until the process ends, write each second for which peer this instance waits (poprun reads it), and
-        warn of each wait after each `WARN_AFTER` seconds."""
+        """Until the process ends, write each second for which peer this instance waits (poprun reads it), and warn of
+        each wait after each `WARN_AFTER` seconds."""
         count = 0
         while not _process_ends.wait(pause := min(1.0, WARN_AFTER / 2)):
             now = time.monotonic()
@@ -196,8 +193,8 @@ class Connections:
             write_status("{}")
 
     def await_peers(self, what: str, seconds: float = math.inf) -> list[int]:
-        """Write to the store that this instance has come, wait at most `seconds` for all peers to do so, and
-        return the global ranks of missing peers. Raises RuntimeError if a peer or this process ends."""
+        """Write to the store that this instance has come, wait at most `seconds` for all peers to do so, and return the
+        global ranks of missing peers. Raises RuntimeError if a peer or this process ends."""
         if not self._is_watched:
             self._is_watched = True
             TorchThread(self._report_waits).start()
@@ -222,8 +219,8 @@ class Connections:
         return [self.ranks[peer] for peer in missing]
 
     def _check_peer_is_alive(self, peer: int) -> None:
-        """Raise RuntimeError if a peer has ended, because a message to it in torch's default gloo group then
-        fails. Do nothing if there is no such group."""
+        """Raise RuntimeError if a peer has ended: a message to it in torch's default gloo group, if there is one, then
+        fails."""
         group = dist.group.WORLD
         if group is not None and dist.get_backend(group) == "gloo":
             group.send([torch.zeros(1, dtype=torch.uint8)], self.ranks[peer], _PROBE)
@@ -231,8 +228,8 @@ class Connections:
     # ---- failures ----------------------------------------------------------------------------------------
 
     def abort(self, why: str) -> None:
-        """Close the gloo group after a failure in this instance. All threads that wait for messages, also in
-        peers, then raise PeerFailed with the text "instance N", then `why`. Do nothing if not connected."""
+        """Close the gloo group after a failure in this instance, if connected. All threads that wait for messages, also
+        in peers, then raise PeerFailed with the text "instance N", then `why`."""
         with self._lock:
             if self._group is not None:
                 failure = f"instance {self.ranks[self.rank]} {why}", False
@@ -242,16 +239,16 @@ class Connections:
                 self._close_group(*failure)
 
     def _publish_failure(self, why: str, ends: bool) -> tuple[str, bool]:
-        """Write (why the gloo group is closed, whether the training ends) to the store, unless a peer has.
-        Return the pair in the store, or the arguments if the store can't be reached."""
+        """Write (why the gloo group is closed, whether the training ends) to the store, unless a peer has. Return the
+        pair in the store, or the arguments if the store can't be reached."""
         key = f"{self._name}/{self._number}/broken"
         with suppress(RuntimeError):
             why, ends = json.loads(self._store.compare_set(key, "", json.dumps([why, ends])))
         return why, ends
 
     def _close_after_error(self, error: Exception, peer: int, number: int) -> Error:
-        """Close gloo group `number`, unless it is closed, after a message to or from `peer` failed with
-        `error`. Return the error to raise: PeerFailed or PeerLost."""
+        """Close gloo group `number`, unless it is closed, after a message to or from `peer` failed; return the error to
+        raise."""
         with self._lock:
             if self._group is not None and self._number == number:
                 gone = f"instance {self.ranks[peer]} has left the training ({str(error).splitlines()[0]})"

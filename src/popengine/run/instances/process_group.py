@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,8 @@ T = TypeVar("T")
 
 
 def call_in_thread(work: Callable[[], T]) -> T:
-    """Call `work` in a new thread, and return its result or raise its exception. An interrupt ends the wait for
-    the thread, but not `work`: an interrupt can't end a wait in torch, which `work` may contain."""
+    """Call `work` in a new thread, and return its result. An interrupt ends the wait for the thread, but not `work`,
+    which may wait in torch."""
     future: Future[T] = Future()
 
     def call_work() -> None:
@@ -71,21 +71,21 @@ class ProcessGroup(Connections):
 
     # ---- barriers ----------------------------------------------------------------------------------------
 
-    def barrier(self, what: str, fingerprint: Fingerprint | None = None) -> None:
-        """Wait until all instances are at the barrier `what`, and check that their fingerprints are equal.
-        Raises Error in all instances if not, PeerFailed if one has failed, PeerLost if one has ended."""
-        self.after_barrier(what, fingerprint or {}, lambda: None)
+    def barrier(
+        self, what: str, fingerprint: Fingerprint | None = None, work: Callable[[], Any] = lambda: None
+    ) -> Any:
+        """Wait until all instances are at the barrier `what` with equal fingerprints; then call `work` in a thread, and
+        return its result. An interrupt closes the connections, so that the peers raise PeerFailed.
 
-    def after_barrier(self, what: str, fingerprint: Fingerprint, work: Callable[[], T]) -> T:
-        """Wait at a barrier as `barrier` does, then call `work` in a thread and return its result. An
-        interrupt closes the connections, so that the peers raise PeerFailed."""
+        Raises: Error in all instances, if they differ; PeerFailed, if one has failed; PeerLost, if one has ended
+        """
         is_abandoned = threading.Event()
 
-        def barrier_and_work() -> T:
+        def barrier_and_work() -> Any:
             self.connect(what)
             if is_abandoned.is_set():
                 raise KeyboardInterrupt
-            self._barrier(what, fingerprint)
+            self._barrier(what, fingerprint or {})
             return work()
 
         with self._barrier_lock:
@@ -105,12 +105,10 @@ class ProcessGroup(Connections):
         return self._subgroups[key]
 
     def _barrier(self, what: str, fingerprint: Fingerprint) -> None:
-        """Wait until all instances are at the barrier `what`, and check that their fingerprints are equal.
+        """Exchange headers (the barrier's name, and a hash of the fingerprint). Raises Error if they differ.
 
-        The instances exchange headers (the barrier's name, and a hash of the fingerprint). Some peers may be at
-        a read of all shards instead (`read_shards`): then this instance sends its shard, too, and exchanges
-        headers again. If `what` itself is the first such read, return: the caller gathers the shards.
-        Raises: Error, if names or fingerprints differ
+        Some peers may be at a read of all shards instead (`read_shards`): then this instance sends its shard, too, and
+        exchanges headers again. If `what` itself is the first such read, return: the caller gathers the shards.
         """
         mine = barrier_header(what, fingerprint)
         while True:
@@ -148,13 +146,12 @@ class ProcessGroup(Connections):
             self._withdrawn[name] = state
 
     def read_shards(self, name: str) -> list[OptimizerStates]:
-        """Return the states `name` of all instances, by rank. Waits until each peer reads, too, or is at its
-        next barrier. Raises PeerFailed if a peer has dropped its state, PeerLost if a peer has ended."""
-        return self.after_barrier(name, {}, lambda: self._gather_shards(name))
+        """Return the states `name` of all instances, by rank. Waits until each peer reads, too, or is at its next
+        barrier. Raises PeerFailed if a peer has dropped its state, PeerLost if a peer has ended."""
+        return self.barrier(name, work=lambda: self._gather_shards(name))
 
     def _gather_shards(self, name: str) -> list[OptimizerStates]:
-        """Send this instance's state `name` to all peers, and return the states of all instances, by rank.
-        Raises PeerFailed if an instance has dropped its state."""
+        """Send this instance's state `name` to all peers, and return the states of all instances, by rank."""
         file = io.BytesIO()
         try:
             torch.save(self._states[name].optimizer_states(), file)
@@ -166,14 +163,13 @@ class ProcessGroup(Connections):
         return [torch.load(io.BytesIO(part), weights_only=True) for part in parts]
 
     def all_gather_bytes(self, mine: bytes, tag: int, what: str) -> list[bytes]:
-        """Return the bytes `mine` of all instances, by rank. To be called in the work of `after_barrier`."""
+        """Return the bytes `mine` of all instances, by rank. To be called in the work of `barrier`."""
         size = torch.tensor([len(mine)]).view(torch.uint8)
         sizes = self._all_gather_vectors(size, [size.numel()] * self.size, tag, what)
         padded = torch.frombuffer(bytearray(mine + b"\0"), dtype=torch.uint8)  # a buffer must not be empty
         lengths = [int(size.view(torch.int64)) for size in sizes]
-        return [
-            value.numpy().tobytes() for value in self._all_gather_vectors(padded[:-1], lengths, tag, what)
-        ]
+        values = self._all_gather_vectors(padded[:-1], lengths, tag, what)
+        return [value.numpy().tobytes() for value in values]
 
     def _all_gather_vectors(self, mine: Tensor, sizes: Sequence[int], tag: int, what: str) -> list[Tensor]:
         """Return the tensors `mine` (uint8, 1-d) of all instances, by rank; `sizes` are their lengths."""
@@ -197,14 +193,13 @@ def set_current(group: ProcessGroup) -> ProcessGroup:
 
 
 def current() -> ProcessGroup | None:
-    """Return the process group of this process; None if the process trains alone. Without `set_current` it is
-    made from torch.distributed's default group, if the program has initialized that for several processes."""
+    """Return the process group of this process: by default one over torch.distributed's default group, if the program
+    has initialized that for several processes. None if the process trains alone."""
     if _current is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         store = default_store()
         atexit.register(join_torch_threads, _PATIENCE_AT_EXIT)
-        return set_current(
-            ProcessGroup(dist.PrefixStore("pando", store), dist.get_rank(), dist.get_world_size())
-        )
+        store = dist.PrefixStore("pando", store)
+        return set_current(ProcessGroup(store, dist.get_rank(), dist.get_world_size()))
     return _current
 
 
@@ -225,11 +220,10 @@ def group_of_size(instances: int) -> ProcessGroup:
 
 
 def announce_end() -> None:
-    """Write to the store that this process ends, unless it trains alone. First, if it has a shard of an
-    optimizer state and has not failed, wait until all peers end or one fails: they may read the shard."""
+    """Write to the store that this process ends, unless it trains alone. First, if it has a shard of an optimizer state
+    and has not failed, wait until all peers end or one fails: they may read the shard."""
     if _current is not None:
-        has_shard = len(_current._states)
-        if has_shard and not hasattr(sys, "last_value"):  # the program has not failed
+        if _current._states and not hasattr(sys, "last_value"):  # the program has not failed
             with suppress(Error):
                 _current.barrier("the end of the program")
         publishing = TorchThread(_current.publish, f"left/{_current.rank}", "1")
