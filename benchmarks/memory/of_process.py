@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "large"))
 from harness import environment, markdown  # pyright: ignore[reportMissingImports]
+from tasks import GPT2, words  # pyright: ignore[reportMissingImports]
 
 MB = 1e6
-WORDS, LENGTH = 50257, 128  # of GPT-2 small
 
 
 class Layers(nn.Module):
@@ -34,21 +34,11 @@ class Layers(nn.Module):
         return torch.randn(rows, 1020), torch.randn(rows, 1020)
 
 
-class GPT2(nn.Module):
-    """The library's GPT-2 small, 124 million parameters, returning its loss; without dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        self.model = GPT2LMHeadModel(GPT2Config(**none))
-
-    def forward(self, words: Tensor, labels: Tensor) -> tuple[Tensor]:
-        scores = self.model(input_ids=words, use_cache=False).logits
-        return (nn.functional.cross_entropy(scores.view(-1, WORDS), labels.view(-1)),)
+class Words(GPT2):
+    """GPT-2 small, 124 million parameters, without dropout."""
 
     def data(self, rows: int) -> tuple[Tensor, Tensor]:
-        words = torch.randint(0, WORDS, (rows, LENGTH + 1))
-        return words[:, :-1].contiguous(), words[:, 1:].contiguous()
+        return words(rows, torch.Generator())
 
 
 @dataclass(frozen=True)
@@ -63,7 +53,7 @@ class Case:
 CASES = {
     "24 layers, 1 micro-batch of 8 rows": Case(Layers, 1, 8),
     "24 layers, 4 micro-batches of 8 rows": Case(Layers, 4, 8),
-    "GPT-2 small, 4 micro-batches of 2 rows": Case(GPT2, 4, 2),
+    "GPT-2 small, 4 micro-batches of 2 rows": Case(Words, 4, 2),
 }
 
 
