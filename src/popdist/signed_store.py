@@ -187,8 +187,6 @@ def _execute_message(values: dict[str, str], held: set[str], message: Sequence[A
     match message:
         case "get", keys:
             return [values.get(key) for key in keys]
-        case "find", prefix:
-            return {key: value for key, value in values.items() if key.startswith(prefix)}
         case "set", key, value:
             values[key] = value
         case "add", key, amount:
@@ -262,10 +260,6 @@ class SignedStore(dist.Store):
     def read(self, keys: Sequence[str]) -> list[str | None]:
         """Return the values of `keys`, in the same order; None for a key that is not set."""
         return self._request("get", list(keys))
-
-    def find(self, prefix: str) -> dict[str, str]:
-        """Return all keys with a prefix and their values, oldest keys first."""
-        return self._request("find", prefix)
 
     # ---- methods of dist.Store -----------------------------------------------------------------------------
 

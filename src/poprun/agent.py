@@ -27,8 +27,8 @@ from .command_line import CommandLine
 from .guard import shell_exit_code
 from .hangs import HangDetector, stack_path
 from .hosts import CONSEQUENCE, WATCH
-from .nodes import Nodes, Round, TrainingLost
-from .shared_folder import JoinError
+from .nodes import Nodes, Round
+from .shared_folder import TrainingLost
 from .topology import Node, numa_cores
 
 PATIENCE = 5  # seconds for the other instances to end after one has failed
@@ -41,41 +41,32 @@ _LAST_LINES = 20
 def run_node(request: CommandLine, node: Node, folder: str) -> int:
     """Connect this node to the others, and run its instances in all rounds.
 
-    Returns poprun's exit code:
-        0            all instances have succeeded
-        2            this node can't take part in the training (`JoinError`)
-        128 + n      this process received signal n
-        CONSEQUENCE  the training has failed on another host, under `run_on_hosts`
-        any other    the training has failed: the exit code of an instance of this node, or 1
+    Returns poprun's exit code: 0 after success; 128 + n after signal n; CONSEQUENCE if the training has failed on
+    another host, under `run_on_hosts`; else that of an instance of this node or of a `TrainingLost`.
     """
     if request.verbosity < 2:
         logging.disable(logging.CRITICAL)  # elastic logs what poprun prints itself
     for stream in (sys.stdout, sys.stderr):  # elastic copies the instances' output to these
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     code: int | None = None  # of the last round
-    nodes = None
+    nodes, is_end = None, True
     try:
         nodes = Nodes(request, node, folder)
         agent = Agent(request, nodes, folder)
-        try:
-            while code != 0 and (current := nodes.wait_for_round()) is not None:
-                code = agent.run_round(current)
-            code = 0
-        except TrainingLost as error:
-            if str(error):
-                request.log.error(str(error))
-            is_consequence = WATCH in os.environ and not request.is_elastic
-            code = code or (CONSEQUENCE if is_consequence else 1)
-        nodes.close(is_end=True)
-        return code
-    except JoinError as error:
-        request.log.error(f"error: {error}")
-        return 2
+        while code != 0 and (current := nodes.wait_for_round()) is not None:
+            code = agent.run_round(current)
+        return 0
+    except TrainingLost as error:
+        if str(error):
+            request.log.error(f"error: {error}" if error.code == 2 else str(error))
+        is_consequence = WATCH in os.environ and not request.is_elastic
+        return code or (CONSEQUENCE if is_consequence else error.code)
     except SignalException as error:
+        is_end = False  # the other nodes may wait for this node to come back
         return 128 + error.sigval
     finally:
         if nodes is not None:
-            nodes.close()  # the other nodes may wait for this node to come back
+            nodes.close(is_end)
 
 
 @dataclass(frozen=True)
@@ -107,11 +98,11 @@ class Agent:
                 log.debug(f"instance {instance} is process {pid}")
             detector = HangDetector(self.nodes, current, self.folder, self.request)
             while (failed := instances.first_failure(detector.has_lost_peer)) is None:
-                if instances.running:
-                    detector.kill_hanging(instances.running)
-                elif not instances.failed and self.nodes.record_success():
+                detector.kill_hanging(instances.running)
+                state = self.nodes.round_state(is_done=not instances.running and not instances.failed)
+                if state == "finished":
                     return 0
-                if self.nodes.must_stop_instances():
+                if state != "runs":
                     instances.wait(0)
                     if not instances.failed:
                         return None
@@ -123,8 +114,9 @@ class Agent:
 
     def _instance_variables(self, current: Round, local: int) -> dict[str, str]:
         """Return the environment variables to add for the instance with index `local` among this node's."""
-        replicas, count = self.request.replicas // current.instances, current.counts[self.nodes.name]
-        instance = current.first_instance(self.nodes.name) + local
+        name = self.nodes.name
+        replicas, count = self.request.replicas // current.instances, current.counts[name]
+        instance = current.first_instance(name) + local
         master, _, port = current.address.rpartition(":")
         cores = numa_cores(local, count) if self.request.numa_aware else []
         threads = max(1, len(cores) or len(os.sched_getaffinity(0)) // count)
@@ -141,7 +133,7 @@ class Agent:
         return {
             **launch.variables(),
             "LOCAL_WORLD_SIZE": str(count),
-            "GROUP_RANK": str(list(current.counts).index(self.nodes.name)),
+            "GROUP_RANK": str(list(current.counts).index(name)),
             "GROUP_WORLD_SIZE": str(len(current.counts)),
             "MASTER_ADDR": master,
             "MASTER_PORT": port,
@@ -159,12 +151,8 @@ class Agent:
         }
 
     def _report_failure(self, current: Round, instances: Instances, failed: int, first_node: str) -> int:
-        """Log which instance failed first, and its last lines if silenced; return poprun's exit code.
-
-        Args:
-            failed:     index, among all instances, of the instance that failed first on this node
-            first_node: name of the node that recorded the first failure of the round
-        """
+        """Log which instance of this node `failed` first, and its last lines if silenced; return poprun's exit code.
+        `first_node` is the node that recorded the round's first failure."""
         code, total, log = instances.exit_codes[failed], current.instances, self.request.log
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         before = takewhile(failed.__ne__, instances.exit_codes)
@@ -187,10 +175,7 @@ class Agent:
 class Instances:
     """The processes of this node's instances in one round, started at once. Leaving the `with` ends them.
 
-    Args:
-        first:     index of this node's first instance among all instances
-        variables: for each instance of this node, the environment variables to add
-        folder:    where the silenced output of instances is written
+    Args: first: index of the first one; variables: to add, by instance; folder: for their silenced output
     """
 
     def __init__(
@@ -239,11 +224,8 @@ class Instances:
         return [instance for instance, code in self.exit_codes.items() if code]
 
     def first_failure(self, has_lost_peer: Callable[[int], bool]) -> int | None:
-        """Return the index of the instance that failed first; None if no instance has failed.
-
-        An instance that failed because it lost a peer is the first only if no other one fails within 20 s.
-        Args: has_lost_peer: returns whether an instance has lost a peer
-        """
+        """Return the index of the instance that failed first; None if no instance has failed. An instance that
+        failed because it lost a peer is the first only if no other one fails within 20 s."""
         causes = [instance for instance in self.failed if not has_lost_peer(instance)]
         if causes or not self.failed:
             return next(iter(causes), None)

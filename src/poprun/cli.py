@@ -17,10 +17,7 @@ from .topology import local_instance_count, node_from_variables, topology_table
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run poprun with command-line arguments (None: those of this process). Return the exit code of
-    `run_node` or `run_on_hosts`; 2, if poprun can't start here.
-
-    Raises: SystemExit with code 2, if an argument is wrong; with code 0, after --help and --version
-    """
+    `run_node` or `run_on_hosts`; 2, if poprun can't start here."""
     words = sys.argv[1:] if words is None else words
     request = parse(words)
     if hosts.WATCH in os.environ:

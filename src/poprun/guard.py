@@ -20,11 +20,8 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run_guarded(work: Callable[[], int]) -> int:
-    """Call `work` in a child process and forward signals to the child; then kill all descendants.
-
-    Returns: the exit code that `work` returned; 128 + n if this process received signal n (the first one
-        counts), or if signal n ended the child
-    """
+    """Call `work` in a child process and forward signals to the child; then kill all descendants. Return the
+    exit code of `work`; 128 + n if this process received signal n first, or if signal n ended the child."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -56,11 +53,8 @@ def shell_exit_code(code: int) -> int:
 
 
 def _run_child(work: Callable[[], int], guard: int) -> int:
-    """Call `work` in the child process, kill all descendants, and return the exit code.
-
-    The exit code is 128 + n after signal n, and 1 if `work` raises an exception, which is printed.
-    Args: guard: process id of the guard, this process's parent
-    """
+    """Call `work` in the child process, kill all descendants, and return the exit code: 128 + n after signal n,
+    1 if `work` raises an exception, which is printed. `guard` is this process's parent."""
     os.setpgid(0, 0)  # Ctrl-C in a terminal then reaches the guard only, which forwards it
     _handle_signals(lambda number, _: sys.exit(128 + number))
     code = 1

@@ -12,7 +12,7 @@ import re
 import signal
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,8 +48,6 @@ class HangDetector:
     round: Round
     folder: str  # with the instances' stack files
     request: CommandLine
-    # By instance: its newest status, and the time of its last change.
-    statuses: dict[int, tuple[dict[str, Any], float]] = field(default_factory=dict)
     # By instance: the time of its last progress, and its processor time then.
     progress: dict[int, tuple[float, float]] = field(default_factory=dict)
     next_check: float = 0.0
@@ -57,15 +55,14 @@ class HangDetector:
     def kill_hanging(self, running: Mapping[int, int]) -> None:
         """Kill each instance that has made no progress for `hang_timeout`, and log at which line it hangs.
 
-        An instance that waits for a peer is never killed. Without `ends_idle` an instance is killed only if a
-        peer waits for it. A call less than a second after the last check does nothing.
-        Args: running: process ids, by instance
+        Without `ends_idle` an instance is killed only if a peer waits for it. A call less than a second after the
+        last check does nothing. Args: running: process ids, by instance
         """
         now, limit = time.monotonic(), self.request.hang_timeout
         if not limit or now < self.next_check:
             return
         self.next_check = now + min(1.0, limit / 4)
-        self.nodes.waits = self._read_waits(running, now)
+        self.nodes.waits = self._read_waits(running)
         waits = self.nodes.peer_waits()
         for instance, pid in running.items():
             peers = [peer for peer, wait in waits.items() if wait["for"] == instance]
@@ -97,22 +94,23 @@ class HangDetector:
         """Return whether an instance has lost the connection to a peer that failed or ended."""
         return "lost" in self._read_status(instance)
 
-    def _read_waits(self, running: Mapping[int, int], now: float) -> dict[int, dict[str, Any]]:
+    def _read_waits(self, running: Iterable[int]) -> dict[int, dict[str, Any]]:
         """Return the waits for peers that this node's instances have written in the last `_STALE` seconds, by the
         instance that waits: {"for": index of the peer, "what": the operation}."""
+        found: dict[int, dict[str, Any]] = {}
         for instance in running:
             status = self._read_status(instance)
-            if status != self.statuses.get(instance, ({}, 0.0))[0]:
-                self.statuses[instance] = status, now
-        fresh = {
-            instance: status for instance, (status, since) in self.statuses.items() if now - since < _STALE
-        }
-        return {instance: status for instance, status in fresh.items() if "for" in status}
+            if "for" in status and time.time() - self._status_path(instance).stat().st_mtime < _STALE:
+                found[instance] = status
+        return found
+
+    def _status_path(self, instance: int) -> Path:
+        return Path(stack_path(self.folder, self.round, instance) + STATUS)
 
     def _read_status(self, instance: int) -> dict[str, Any]:
         """Return what an instance has written with `write_status`; {} if it has written nothing."""
         with suppress(OSError, ValueError):
-            return json.loads(Path(stack_path(self.folder, self.round, instance) + STATUS).read_text())
+            return json.loads(self._status_path(instance).read_text())
         return {}
 
 
@@ -120,9 +118,7 @@ def _blocked_line_text(path: Path, family: list[int]) -> str:
     """Return ", at FILE:LINE in FUNCTION": where in the user's code an instance is; "" if unknown.
 
     In the instance, `popdist` has written its process id into the stack file, and registered a signal handler
-    that appends the stacks of all threads, the main thread's last. This function sends the signal, and
-    SIGCONT, since a stopped process runs no handler. Its program may go on for a line or two meanwhile.
-    Args: path: the instance's stack file; family: ids of the instance's processes
+    that appends the stacks of all threads, the main thread's last. A stopped process runs no handler.
     """
     with suppress(OSError, ValueError):
         pid = int(path.read_text().split()[0])

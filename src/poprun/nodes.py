@@ -1,17 +1,17 @@
 """The nodes of a training (one poprun each), and the rounds in which they start instances.
 
-A round is one start of all instances. All nodes share two things: the state of the newest round, which each node may
-replace if no other node has done so, and a record of each node with a counter. No node leads. Where they are kept:
+A round is one start of all instances. All nodes share a board: the state of the newest round, which each node may
+replace if no other node has done so, and a record of each node, which counts. No node leads. The board is
 
-    one node            in this process
-    several hosts       in the store of node 0 (`NodeZeroStore`)
-    elastic training    in the checkpoint folder (`shared_folder.SharedFolder`)
+    of one node             in this process (`OneNode`)
+    of several hosts        in the store of node 0 (`NodeZeroStore`)
+    of an elastic training  in the checkpoint folder (`shared_folder.SharedFolder`)
 
-A node is lost if its record is missing, or if its counter stood still: for 25 s of the reader's clock in an elastic
-training, else for POPRUN_NODE_TIMEOUT, since the others could not go on without this node. A running round
-ends if an instance fails, a node is lost or can't reach another one, or a new node can be added. When the instances of
-all nodes have stopped, the next round begins with nodes that reach each other. torch's own rendezvous is not used: its
-store serves every caller on all interfaces, and its nodes unpickle what they read.
+A node is lost if its record is missing, or if the record stood still: for 25 s of the reader's clock in an elastic
+training, else for POPRUN_NODE_TIMEOUT, since the others could not go on without this node. A running round ends if an
+instance fails, a node is lost or can't reach another one, or a new node can be added. When the instances of all nodes
+have stopped, the next round begins with nodes that reach each other. torch's own rendezvous is not used: its store
+serves every caller on all interfaces, and its nodes unpickle what they read.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -33,25 +33,21 @@ from popdist.signed_store import Server, SignedStore, StoreError, own_address
 from popengine.environment import SECRET
 
 from .command_line import CommandLine
-from .shared_folder import JoinError, SharedFolder
+from .shared_folder import SharedFolder, TrainingLost
 from .topology import Node, instances_by_node, local_instance_count
 
 _POLL = 0.05  # seconds between two reads, while a round forms
 _WARNING_INTERVAL = 60.0  # seconds between two warnings about missing nodes
-_STANDSTILL = 25.0  # seconds after which a node whose counter stood still is lost; also of TCP's keepalive
-_LONGEST_PAUSE = 5.0  # seconds between two polls; if this process was stopped for longer, clocks stop, too
-_RENEWAL = 1.0  # seconds between two writes of a record
-_TEST_INTERVAL = 5.0  # seconds between two tests whether other nodes can be reached
+_STANDSTILL = 25.0  # seconds after which a node whose record stood still is lost; also of TCP's keepalive
+_LONGEST_STEP = 5.0  # seconds by which the reader's clock advances at most between two polls
+_UNREACHED = 15.0  # seconds in which tests fail to reach a node, after which the round ends
+_RENEWAL = 1.0  # seconds between two writes of a record, and between two tests of other nodes
 _RECORD_PATIENCE = 30.0  # seconds for the record of a lost node of the same number to vanish
 _LEAVE_PATIENCE = 20.0  # seconds that node 0 serves its store after the end, for the other nodes
 _FIRST_ROUND_PATIENCE = 10.0  # seconds that the first round of an elastic training waits for expected nodes
 
 # A node's record, with the keys that `Nodes._write_record` writes.
 Record = dict[str, Any]
-
-
-class TrainingLost(Exception):
-    """Raised if the training can't go on. Its text is empty if the cause has been printed."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +60,14 @@ class Round:
         stopped     nodes stop their instances, since a node is lost or can be added
         finished    all instances have succeeded
         given up    there is no next round
+        lost        this node can't reach node 0
     """
 
     number: int = -1
     state: str = "stopped"
+    command: str = ""  # a digest of the training's program and number of replicas
     node: str = ""  # on which the first instance failed, or which has given up
-    why: str = ""  # of "stopped"
+    why: str = ""  # of "given up"
     address: str = ""  # HOST:PORT on the first node: MASTER_ADDR and MASTER_PORT of the instances
     store: str = ""  # by which the instances connect: "file:PATH", or HOST:PORT of the first node
     counts: dict[str, int] = field(default_factory=dict)  # instances by node, in the order of the instances
@@ -93,7 +91,7 @@ class Round:
 
 
 class OneNode:
-    """The state and the record of the only node."""
+    """The board of a training with one node. Its instances connect by files in poprun's private folder."""
 
     _state = _record = ""
 
@@ -109,52 +107,32 @@ class OneNode:
     def write_record(self, text: str) -> None:
         self._record = text
 
-    def close(self, is_end: bool = False) -> None:
+    def close(self, is_end: bool) -> None:
         """Do nothing."""
 
 
 class NodeZeroStore:
-    """The state and the records in the store of node 0. Node 0 starts the store's server.
+    """The board of several hosts, in the store of node 0; node 0 starts the store's server.
 
     Raises: TrainingLost, if node 0 can't be reached in time, or can't listen at its address
     """
 
-    def __init__(self, request: CommandLine, node: Node) -> None:
-        self._node, self.name, self._secret = node, str(node.rank), os.environ.get(SECRET, "")
-        until = time.monotonic() + node.patience
-        self.server = self._start_server(request, until) if node.rank == 0 else None
-        self.address = f"{node.address}:{self.server.port if self.server else node.port}"
+    def __init__(self, request: CommandLine, node: Node, secret: str) -> None:
+        self._rank, until = str(node.rank), time.monotonic() + node.patience
+        self._ranks = [str(rank) for rank in range(node.count)]
+        self._server = _start_server(request, node, secret, until) if node.rank == 0 else None
+        port = self._server.port if self._server else node.port
+        self.address = f"{node.address}:{port}"
         request.log.info(f"node {node.rank} of {node.count} waits for the others at {self.address}")
-        host, _, port = self.address.rpartition(":")
+        patience = max(until - time.monotonic(), 0.0)
         try:
-            patience = max(until - time.monotonic(), 0.0)
-            self._store = SignedStore(
-                host, int(port), self._secret, patience, max(node.patience, _STANDSTILL)
-            )
+            self._store = SignedStore(node.address, port, secret, patience, max(node.patience, _STANDSTILL))
         except StoreError as error:
             raise TrainingLost(
                 f"node 0 is not to be reached at {self.address}: {error}\n"
                 "  fix: MASTER_ADDR and MASTER_PORT are the address of node 0 and a free port there;"
                 f" {SECRET} is equal on all nodes, if it is set"
             ) from None
-
-    def _start_server(self, request: CommandLine, until: float) -> Server:
-        """Start the store's server and return it; retry until `until` while the node's name has no address."""
-        node = self._node
-        while True:
-            try:
-                server = Server(node.address, node.port, self._secret, is_open=True)
-                break
-            except OSError as error:
-                if not isinstance(error, socket.gaierror) or time.monotonic() > until:
-                    raise TrainingLost(
-                        f"node 0 can't listen at {node.address}:{node.port}: {error}\n"
-                        "  fix: MASTER_ADDR and MASTER_PORT are an address of this host and a free port"
-                    ) from None
-                time.sleep(0.5)  # the name of a pod may not resolve yet
-        if server.warning:
-            request.log.warning(server.warning)
-        return server
 
     def read_state(self) -> str:
         return self._store.read(["state"])[0] or ""
@@ -163,56 +141,62 @@ class NodeZeroStore:
         self._store.compare_set("state", old, new)
 
     def read_records(self) -> dict[str, str]:
-        return {key[5:]: text for key, text in self._store.find("node/").items()}
+        found = zip(self._ranks, self._store.read(self._ranks), strict=True)
+        return {rank: text for rank, text in found if text is not None}
 
     def write_record(self, text: str) -> None:
         until = time.monotonic() + _RECORD_PATIENCE
-        while not self._store.set_while_connected(f"node/{self.name}", text):
+        while not self._store.set_while_connected(self._rank, text):
             if time.monotonic() > until:
                 raise TrainingLost(
-                    f"two nodes have the number {self.name}\n  fix: POPRUN_NODE_RANK differs on every node"
+                    f"two nodes have the number {self._rank}\n  fix: POPRUN_NODE_RANK differs on every node"
                 )
             time.sleep(_POLL)
 
-    def close(self, is_end: bool = False) -> None:
+    def close(self, is_end: bool) -> None:
         """Disconnect. At the end node 0 first waits some seconds until the other nodes have left."""
         until = time.monotonic() + _LEAVE_PATIENCE
         with suppress(StoreError):
-            while is_end and self.server and time.monotonic() < until and len(self.read_records()) > 1:
+            while is_end and self._server and time.monotonic() < until and len(self.read_records()) > 1:
                 time.sleep(_POLL)
         self._store.close()
-        if self.server is not None:
-            self.server.close()
+        if self._server is not None:
+            self._server.close()
 
 
-# Where the nodes keep the newest state and their records. Methods raise OSError or StoreError.
-Board = OneNode | NodeZeroStore | SharedFolder
+def _start_server(request: CommandLine, node: Node, secret: str, until: float) -> Server:
+    """Start the store of node 0. Until the time `until`, the node's name may have no address."""
+    while True:
+        try:
+            server = Server(node.address, node.port, secret, is_open=True)
+            break
+        except OSError as error:
+            if not isinstance(error, socket.gaierror) or time.monotonic() > until:
+                raise TrainingLost(
+                    f"node 0 can't listen at {node.address}:{node.port}: {error}\n"
+                    "  fix: MASTER_ADDR and MASTER_PORT are an address of this host and a free port"
+                ) from None
+            time.sleep(0.5)  # the name of a pod may not resolve yet
+    if server.warning:
+        request.log.warning(server.warning)
+    return server
 
 
 class Reach(threading.Thread):
-    """Tests in the background which nodes of an elastic training this node can reach, at their stores."""
+    """Tests each second which nodes of an elastic training this node can reach, at their stores."""
 
     def __init__(self, secret: str) -> None:
         super().__init__(daemon=True)
         self._secret = secret
-        self._addresses: dict[str, str] = {}  # by the random ids of the nodes
-        self._errors: dict[str, str] = {}  # by id, of nodes that could not be reached in the last test
-        self.times: dict[str, float] = {}  # by id: the time of the last test that has succeeded
-        self._is_due = threading.Event()
+        self.addresses: dict[str, str] = {}  # to test, by the random ids of the nodes
+        self.errors: dict[str, str] = {}  # of the last test, by id; "" after success
         self.start()
-
-    def set_addresses(self, addresses: dict[str, str]) -> None:
-        """Set the addresses to test, by the random ids of the nodes."""
-        is_new, self._addresses = not addresses.keys() <= self._addresses.keys(), addresses
-        if is_new:
-            self._is_due.set()
 
     def run(self) -> None:
         with ThreadPoolExecutor(8) as pool:
             while True:
-                list(pool.map(self._test, self._addresses.items()))
-                self._is_due.wait(_TEST_INTERVAL)
-                self._is_due.clear()
+                list(pool.map(self._test, self.addresses.items()))
+                time.sleep(_RENEWAL)
 
     def _test(self, item: tuple[str, str]) -> None:
         id, address = item
@@ -221,20 +205,9 @@ class Reach(threading.Thread):
             store = SignedStore(host, int(port), self._secret, 0.0, timeout=10.0)
             is_other = store.read(["id"]) != [id]
             store.close()
-            if is_other:
-                raise StoreError("another process listens there")
-            self.times = {**self.times, id: time.monotonic()}
-            self._errors.pop(id, None)
+            self.errors[id] = f" at {address}: another process listens there" if is_other else ""
         except StoreError as error:
-            self._errors[id] = f" at {address}: {error}"
-
-    def error(self, id: str) -> str:
-        """Return why a node could not be reached in the last test; "" if it could, or was not tested."""
-        return self._errors.get(id, "")
-
-    def reached(self) -> list[str]:
-        """Return the ids of the nodes that the last tests have reached."""
-        return [id for id in self.times if id not in self._errors]
+            self.errors[id] = f" at {address}: {error}"
 
 
 class Nodes:
@@ -242,121 +215,111 @@ class Nodes:
 
     Args:
         private: this poprun's own temporary folder
-    Raises: JoinError, if this poprun can't take part; `wait_for_round` also TrainingLost
+    Raises: TrainingLost, also by `wait_for_round` and `round_state`
     """
 
     def __init__(self, request: CommandLine, node: Node, private: str) -> None:
         self.round = Round()  # the newest round in which this node has instances
         self.waits: dict[int, Any] = {}  # by instance of this node: the peer that it waits for (`hangs.py`)
+        self.name, self.secret = str(node.rank), os.environ.get(SECRET, "") if node.count > 1 else ""
         self._request, self._node, self._log, self._private = request, node, request.log, private
         self._id, self._state, self._count = secrets.token_hex(8), "stopped", 0
-        self._digest = hashlib.sha256(json.dumps([request.replicas, request.program]).encode()).hexdigest()
-        self._seen: dict[str, tuple[Record, float]] = {}  # each node's record, and when its counter changed
-        self._is_contested = False  # a training with another command may use the folder
-        self._left_over: str | None = None  # the state that was there before this node
-        self._polled = self._begun = self._waits_since = self._round_since = time.monotonic()
-        self._standstill = _STANDSTILL if request.is_elastic else max(node.patience, _STANDSTILL)
-        self._written = -_RENEWAL  # time of the last write of the record
-        self._next_warning = 0.0
+        self._command = hashlib.sha256(json.dumps([request.replicas, request.program]).encode()).hexdigest()
+        self._clock = 0.0  # seconds in which this node could read the board
+        self._seen: dict[
+            str, tuple[Record, float]
+        ] = {}  # each node's record, and `_clock` at its last change
+        self._reached: dict[str, float] = {}  # by the id of a node: `_clock` when it could be reached
+        self._text = ""  # of the state that was read last
+        self._left_over: str | None = None  # the state in which an earlier training has ended
+        self._polled = self._changed = time.monotonic()  # the last poll, and the last change of `_text`
+        self._next_write = self._next_warning = 0.0
         self._grow_after: int | None = None  # calls before the checkpoint that was newest when a node came
-        self._host, self._server, self._reach = node.address, None, None
-        self.name, self.secret = str(node.rank), os.environ.get(SECRET, "") if node.count > 1 else ""
-        self._connected: Board | None = None
+        self._host, self._store, self._reach = node.address, "", None
+        self._board: OneNode | NodeZeroStore | SharedFolder = OneNode()
         if request.is_elastic:
-            self._join_elastic()
+            self._board = folder = SharedFolder(request.checkpoint_dir, private)
+            self.name, self.secret = folder.name, folder.secret
+            self._start_store()
+            self._reach = Reach(self.secret)
+        elif node.count > 1:
+            self._connect_to_node_zero()
 
-    def _join_elastic(self) -> None:
-        """Start this node's store, and the tests which other nodes can be reached."""
-        folder = self._connected = SharedFolder(self._request.checkpoint_dir, self._private)
-        self.name, self.secret = folder.name, folder.secret
-        named = os.environ.get("MASTER_ADDR")
+    def _start_store(self) -> None:
+        """Start the store of a node of an elastic training."""
         try:
-            self._host = own_address(named) if named else "127.0.0.1"
+            self._host = own_address(os.environ.get("MASTER_ADDR", "localhost"))
         except OSError:  # the name of a pod that has ended
             self._host = own_address()
-        self._server = Server(self._host, 0, self.secret)
-        SignedStore(self._host, self._server.port, self.secret, 10.0).set("id", self._id)
-        self._reach = Reach(self.secret)
+        server = Server(self._host, 0, self.secret)
+        SignedStore(self._host, server.port, self.secret, 10.0).set("id", self._id)
+        self._store = f"{self._host}:{server.port}"
+
+    def _connect_to_node_zero(self) -> None:
+        self._board = board = NodeZeroStore(self._request, self._node, self.secret)
+        self._store = board.address
 
     def wait_for_round(self) -> Round | None:
         """Wait for the next round with instances on this node, and return it; return None if the training has
-        succeeded. If the connection to node 0 is lost, connect again. Raises: TrainingLost, JoinError"""
+        succeeded. If the connection to node 0 is lost, connect again."""
         self._set_state("stopped")
         while True:
             newest = self._poll()
-            if newest is None:
-                self.close()
-                if self._node.rank == 0 or self.round.number >= self._request.max_restarts:
+            if newest.state == "lost":
+                self.close(is_end=False)
+                if self._node.rank == 0 or self._is_last(self.round):
                     raise TrainingLost(_lost_message("0"))
                 self._log.warning(f"{_lost_message('0')}; {_wait_message(self._node.patience)}")
+                self._connect_to_node_zero()
             elif newest.state == "finished":
                 return None
             elif newest.state == "given up":
                 other = f"another node has given up: the poprun of node {newest.node} says why"
                 raise TrainingLost(newest.why or ("" if newest.node == self.name else other))
             elif newest.state == "runs" and self._is_in(newest) and newest.number > self.round.number:
-                self.round, self._round_since = newest, time.monotonic()
+                self.round = newest
                 self._set_state("running")
                 return newest
             elif newest.state == "runs" and not self._is_in(newest):
                 self._warn_if_left_out(newest)
             time.sleep(_POLL)
 
-    def must_stop_instances(self) -> bool:
-        """Return whether this node's instances have to stop: the round has ended, or node 0 is lost."""
-        newest = self._poll()
-        return (
-            newest is None or newest.number != self.round.number or newest.state not in ("runs", "finished")
-        )
+    def round_state(self, is_done: bool) -> str:
+        """Return the state of `round`; "lost", if another one follows or if node 0 is lost.
 
-    def record_success(self) -> bool:
-        """Record that this node's instances have succeeded; return whether those of all nodes have."""
-        if self._state != "done":
+        Args: is_done: whether all instances of this node have succeeded
+        """
+        if is_done and self._state != "done":
             self._set_state("done")
         newest = self._poll()
-        return newest is not None and newest.state == "finished"
+        return newest.state if newest.number == self.round.number else "lost"
 
     def record_failure(self) -> str:
         """Record that an instance of this node has failed; return the name of the first node in this round
         that did so (if node 0 is lost: this node's name)."""
         with suppress(StoreError, OSError):
-            text, newest = self._read_state()
+            newest = self._read_state()
             if newest.number == self.round.number and newest.state == "runs":
-                ended = replace(
-                    newest, state="given up" if self._is_last(newest) else "failed", node=self.name
-                )
-                self._board.replace_state(text, json.dumps(vars(ended)))
-                _, newest = self._read_state()
+                state = "given up" if self._is_last(newest) else "failed"
+                newest = self._replace_state(replace(newest, state=state, node=self.name))
             return newest.node or self.name
         return self.name
 
     def peer_waits(self) -> dict[int, Any]:
         """Return for each waiting instance the wait for a peer (`hangs.py`), of all nodes of this round."""
-        found: dict[int, Any] = {}
-        for name in self.round.counts:
-            record = self._seen.get(name, ({}, 0.0))[0]
-            found |= {int(instance): wait for instance, wait in record.get("waits", {}).items()}
-        return found | self.waits
+        records = [self._seen[name][0] for name in self.round.counts if name in self._seen]
+        waits = [item for record in records for item in record.get("waits", {}).items()]
+        return {int(instance): wait for instance, wait in waits} | self.waits
 
-    def close(self, is_end: bool = False) -> None:
+    def close(self, is_end: bool) -> None:
         """Disconnect this node, at the end of the training or because it may come back."""
-        board, self._connected = self._connected, None
-        if board is not None:
-            board.close(is_end)
+        self._board.close(is_end)
 
     # ---- state and records ---------------------------------------------------------------------------------
 
-    @property
-    def _board(self) -> Board:
-        """Return where the states are; connect to node 0 if this node is not connected. Raises: TrainingLost"""
-        if self._connected is None:
-            several = self._node.count > 1
-            self._connected = NodeZeroStore(self._request, self._node) if several else OneNode()
-        return self._connected
-
     def _set_state(self, state: str) -> None:
         """Set the state in this node's record: "stopped" between rounds, "running", "done" after success."""
-        self._state, self._written = state, -_RENEWAL
+        self._state, self._next_write = state, 0.0
 
     def _is_in(self, newest: Round) -> bool:
         return newest.ids.get(self.name) == self._id
@@ -364,37 +327,25 @@ class Nodes:
     def _is_last(self, newest: Round) -> bool:
         return not self._request.is_elastic and newest.number >= self._request.max_restarts
 
-    def _poll(self) -> Round | None:
-        """Renew this node's record; read the newest round, and end it or begin the next one if that is due.
-
-        Returns: the newest round; None, if node 0 is lost. Raises: TrainingLost, JoinError
-        """
+    def _poll(self) -> Round:
+        """Renew this node's record; return the newest round, and first end it or begin the next one if that is
+        due. Without a connection to node 0 the round's state is "lost"."""
         now = time.monotonic()
-        pause, self._polled = now - self._polled, now
+        step, self._polled = min(now - self._polled, _LONGEST_STEP), now
         try:
-            if now - self._written >= _RENEWAL:
+            if now >= self._next_write:
                 self._write_record()
-                self._written = now
-            if pause > _LONGEST_PAUSE:  # this process was stopped, or the folder did not answer
-                self._stop_clocks(pause)
-            records = self._read_records(now)
-            text, newest = self._read_state()
+                self._next_write = now + _RENEWAL
+            newest = self._read_state()
+            records = self._read_records(newest)  # newer than the state, so that no node is lost that is new
+            self._clock += step
             changed = self._advance(newest, records)
-            if changed != newest:
-                self._waits_since = now
-                self._board.replace_state(text, json.dumps(vars(changed)))
-                _, newest = self._read_state()
-            return newest
+            return newest if changed == newest else self._replace_state(changed)
         except StoreError:
-            return None
+            return Round(state="lost")
         except OSError as error:
-            self._stop_clocks(pause)
             self._warn(f"can't use {self._request.checkpoint_dir}: {error}; this node tries again")
             return Round() if self._state == "stopped" else self.round
-
-    def _stop_clocks(self, seconds: float) -> None:
-        """Subtract a time in which this node could not read or write from the standstill of the others."""
-        self._seen = {name: (record, since + seconds) for name, (record, since) in self._seen.items()}
 
     def _warn(self, text: str) -> None:
         """Log a warning, unless one was logged less than a minute ago."""
@@ -402,17 +353,24 @@ class Nodes:
             self._next_warning = time.monotonic() + _WARNING_INTERVAL
             self._log.warning(text)
 
-    def _read_state(self) -> tuple[str, Round]:
-        """Return the text of the newest state, and the state; `Round()` if there is none or it is damaged. A
-        state in which another training has ended before this node came counts as "stopped"."""
-        text = self._board.read_state()
+    def _read_state(self) -> Round:
+        """Return the newest state; `Round()` if there is none or it is damaged. Of a state in which another
+        training has ended before this node came, only the number and the command count."""
+        if (text := self._board.read_state()) != self._text:
+            self._text, self._changed = text, time.monotonic()
         try:
             newest = Round(**json.loads(text))
         except (ValueError, TypeError, RecursionError):
             newest = Round()
         if self._left_over is None:
             self._left_over = text if newest.state in ("finished", "given up") else ""
-        return text, replace(newest, state="stopped") if text and text == self._left_over else newest
+        is_left_over = text and text == self._left_over
+        return Round(newest.number, command=newest.command) if is_left_over else newest
+
+    def _replace_state(self, new: Round) -> Round:
+        """Replace the state that was read last, unless another node has done so; return the newest state."""
+        self._board.replace_state(self._text, json.dumps(vars(new)))
+        return self._read_state()
 
     def _write_record(self) -> None:
         """Write this node's record. Raises: TrainingLost, if another node has its number"""
@@ -420,71 +378,67 @@ class Nodes:
         with socket.socket() as free:
             free.bind(("", 0))
             address = f"{self._host}:{free.getsockname()[1]}"
-        store = f"{self._host}:{self._server.port}" if self._server else getattr(self._board, "address", "")
         record = {
             "id": self._id,
             "count": self._count,
-            "digest": self._digest,
+            "command": self._command,
             "rank": self._node.rank,
             "slots": local_instance_count(self._request, self._node.count),
             "address": address,
-            "store": store,
+            "store": self._store,
             "round": self.round.number,
             "state": self._state,
-            "reached": self._reach.reached() if self._reach else None,
+            "reached": self._reach and [id for id, error in self._reach.errors.copy().items() if not error],
             "waits": self.waits,
         }
         self._board.write_record(json.dumps(record))
 
-    def _read_records(self, now: float) -> dict[str, Record]:
-        """Return the records of the nodes that are not lost, in the order in which they get instances.
+    def _read_records(self, newest: Round) -> dict[str, Record]:
+        """Return the records of the nodes that are not lost, in the order in which they get instances; {} while
+        nodes of another training, to which the round `newest` belongs, may be alive.
 
-        Raises: JoinError, if a training with another command uses the folder
+        Raises: TrainingLost, if one of these is alive
         """
         texts = self._board.read_records()
-        moving: set[str] = set()
         for name, text in texts.items():
-            before, since = self._seen.get(name, ({}, now))
+            before, _ = self._seen.get(name, ({}, 0.0))
             with suppress(ValueError, TypeError, KeyError, RecursionError):  # torn by its writer, or damaged
                 record = json.loads(text)
-                has_moved = (record["id"], record["count"]) != (before.get("id"), before.get("count"))
-                self._seen[name] = record, now if has_moved else since
-                if has_moved and record["id"] == before.get("id"):
-                    moving.add(name)
+                if (record["id"], record["count"]) != (before.get("id"), before.get("count")):
+                    self._seen[name] = record, self._clock
         self._seen = {name: seen for name, seen in self._seen.items() if name in texts}
-        live = {
-            name: record for name, (record, since) in self._seen.items() if now - since < self._standstill
-        }
-        own = {name: record for name, record in live.items() if record["digest"] == self._digest}
-        self._is_contested = self.round.number < 0 and len(own) < len(live)
-        for name in moving & (live.keys() - own.keys()):
-            has_begun = live[name]["round"] >= 0 or live[name]["state"] != "stopped"
-            if self._is_contested and (has_begun or name < self.name):
-                raise JoinError(
+        standstill = _STANDSTILL if self._request.is_elastic else max(self._node.patience, _STANDSTILL)
+        live = [
+            (name, record, since)
+            for name, (record, since) in self._seen.items()
+            if self._clock - since < standstill
+        ]
+        if newest.command not in ("", self._command):
+            rivals = [since for _, record, since in live if record["command"] == newest.command]
+            if any(rivals):  # later than this node's first poll
+                raise TrainingLost(
                     f"{self._request.checkpoint_dir} is in use by a training with another command\n"
-                    "  fix: the same --num-replicas and program on all nodes, or another --checkpoint-dir"
+                    "  fix: the same --num-replicas and program on all nodes, or another --checkpoint-dir",
+                    code=2,
                 )
+            if rivals:
+                return {}
+        own = {name: record for name, record, _ in live if record["command"] == self._command}
         if self._reach is not None:
-            self._reach.set_addresses({r["id"]: r["store"] for name, r in own.items() if name != self.name})
+            self._reach.addresses = {r["id"]: r["store"] for name, r in own.items() if name != self.name}
         order = list(self.round.counts)  # nodes keep their places
         place = {name: order.index(name) if name in order else len(order) for name in own}
-        return {
-            name: own[name] for name in sorted(own, key=lambda name: (place[name], own[name]["rank"], name))
-        }
+        return dict(sorted(own.items(), key=lambda item: (place[item[0]], item[1]["rank"], item[0])))
 
     # ---- decisions ------------------------------------------------------------------------------------------
 
     def _advance(self, newest: Round, records: Mapping[str, Record]) -> Round:
         """Return `newest`, or the state that has to follow it."""
-        if newest.state in ("finished", "given up") or self._is_contested or self.name not in records:
+        if newest.state in ("finished", "given up") or self.name not in records:
             return newest
         if newest.state == "runs":
-            lost = newest.lost_nodes(records)
-            return (
-                self._end_round(newest, records)
-                if self._is_in(newest) or lost == ", ".join(newest.ids)
-                else newest
-            )
+            all_are_lost = not any(records.get(name, {}).get("id") == id for name, id in newest.ids.items())
+            return self._end_round(newest, records) if self._is_in(newest) or all_are_lost else newest
         if any(record["state"] != "stopped" for record in records.values()):
             return newest
         return self._begin_round(newest, records)
@@ -494,43 +448,43 @@ class Nodes:
         can be added, or if all instances have succeeded."""
         members = {name: records[name] for name in newest.counts if name in records}
         states = {name: r["state"] for name, r in members.items() if r["round"] == newest.number}
-        why = ""
         if lost := newest.lost_nodes(records):
             why = _lost_message(lost)
         elif list(states.values()) == ["done"] * len(newest.counts):
             return replace(newest, state="finished")
         elif stopped := [name for name, state in states.items() if state == "stopped"]:
             why = f"node {', '.join(stopped)} has stopped its instances"
-        elif self._reach is not None:
-            since = {r["id"]: self._round_since for r in members.values()} | self._reach.times
-            late = [
-                n
-                for n, r in members.items()
-                if n != self.name and self._polled - since[r["id"]] > _STANDSTILL
-            ]
-            if late:
-                why = (
-                    f"node {self.name} can't reach node {late[0]}{self._reach.error(members[late[0]]['id'])}"
-                )
-            elif "done" not in states.values() and self._can_grow(newest, records):
-                return replace(newest, state="stopped")
-        if not why:
+        elif late := self._unreached_node(members):
+            why = f"node {self.name} can't reach node {late}"
+        elif "done" not in states.values() and self._can_grow(newest, records):
+            return replace(newest, state="stopped")
+        else:
             return newest
         if self._is_last(newest):
             return replace(newest, state="given up", why=why)
         self._log.warning(why)
         return replace(newest, state="stopped")
 
+    def _unreached_node(self, members: Mapping[str, Record]) -> str:
+        """Return the name and the error of a node that this one could not reach for a while; "", if it could
+        reach all."""
+        for name, record in members.items():
+            error = self._reach and self._reach.errors.get(record["id"])
+            since = self._reached.setdefault(record["id"], self._clock)
+            if not error:
+                self._reached[record["id"]] = self._clock
+            elif self._clock - since > _UNREACHED:
+                return f"{name}{error}"
+        return ""
+
     def _can_grow(self, newest: Round, records: Mapping[str, Record]) -> bool:
         """Return whether a round with new nodes can begin: they would change the numbers of instances, and a
         checkpoint has been written since the first of them came, which is logged. Its first node decides."""
         if self.name != next(iter(newest.counts)) or not records.keys() - newest.counts.keys():
             return False
-        counts = instances_by_node(self._request, self._slots(self._best_group(records), records))
-        if (
-            sorted(counts.values()) == sorted(newest.counts.values())
-            or sum(counts.values()) < newest.instances
-        ):
+        counts = self._counts(self._best_group(records), records)
+        is_same = sorted(counts.values()) == sorted(newest.counts.values())
+        if is_same or sum(counts.values()) < newest.instances:
             return False
         call = self._newest_checkpoint()
         if self._grow_after is None:
@@ -541,51 +495,57 @@ class Nodes:
     def _begin_round(self, newest: Round, records: Mapping[str, Record]) -> Round:
         """Return the round that follows the ended round `newest`; `newest`, if no round can begin (yet)."""
         group = self._best_group(records)
-        counts = instances_by_node(self._request, self._slots(group, records))
+        counts = self._counts(group, records)
         if not counts:
-            return self._report_missing(newest, records, sum(self._slots(group, records).values()))
-        is_early = newest.number < 0 and time.monotonic() < self._begun + _FIRST_ROUND_PATIENCE
+            return self._report_missing(newest, records, sum(records[name]["slots"] for name in group))
+        is_early = not newest.counts and time.monotonic() < self._changed + _FIRST_ROUND_PATIENCE
         if is_early and len(group) < self._node.count:
             return newest
         failures, call = newest.failures, newest.newest_call
         lost = newest.lost_nodes(records)
-        if newest.state == "failed" and self._request.is_elastic and not lost:
+        if newest.state == "failed" and lost:
+            self._log.warning(_lost_message(lost))
+        elif newest.state == "failed" and self._request.is_elastic:
             call = self._newest_checkpoint()
             failures = failures + 1 if call == newest.newest_call else 1
             if failures > self._request.max_restarts:
                 times = f"{failures} times without a new checkpoint (--max-restarts)"
                 self._log.error(f"instances have failed {times}")
                 return replace(newest, state="given up", node=self.name)
-        if newest.state == "failed" and lost:
-            self._log.warning(_lost_message(lost))
         self._grow_after = None
         first = records[next(iter(counts))]
         number = max(newest.number, *(record["round"] for record in records.values())) + 1
-        store = first["store"] or f"file:{self._private}/store-{number}"
-        ids = {name: records[name]["id"] for name in counts}
-        round = Round(number, "runs", address=first["address"], store=store, counts=counts, ids=ids)
-        return replace(round, failures=failures, newest_call=call)
+        return Round(
+            number,
+            "runs",
+            self._command,
+            address=first["address"],
+            store=first["store"] or f"file:{self._private}/store-{number}",
+            counts=counts,
+            ids={name: records[name]["id"] for name in counts},
+            failures=failures,
+            newest_call=call,
+        )
 
     def _best_group(self, records: Mapping[str, Record]) -> list[str]:
         """Return the names of nodes that all reach each other and have room for the most instances."""
 
-        def meet(one: str, other: str) -> bool:
-            pairs = ((one, other), (other, one))
-            return all(
-                records[a]["reached"] is None or records[b]["id"] in records[a]["reached"] for a, b in pairs
-            )
+        def reaches(one: str, other: str) -> bool:
+            reached = records[one]["reached"]
+            return reached is None or records[other]["id"] in reached
 
         groups: list[list[str]] = []
         for start in records:
             group = [start]
-            group += [n for n in records if n != start and all(meet(n, each) for each in group)]
+            for name in records:
+                if name != start and all(reaches(name, one) and reaches(one, name) for one in group):
+                    group.append(name)
             groups.append([name for name in records if name in group])
-        return max(
-            groups, key=lambda g: sum(instances_by_node(self._request, self._slots(g, records)).values())
-        )
+        return max(groups, key=lambda group: sum(self._counts(group, records).values()))
 
-    def _slots(self, group: list[str], records: Mapping[str, Record]) -> dict[str, int]:
-        return {name: records[name]["slots"] for name in group}
+    def _counts(self, group: Iterable[str], records: Mapping[str, Record]) -> dict[str, int]:
+        """Return the number of instances by node, if these nodes run a round."""
+        return instances_by_node(self._request, {name: records[name]["slots"] for name in group})
 
     def _newest_checkpoint(self) -> int:
         """Return the number of the call after which the newest checkpoint was written; -1: no checkpoint."""
@@ -594,7 +554,7 @@ class Nodes:
     def _report_missing(self, newest: Round, records: Mapping[str, Record], room: int) -> Round:
         """Warn each minute that the nodes have room for `room` instances only, and which nodes are missing.
         Return `newest`; after `Node.patience` seconds "given up"."""
-        waited = min(time.monotonic() - self._waits_since, self._node.patience)
+        waited = min(time.monotonic() - self._changed, self._node.patience)
         if self._request.is_elastic:
             why = f"there is room for {room} instances, and {self._request.fewest_instances} are the fewest"
         else:
@@ -603,18 +563,19 @@ class Nodes:
         if waited == self._node.patience:
             self._log.error(why)
             return replace(newest, state="given up", node=self.name)
-        if newest.number >= 0 or waited > _WARNING_INTERVAL:
+        if newest.counts or waited > _WARNING_INTERVAL:
             self._warn(f"{why}; {_wait_message(self._node.patience - waited)}")
         return newest
 
     def _warn_if_left_out(self, newest: Round) -> None:
         """Warn each minute that this node can't take part since it can't reach a node of the running round."""
-        for name, id in newest.ids.items():
-            if self._reach is not None and (error := self._reach.error(id)):
-                self._warn(
-                    f"this node is left out until it can reach node {name}{error}\n  fix: set MASTER_ADDR for all"
-                    f" popruns, to an address in the network that the hosts share; {SECRET} is equal on all, if set"
-                )
+        errors = self._reach.errors if self._reach else {}
+        for name in [name for name, id in newest.ids.items() if errors.get(id)]:
+            self._warn(
+                f"this node is left out until it can reach node {name}{errors[newest.ids[name]]}\n"
+                "  fix: set MASTER_ADDR for all popruns, to an address in the network that the hosts share;"
+                f" {SECRET} is equal on all, if set"
+            )
 
 
 def _lost_message(names: str) -> str:

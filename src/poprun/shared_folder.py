@@ -19,8 +19,15 @@ from pathlib import Path
 from popengine.environment import SECRET
 
 
-class JoinError(Exception):
-    """Raised if this poprun can't take part in the training of its checkpoint folder."""
+class TrainingLost(Exception):
+    """Raised if the training can't go on, or if this poprun can't take part in it (`code` 2).
+
+    Args: text: the error; "" if the cause has been printed; code: poprun's exit code
+    """
+
+    def __init__(self, text: str, code: int = 1) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class SharedFolder:
@@ -29,7 +36,7 @@ class SharedFolder:
     Args:
         checkpoint_dir: the checkpoint folder; it is created if it is missing
         private:        this poprun's own temporary folder, whose random name becomes part of the node's name
-    Raises: JoinError, if the folder can't be used
+    Raises: TrainingLost, if the folder can't be used
     """
 
     def __init__(self, checkpoint_dir: str, private: str) -> None:
@@ -42,13 +49,14 @@ class SharedFolder:
                 self._create_file("secret", secrets.token_hex(32))
             self.secret = self._read_secret()
         except OSError as error:
-            raise JoinError(
+            raise TrainingLost(
                 f"--checkpoint-dir {checkpoint_dir}: {error}\n"
-                "  fix: a folder in which this user can write, on a file system with hard links"
+                "  fix: a folder in which this user can write, on a file system with hard links",
+                code=2,
             ) from None
 
     def _read_secret(self) -> str:
-        """Return the secret of `POPDIST_SECRET` or of the file. Raises: JoinError, if it is empty, or if another
+        """Return the secret of `POPDIST_SECRET` or of the file. Raises: TrainingLost, if it is empty, or if another
         user has written the file or can read it; OSError"""
         path, fault = self._folder / "secret", ""
         if (secret := os.environ.get(SECRET)) is None:
@@ -61,9 +69,10 @@ class SharedFolder:
         if not secret:
             fault = f"{path if SECRET not in os.environ else SECRET} is empty"
         if fault:
-            raise JoinError(
+            raise TrainingLost(
                 f"the secret can't be trusted: {fault}\n  fix: remove {path} if no training uses it;"
-                f" or export {SECRET}=$(openssl rand -hex 32), with the same value for all popruns"
+                f" or export {SECRET}=$(openssl rand -hex 32), with the same value for all popruns",
+                code=2,
             )
         return secret
 
@@ -94,7 +103,7 @@ class SharedFolder:
             file.write(text)
             file.truncate()
 
-    def close(self, is_end: bool = False) -> None:
+    def close(self, is_end: bool) -> None:
         """Remove this node's record; at the end of the training, if this is the last node, also the states."""
         with suppress(OSError):
             self._record.unlink(missing_ok=True)

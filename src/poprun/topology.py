@@ -52,9 +52,7 @@ def node_from_variables(variables: Mapping[str, str]) -> Node:
 
 def local_instance_count(request: CommandLine, nodes: int) -> int:
     """Return the number of instances on each of `nodes` nodes; in an elastic training, the largest number.
-
-    Raises: ValueError, if the number of instances is fixed, and not a multiple of `nodes`
-    """
+    Raises: ValueError, if the number of instances is fixed, and not a multiple of `nodes`"""
     if request.is_elastic:
         return request.instances_per_node or -(-request.instances // nodes)
     if request.instances % nodes:
@@ -63,11 +61,8 @@ def local_instance_count(request: CommandLine, nodes: int) -> int:
 
 
 def instances_by_node(request: CommandLine, slots: Mapping[str, int]) -> dict[str, int]:
-    """Return the number of instances by node, spread evenly; a node without instances is left out.
-
-    Their sum is the largest requested number that divides the replicas and fits into the slots; without such
-    a number, return {}. Args: slots: the most instances of each node, by the node's name
-    """
+    """Return the number of instances by node, spread evenly: the largest requested number that divides the
+    replicas and fits into the `slots` of the nodes; {} without such a number."""
     most = min(request.instances, sum(slots.values()))
     totals = range(request.fewest_instances or request.instances, most + 1)
     counts = dict.fromkeys(slots, 0)
@@ -78,25 +73,13 @@ def instances_by_node(request: CommandLine, slots: Mapping[str, int]) -> dict[st
 
 
 def numa_cores(local_instance: int, instances: int) -> list[int]:
-    """Return the cores of the NUMA node on which an instance runs; [] if the host has only one NUMA node.
-
-    NUMA nodes are assigned in order: instances with neighbouring indices share a node.
-    Args: local_instance: the instance's index on this host; instances: the number of instances on this host
-    """
+    """Return the cores of the NUMA node on which one of this host's instances runs; [] if the host has only one
+    NUMA node. Instances with neighbouring indices share a node."""
     folders = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     allowed = os.sched_getaffinity(0)
-    lists = [_parse_core_list((path / "cpulist").read_text()) for path in folders]
-    nodes = [sorted(cores) for cores in map(allowed.intersection, lists) if cores]
+    cores = [{int(core.name[3:]) for core in folder.glob("cpu[0-9]*")} & allowed for folder in folders]
+    nodes = [sorted(each) for each in cores if each]
     return nodes[local_instance * len(nodes) // instances] if len(nodes) > 1 else []
-
-
-def _parse_core_list(text: str) -> list[int]:
-    """Return the numbers of a list in Linux's format: [0, 1, 2, 8] for "0-2,8"."""
-    numbers: list[int] = []
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        numbers += range(int(first), int(last or first) + 1)
-    return numbers
 
 
 def topology_table(request: CommandLine, hosts: Sequence[str]) -> str:

@@ -144,7 +144,7 @@ def test_strangers_take_few_places_and_processes_of_the_training_connect_at_once
     while sum(map(is_disconnected, callers)) < 600 - 64:
         assert time.monotonic() < until, sum(map(is_disconnected, callers))
         time.sleep(0.01)
-    assert sorted(connected(server).find("")) == sorted(str(n) for n in range(99, 600, 100))
+    assert connected(server).check([str(number) for number in range(99, 600, 100)])
     for caller in callers:
         caller.close()
 

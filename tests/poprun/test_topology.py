@@ -7,7 +7,6 @@ import pytest
 from poprun.command_line import CommandLine
 from poprun.topology import (
     Node,
-    _parse_core_list,
     instances_by_node,
     local_instance_count,
     node_from_variables,
@@ -86,8 +85,3 @@ def test_a_node_comes_from_the_environment():
 def test_a_faulty_environment_is_named(variables, complaint):
     with pytest.raises(ValueError, match=complaint):
         node_from_variables(variables)
-
-
-def test_lists_of_cores_are_read_as_linux_writes_them():
-    assert _parse_core_list("0-2,8\n") == [0, 1, 2, 8]
-    assert _parse_core_list("\n") == []
