@@ -32,11 +32,8 @@ class Unreachable(Exception):
 
 
 class Cluster:
-    """A client of the cluster of this process's pod, else of $KUBECONFIG, else of ~/.kube/config.
-
-    Methods raise `Refused` or `Unreachable` if a request fails. The constructor raises `Unreachable` if no
-    cluster is configured or lightkube isn't installed.
-    """
+    """A client of the cluster of this process's pod, else of $KUBECONFIG, else of ~/.kube/config. Methods raise
+    `Refused` or `Unreachable`; the constructor `Unreachable`, if no cluster is configured."""
 
     def __init__(self, transport: Any = None) -> None:
         try:
@@ -82,8 +79,7 @@ class Cluster:
         return self._call("POST", _kind_path(new["kind"], new["metadata"]["namespace"]), json=new)
 
     def delete(self, existing: Object, orphan: bool = False) -> None:
-        """Delete an object and, unless `orphan`, those that it owns. Raises: Refused (404), if it is gone;
-        (409), if another object has its name."""
+        """Delete an object and, unless `orphan`, those that it owns. Raises: Refused (404, 409), if it is gone"""
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
         options["preconditions"] = {"uid": existing["metadata"]["uid"]}
         options["propagationPolicy"] = "Orphan" if orphan else "Background"
@@ -96,10 +92,7 @@ class Cluster:
         self._call("PATCH", f"{_object_path(existing)}/status", json=body, headers=headers)
 
     def logs(self, pod: Object, follow: bool = False, previous: bool = False) -> Iterator[str]:
-        """Yield the lines of the log of a pod's first container, which is the worker.
-
-        Args: follow: wait for lines until the container ends; previous: read the container before its restart
-        """
+        """Yield the lines of the log of a pod's worker (`previous`: before its container's restart)."""
         container = pod["spec"]["containers"][0]["name"]
         params = {"container": container, "follow": str(follow).lower(), "previous": str(previous).lower()}
         path = f"{_object_path(pod)}/log"

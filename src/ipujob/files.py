@@ -89,8 +89,8 @@ def _collect_line_numbers(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, i
 
 
 def load_job(document: Document, device: str = "cpu", images: Images | None = ()) -> Job:
-    """Return the job of a document; print its warnings (`rules.job_warnings`) on standard error. `device` and
-    `images`: as in `rules.parse`. Raises: InputError, with all faults of the document"""
+    """Return the job of a document; print its warnings on standard error. `device` and `images`: as in
+    `rules.parse`. Raises: InputError, with all faults of the document"""
     if not isinstance(document.value, dict):
         message = f"this is a {document.kind}, not an IPUJob"
         raise InputError([document.located_message((), message, "kind: IPUJob")])
@@ -116,10 +116,8 @@ def with_job_name(value: Object, name: str | None = None) -> Object:
 
 
 def with_overrides(document: Document, name: str | None = None, command: str | None = None) -> Document:
-    """Return a document with changes from the command line; a malformed document is returned unchanged.
-
-    Args: name: as in `with_job_name`; command: a bash script, in place of the commands of worker and launcher
-    """
+    """Return a document with a name (`with_job_name`), and with the bash script `command` in place of the commands
+    of worker and launcher; a malformed document is returned unchanged."""
     try:
         value = with_job_name(copy.deepcopy(document.value), name)
         if command is not None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,13 +30,8 @@ _IGNORED_FIELDS = ("nodeSelector", "affinity", "tolerations", "securityContext",
 
 
 class LocalJob:
-    """A job that runs on this machine, with processes as workers.
-
-    Args:
-        value:     the IPUJob object from which `job` was made
-        folder:    parent of the workers' home folders and logs; `folder/bin` comes first on their PATH
-        overrides: environment variables of the command line, which replace the job's
-    """
+    """A job (made from the IPUJob `value`) that runs on this machine, with processes as workers. Their homes and
+    logs are in `folder`; `folder/bin` comes first on their PATH; `overrides` replace their variables."""
 
     def __init__(self, value: Object, job: Job, folder: Path, overrides: Mapping[str, str]) -> None:
         metadata = {**value["metadata"], "name": job.name, "uid": "local"}
@@ -50,19 +45,15 @@ class LocalJob:
             "PYTHONPATH": path_with_aliases(os.environ.get("PYTHONPATH", "")),
             SECRET: secrets.token_hex(32),
         }
-        probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(job.instances)]
-        self.ports = [str(probe.getsockname()[1]) for probe in probes]  # a MASTER_PORT for each instance
-        for probe in probes:
-            probe.close()
+        with ExitStack() as probes:  # a MASTER_PORT for each instance
+            servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(job.instances)]
+            self.ports = [str(probes.enter_context(server).getsockname()[1]) for server in servers]
         self.workers: dict[str, Worker] = {}
         self.signals: list[int] = []
 
     def run(self) -> int:
-        """Run the job to its end, and return 0, or the exit code of the worker that failed first.
-
-        Ctrl-C or SIGTERM ends the workers by SIGTERM, a second one by SIGKILL. Then the exit code is 128 plus
-        the first signal's number.
-        """
+        """Run the job to its end, and return 0, or the exit code of the worker that failed first. Signals n end the
+        workers, the first by SIGTERM, the second by SIGKILL; then the exit code is 128 + n of the first."""
         code, before = None, {}
         try:
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -80,8 +71,8 @@ class LocalJob:
         return code or 0
 
     def _run_round(self) -> int | None:
-        """Update the status of workers and job, and end and start workers as the operator would; if there is
-        nothing to do, sleep. Return None while the job runs; at its end, the exit code (`run`)."""
+        """Update the status of workers and job, and end and start workers as the operator would, or sleep. Return
+        None while the job runs; at its end, the exit code (`run`)."""
         for worker in self.workers.values():
             is_late = time.monotonic() > worker.deadline and worker.process.poll() is None
             if is_late:
@@ -156,8 +147,7 @@ class Worker:
         self._reader.start()
 
     def update_status(self, is_late: bool) -> None:
-        """If the worker's process has ended, kill the rest of its group and set the pod's status.
-        `is_late`: whether the process was ended at its time limit."""
+        """If the worker's process has ended (`is_late`: at its time limit), set the pod's status."""
         code = self.process.poll()
         if code is None or pods.phase(self.pod) != "Running":
             return
@@ -202,10 +192,8 @@ class Worker:
 def _worker_variables(
     pod: Object, here: Mapping[tuple[str, str], str], overrides: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment variables of a worker, with $(NAME) and references to pod fields replaced.
-
-    Args: here: values that are different on this machine, by (name of the variable, its value in the pod)
-    """
+    """Return the environment variables of a worker, with $(NAME) and references to pod fields replaced. `here`:
+    values that are different on this machine, by (name of the variable, its value in the pod)"""
     environment = dict(overrides)
     metadata = pod["metadata"]
     for variable in pod["spec"]["containers"][0]["env"]:
@@ -227,8 +215,7 @@ def _expand_variables(text: str, known: Mapping[str, str]) -> str:
 
 
 def unsupported_fields(job: Job, overrides: Mapping[str, str]) -> Iterator[Fault]:
-    """Yield a fault for each field of a job that can't be kept here: variables from secrets (unless they are
-    in `overrides`), mounts of missing folders, an image's own command."""
+    """Yield a fault for each field of a job that can't be kept here."""
     path, container = (*POD, "containers", 0), job.container
     if container.get("envFrom") and not overrides:
         message = "variables of a ConfigMap or Secret can't be had here"

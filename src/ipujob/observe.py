@@ -51,13 +51,8 @@ def observe(
     device: str = "cpu",
     images: Images = (),
 ) -> Decision:
-    """Return the next actions for a job; an empty `Decision`, if the job is being deleted.
-
-    Args:
-        owned:   the pods and the Service of the job
-        refusal: the API server's message, if it refused to create an object of the job
-        device, images: as in `rules.parse`
-    """
+    """Return the next actions for a job with the objects `owned`; an empty `Decision`, if the job is being deleted.
+    `refusal`: the API server's message, if it refused to create an object; `device`, `images`: as in `rules.parse`"""
     old = value.get("status") or {}
     own_pods = [each for each in owned if each["kind"] == "Pod"]
     services = [each for each in owned if each["kind"] == "Service"]
@@ -140,8 +135,7 @@ def _spec_change_error(value: Object, own_pods: Sequence[Object]) -> str:
 def _status_and_message(
     total: int, states: Counter[str], restarts: int, remaining: Sequence[Object]
 ) -> tuple[str, str]:
-    """Return the job's `launcherStatus`, and the `lastMessage` that explains it in one line. `total`: number
-    of instances; `states`: number of instances in each state; `remaining`: pods that stay."""
+    """Return the job's `launcherStatus`, and the `lastMessage` that explains it in one line."""
     if not total:
         return "Pending", "no instances wanted"
     if states["Succeeded"] == total:
@@ -158,8 +152,8 @@ def _status_and_message(
 
 
 def _updated_conditions(old: Object, messages: Mapping[str, str], now: datetime) -> list[Object]:
-    """Return the conditions of the status `old`, updated by `messages`, a text for each type: with a text a
-    condition becomes "True"; with "" it becomes "False", or stays missing if it was never "True"."""
+    """Return the conditions of the status `old`, updated by a message for each type: "" means "False", or
+    missing if the condition was never "True"."""
     conditions = {condition["type"]: condition for condition in old.get("conditions") or []}
     for kind, message in messages.items():
         before = conditions.get(kind, {})
@@ -178,8 +172,7 @@ def _updated_conditions(old: Object, messages: Mapping[str, str], now: datetime)
 
 
 def _status_patch(old: Object, new: Object, now: datetime) -> Object:
-    """Return the merge patch that gives the status `old` the fields `new`; {}, if it has them already. The
-    patch deletes the instances that `new` lacks, and sets `lastReconcileTime` to `now`."""
+    """Return the merge patch that gives the status `old` the fields and instances of `new`; {} if it has them."""
     change = {key: item for key, item in new.items() if old.get(key) != item}
     if "instances" in change:
         change["instances"] = {**dict.fromkeys(old.get("instances", ())), **new["instances"]}  # None deletes
@@ -192,12 +185,7 @@ def _status_patch(old: Object, new: Object, now: datetime) -> Object:
 def _next_instance_records(
     job: Job, record: Mapping[str, Object], own_pods: Sequence[Object]
 ) -> tuple[dict[str, Object], list[Object], list[Object]]:
-    """Return the next records of the instances, the pods to create, and the pods to delete.
-
-    Args:
-        record:   `status.instances`: a record {"state", "restarts"} by the instance's number as a text
-        own_pods: all pods of the job; pods that are being deleted are not returned again
-    """
+    """Return the next records of the instances (`status.instances`), the pods to create, and those to delete."""
     instances, create = {}, []
     delete = [pod for pod in own_pods if int_label(pod, INSTANCE) >= job.instances]
     for number in range(job.instances):
@@ -223,10 +211,12 @@ def _next_instance_record(
         return record, [], others
     there = {int_label(pod, WORKER) for pod in own_pods}
     missing = [worker for worker in range(job.workers) if worker not in there]
-    done = [pod for pod in own_pods if phase(pod) == "Succeeded" or _was_ended_by_ttl(job, pod)]
-    failed = [pod for pod in own_pods if phase(pod) == "Failed" and pod not in done]
+    failed = [pod for pod in own_pods if phase(pod) == "Failed"]
+    if job.ttl is not None:  # the time limit of an interactive job is no failure
+        failed = [pod for pod in failed if pod["status"].get("reason") != "DeadlineExceeded"]
+    has_ended = all(phase(pod) in ENDED and pod not in failed for pod in own_pods)
     own_faults = [pod for pod in failed if not (is_terminating(pod) or pods.was_disrupted(pod))]
-    if own_faults or (not missing and len(done) == len(own_pods)):
+    if own_faults or (not missing and has_ended):
         culprit = pods.first_failed_pod(own_faults)
         if restarts < job.restart_limit and _should_restart(job, culprit):
             return {"state": "Restarting", "restarts": restarts + 1}, [], own_pods
@@ -247,20 +237,12 @@ def _should_restart(job: Job, culprit: Object | None) -> bool:
 
 
 def _pods_to_delete(state: str, own_pods: Sequence[Object]) -> list[Object]:
-    """Return the pods to delete at an instance's end: if `state` is Succeeded, those that have not ended; if
-    it is Failed, those that have not failed."""
+    """Return the pods to delete at an instance's end: those that run, and after a failure those that succeeded."""
     kept = ENDED if state == "Succeeded" else ("Failed",)
     return [pod for pod in own_pods if phase(pod) not in kept]
 
 
 def _should_delete(job: Job, pod: Object) -> bool:
-    """Return whether cleanPodPolicy deletes a pod when its job has ended: None no pod, All every pod, Workers
-    every pod except worker 0 of a job with a launcher."""
+    """Return whether cleanPodPolicy deletes a pod of an ended job; Workers keeps the launcher's log."""
     keeps_log = job.clean_policy == "Workers" and job.mode == "launched"
     return job.clean_policy != "None" and not (keeps_log and int_label(pod, WORKER) == 0)
-
-
-def _was_ended_by_ttl(job: Job, pod: Object) -> bool:
-    """Return whether the time limit of an interactive job has ended a pod."""
-    is_late = phase(pod) == "Failed" and pod["status"].get("reason") == "DeadlineExceeded"
-    return job.ttl is not None and is_late

@@ -34,11 +34,11 @@ _HINTS = {  # by a part of the API server's message in small letters, the annota
 
 
 class RefusedCreation(NamedTuple):
-    """A creation that the API server refused: its message, and when to try again."""
+    """A creation that the API server refused."""
 
     message: str
     delay: float  # seconds from the refusal to the next try
-    until: float  # the time of the next try, by the monotonic clock
+    until: float  # the time of the next try
 
 
 @dataclass
@@ -55,10 +55,7 @@ class Operator:
     refusals: dict[str, RefusedCreation] = field(default_factory=dict)  # by the job's uid
 
     def reconcile(self) -> None:
-        """List all objects, and run the next actions of each job; log an error of one job, and go on.
-
-        Raises: Refused, if the objects can't be listed; Unreachable, if the cluster doesn't answer
-        """
+        """List all objects, and run the next actions of each job; log an error of one job, and go on."""
         self.beat()
         jobs = self.cluster.list("IPUJob", self.namespace)
         owned: dict[str, list[Object]] = defaultdict(list)
@@ -81,8 +78,7 @@ class Operator:
                 self._log(job, f"a fault of the operator: {type(error).__name__}: {error}")
 
     def _run_actions(self, job: Object, owned: Sequence[Object]) -> None:
-        """Run the actions that `observe` returns for a job. The first refused creation ends the
-        actions; it is logged, and tried again after a growing delay."""
+        """Run the actions for a job. The first refused creation ends them, and is tried again after a growing delay."""
         uid, now = job["metadata"]["uid"], datetime.now(UTC)
         refusal = self.refusals.get(uid)
         said = refusal.message if refusal else None
@@ -117,7 +113,7 @@ class Operator:
             self.refusals.pop(uid, None)
 
     def _report_change(self, job: Object, patch: Object, when: str) -> None:
-        """If a status patch has a job's restart or end, log it and create an Event with the time `when`."""
+        """If a status patch has a job's restart or end, log it and create an Event."""
         reason, said = patch.get("launcherStatus"), patch.get("lastMessage")
         if patch.get("restartCount"):
             reason, said = "Restarting", f"restart {patch['restartCount']}"

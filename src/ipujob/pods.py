@@ -35,10 +35,8 @@ def worker_pod(job: Job, number: int, attempt: int = 0) -> Object:
 
 
 def pod_template(job: Job, instance: int, variables: Mapping[str, str | Object]) -> Object:
-    """Return metadata and spec of the pods of an instance, without the pods' names and worker labels.
-
-    Args: variables: values of POPRUN_NODE_RANK, MASTER_ADDR and PANDO_RESTARTS: texts or `valueFrom` objects
-    """
+    """Return metadata and spec of the pods of an instance, without the pods' names and worker labels. The values
+    of `variables` (POPRUN_NODE_RANK, MASTER_ADDR, PANDO_RESTARTS) are texts or `valueFrom` objects."""
     template = copy.deepcopy(job.template)
     metadata, spec = template.get("metadata", {}), template["spec"]
     kept = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
@@ -85,7 +83,7 @@ def _command_fields(job: Job) -> dict[str, list[str]]:
 
 def _environment(job: Job, instance: int, variables: Mapping[str, str | Object]) -> list[Object]:
     """Return the environment of an instance's workers: Pando's variables, then those of the file, which can
-    refer to Pando's as $(NAME), or replace them. Args: variables: as in `pod_template`"""
+    refer to Pando's as $(NAME), or replace them."""
     partition = f"p-{job.name}-{job.namespace}-{instance}"
     added = {"IPUOF_VIPU_API_PARTITION_ID": partition, **variables}
     if job.mode == "single":  # the worker connects to no other
@@ -130,14 +128,9 @@ def headless_service(job: Job) -> Object:
 def with_owner(new: Object, owner: Object) -> Object:
     """Return a copy of an object with the namespace of the IPUJob `owner`, a reference to it as the owner,
     and the hashes of its spec."""
-    reference = {
-        "apiVersion": owner["apiVersion"],
-        "kind": owner["kind"],
-        "name": owner["metadata"]["name"],
-        "uid": owner["metadata"]["uid"],
-        "controller": True,
-        "blockOwnerDeletion": False,
-    }
+    named = {key: owner["metadata"][key] for key in ("name", "uid")}
+    kind = {key: owner[key] for key in ("apiVersion", "kind")}
+    reference = {**kind, **named, "controller": True, "blockOwnerDeletion": False}
     annotations = {**(new["metadata"].get("annotations") or {}), SPEC: json.dumps(field_hashes(owner))}
     namespace = owner["metadata"].get("namespace", "default")
     added = {"namespace": namespace, "annotations": annotations, "ownerReferences": [reference]}

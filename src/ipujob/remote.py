@@ -17,8 +17,7 @@ _PATIENCE = 60  # seconds to wait while the cluster can't be reached
 
 
 def submit_file(arguments: argparse.Namespace) -> int:
-    """Check a file, create its jobs and print their names. With --wait or --follow wait for their ends.
-    Return 1 if a job has failed, else 0."""
+    """Create a file's jobs and print their names; with --wait or --follow return 1 if one fails, else 0."""
     documents = read_documents(arguments.file)
     if arguments.name:
         documents = [with_overrides(document, arguments.name) for document in documents]
@@ -38,7 +37,7 @@ def submit_file(arguments: argparse.Namespace) -> int:
 
 def _wait_for_end(cluster: Cluster, job: Object, follow: bool) -> int:
     """Wait until a job ends, print its last message, and return 0 if it is Completed, 1 if it is Failed. With
-    `follow` print the log of worker 0 until then. Raises: Refused, if the job was deleted; Unreachable"""
+    `follow` print the log of worker 0 until then."""
     name, namespace, uid = (job["metadata"][key] for key in ("name", "namespace", "uid"))
     shown: dict[str, int] = {}  # by pod, the number of lines printed
     finished: set[str] = set()  # pods with a log that was printed to its end

@@ -13,11 +13,8 @@ _RESTARTS = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 
 
 def render(job: Job, way: str = "job") -> tuple[list[Object], list[str]]:
-    """Return the objects of a job, and warnings about fields that have no effect without the operator.
-
-    Args: way: "job" (Indexed Jobs), "pod" (bare pods) or "jobset"
-    Raises: ValueError, if objects of this kind can't run the job
-    """
+    """Return the objects of a job, and warnings about fields that have no effect without the operator. `way`:
+    "job" (Indexed Jobs), "pod" (bare pods) or "jobset". Raises: ValueError, if such objects can't run the job"""
     if way == "pod":
         objects = [pods.worker_pod(job, number) for number in range(job.instances * job.workers)]
     else:
@@ -63,7 +60,7 @@ def _instance_name(job: Job, instance: int) -> str:
 
 
 def _kubernetes_object(job: Job, instance: int, api: str, kind: str, name: str, spec: Object) -> Object:
-    """Return an object of apiVersion `api` for an instance; set its time to live in `spec`, in place."""
+    """Return an object for an instance; set its time to live in `spec`, in place."""
     metadata = {"name": name, "labels": {JOB: job.name, INSTANCE: str(instance)}}
     if job.seconds_kept is not None:
         spec["ttlSecondsAfterFinished"] = job.seconds_kept

@@ -94,12 +94,8 @@ class Fault(NamedTuple):
 def parse(
     value: Mapping[str, Any], device: str = "cpu", images: Images | None = ()
 ) -> tuple[Job | None, list[Fault]]:
-    """Return (job, []) for a valid IPUJob object, else (None, list of all faults).
-
-    Args:
-        device: cpu or cuda, if no annotation names a device
-        images: replacements of the template's image; None: no image is used
-    """
+    """Return (job, []) for a valid IPUJob object, else (None, list of all faults). `device`: if no annotation
+    names one; `images`: replacements of the template's image (None: no image is used)"""
     if value.get("kind") != "IPUJob":
         fix = "kind: IPUJob; ipujob render passes other kinds through"
         return None, [Fault(("kind",), f"kind {value.get('kind')} isn't an IPUJob", fix)]
@@ -116,8 +112,7 @@ def parse(
 
 
 def _to_job(metadata: Mapping[str, Any], spec: Mapping[str, Any], device: str, images: Images | None) -> Job:
-    """Return the job of an IPUJob's `metadata` and `spec`. Invalid fields have been removed, and missing
-    fields get defaults, so that the rules between the other fields can be checked."""
+    """Return the job of an IPUJob's `metadata` and `spec`, in which invalid fields may be missing."""
     of_workers, policy = spec.get("workers", {}), spec.get("restartPolicy", {})
     launcher, template = spec.get("launcher", {}), of_workers.get("template", {})
     workers = int(of_workers.get("replicas") or spec.get("workersPerJobInstance", 1))
@@ -261,8 +256,8 @@ def _schema() -> dict[str, Any]:
 
 
 def _drop_invalid(value: Any, schema: dict[str, Any], path: KeyPath, faults: list[Fault]) -> Any:
-    """Return a copy of a value without its null and invalid fields; None, if the value itself is invalid. Adds
-    a fault to `faults` for each field that an API server would refuse or drop."""
+    """Return a copy of a value without its null and invalid fields; None, if the value itself is invalid. Append
+    the `faults`: fields that an API server would refuse or drop."""
     before, kind = len(faults), schema.get("type")
     if wrong := _schema_violation(value, schema):
         message, fix = wrong
@@ -294,8 +289,7 @@ def _drop_invalid(value: Any, schema: dict[str, Any], path: KeyPath, faults: lis
 
 
 def _schema_violation(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
-    """Return (message, fix) if a value breaks a schema, else None; fix "": none is known. Items of a list and
-    fields of an object are not checked."""
+    """Return (message, fix) if a value itself, without items and fields, breaks a schema, else None."""
     kind, pattern, shown = schema.get("type", ""), schema.get("pattern", ""), reprlib.repr(value)
     least, most = schema.get("minimum", 0), schema.get("maximum", 2**31 - 1)
     if schema.get("x-kubernetes-int-or-string"):

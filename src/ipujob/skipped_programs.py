@@ -19,10 +19,8 @@ _CLONES = "clones.json"
 
 
 def install_stand_ins(folder: Path, clones: Mapping[str, str], real: Iterable[str] = ()) -> None:
-    """Write the stand-ins, as shell scripts, into a new folder.
-
-    Args: clones: for each URL, the folder that `git clone URL` copies; real: programs that get no stand-in
-    """
+    """Write the stand-ins, as shell scripts, into a new folder: `git clone` copies the folders `clones`, by URL;
+    programs in `real` get none."""
     folder.mkdir(parents=True)
     sources = {_without_git_suffix(url): str(Path(path).resolve()) for url, path in clones.items()}
     (folder / _CLONES).write_text(json.dumps(sources))
@@ -38,7 +36,7 @@ def install_stand_ins(folder: Path, clones: Mapping[str, str], real: Iterable[st
 
 def run_git(folder: str, words: list[str]) -> int:
     """Stand in for git: for `clone URL [FOLDER]`, copy the folder that --clone gives for the URL, and return
-    0, or 128 if it gives none. For other commands replace this process by the real git. `words`: its arguments"""
+    0, or 128 if it gives none. Replace this process by the real git for other commands."""
     if "clone" not in words[:1]:
         others = [path for path in os.environ["PATH"].split(os.pathsep) if path != folder]
         os.environ["PATH"] = os.pathsep.join(others)
