@@ -81,7 +81,7 @@ def _mark_as_loss(loss: Tensor) -> Tensor:
 
 
 def _ctc_loss(*args: Any, **kwargs: Any) -> Tensor:
-    return _mark_as_loss(ctc_loss(*args, **kwargs))
+    return _mark_as_loss(ctc_loss(*args, **kwargs)[0])
 
 
 def _gaussian_nll_loss(

@@ -29,41 +29,13 @@ def ctc_loss(
     blank: int = 0,
     reduction: int | str = "mean",
     zero_infinity: bool = False,
-) -> Tensor:
-    """Return the same CTC loss as `torch.nn.functional.ctc_loss`, by operations that can be compiled.
-
-    Args:
-        log_probs: [T, B, C], or [T, C] for a single sequence
-        targets:   [B, S], or concatenated: [sum of the target lengths]
-        reduction: "mean" (of losses divided by their target length), "sum", "none"; or popart's 1, 0, 2
-    """
-    return ctc_loss_and_gradient(
-        log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity
-    )[0]
-
-
-def ctc_loss_and_gradient(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor | Sequence[int],
-    target_lengths: Tensor | Sequence[int],
-    blank: int = 0,
-    reduction: int | str = "mean",
-    zeroInfinity: bool = False,
-    enableReducedClassesInLabel: bool = False,
-    outDataType: str = "UNDEFINED",
+    returns_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the CTC loss as `ctc_loss`, and its gradient of `log_probs`: the outputs of popart's Ctc.
-
-    Args:
-        enableReducedClassesInLabel: has no effect; it makes IPUs faster
-        outDataType: "FLOAT", "FLOAT16", or the dtype of `log_probs`: the example output's dtype counts
-    """
+    """Return the CTC loss of `torch.nn.functional.ctc_loss`, by operations that can be compiled, and with
+    `returns_gradient` its gradient of `log_probs`. A reduction may also be popart's number."""
     reduction = REDUCTIONS[reduction] if isinstance(reduction, int) else reduction.lower()
     if reduction not in REDUCTIONS:
         raise ValueError(f"{reduction} is not a valid value for reduction")
-    if outDataType not in ("UNDEFINED", "FLOAT", "FLOAT16"):
-        raise Error(f"Ctc has outDataType {outDataType!r}\n  fix: UNDEFINED, FLOAT or FLOAT16")
     single = log_probs.dim() == 2
     log_probs = log_probs.unsqueeze(1) if single else log_probs
     inputs, labels = (
@@ -72,81 +44,62 @@ def ctc_loss_and_gradient(
     )
     if targets.dim() == 1 and single:
         targets = targets.unsqueeze(0)
-    arguments, settings = (log_probs, targets.to(torch.long), inputs, labels), (blank, bool(zeroInfinity))
-    losses, alpha = torch.ops.poptorch.ctc_loss(*arguments, *settings)
-    shares = torch.ones_like(losses)
-    if reduction == "mean":
-        shares = shares / labels.clamp(min=1) / len(labels)
-    with torch.no_grad():
-        gradient = torch.ops.poptorch.ctc_loss_backward(shares, *arguments, losses, alpha, *settings)
-    if zeroInfinity:
+    needs_gradient = returns_gradient or (torch.is_grad_enabled() and log_probs.requires_grad)
+    settings = blank, zero_infinity, needs_gradient
+    losses, gradient = torch.ops.poptorch.ctc_loss(
+        log_probs, targets.to(torch.long), inputs, labels, *settings
+    )
+    if zero_infinity:
         losses = torch.where(losses == torch.inf, 0.0, losses)
     if reduction == "mean":
-        losses = (losses / labels.clamp(min=1)).mean()
+        shares = 1.0 / labels.clamp(min=1) / len(labels)
+        losses, gradient = (losses / labels.clamp(min=1)).mean(), gradient * shares.unsqueeze(1)
     elif reduction == "sum":
         losses = losses.sum()
     elif single:
         losses = losses.squeeze(0)
-    return losses, gradient.squeeze(1) if single else gradient
+    return losses, (gradient.squeeze(1) if single else gradient).detach()
 
 
-def _compute_ctc_losses(
-    log_probs: Tensor, targets: Tensor, inputs: Tensor, labels: Tensor, blank: int, zero_infinity: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the losses, [B], and torch's table `alpha`, which the backward reads.
-
-    Args: inputs, labels: the lengths of each input and of each target, [B]
-    """
-    losses, alpha = aten._ctc_loss(log_probs.float(), targets, inputs, labels, blank, zero_infinity)
-    # torch's table is as wide as this batch's longest target; shapes in a graph are fixed.
-    missing = _alpha_width(targets) - alpha.shape[-1]
-    return losses.to(log_probs.dtype), torch.nn.functional.pad(alpha, (0, missing)).contiguous()
-
-
-def _fake_ctc_losses(log_probs: Tensor, targets: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    steps, batch, _ = log_probs.shape
-    alpha = log_probs.new_empty((batch, steps, _alpha_width(targets)), dtype=torch.float32)
-    return log_probs.new_empty(batch), alpha
-
-
-def _alpha_width(targets: Tensor) -> int:
-    """Return the width of torch's table `alpha` for targets as long as `targets.shape[-1]`, the maximum."""
-    return 2 * targets.shape[-1] + 1
-
-
-def _compute_gradient(
-    gradient: Tensor,
+def _compute_losses(
     log_probs: Tensor,
     targets: Tensor,
     inputs: Tensor,
     labels: Tensor,
-    losses: Tensor,
-    alpha: Tensor,
     blank: int,
     zero_infinity: bool,
-) -> Tensor:
-    alpha = alpha[..., : 2 * int(labels.max()) + 1].contiguous()
-    values = (gradient.float(), log_probs.float(), targets, inputs, labels, losses.float(), alpha)
-    return aten._ctc_loss_backward(*values, blank, zero_infinity).to(log_probs.dtype)
+    needs_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each sequence, [B], and their gradients in float32; without gradients [0, B, C]."""
+    scores = log_probs.float()
+    lengths, settings = (targets, inputs, labels), (blank, zero_infinity)
+    losses, table = aten._ctc_loss(scores, *lengths, *settings)
+    gradient = torch.empty_like(scores[:0])
+    if needs_gradient:
+        ones = torch.ones_like(losses)
+        gradient = aten._ctc_loss_backward(ones, scores, *lengths, losses, table, *settings)
+    return losses.to(log_probs.dtype), gradient
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:4], *output)
-    ctx.settings = inputs[4:]
+def _fake_losses(log_probs: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    gradient = torch.empty_like(log_probs if others[-1] else log_probs[:0], dtype=torch.float32)
+    return log_probs.new_empty(log_probs.shape[1]), gradient
+
+
+def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.dtype = inputs[0].dtype
     ctx.set_materialize_grads(False)  # the second output has no gradient
 
 
-def _loss_backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
-    found = torch.ops.poptorch.ctc_loss_backward(gradient, *ctx.saved_tensors, *ctx.settings)
-    return (found, *[None] * 5)
+def _scale_gradient(ctx: Any, gradient: Tensor, _: Any) -> Any:
+    (saved,) = ctx.saved_tensors
+    return ((saved * gradient.float().unsqueeze(1)).to(ctx.dtype), *[None] * 6)
 
 
-register_computed("ctc_loss", _compute_ctc_losses, _fake_ctc_losses)
-register_computed(
-    "ctc_loss_backward", _compute_gradient, lambda gradient, log_probs, *rest: torch.empty_like(log_probs)
-)
+register_computed("ctc_loss", _compute_losses, _fake_losses)
 torch.library.register_autograd(
-    "poptorch::ctc_loss", _loss_backward, setup_context=_save_for_backward, lib=LIBRARY
+    "poptorch::ctc_loss", _scale_gradient, setup_context=_save_gradient, lib=LIBRARY
 )
 
 

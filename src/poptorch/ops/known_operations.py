@@ -16,11 +16,12 @@ from popengine.errors import Error
 from popengine.operations import gather_over_replicas
 
 from ..logs import logger
-from .ctc import ctc_loss_and_gradient
+from .ctc import ctc_loss
 from .grouped_norm import sum_as_tree
 from .library import shapes_of, shapes_text
 
 _IGNORED_ATTRIBUTES = ("root_path", "debug_str")  # the path of code for IPUs, and a name
+_Function = Callable[[Tensor], Tensor | None]
 _warned_names: set[str] = set()  # of operations of which a warning was logged
 
 
@@ -42,21 +43,52 @@ def moving_average(average: Tensor, value: Tensor, factor: Tensor | float) -> Te
     return (factor * average + (1 - factor) * value).to(average.dtype)
 
 
-class _AutogradProxy(torch.autograd.Function):
-    """The autograd function of `autograd_proxy`."""
+def popart_ctc(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int = 0,
+    reduction: int | str = "mean",
+    zeroInfinity: bool = False,
+    enableReducedClassesInLabel: bool = False,
+    outDataType: str = "UNDEFINED",
+) -> tuple[Tensor, Tensor]:
+    """Return the CTC loss as `torch.nn.functional.ctc_loss`, and its gradient of `log_probs`.
+
+    `enableReducedClassesInLabel` has no effect. The dtype is that of the example output.
+    """
+    if outDataType not in ("UNDEFINED", "FLOAT", "FLOAT16"):
+        raise Error(f"Ctc has outDataType {outDataType!r}\n  fix: UNDEFINED, FLOAT or FLOAT16")
+    lengths = input_lengths, target_lengths
+    return ctc_loss(log_probs, targets, *lengths, blank, reduction, bool(zeroInfinity), returns_gradient=True)
+
+
+class _GradientRule(torch.autograd.Function):
+    """The autograd function of `rule`: forward computes the result, backward the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, proxy: Tensor) -> Tensor:
-        return value.clone()
+    def forward(ctx: Any, x: Tensor, compute: _Function, compute_gradient: _Function) -> Tensor:
+        ctx.compute_gradient = compute_gradient
+        return compute(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, gradient
+        return ctx.compute_gradient(gradient), None, None
+
+
+def _with_gradient(x: Tensor, compute: _Function, compute_gradient: _Function) -> Tensor:
+    """Return `compute(x)`; the gradient of `x` is `compute_gradient` of the result's gradient."""
+    return _GradientRule.apply(x, compute, compute_gradient)  # type: ignore[return-value]
+
+
+def _unchanged(gradient: Tensor) -> Tensor:
+    return gradient
 
 
 def autograd_proxy(value: Tensor, proxy: Tensor) -> Tensor:
     """Return a copy of `value`; its gradient becomes the gradient of `proxy`, and `value` gets none."""
-    return _AutogradProxy.apply(value, proxy)  # type: ignore[return-value]
+    return _with_gradient(proxy, lambda _: value.clone(), _unchanged)
 
 
 def l1_distance(first: Tensor, second: Tensor) -> Tensor:
@@ -88,18 +120,6 @@ def round_to_float_format(x: Tensor, exponent_bits: int, mantissa_bits: int, rou
     return torch.ldexp(steps, exponent).to(x.dtype)
 
 
-class _QuantisedFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fwd: bool, bwd: str, *how: Any) -> Tensor:
-        ctx.bwd, ctx.how = bwd, how
-        return round_to_float_format(x, *how) if fwd else x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        made = {"ste": lambda: gradient, "quantise": lambda: round_to_float_format(gradient, *ctx.how)}
-        return (made.get(ctx.bwd, lambda: None)(), *[None] * 5)
-
-
 def simulated_quant(
     x: Tensor,
     exponent_bits: int,
@@ -123,35 +143,12 @@ def simulated_quant(
             raise Error(
                 f"SimulatedQuant has {name} {value!r}\n  fix: one of {', '.join(map(repr, known[name]))}"
             )
-    kind = bwd if isinstance(bwd, str) else ("ste", "quantise")[bwd]
-    return _QuantisedFunction.apply(x, fwd, kind, exponent_bits, mantissa_bits, rounding)  # type: ignore[return-value]
 
+    def quantise(values: Tensor) -> Tensor:
+        return round_to_float_format(values, exponent_bits, mantissa_bits, rounding)
 
-class _AllReduceFunction(torch.autograd.Function):
-    """A sum over a group of replicas in forward, or else (`backwards`) of the gradients in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, backwards: bool) -> Tensor:
-        ctx.size, ctx.sums_gradients = size, backwards
-        return x.clone() if backwards else sum_as_tree(gather_over_replicas(x, size))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if ctx.sums_gradients:
-            gradient = sum_as_tree(gather_over_replicas(gradient, ctx.size))
-        return gradient, None, None
-
-
-class _ExchangeFunction(torch.autograd.Function):
-    """Row j of the result is this replica's row of replica j's value; the backward is the same exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return gather_over_replicas(x, len(x), exchange=True)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gather_over_replicas(gradient.contiguous(), len(gradient), exchange=True)
+    rules = {"ste": _unchanged, 0: _unchanged, "quantise": quantise, 1: quantise, "stop": lambda gradient: None}
+    return _with_gradient(x, quantise if fwd else torch.clone, rules[bwd])
 
 
 def replicated_all_reduce(x: Tensor, op: str = "sum", backwards: bool = False, **grouping: Any) -> Tensor:
@@ -163,7 +160,13 @@ def replicated_all_reduce(x: Tensor, op: str = "sum", backwards: bool = False, *
             f"ReplicatedAllReduceTP has op {op!r} and {grouping}\n"
             '  fix: op="sum", __collectiveReplicaGrouping=[replicas, stride 1, size of a group], such as [4, 1, 2]'
         )
-    return _AllReduceFunction.apply(x, size, backwards)  # type: ignore[return-value]
+
+    def sum_over_group(values: Tensor) -> Tensor:
+        return sum_as_tree(gather_over_replicas(values, size))
+
+    if backwards:
+        return _with_gradient(x, torch.clone, sum_over_group)
+    return _with_gradient(x, sum_over_group, _unchanged)
 
 
 def all_gather(x: Tensor, examples: Sequence[Tensor]) -> Tensor:
@@ -173,13 +176,17 @@ def all_gather(x: Tensor, examples: Sequence[Tensor]) -> Tensor:
 
 def all_to_all(x: Tensor) -> Tensor:
     """Return row i of the values of n neighbouring replicas on the i-th of them; `x` is [n, ...]."""
-    return _ExchangeFunction.apply(x)  # type: ignore[return-value]
+
+    def exchange(values: Tensor) -> Tensor:
+        return gather_over_replicas(values.contiguous(), len(values), exchange=True)
+
+    return _with_gradient(x, exchange, exchange)
 
 
 KNOWN: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "CopyTensor": copy_tensor,
     "RemapCE": remap,
-    **dict.fromkeys(("Ctc", "CtcLoss", "CTCLoss"), ctc_loss_and_gradient),
+    **dict.fromkeys(("Ctc", "CtcLoss", "CTCLoss"), popart_ctc),
     "ExpMovAvg": moving_average,
     "AutogradProxy": autograd_proxy,
     "L1Distance": l1_distance,
