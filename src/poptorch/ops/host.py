@@ -28,50 +28,25 @@ from .library import check_tensors, raise_in_training, register_computed, shapes
 
 @dataclass(frozen=True)
 class HostFunction:
-    """A differentiable function that runs on the host each time a graph runs.
-
-    Args:
-        forward:  returns the outputs, a tensor or a list or tuple of tensors
-        backward: `backward(gradients, inputs)` returns a gradient, or None, for each input; by default
-            autograd differentiates forward
-        writes:   indices of the inputs that forward changes in place
-    """
+    """A function that runs on the host each time a graph runs. Without `backward`, autograd differentiates it."""
 
     name: str
     forward: Callable[..., Any]
-    backward: Callable[..., Any] | None = None
-    writes: tuple[int, ...] = ()
+    backward: Callable[..., Any] | None = None  # backward(gradients, inputs)
 
     def __call__(self, inputs: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """Record a call of the function in the captured graph, and copies of new values into the inputs in
-        `writes`. Return the function's outputs, which have the shapes and dtypes of `like`.
-
-        Raises: Error, if `writes` has an index that no input has
-        """
-        wrong = [index for index in self.writes if not 0 <= index < len(inputs)]
-        if wrong:
-            raise Error(f"{self.name} writes input {wrong[0]}, and has {len(inputs)} inputs")
-        made = list(_HostAutogradFunction.apply(self, like, *inputs))
-        with torch.no_grad():
-            for index, value in zip(self.writes, made[len(like) :], strict=True):
-                inputs[index].copy_(value)
-        return made[: len(like)]
+        """Record a call in the captured graph; return its outputs, of the shapes and dtypes of `like`."""
+        return list(_HostAutogradFunction.apply(self, like, *inputs))
 
 
 @dataclass(frozen=True)
 class HostCall:
-    """A call of a function's forward on the host in a compiled graph, and what the call is checked for.
-
-    Args:
-        outputs:   shapes and dtypes of the function's outputs, followed by those of the inputs that it writes
-        unchanged: indices of the inputs that the function must not change
-        weights:   names and references of the model's weights on the host, which the function must not change
-    """
+    """A call of a function's forward on the host in a compiled graph, and what the call is checked for."""
 
     function: HostFunction
-    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    unchanged: tuple[int, ...]
-    weights: tuple[tuple[str, weakref.ref[Tensor]], ...]
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shapes and dtypes
+    scratch: int  # the number of first inputs that the function may change
+    weights: tuple[tuple[str, weakref.ref[Tensor]], ...]  # of the model, which it must not change
 
 
 # By handle; a call lives as long as the graph that contains the handle.
@@ -81,23 +56,15 @@ _handles = itertools.count(secrets.randbits(40) << 20)
 
 
 def _record_host_call(
-    function: HostFunction, inputs: Sequence[Tensor], like: Sequence[Tensor], scratch: Sequence[int] = ()
+    function: HostFunction, inputs: Sequence[Tensor], like: Sequence[Tensor], scratch: int = 0
 ) -> list[Tensor]:
-    """Record an operation in the captured graph that calls `function.forward(*inputs)` in each run.
-
-    Args:
-        like:    tensors with the shapes and dtypes of the function's outputs
-        scratch: indices of further inputs that the function may change; their new values are dropped
-    Returns: the function's outputs, then the new values of the inputs that the function writes
-    """
+    """Record an operation that calls the function in each run of the captured graph; return its outputs."""
     check_tensors(f"{function.name} must return a tensor, or a list or tuple of tensors", *like)
     capture = current()
     assert capture is not None
-    outputs = shapes_of([*like, *(inputs[i] for i in function.writes)])
-    unchanged = tuple(i for i in range(len(inputs)) if i not in function.writes and i not in scratch)
     weights = tuple((member.name, weakref.ref(member.real)) for member in capture.stand_ins.members)
     handle = next(_handles)
-    _host_calls[handle] = call = HostCall(function, outputs, unchanged, weights)
+    _host_calls[handle] = call = HostCall(function, shapes_of(like), scratch, weights)
     capture.held.append(call)
     return list(torch.ops.poptorch.host_call(list(inputs), handle))
 
@@ -114,11 +81,9 @@ def _find_host_call(handle: int) -> HostCall:
 
 
 def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
-    """Call the function of a HostCall with copies of the inputs in the host's memory; return its outputs, and
-    the new values of the inputs that it writes, on the device of the inputs.
+    """Call a HostCall's function with copies of the inputs in the host's memory, and return its outputs.
 
-    Raises: Error, if the graph is of another process; or if the function changes an input or a weight that it
-        must not change, or returns other shapes or dtypes than those of the compilation
+    Raises: Error, if the function changes an input or weight, or returns other shapes than at compilation
     """
     call = _find_host_call(handle)
     function, name = call.function, call.function.name
@@ -127,21 +92,19 @@ def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
     with torch.inference_mode(False), torch.no_grad():
         given = [value.to("cpu", copy=True) for value in inputs]
         weights = _version_counters(call)
-        made = [*as_list(function.forward(*given)), *(given[i] for i in function.writes)]
-        made = [value.to(device) for value in made]
+        made = [value.to(device) for value in as_list(function.forward(*given))]
         if changed := [name for name, version in _version_counters(call).items() if version != weights[name]]:
             raise Error(
                 f"{name} changes {', '.join(changed)} of the model in the middle of a step\n"
                 "  why: other stages may have read the weight before, so this write comes too late for them\n"
-                "  fix: give it to the function as an input, and declare that with `writes=[...]`"
+                "  fix: return the new value, and copy it into the weight in forward: `weight.copy_(returned)`"
             )
-        for i in call.unchanged:
+        for i in range(call.scratch, len(inputs)):
             if not _has_same_bits(given[i], inputs[i]):
                 raise Error(
                     f"{name} changes its input {i} in place, and the change would be lost\n"
                     "  why: the graph gives a function on the host copies of its tensors\n"
-                    f"  fix: work on a copy, `inputs[{i}].clone()`; a forward may declare the write: writes=[{i}] of"
-                    " poptorch.registerCustomOp or poptorch.CPU"
+                    f"  fix: work on a copy, `inputs[{i}].clone()`, or return the new value, and copy it in forward"
                 )
     if shapes_of(made) != call.outputs:
         raise Error(
@@ -183,17 +146,13 @@ class _HostAutogradFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: HostFunction, like: Sequence[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.op = op
-        # Backward reads the values that the inputs had before forward changed them.
-        ctx.save_for_backward(*(v.clone() if i in op.writes else v for i, v in enumerate(inputs)))
-        made = _record_host_call(op, inputs, like)
-        ctx.mark_non_differentiable(*made[len(like) :])
-        return tuple(made)
+        ctx.save_for_backward(*inputs)
+        return tuple(_record_host_call(op, inputs, like))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        inputs, op = ctx.saved_tensors, ctx.op
+        inputs, op, count = ctx.saved_tensors, ctx.op, len(gradients)
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
-        count = len(gradients) - len(op.writes)
 
         def compute_gradients(*given: Tensor) -> list[Tensor]:
             sums, values = list(given[:count]), list(given[count:])
@@ -202,12 +161,8 @@ class _HostAutogradFunction(torch.autograd.Function):
             made = as_list(op.backward(sums, values))
             return [torch.zeros_like(values[i]) if made[i] is None else made[i] for i in wanted]
 
-        # A backward may change its gradients. Without one, autograd runs forward again, which may change the inputs.
-        scratch = range(count if op.backward is not None else count + len(inputs))
-        given, like = [*gradients[:count], *inputs], [inputs[i] for i in wanted]
-        made = _record_host_call(
-            HostFunction(f"the backward of {op.name}", compute_gradients), given, like, scratch
-        )
+        function = HostFunction(f"the backward of {op.name}", compute_gradients)
+        made = _record_host_call(function, [*gradients, *inputs], [inputs[i] for i in wanted], scratch=count)
         by_index = dict(zip(wanted, made, strict=True))
         return (None, None, *(by_index.get(i) for i in range(len(inputs))))
 
@@ -234,13 +189,10 @@ class CPU:
     The function returns a tensor, or a list or tuple of tensors, whose shapes and dtypes depend only on those
     of the inputs. To find them, compilation calls the function with fake tensors, or if that fails with
     zeros. Compilation for training raises Error. The constructor freezes a layer's parameters.
-
-    Args:
-        writes: *Pando*: indices of the inputs that the layer changes in place, such as buffers of the model
     """
 
-    def __init__(self, layer_to_call: Callable[..., Any], ID: str, writes: Sequence[int] = ()) -> None:
-        self._function = HostFunction(f"poptorch.CPU {ID!r}", layer_to_call, writes=tuple(writes))
+    def __init__(self, layer_to_call: Callable[..., Any], ID: str) -> None:
+        self._function = HostFunction(f"poptorch.CPU {ID!r}", layer_to_call)
         if isinstance(layer_to_call, nn.Module):
             layer_to_call.requires_grad_(False)
 
@@ -283,21 +235,19 @@ def registerCustomOp(
     version: int,
     forward: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
-    writes: Sequence[int] = (),
 ) -> None:
     """Register the implementation of `custom_op(..., name, domain, version, ...)`, or replace it.
 
-    Both functions run on the host, on CPU tensors, each time the graph runs.
+    Both functions run on the host, on copies of the tensors, each time the graph runs. A change of an input
+    raises Error.
 
     Args:
         forward:  `forward(*inputs, **attributes)` returns a tensor, or a list or tuple of tensors
         backward: `backward(gradients, inputs, **attributes)` returns a gradient, or None, for each input;
             by default forward is differentiated by autograd
-        writes:   indices of the inputs that forward changes in place; buffers keep the new value. A change
-            of any other input raises Error when the graph runs
     """
     _registered[name, domain, version] = HostFunction(
-        f"the custom operation {domain}.{name}", forward, backward, tuple(writes)
+        f"the custom operation {domain}.{name}", forward, backward
     )
 
 

@@ -68,7 +68,7 @@ class _GradientRule(torch.autograd.Function):
     """The autograd function of `rule`: forward computes the result, backward the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, compute: _Function, compute_gradient: _Function) -> Tensor:
+    def forward(ctx: Any, x: Tensor, compute: _Function, compute_gradient: _Function) -> Any:
         ctx.compute_gradient = compute_gradient
         return compute(x)
 
@@ -77,7 +77,7 @@ class _GradientRule(torch.autograd.Function):
         return ctx.compute_gradient(gradient), None, None
 
 
-def _with_gradient(x: Tensor, compute: _Function, compute_gradient: _Function) -> Tensor:
+def _with_gradient(x: Tensor, compute: _Function, compute_gradient: _Function) -> Any:
     """Return `compute(x)`; the gradient of `x` is `compute_gradient` of the result's gradient."""
     return _GradientRule.apply(x, compute, compute_gradient)  # type: ignore[return-value]
 
@@ -147,7 +147,13 @@ def simulated_quant(
     def quantise(values: Tensor) -> Tensor:
         return round_to_float_format(values, exponent_bits, mantissa_bits, rounding)
 
-    rules = {"ste": _unchanged, 0: _unchanged, "quantise": quantise, 1: quantise, "stop": lambda gradient: None}
+    rules = {
+        "ste": _unchanged,
+        0: _unchanged,
+        "quantise": quantise,
+        1: quantise,
+        "stop": lambda gradient: None,
+    }
     return _with_gradient(x, quantise if fwd else torch.clone, rules[bwd])
 
 
