@@ -30,7 +30,6 @@ _auto_ids: Iterator[int] = itertools.count()  # restarted by Block.useAutoId
 
 
 def _checked_ipu(ipu_id: int | None) -> int | None:
-    """Return `ipu_id`. Raises Error unless `ipu_id` is None or a number from 0."""
     if ipu_id is not None and (not isinstance(ipu_id, int) or ipu_id < 0):
         raise Error(
             f"a block's ipu_id is a number from 0; found ipu_id={ipu_id!r}\n  fix: ipu_id=0, or leave it out"
@@ -138,13 +137,11 @@ def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None 
 
 
 def find_begin_hook(module: nn.Module) -> BeginBlockHook | None:
-    """Return the module's `BeginBlockHook`; None if the module has no such hook."""
     hooks = module._forward_pre_hooks.values()
     return next((hook for hook in hooks if isinstance(hook, BeginBlockHook)), None)
 
 
 def check_begins_no_block(module: nn.Module) -> None:
-    """Raise Error if the module has a hook that begins a block."""
     hook = find_begin_hook(module)
     if hook is not None:
         raise Error(
@@ -218,12 +215,12 @@ def annotate(
 
     Args:
         marks: the ipu of each module. A key is a name as in `named_modules`, in which `0-5` is each of the
-            numbers and `*` any text without a dot; or a key is a class. If several keys name a module, a name
-            wins over a range, and a range over `*` and classes; among `*` and classes the first key wins.
+            numbers and `*` any text without a dot; or a key is a class. A key with `*` and a class get the
+            modules that are left by the keys before.
         layers_per_ipu: instead of marks: the number of repeated layers on ipu 0, on ipu 1, ...
     Raises:
-        Error: neither or both arguments are given; a key, or a number of its range, places no module; two
-            names, or two ranges, place one module; a module begins a block already; the counts fit no stack
+        Error: neither or both arguments are given; a key, or a number of its range, places no module; a
+            name or range names a module of an earlier key; a module begins a block already; the counts fit no stack
     """
     if bool(marks) == bool(layers_per_ipu):
         raise Error(
@@ -291,10 +288,8 @@ def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
 
 
 def _layer_stacks(model: nn.Module) -> dict[str, list[_Mark]]:
-    """Return {name of a stack: its layers, as marks without an ipu} for each outermost stack.
-
-    A stack is a ModuleList of layers, or a Sequential with layers of one class. A layer has parameters.
-    """
+    """Return, by name, the layers (with parameters) of each outermost ModuleList, and of each outermost
+    Sequential whose layers are of one class."""
     found: dict[str, list[_Mark]] = {}
     for name, module in model.named_modules():
         is_nested = any(not outer or name.startswith(f"{outer}.") for outer in found)
@@ -315,13 +310,12 @@ def _repeated_layers(model: nn.Module) -> list[_Mark]:
 
 
 def _describe_stacks(model: nn.Module) -> str:
-    """Return the names and lengths of a model's `_layer_stacks` as text; "none" if there are none."""
     found = _layer_stacks(model).items()
     return ", ".join(f"{n or 'the model itself'} ({len(layers)} layers)" for n, layers in found) or "none"
 
 
 def _register_hooks(marks: list[_Mark], strategy: PipelinedExecution) -> None:
-    """Register a `BeginBlockHook` on each module. If a mark is invalid, raise Error and register none."""
+    """Register a `BeginBlockHook` on each module; none if a module begins a block already, an Error."""
     for module, *_ in marks:
         check_begins_no_block(module)
     hooks = [(module, BeginBlockHook(block, ipu, strategy)) for module, block, ipu in marks]
@@ -330,11 +324,8 @@ def _register_hooks(marks: list[_Mark], strategy: PipelinedExecution) -> None:
 
 
 def _marks_by_count(model: nn.Module, counts: Sequence[int]) -> list[_Mark]:
-    """Return marks that place counts[i] consecutive layers on ipu i, as one block.
-
-    If exactly one of the `_layer_stacks` has sum(counts) layers, its layers are placed, else the layers of
-    all stacks. Raises Error if neither one stack nor all stacks have sum(counts) layers.
-    """
+    """Return marks that place counts[i] consecutive layers of the only stack that fits, else of all stacks, on
+    ipu i, as one block."""
     fitting = [layers for layers in _layer_stacks(model).values() if len(layers) == sum(counts)]
     layers = fitting[0] if len(fitting) == 1 else _repeated_layers(model)
     if len(layers) != sum(counts):
@@ -353,39 +344,32 @@ def _marks_by_count(model: nn.Module, counts: Sequence[int]) -> list[_Mark]:
 
 
 def _marks_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> list[_Mark]:
-    """Return a mark for each module that keys name, from the key that wins. Raises Error as `annotate`."""
-    found: dict[nn.Module, tuple[int, str | type]] = {}
-    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    ranked = [(*_modules_of_key(key, model, names), key) for key in marks]
-    for rank, modules, key in sorted(ranked, key=lambda each: -each[0]):
-        for module in modules:
-            first_rank, first = found.setdefault(module, (rank, key))
-            if first is not key and first_rank == rank > 0:
-                raise Error(
-                    f"poptorch.annotate: {first!r} and {key!r} place the same {type(module).__name__}\n"
-                    "  fix: ranges that do not overlap; a single name precedes a range, and a range precedes '*'"
-                )
-    unused = set(marks) - {key for _, key in found.values()}
-    if unused:
-        raise Error(
-            f"poptorch.annotate: no module is left for {', '.join(map(repr, unused))}, because other keys place all of"
-            " its modules\n"
-            "  fix: leave it out; a name precedes a range of numbers, and a range precedes '*' and classes"
-        )
-    return [(m, key if isinstance(key, str) else key.__name__, marks[key]) for m, (_, key) in found.items()]
+    """Return a mark for each module that keys name, from the first such key. Raises Error as `annotate`."""
+    found: dict[nn.Module, _Mark] = {}
+    for key, ipu in marks.items():
+        modules = _modules_of_key(key, model)
+        left = [module for module in modules if module not in found]
+        takes_rest = not isinstance(key, str) or "*" in key
+        if not left or (len(left) < len(modules) and not takes_rest):
+            first = next(found[module][1] for module in modules if module in found)
+            raise Error(
+                f"poptorch.annotate: {first!r}, and after it {key!r}, place the same module\n"
+                "  fix: keys that do not overlap; put keys with '*' and classes last, since they get what is left"
+            )
+        block = key if isinstance(key, str) else key.__name__
+        found.update({module: (module, block, ipu) for module in left})
+    return list(found.values())
 
 
-def _modules_of_key(key: str | type, model: nn.Module, names: Sequence[str]) -> tuple[int, list[nn.Module]]:
-    """Return a key's rank (2: a name, 1: a range, 0: `*` or a class), and the modules that the key names.
-
-    Args: names: of the model's modules. Raises: Error, if the key, or a number of its range, names no module
-    """
+def _modules_of_key(key: str | type, model: nn.Module) -> list[nn.Module]:
+    """Return the modules that a key names. Raises Error if the key, or a number of its range, names none."""
     if not isinstance(key, str):
         modules = [module for module in model.modules() if isinstance(module, key)]
         if not modules:
             classes = sorted({type(module).__name__ for module in model.modules()})
             raise Error(f"poptorch.annotate: no module is a {key.__name__}; there are {', '.join(classes)}")
-        return 0, modules
+        return modules
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     span = _RANGE.search(key)
     numbers = range(int(span[1]), int(span[2]) + 1) if span else ()
     patterns = [f"{key[: span.start()]}{n}{key[span.end() :]}" for n in numbers] if span else [key]
@@ -400,4 +384,4 @@ def _modules_of_key(key: str | type, model: nn.Module, names: Sequence[str]) -> 
                 "  fix: a name of model.named_modules(), in which 0-5 stands for these numbers and * for any part"
             )
         found += matching
-    return 0 if "*" in key else 1 if span else 2, list(dict.fromkeys(map(model.get_submodule, found)))
+    return list(dict.fromkeys(map(model.get_submodule, found)))

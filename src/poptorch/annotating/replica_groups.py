@@ -21,7 +21,6 @@ Grouping = tuple[CommGroupType, int, VariableRetrievalMode]  # the arguments of 
 
 
 def _checked_grouping(name: str, given: Any) -> Grouping:
-    """Return `given`. Raises Error unless `given` is a `Grouping`. Args: name: the parameter's."""
     match given:
         case (CommGroupType() as kind, int() as size, VariableRetrievalMode() as retrieval):
             return kind, size, retrieval
@@ -39,10 +38,7 @@ class GroupableParameter(nn.Parameter):
 
     @staticmethod
     def wrap(parameter: nn.Parameter, name: str, groupings: dict[str, Grouping] | None) -> GroupableParameter:
-        """Return a view of a parameter, with the same memory, attributes and `.grad`.
-
-        Args: groupings: the executor's, to which `replicaGrouping` adds an item; None once it is compiled
-        """
+        """Return a view of a parameter, whose `replicaGrouping` adds to `groupings` (None: it is compiled)."""
         view = parameter.detach().as_subclass(GroupableParameter)
         view.requires_grad_(parameter.requires_grad)
         vars(view).update(vars(parameter))
@@ -76,13 +72,7 @@ class GroupableParameter(nn.Parameter):
 def make_replica_groups(
     model: nn.Module, groupings: dict[str, Grouping], replicas: int
 ) -> dict[str, ReplicaGroups]:
-    """Return the engine's groups of replicas by parameter name, checked against the parameters.
-
-    Raises:
-        Error: a grouping is no `Grouping`, or its size does not divide `replicas`; a name is not a parameter
-            of the top-level module; a parameter is 0-d, or its first dimension is neither the number of groups
-            nor, with AllReplicas, the number of replicas
-    """
+    """Return the groups of replicas by parameter name. Raises Error if they do not fit the parameters."""
     groups_by_name = {}
     for name, given in groupings.items():
         # Checked again: programs may also write into `per_replica_params` themselves.

@@ -92,7 +92,6 @@ class Phase:
 
 
 def _as_stage(argument: Any) -> Stage:
-    """Return a stage unchanged, or a new stage of a block id or a list of block ids."""
     if isinstance(argument, Stage):
         return argument
     blocks = [argument] if isinstance(argument, str) else argument
@@ -104,7 +103,6 @@ def _as_stage(argument: Any) -> Stage:
 
 
 def _as_phase(argument: Any) -> Phase:
-    """Return a phase unchanged, or a new phase of a stage, a block id, or a list of either."""
     if isinstance(argument, Phase):
         return argument
     return Phase(*argument) if isinstance(argument, list | tuple) else Phase(argument)
@@ -173,11 +171,7 @@ class AutoBalance:
 
 
 class _StagedExecution(ExecutionStrategy):
-    """A strategy of stages, which the user lists or a rule chooses.
-
-    Args: one `AutoStage` (default `SameAsIpu`) or `AutoBalance`, or the stages in order, numbered from 0:
-        each a `Stage`, a block id, or a list of block ids
-    """
+    """A strategy of stages, which the user lists or a rule chooses."""
 
     def __init__(self, *args: AutoStage | AutoBalance | Stage | str | Sequence[str]) -> None:
         first, *others = args or (AutoStage.SameAsIpu,)

@@ -85,11 +85,9 @@ class AsynchronousDataAccessor:
         self._is_epoch_ended = False  # whether next() raises StopIteration until iter()
         # Whether iter() sends a Restart: after the first batch of an epoch, or if the worker waits.
         self._needs_restart = False
-        # Pickled states of a poptorch.DataLoader: when this epoch began, and after the latest batch without "begun".
-        self._start_state: bytes | None = None
+        self._state: bytes | None = None  # of a poptorch.DataLoader after the latest batch, pickled
         if hasattr(dataset, "_progress"):
-            self._start_state = pickle_state(dataset._progress.next_state(dataset))  # type: ignore[union-attr]
-        self._state = self._start_state
+            self._state = pickle_state(dataset._progress.next_state(dataset))  # type: ignore[union-attr]
         self._memory = self._receive_message("AsynchronousDataAccessor worker thread failed to start")
 
     def __len__(self) -> int:
@@ -123,33 +121,29 @@ class AsynchronousDataAccessor:
             else:
                 assert isinstance(message, EpochEnd)
                 self._is_epoch_ended, self._needs_restart = True, not message.is_continuing
-                self._start_state = self._state = message.state
+                self._state = message.state
                 raise StopIteration
 
     def _loader_state(self) -> LoaderState:
         """Return the state of the worker's poptorch.DataLoader after the latest batch that was taken."""
-        assert self._start_state is not None and self._state is not None
-        start = pickle.loads(self._start_state)
-        if self._state is self._start_state:
-            return start
-        return {**pickle.loads(self._state), "begun": start["begun"] or start["now"]}
+        assert self._state is not None
+        return pickle.loads(self._state)
 
     def _send_restart(self, state: LoaderState | None) -> None:
         """Make the worker drop the current epoch and continue from `state`; None: begin the next epoch."""
         self._raise_if_terminated()
         self._restart_count += 1
         self._needs_restart = self._is_epoch_ended = False
-        if state is not None:
-            self._start_state = self._state = pickle_state(state)
-        self._send_message(Restart(self._restart_count, None if state is None else self._state))
+        pickled = None if state is None else pickle_state(state)
+        self._state = pickled or self._state
+        self._send_message(Restart(self._restart_count, pickled))
 
     def terminate(self) -> None:
         """End the worker process. Iterating afterwards raises FetcherError; the latest batch stays valid."""
         self._stop()
 
     def _receive_message(self, failure: str) -> Any:
-        """Return the worker's next message, after a wait. If the worker has failed, end its process and raise
-        a FetcherError with the text `failure` and the reason."""
+        """Return the worker's next message. If the worker has failed, raise a FetcherError with its reason."""
         wait([self._connection, self._process.sentinel])
         message = None
         # The last messages of a dead worker are read first; then poll() is False or recv() raises EOFError.
@@ -192,10 +186,7 @@ def _check_arguments(dataset: Any, buffer_size: int, miss_sleep: float, rebatche
 
 
 def _batch_count(dataset: Any, rebatched_size: int | None) -> int | None:
-    """Return the number of batches that an accessor of this dataset yields in an epoch; None if not known.
-
-    With `rebatched_size` a dataset that is no loader is assumed to yield one row per batch.
-    """
+    """Return the number of batches that an accessor of this dataset yields in an epoch; None if not known."""
     if not isinstance(dataset, TorchLoader) or dataset.batch_size is None or rebatched_size is None:
         rows = length_or_none(dataset)  # assuming one row per batch
     else:
@@ -230,13 +221,7 @@ _END_TIMEOUT = 3.0  # seconds that a worker has to end its own workers
 
 
 def _start_worker(strategy: SharingStrategy, feeder: Feeder) -> tuple[BaseProcess, Connection]:
-    """Start a worker process; return the process, and this process's end of the connection to the worker.
-
-    The function returns before the worker has read the dataset: later errors come over the connection.
-
-    Raises: DataError, if the dataset can't be pickled; if the worker ends while the dataset is sent; or if
-        this process is itself a worker that still starts, and imports a script that makes a loader
-    """
+    """Start a worker process; return it, and this process's end of the connection. Later errors come over it."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise DataError(
             f"an asynchronous loader is made while its own worker process starts\n  fix: {_FIX_OF_SCRIPT}"
@@ -282,7 +267,7 @@ def _stop_worker(process: BaseProcess, connection: Connection) -> None:
 
 
 def _describe_worker_exit(process: BaseProcess) -> str:
-    """Wait up to 3 s for a worker process to end; return the cause of its end and a fix, as text."""
+    """Return the cause of a worker's end, and a fix, as text."""
     process.join(_END_TIMEOUT)
     code = process.exitcode
     if code is None or code >= 0:

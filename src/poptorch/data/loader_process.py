@@ -39,17 +39,12 @@ from poptorch.nested_values import ICustomArgParser, registerCustomArgParser, re
 
 @dataclass(frozen=True, slots=True)
 class LoadedBatch:
-    """The worker's message that a slot has been filled with a batch.
-
-    Args:
-        content: the batch as bytes, for SlotUnpickler; its tensors are in the slot
-        state:   a poptorch.DataLoader's pickled state after this batch, without "begun"; else None
-    """
+    """The worker's message that a slot has been filled with a batch."""
 
     restart_count: int
     slot: int
-    content: bytes
-    state: bytes | None
+    content: bytes  # the batch, for SlotUnpickler
+    state: bytes | None  # of a poptorch.DataLoader after this batch, pickled; None for another dataset
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +101,6 @@ class SlotUnpickler(pickle.Unpickler):
 
 
 def _view_of_slot(slot: Tensor, start: int, size: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Return a view of a slot's bytes `start` to `start + size` as a tensor of this dtype and shape."""
     return slot[start : start + size].view(dtype).view(shape)
 
 
@@ -125,8 +119,7 @@ def pickle_state(state: LoaderState) -> bytes:
 
 
 def _tuples_to_lists(value: Any) -> Any:
-    """Return a batch with lists in place of tuples, also inside lists and dictionaries. Values of other
-    types, such as named tuples, are unchanged."""
+    """Return a batch with lists in place of tuples (but not of named tuples), also in lists and dictionaries."""
     if type(value) in (tuple, list):
         return [_tuples_to_lists(part) for part in value]
     if type(value) is dict:
@@ -138,10 +131,7 @@ def _tuples_to_lists(value: Any) -> Any:
 
 
 def run_worker(connection: Connection, feeder: Feeder | bytes) -> None:
-    """Set signal handlers of the worker process; run the feeder until an error or the consumer's end.
-
-    An error is sent to the consumer as text, also an error of unpickling if `feeder` is pickled bytes.
-    """
+    """Run the feeder (or its pickle) until an error, which is sent as text, or the consumer's end."""
     os.setpgrp()  # the consumer can end this process and all that it starts with one signal
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the consumer to handle
     signal.signal(signal.SIGTERM, _exit_on_sigterm)
@@ -167,27 +157,20 @@ def _exit_on_sigterm(*_: Any) -> None:
 class Feeder:
     """The loop of a worker process, which fills free slots with batches and handles messages.
 
-    The consumer makes this object and sends it to the worker. The last three fields have defaults that copy
-    the consumer's parsers, random generators and start method of processes; the worker then uses these, too.
-
-    Args:
-        dataset:          an iterable over batches
-        slots:            number of slots
-        load_indefinitely: load the next epoch's first batches as soon as an epoch has ended
-        rebatched_size:   rows of a batch, if the dataset's batches are to be regrouped; else None
+    The consumer makes this object and sends it to the worker.
     """
 
     dataset: Any
     slots: int
     load_indefinitely: bool
     rebatched_size: int | None
+    # What the worker takes over from the consumer.
     parsers: dict[type, ICustomArgParser] = field(default_factory=registered_parsers)
     random: RandomState = field(default_factory=random_state)
     start_method: str = field(default_factory=multiprocessing.get_start_method)
 
     def run(self, connection: Connection) -> None:
-        """Send batches to the consumer and handle its messages, without end: this method only ever raises
-        DataError if the first epoch has no batch, EOFError or OSError after the consumer's end, or the dataset's."""
+        """Send batches to the consumer and handle its messages, until an error or the consumer's end."""
         multiprocessing.set_start_method(self.start_method, force=True)
         for arg_type, parser in self.parsers.items():
             registerCustomArgParser(arg_type, parser)
@@ -217,10 +200,7 @@ class Feeder:
             connection.send(EpochEnd(self.restart_count, self.is_loading, self.pickle_dataset_state()))
 
     def pickle_dataset_state(self) -> bytes | None:
-        """Return a poptorch.DataLoader's pickled state, "begun" set to None; None for another dataset."""
-        if not hasattr(self.dataset, "_progress"):
-            return None
-        return pickle_state({**self.dataset.state_dict(), "begun": None})
+        return pickle_state(self.dataset.state_dict()) if hasattr(self.dataset, "_progress") else None
 
     def send_batch(self, batch: Any) -> None:
         """Copy a batch into a free slot, and send it; before the first batch, allocate and send the slots."""
@@ -237,8 +217,7 @@ class Feeder:
         self.connection.send(LoadedBatch(self.restart_count, slot, file.getvalue(), state))
 
     def handle_message(self) -> None:
-        """Wait for a message of the consumer, and handle it: mark a returned slot as free, or at a Restart
-        drop the current epoch, so that `run` begins one. Raises EOFError if the consumer has ended."""
+        """Wait for a message, and handle it: a returned slot is free; a Restart drops the current epoch."""
         consumer = multiprocessing.parent_process()
         assert consumer is not None
         if self.connection not in wait([self.connection, consumer.sentinel]):

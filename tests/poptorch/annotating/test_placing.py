@@ -84,9 +84,12 @@ def test_an_earlier_range_precedes_a_later_wildcard_and_an_ipu_may_come_again():
     assert stages(model) == [(0, "no block, layers.0-2"), (1, "layers.*"), (0, "head")]
 
 
-def test_a_name_precedes_ranges_and_wildcards_wherever_it_stands():
-    model = poptorch.annotate(Foreign(), {"layers.*": 0, "layers.2-4": 1, "layers.3": 2, "layers.5": 3})
-    assert [ipu for _, ipu in places(model).values()] == [0, 0, 1, 2, 1, 3]
+def test_wildcards_and_classes_get_the_modules_that_are_left():
+    marks: dict[str | type, int] = {"layers.3": 2, "layers.5": 3, "layers.0-1": 1, "layers.*": 0, Layer: 4}
+    with pytest.raises(poptorch.Error, match="place the same module"):
+        poptorch.annotate(Foreign(), marks)
+    del marks[Layer]
+    assert [ipu for _, ipu in places(poptorch.annotate(Foreign(), marks)).values()] == [1, 1, 0, 2, 0, 3]
 
 
 def test_a_class_places_each_of_its_modules_and_a_wildcard_ends_at_a_dot():
@@ -126,8 +129,12 @@ def test_layers_per_ipu_takes_all_stacks_in_turn_where_one_is_not_enough():
         ({"layer.*": 0}, r"no module is named 'layer.\*'; did you mean 'layers.\*'"),
         ({"layers.4-6": 0}, "no module is named 'layers.6', of 'layers.4-6'; did you mean 'layers.5'"),
         ({nn.Conv2d: 0}, "no module is a Conv2d; there are Foreign, Layer, Linear, ModuleList"),
-        ({"layers.0-2": 0, "layers.2-3": 1}, "'layers.0-2' and 'layers.2-3' place the same Layer"),
-        ({"layers.0-5": 0, "layers.*": 1}, r"no module is left for 'layers.\*'"),
+        (
+            {"layers.0-2": 0, "layers.2-3": 1},
+            "'layers.0-2', and after it 'layers.2-3', place the same module",
+        ),
+        ({"layers.*": 0, "layers.2": 1}, r"'layers.\*', and after it 'layers.2', place the same module"),
+        ({"layers.0-5": 0, "layers.*": 1}, r"'layers.0-5', and after it 'layers.\*', place the same module"),
         ({"head": -1}, "a block's ipu_id is a number from 0; found ipu_id=-1"),
     ],
 )
