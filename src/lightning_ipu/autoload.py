@@ -57,7 +57,6 @@ class _Finder:
 
 
 def _patch_package(package: str, connector: types.ModuleType) -> None:
-    """Add Pando's classes and names to a Lightning package, unless it has "ipu" already or lacks a registry."""
     registry = getattr(sys.modules[f"{package}.accelerators"], "AcceleratorRegistry", None)
     if registry is None or "ipu" in registry:
         return  # an older Lightning with its own IPU classes, or patched already
@@ -101,10 +100,7 @@ def _import_classes(package: str) -> dict[str, type]:
 
 def _wrap_connector(package: str, module: types.ModuleType) -> None:
     """Wrap Lightning's check of a Trainer's arguments: if either Pando's accelerator or Pando's strategy is
-    given, the other one and Pando's precision become the defaults. Warn if Lightning has no such check.
-
-    The wrapper raises TypeError for an object of Pando that was made for the other Lightning package.
-    """
+    given, the other one and Pando's precision become the defaults."""
     connector = getattr(module, "_AcceleratorConnector", None)
     original = getattr(connector, "_check_config_and_set_final_flags", None)
     if connector is None or original is None:

@@ -36,10 +36,7 @@ class AcceleratorPart:
 
     @staticmethod
     def parse_devices(devices: Any) -> int:
-        """Return the number of devices: the length of a list, or a number (or its text) as int; 4 for -1.
-
-        Raises: ValueError, if `devices` is neither a list nor a number
-        """
+        """Return the number of devices of a list, a number or its text; 4 for -1, which means all."""
         if isinstance(devices, (list, tuple)):
             return len(devices)
         try:

@@ -46,11 +46,7 @@ def convert_loader(loader: Any, stage: Any, options: poptorch.Options, lightning
 
 
 def _prediction_loader(loader: DataLoader[Any], n: int, lightning: Any) -> DataLoader[Any]:
-    """Return a torch loader of the same rows in batches of n micro-batches; the last batch may be short.
-
-    The returned loader records the indices of its rows for Lightning, unless its dataset is iterable and has
-    no indices. A loader without automatic batching is returned unchanged.
-    """
+    """Return a loader of the same rows in batches of n micro-batches, which records their indices for Lightning."""
     copied = {name: getattr(loader, name) for name in _COPIED}
     size = None if loader.batch_size is None else loader.batch_size * n
     if isinstance(loader.dataset, IterableDataset):
@@ -67,8 +63,7 @@ def _prediction_loader(loader: DataLoader[Any], n: int, lightning: Any) -> DataL
 def _check_length(
     loader: DataLoader[Any], combined: Any, n: int, stage: Any, options: poptorch.Options, lightning: Any
 ) -> None:
-    """Raise a MisconfigurationException if `loader` has fewer than the n micro-batches of one call. Warn,
-    except in training, of micro-batches that `combined` leaves out. Loaders without length aren't checked."""
+    """Raise an exception if `loader` has less than one call; warn of micro-batches that `combined` leaves out."""
     try:
         micro_batches, calls = len(loader), len(combined)
     except TypeError:  # a dataset without a length
@@ -87,8 +82,7 @@ def _check_length(
 
 
 def micro_batch_count(options: poptorch.Options, training: bool) -> int:
-    """Return the number of micro-batches that a call reads from this process's loader: device iterations ×
-    input groups, and in training × gradient accumulation."""
+    """Return the number of micro-batches that a call reads from this process's loader."""
     counts = options._counts()
     return counts.product if training else counts.iterations * counts.groups
 
@@ -109,13 +103,8 @@ def _combined_loader(loader: DataLoader[Any], options: poptorch.Options) -> popt
 
 
 def _sampling_arguments(loader: DataLoader[Any], options: poptorch.Options) -> dict[str, Any]:
-    """Return the arguments for a poptorch.DataLoader that decide the order of rows, so that it has the order
-    of a torch loader.
-
-    With several instances, or rows by replica, a SequentialSampler or plain RandomSampler is replaced by
-    `shuffle`, so that poptorch.DataLoader can partition the rows. Any other sampler is used as it is; with
-    several instances this warns, unless it is a DistributedSampler.
-    """
+    """Return the arguments by which a poptorch.DataLoader has the order of a torch loader: its sampler; or, to
+    partition the rows, `shuffle`."""
     sampler: Any = loader.sampler
     is_shuffled = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
     is_plain = is_shuffled or type(sampler) is SequentialSampler
@@ -132,12 +121,7 @@ def _sampling_arguments(loader: DataLoader[Any], options: poptorch.Options) -> d
 
 
 class JoinedBatches:
-    """An iterable that joins each n consecutive batches of a loader or batch sampler into one batch.
-
-    Args:
-        join:      function from a list of batches to one batch
-        keep_tail: whether the last batches are joined, too, if they are fewer than n; else they are left out
-    """
+    """An iterable that joins each n consecutive batches of a loader or batch sampler into one batch."""
 
     def __init__(self, source: Any, n: int, join: Callable[[list[Any]], Any], keep_tail: bool) -> None:
         self._source, self._n, self._join, self._keep_tail = source, n, join, keep_tail
@@ -153,14 +137,13 @@ class JoinedBatches:
 
 
 def row_count(batch: Any) -> int | None:
-    """Return the size of the first dimension that all tensors of a batch share; None if they differ in it."""
+    """Return the rows of a batch; None if its tensors have different numbers of them."""
     counts = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(batch)}
     return counts.pop() if len(counts) == 1 else None
 
 
 def resize_batch(value: Any, before: int, after: int) -> Any:
-    """Return a nested value in which each tensor of `before` rows has `after` rows: cut at the end, or filled
-    up with copies of the last row. Tensors with another number of rows are unchanged."""
+    """Return a value in which tensors of `before` rows have `after` rows: cut, or padded with the last row."""
     if before == after:
         return value
     rows = torch.arange(after).clamp(max=before - 1)

@@ -38,9 +38,7 @@ class Lightning:
 
 
 def make_options(strategy: Any, training: bool) -> poptorch.Options:
-    """Return new options with the strategy's device iterations, its devices as replicas (under poprun those
-    of poprun), the seed of `seed_everything`, and the Trainer's anomaly detection; if `training`, also with
-    the Trainer's gradient accumulation. Stages are pipelined, or sharded if a pipeline is not possible."""
+    """Return new options from the settings of the strategy, the Trainer, poprun and `seed_everything`."""
     devices = len(strategy.parallel_devices or [0])
     is_of_poprun = popdist.isPopdistEnvSet()
     options = popdist.poptorch.Options() if is_of_poprun else poptorch.Options().replicationFactor(devices)
@@ -61,10 +59,7 @@ def make_options(strategy: Any, training: bool) -> poptorch.Options:
 
 
 def write_reports(directory: str | None, undo: ExitStack) -> None:
-    """Set the variable POPLAR_ENGINE_OPTIONS so that executors write profiles, until `undo` is closed.
-
-    Args: directory: the folder for the profiles, created if missing; None: the current directory
-    """
+    """Set POPLAR_ENGINE_OPTIONS, until `undo` is closed, so that executors write profiles into this folder."""
     variable = "POPLAR_ENGINE_OPTIONS"
     options = {**json.loads(os.environ.get(variable) or "{}"), "autoReport.all": "true"}
     if directory is not None:
@@ -74,11 +69,7 @@ def write_reports(directory: str | None, undo: ExitStack) -> None:
 
 
 def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:
-    """Raise a MisconfigurationException, with a fix, if the Trainer's configuration can't run on ipus; for
-    gradient accumulation that changes between epochs a RuntimeError.
-
-    If `is_fit`, warn of each overridden hook that is not called, or that finds no gradients.
-    """
+    """Raise an exception, with a fix, if the configuration can't run on ipus; warn of hooks without effect."""
     lightning, module = strategy.lightning, strategy._lightning_module
     if not getattr(type(strategy.precision_plugin), "_is_of_pando", False):
         raise lightning.Misconfiguration(
@@ -127,8 +118,7 @@ def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:
 
 
 def check_optimizers(strategy: Any, trainer: Any) -> None:
-    """Raise a MisconfigurationException, with a fix, if the strategy has several optimizers, or LBFGS, or if
-    the Trainer and the optimizer clip gradients at different norms."""
+    """Raise a MisconfigurationException, with a fix, if the optimizers can't run on ipus."""
     misconfiguration = strategy.lightning.Misconfiguration
     if len(strategy.optimizers) > 1:
         raise misconfiguration(

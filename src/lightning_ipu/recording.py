@@ -26,11 +26,8 @@ logger = logging.getLogger("poptorch::python")
 
 
 class StepModule(nn.Module):
-    """A module that wraps a LightningModule for an executor. Its forward runs the step that the Trainer runs
-    now, recorded while the executor captures it; outside a Trainer's run, the LightningModule's forward.
-
-    Parameters and buffers have the same names as in the LightningModule.
-    """
+    """A module around a LightningModule, with the same names of parameters, whose forward runs the Trainer's
+    present step, recorded in a capture; outside a Trainer's run, the LightningModule's forward."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -68,15 +65,14 @@ _STEPS = {
 
 
 def set_until_closed(undo: ExitStack, mapping: Any, key: str, value: Any) -> None:
-    """Set `mapping[key]`. Closing `undo` restores the value before, or deletes the key if it was missing."""
+    """Set `mapping[key]` until `undo` is closed."""
     had, before = key in mapping, mapping.get(key)
     mapping[key] = value
     undo.callback(lambda: mapping.update({key: before}) if had else mapping.pop(key, None))
 
 
 class Recording:
-    """One run of the method `step` of a LightningModule while it is captured, which records the step's
-    actions on the host (see the module's docstring) as notes of the graph."""
+    """One run of a LightningModule's method `step` while it is captured, which makes its actions notes."""
 
     def __init__(self, module: Any, step: str, capture: Capture) -> None:
         from torchmetrics import Metric, MetricCollection
@@ -118,8 +114,7 @@ class Recording:
         return output
 
     def _record_attributes(self) -> None:
-        """Record the tensors that the step has left in attributes of the module. Raises CaptureError for an
-        attribute that can't be set again after a call, such as a set."""
+        """Record the tensors that the step has left in attributes. Raises CaptureError for one in a set."""
         for name, now, old in _changed_attributes(self._module, self._attributes_before):
             if isinstance(now, list) and isinstance(old, list) and not _has_traced_tensors(now[: len(old)]):
                 for item in filter(_has_traced_tensors, now[len(old) :]):
@@ -173,15 +168,13 @@ class Recording:
             self._record_log(name, value, *args, **kwargs)
 
     def _metric_key(self, value: Any) -> str | int | None:
-        """Return the path of a metric of the module; for a MetricValue the number of the call that returned
-        it; None if `value` is neither."""
+        """Return a metric's path; for a MetricValue the number of its call; None for other values."""
         if isinstance(value, MetricValue):
             return value._call
         return next((path for path, metric in self._metrics.items() if metric is value), None)
 
     def _recording_method(self, path: str, method: str) -> Callable[..., Any]:
-        """Return a replacement for a method ("forward" or "update") of a metric, which only records its
-        calls. The replacement of "forward" returns a MetricValue, that of "update" None."""
+        """Return a function that records calls of a metric's method, "forward" or "update", in its place."""
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             call = next(self._calls)
@@ -193,8 +186,7 @@ class Recording:
     # ---- manual optimization -----------------------------------------------------------------------------
 
     def _manual_replacements(self) -> dict[str, Any]:
-        """Return, by name, replacements of the module's methods for manual optimization, which record calls
-        of `manual_backward` and `optimizer.step`, and refuse methods that can't be a part of a step."""
+        """Return, by name, methods for manual optimization that record calls, or refuse them."""
         (optimizer,) = self._module.trainer.strategy.optimizers
         # A stand-in for the optimizer: its attributes can be read, and `step` is only recorded.
         stand_in = object.__new__(type(optimizer))
@@ -230,7 +222,6 @@ class Recording:
         note(("optimizer_step",), None)
 
     def _check_manual_calls(self) -> None:
-        """Raise a CaptureError unless the step called `manual_backward`, then `optimizer.step`, each once."""
         if self._manual_calls != ["backward", "step"]:
             raise CaptureError(
                 "manual optimization in training_step must be one `self.manual_backward(loss)`, followed by one"
@@ -274,7 +265,6 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _raising_function(what: str, fix: str) -> Callable[..., Any]:
-    """Return a function that raises a CaptureError: `what` can't be called in a compiled step; and `fix`."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise CaptureError(f"{what} at {user_line()} can't be a part of a compiled step\n  fix: {fix}")
@@ -283,8 +273,7 @@ def _raising_function(what: str, fix: str) -> Callable[..., Any]:
 
 
 def _find_loss(output: Any, where: str) -> Tensor:
-    """Return the loss in the output of training_step: the output, or its item "loss". Raises CaptureError,
-    with the place `where`, if that is not a floating point tensor of the captured step."""
+    """Return the output of training_step or its item "loss", if it is a floating point tensor of the step."""
     loss: Any = output.get("loss") if isinstance(output, dict) else output
     if not is_traced(loss) or not loss.is_floating_point():
         cause = f"training needs a loss that is computed in the step; found {type(loss).__name__}"
@@ -338,11 +327,8 @@ def _restore_attributes(module: Any, before: dict[str, Any]) -> None:
 
 
 def _watch_counters(trainer: Any, undo: ExitStack) -> None:
-    """Replace the Trainer's class, until `undo` is closed, by a subclass that records which of the counters
-    `current_epoch` and `global_step` are read.
-
-    Closing `undo` warns of each counter that was read and is not in `strategy.recompile_on`.
-    """
+    """Replace the Trainer's class, until `undo` is closed, to warn of counters that the step reads, as they are
+    constants then, unless they are in `strategy.recompile_on`."""
     read: set[str] = set()
     kind = type(trainer)
 

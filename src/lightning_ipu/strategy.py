@@ -139,7 +139,7 @@ class StrategyPart:
         return poptorch.inferenceModel(self.model, self.inference_opts.clone().allowNewShapes())
 
     def _release_executors(self) -> None:
-        """Store the executors' random states, destroy the executors, and undo the replacements of `setup`."""
+        """Destroy the executors, and undo what `setup` has replaced."""
         self._save_random_state()
         for executor in self.poptorch_models.values():
             executor._release()  # unlike destroy(), it also unmarks a model that is not compiled
@@ -172,8 +172,7 @@ class StrategyPart:
     validation_step = test_step = training_step
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the predictions for a batch. A short last batch is padded with copies of its last row; the
-        predictions for these copies are left out."""
+        """Return the predictions for a batch. A short last batch is padded, and the predictions are cut."""
         rows = row_count(batch)
         if rows is None:
             return self._step(self._current_stage, batch, *args, **kwargs)
@@ -184,8 +183,7 @@ class StrategyPart:
         return resize_batch(self._step(self._current_stage, padded, *args, **kwargs), whole, rows)
 
     def _step(self, stage: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the executor of a stage, repeat the step's actions on the host, and return the call's output.
-        Before the first call after a checkpoint was loaded, restore the checkpoint's random state."""
+        """Call the executor of a stage, repeat the step's actions on the host, and return the call's output."""
         prepared = self._prepare_input(args)
         executor = self._executor_for(stage)
         random_state = self._loaded_random_state.pop(stage.value, None)
@@ -202,9 +200,7 @@ class StrategyPart:
         return tree_map_only((int, float), lambda number: torch.tensor(number).repeat(n), args)
 
     def _executor_for(self, stage: Any) -> poptorch.PoplarExecutor:
-        """Return the executor of a stage. If a counter in `recompile_on` has changed since the last call, or
-        in training a `requires_grad` or the number of parameter groups, destroy the executor first, so that
-        its next call compiles the model again."""
+        """Return the executor of a stage. If something that is compiled in has changed, destroy it first."""
         executor = self.poptorch_models[stage]
         now = [getattr(self._lightning_module, name) for name in self.recompile_on]
         if stage == "train":
@@ -216,17 +212,15 @@ class StrategyPart:
         return executor
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Run the transfer hooks of Lightning, and return the batch, cast to the precision, on the host."""
         batch = super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
         return self.precision_plugin.cast(batch)
 
     def _prepare_dataloader(self, dataloader: Any, shuffle: bool = False, mode: Any = None) -> Any:
-        """Store the stage `mode`, and return the loader unchanged. Lightning's own method rebuilds it."""
+        """Store the stage, and return the loader unchanged, in place of Lightning's method, which rebuilds it."""
         self._loader_stage = mode
         return dataloader
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader of combined batches, for the stage that `_prepare_dataloader` has stored."""
         stage = self._current_stage if self._loader_stage is None else self._loader_stage
         return convert_loader(dataloader, stage, self.options_for(stage), self.lightning)
 
@@ -249,8 +243,7 @@ class StrategyPart:
 
     @property
     def replication_factor(self) -> int:
-        """Return the number of replicas of the current stage. Before `setup`: the replicas of the options, or
-        the number of devices if no options were given."""
+        """Return the number of replicas of the current stage; before `setup` of the options or devices."""
         if not self.poptorch_models:
             options = vars(self).get("training_opts") or vars(self).get("inference_opts")
             return options.replication_factor if options is not None else len(self.parallel_devices or [0])
@@ -286,7 +279,7 @@ class StrategyPart:
     # ---- other processes ---------------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the mean (or by `reduce_op` sum, min or max) over processes of a tensor or number."""
+        """Return the mean, sum, min or max over processes of a tensor or number."""
         if self.world_size == 1:
             return tensor
         word = str(reduce_op or "mean").rpartition(".")[2].lower()  # also for torch's ReduceOp.SUM
@@ -303,10 +296,7 @@ class StrategyPart:
         return values[0]
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Return the tensors of all processes, as [processes, *shape]; with one process the tensor itself.
-
-        `group` and `sync_grads` have no effect: all processes take part, and no gradient passes.
-        """
+        """Return the tensors of all processes, as [processes, *shape]; with one process the tensor itself."""
         return collectives.all_gather(tensor.unsqueeze(0)) if self.world_size > 1 else tensor
 
 
@@ -316,15 +306,11 @@ class StrategyPart:
 def _replay(
     module: Any, notes: Sequence[tuple[Any, Any]], reduce_over_instances: Callable[..., Tensor]
 ) -> None:
-    """Repeat the actions of a recorded step on its LightningModule, in their order, but extend lists last.
-
-    Args: notes: pairs of an action (kind, *details) and its value; tensors in the value are [micro-batches, ...]
-    """
+    """Repeat the actions of a recorded step, with their values, [micro-batches, ...]; extend lists last."""
     appended: dict[str, list[Any]] = {}
     metric_values: dict[int, Any] = {}  # results of calls of metrics, by the number of the call
 
     def metric_or_value(metric: str | int) -> Any:
-        """Return the metric with this path; for a number, the result of the call with this number."""
         return metric_values[metric] if isinstance(metric, int) else module.get_submodule(metric)
 
     for action, value in notes:
@@ -356,8 +342,7 @@ def _replay(
 
 
 def _reduce_value(value: Any, options: dict[str, Any], reduce_over_instances: Callable[..., Tensor]) -> Any:
-    """Return the value to log: a tensor is reduced over micro-batches by `options["reduce_fx"]` (else the
-    mean), and with `sync_dist` also over instances. A value that is no tensor is returned unchanged."""
+    """Return the value to log: a tensor is reduced over micro-batches and, with `sync_dist`, instances."""
     if not isinstance(value, Tensor):
         return value
     reduce: Any = options.get("reduce_fx", "mean")
@@ -368,5 +353,5 @@ def _reduce_value(value: Any, options: dict[str, Any], reduce_over_instances: Ca
 
 
 def _select_row(value: Any, index: int) -> Any:
-    """Return a nested value in which each tensor is replaced by a copy of its row `index`."""
+    """Return a value in which each tensor is replaced by a copy of its row `index`."""
     return with_tensors(value, iter([tensor[index].clone() for tensor in tensors_of(value)]))

@@ -26,17 +26,7 @@ def sampler_of_process(
 ) -> Sampler[int] | None:
     """Return a sampler of the rows that this process reads; None: torch's own sampler is to be used.
 
-    With several processes the result is always a sampler, and a warning is logged if the first process gets
-    more batches than the last process. With one process the result is None, unless rows belong to replicas
-    (`rowsByReplica`), `shuffle` is set, and the options have a seed: then a sampler shuffles by this seed.
-
-    Args:
-        micro_batch: rows of a micro-batch; None if the dataset itself yields batches
-        others: further arguments of torch's loader; a "generator" replaces the seed in a single process
-
-    Raises (only with several processes):
-        DataError: there is a sampler in `others`; or `drop_last`, and not a batch of rows for each process
-        AssertionError: the dataset is an IterableDataset, `micro_batch` is None, or `shuffle` without a seed
+    Args: others: further arguments of torch's loader; a "generator" replaces the seed in a single process
     """
     distributed, counts = options.Distributed, options._counts()
     processes, by_replica = distributed.numProcesses, distributed.rows_by_replica
@@ -95,12 +85,8 @@ def sampler_of_process(
 class ProcessSampler(Sampler[int]):
     """A sampler of the rows of one process, from an order of all rows that is the same in all processes.
 
-    Args:
-        rows: number of rows of the dataset
-        seed: seed of the order of the rows, which is drawn anew in each epoch; None: the dataset's order
-        get_indices: returns the process's indices into the order of the rows; they are taken modulo `rows`
-        leftovers: number of rows that no process reads in an epoch. With a seed, this number is added to the
-            indices in the first, third, ... epoch, so that two epochs together read every row of the order
+    With a `seed` each epoch draws a new order, and the first, third, ... epoch adds `leftovers`, the number of rows
+    that no process reads, to the indices, so that two epochs together read every row of the order.
     """
 
     def __init__(
@@ -121,11 +107,8 @@ class ProcessSampler(Sampler[int]):
 
 
 def _indices_of_process(index_count: int, width: int | None, processes: int, process: int) -> torch.Tensor:
-    """Return those of `index_count` indices, into the common order of all rows, that a process reads.
-
-    Runs of `width` rows (a micro-batch of all replicas of a process) are assigned to the processes in turn, so
-    that a replica's rows in an update don't depend on their number. None: each reads one contiguous share.
-    """
+    """Return those of `index_count` indices that a process reads: a contiguous share; or in turn with the other
+    processes `width` rows, a micro-batch of its replicas, so that a replica's rows don't depend on their number."""
     indices = torch.arange(index_count)
     if width is None:
         return indices.tensor_split(processes)[process]

@@ -33,8 +33,7 @@ _loaded = WeakTensorKeyDictionary()
 
 
 def factors_of_loaded(tensor: torch.Tensor) -> tuple[Counts | None, int | None]:
-    """Return the batch factors of the DataLoader that loaded this tensor, and the rows of its micro-batches
-    (None: not known). Return (None, None) unless the tensor is the first tensor of a DataLoader's batch."""
+    """Return the batch factors and rows of a micro-batch for which a batch with this first tensor was loaded."""
     return _loaded.get(tensor) or (None, None)
 
 
@@ -196,7 +195,6 @@ class DataLoader(torch.utils.data.DataLoader):
         return _yield_and_record(batches, self.options._counts(), self._micro_batch)
 
     def _begin_epoch(self) -> Iterator[Any]:
-        """Begin an epoch in this process, and return an iterator over its combined batches."""
         batches = super().__iter__()
         if self._worker_size is not None and isinstance(self.dataset, IterableDataset):
             return rebatch_rows(batches, self._combined_batch_size or 1, not self.drops_last)
@@ -210,15 +208,10 @@ class DataLoader(torch.utils.data.DataLoader):
         return ResumableSampler(super()._index_sampler, self._progress, self._worker_size)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a copy or pickle of the loader, without its worker processes."""
         return {**self.__dict__, "_accessor": None, "_iterator": None}
 
     def _save_arguments(self, arguments: dict[str, Any]) -> None:
-        """Save the constructor's arguments in the attributes from which Lightning rebuilds a loader.
-
-        Lightning itself would save the arguments of torch's constructor, with the combined batch size. In a
-        subclass, or if Lightning has saved arguments already, nothing is saved.
-        """
+        """Save the arguments for Lightning, which rebuilds loaders; it would save those of torch's constructor."""
         if type(self) is DataLoader and "__pl_saved_args" not in self.__dict__:
             for name in ("self", "kwargs", "__class__"):  # locals of the constructor that are not arguments
                 arguments.pop(name, None)
@@ -227,8 +220,7 @@ class DataLoader(torch.utils.data.DataLoader):
             self.__dict__["__dataset"] = arguments["dataset"]
 
     def _worker_batch_size(self, worker_size: int | None, batch_sampler: Any, is_stream: bool) -> int | None:
-        """Return the number of rows that are loaded at once if combined batches are put together from these,
-        else None. Raises AssertionError if `worker_size` is larger than the combined batch size."""
+        """Return the number of rows that are loaded at once if combined batches consist of several such parts."""
         combined = self._combined_batch_size
         assert worker_size is None or combined is None or worker_size <= combined, (
             f"rebatched_worker_size={worker_size} must not be larger than the combined batch size {combined}"
@@ -241,7 +233,6 @@ class DataLoader(torch.utils.data.DataLoader):
         return worker_size or combined if is_stream or worker_size not in (None, combined) else None
 
     def _warn_of_incomplete_batch(self, batch_sampler: Any) -> None:
-        """Log a warning if the last combined batch is incomplete, or if the sampler has no length to tell."""
         parts, whole, unit = row_count_of_epoch(self) or 0, self._combined_batch_size or 1, "rows"
         if batch_sampler is not None:
             parts, whole, unit = length_or_none(batch_sampler), self._elements_per_batch, "micro-batches"
@@ -253,8 +244,7 @@ class DataLoader(torch.utils.data.DataLoader):
             )
 
     def _warn_of_no_batch(self) -> None:
-        """In mode Sync log a warning that the dataset has too few rows; in other modes the worker raises."""
-        if self.mode == DataLoaderMode.Sync:
+        if self.mode == DataLoaderMode.Sync:  # in other modes the worker raises
             rows, combined = row_count_of_epoch(self), self._combined_batch_size
             logger.warning(
                 "the DataLoader yields no batch: its dataset has %s rows, and a call takes %s (batch_size x device "
@@ -265,8 +255,7 @@ class DataLoader(torch.utils.data.DataLoader):
 
 
 def _yield_and_record(batches: Iterator[Any], counts: Counts, micro_batch: int | None) -> Iterator[Any]:
-    """Yield the batches unchanged. Report the wait for each batch to `wait_recorders`, and store `counts` and
-    `micro_batch` by the batch's first tensor, for `factors_of_loaded`."""
+    """Yield the batches; report the waits to `wait_recorders`, and store the factors for `factors_of_loaded`."""
     start = time.perf_counter_ns()
     for batch in batches:
         for recorder in list(wait_recorders):
@@ -279,8 +268,7 @@ def _yield_and_record(batches: Iterator[Any], counts: Counts, micro_batch: int |
 
 
 def _limit_worker_count(num_workers: int, dataset: Any, worker_init_fn: Any) -> int:
-    """Return `num_workers`, at most the number of cores; for an IterableDataset unchanged. Log a warning if
-    the number is reduced, or if several workers would each read a whole IterableDataset."""
+    """Return `num_workers`, at most the number of cores, except for an IterableDataset."""
     if isinstance(dataset, IterableDataset):
         if num_workers > 1 and worker_init_fn is None:
             logger.warning(

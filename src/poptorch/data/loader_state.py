@@ -23,8 +23,7 @@ LoaderState = dict[str, Any]
 
 
 def random_state() -> RandomState:
-    """Return the states of the global random generators of torch, numpy and Python, as tensors, numbers and
-    containers, which `torch.load(weights_only=True)` reads."""
+    """Return the states of torch's, numpy's and Python's global generators, for `torch.load(weights_only=True)`."""
     numpys: Any = numpy.random.get_state(legacy=False)
     key = torch.from_numpy(numpys["state"]["key"].astype("int64"))
     return {
@@ -35,7 +34,6 @@ def random_state() -> RandomState:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Set the global random generators of torch, numpy and Python to a result of `random_state`."""
     torch.set_rng_state(state["torch"])
     numpys = state["numpy"]
     numpy.random.set_state(
@@ -74,8 +72,7 @@ class Progress:
         return self.loaded_state or state_after_break(self.state(loader))
 
     def begin_epoch(self, loader: Any) -> Iterator[Any]:
-        """Begin the loader's next epoch, and return an iterator over its batches. If a state was loaded,
-        clear it, set the random generators to it, and skip the batches that its epoch has yielded."""
+        """Begin the loader's next epoch, or continue the loaded state's; return an iterator over its batches."""
         state, is_loaded = self.next_state(loader), self.loaded_state is not None
         self.loaded_state = None
         self.epoch, self.position = state["epoch"], state["position"]
@@ -107,11 +104,8 @@ class Progress:
 
 
 class ResumableSampler:
-    """A sampler that yields the elements of another sampler. After a state was loaded, the next epoch skips
-    the elements before the state's position; later epochs are complete.
-
-    Args: rows: cut elements, which are lists of row indices, into lists of this length; None: don't cut
-    """
+    """A sampler of another sampler's elements (with `rows`: cut into lists of so many row indices), which skips
+    elements in the first epoch after a state was loaded."""
 
     def __init__(self, sampler: Any, progress: Progress, rows: int | None) -> None:
         self.sampler, self.progress, self.rows = sampler, progress, rows
@@ -136,14 +130,8 @@ def _skip_elements(
     ahead: int,
     begin: Callable[[], None] | None = None,
 ) -> Iterator[Any]:
-    """Yield the elements of `parts` without the first `count`; restore random generators on the way.
-
-    It must be a generator: new workers of torch draw a seed between the call and the first `next()`.
-
-    Args:
-        random: state to which the global generators are set before the first element is yielded; or None
-        ahead:  number of elements that are read from `parts` (and yielded later) before `random` is set
-        begin:  called before `parts` is read, sets the generators to the beginning of the epoch; or None
+    """Yield `parts` without the first `count`, read after `begin()`. When `ahead` more elements are read, set the
+    global generators to `random`. A generator, since new workers of torch draw a seed before the first `next()`.
     """
     if begin is not None:
         begin()
@@ -158,12 +146,9 @@ def _skip_elements(
 
 
 def state_for_loader(state: Mapping[str, Any], loader: Any) -> LoaderState:
-    """Return a copy of a state, which a loader in another layout may have saved, for this loader: the
-    position is counted in this loader's batches.
+    """Return a state, perhaps of a loader in another layout, with the position in this loader's batches.
 
-    Raises:
-        DataError: the value is not a loader's state; it has another number of random generators than this
-            loader; or rows would be lost or read twice
+    Raises: DataError, if it is no state of such a loader, or rows would be lost or read twice
     """
     here = _layout_of(loader)
     if not isinstance(state, Mapping) or set(state) != {"epoch", "position", "begun", "now", *here}:
@@ -192,11 +177,8 @@ def state_for_loader(state: Mapping[str, Any], loader: Any) -> LoaderState:
 
 
 def _layout_of(loader: Any) -> dict[str, Any]:
-    """Return the entries of a loader's state that depend on the layout.
-
-    shares  number of processes that each read a share of the dataset; 1: all batches are counted together
-    rows    rows of a call, of all processes together, or with shares of this process; None: not known
-    """
+    """Return the number of processes that count the batches of a share each, and the rows of a call that are
+    counted together (None: not known)."""
     shares, size = loader._share_count, loader._combined_batch_size
     processes = 1 if shares > 1 else loader.options.Distributed.numProcesses
     return {"shares": shares, "rows": size and size * processes}
@@ -216,21 +198,16 @@ def _loader_generators(loader: Any) -> list[torch.Generator]:
 
 
 def _generator_states(loader: Any) -> LoaderState:
-    """Return the states of all random generators on which a loader's rows depend.
-
-    random  of the global generators; own  of the loader's generators; behind  `ProcessSampler.is_shifted`;
-    fresh   whether the next epoch starts new workers, for which torch draws a seed
-    """
+    """Return the states of all random generators on which a loader's rows depend."""
     return {
         "random": random_state(),
         "own": [generator.get_state() for generator in _loader_generators(loader)],
         "behind": getattr(loader.sampler, "is_shifted", False),
-        "fresh": loader._iterator is None,
+        "fresh": loader._iterator is None,  # the next epoch starts new workers, for which torch draws a seed
     }
 
 
 def _restore_generators(loader: Any, state: LoaderState) -> None:
-    """Set the generators on which a loader's rows depend to a result of `_generator_states`."""
     set_random_state(state["random"])
     for generator, value in zip(_loader_generators(loader), state["own"], strict=False):
         generator.set_state(value)
