@@ -157,8 +157,6 @@ def _best_paths(rows: list[list[float]], blank: int, beam_width: int) -> list[tu
 
     During the search a path has two log-probabilities: of its alignments that end in a blank, and of those
     that end in its last label. A path can repeat its last label only after a blank.
-
-    Args: rows: log-probabilities of all labels at each step
     """
     beams: dict[Path, list[float]] = {(): [0.0, _LOG_ZERO]}
     for row in rows:

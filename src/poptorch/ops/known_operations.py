@@ -31,10 +31,7 @@ def copy_tensor(x: Tensor) -> Tensor:
 
 
 def remap(x: Tensor, **layout: Any) -> Tensor:
-    """Return the same values; on IPUs their layout in memory changes.
-
-    Args: layout: grain sizes, clones and the like, of no effect here
-    """
+    """Return the same values; on IPUs their layout in memory changes, by settings of no effect here."""
     return torch.ops.poptorch.nop(x)
 
 
@@ -97,10 +94,7 @@ def l1_distance(first: Tensor, second: Tensor) -> Tensor:
 
 
 def l2_distance(first: Tensor, second: Tensor) -> Tensor:
-    """Return the L2 distance of each row of `first`, [m, k], from each row of `second`, [n, k]: [m, n].
-
-    The gradient of the distance of equal rows is zero.
-    """
+    """Return the L2 distance of each row of `first`, [m, k], from each row of `second`, [n, k]: [m, n]."""
     return torch.linalg.vector_norm(first.unsqueeze(1) - second.unsqueeze(0), dim=-1)
 
 
@@ -207,13 +201,7 @@ KNOWN: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
 def compute_known_operation(
     name: str, inputs: Sequence[Tensor], attributes: dict[str, Any], examples: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the outputs of the operation `KNOWN[name]`. The first call for a name logs a warning.
-
-    Args:
-        examples: the outputs are converted to the shapes and dtypes of these tensors; more outputs are left out
-    Raises:
-        Error: inputs or attributes don't fit the operation, or the output has another size than the example
-    """
+    """Return the outputs of the operation `KNOWN[name]`, in the shapes and dtypes of the examples."""
     function = KNOWN[name]
     signature = inspect.signature(function)
     given = {key: value for key, value in attributes.items() if key not in _IGNORED_ATTRIBUTES}

@@ -22,12 +22,9 @@ def register_mark(
     run: Callable[..., None] = lambda first, *settings: None,
     gradient: Callable[..., Tensor] = lambda gradient, *settings: gradient,
 ) -> None:
-    """Register a mark: an operation whose result is its first argument.
+    """Register a mark, an operation that returns its first argument.
 
-    Args:
-        schema:   "name(Tensor input, <settings>) -> Tensor"
-        run:      called with the operation's arguments each time a graph runs the operation; returns nothing
-        gradient: called with (gradient, *settings), returns the gradient of the input
+    `run` is called with the arguments whenever a graph runs it; `gradient(gradient, *settings)` is its backward.
     """
     name = LIBRARY.define(schema)
     operation = getattr(torch.ops.poptorch, name).default
@@ -65,11 +62,7 @@ class _MarkAutogradFunction(torch.autograd.Function):
 
 
 def register_computed(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Register an operation that `function` computes, without a gradient; its annotations give the schema.
-
-    Args:
-        fake: called in place of `function` if tensors are fake; returns empty outputs of the right shapes
-    """
+    """Register an operation that `function`, whose annotations give the schema, or `fake` computes."""
     LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"poptorch::{name}", fake, lib=LIBRARY)
@@ -83,16 +76,13 @@ def check_tensors(rule: str, *values: Any, error: type[Exception] = Error) -> No
 
 
 def raise_in_training(capture: Capture, name: str, fix: str) -> None:
-    """Raise Error, which says that `name` works in inference only, if a model is captured for training."""
     if capture.training:
         raise Error(f"{name} is only supported in inference.\n  why: it has no gradient\n  fix: {fix}")
 
 
 def shapes_of(values: Iterable[Tensor]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """Return the shape and dtype of each tensor."""
     return tuple((tuple(value.shape), value.dtype) for value in values)
 
 
 def shapes_text(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> str:
-    """Return a result of `shapes_of` as text; "nothing" if it is empty."""
     return ", ".join(f"{dtype} {shape}" for shape, dtype in shapes) or "nothing"

@@ -285,7 +285,6 @@ class MultiConv:
 
 
 def _all_valid(value: Any, is_valid: Callable[[Any], bool]) -> bool:
-    """Return whether a value is None, is valid, or is a list or tuple, not empty, of valid items."""
     if isinstance(value, (list, tuple)):
         return len(value) > 0 and all(map(is_valid, value))
     return value is None or is_valid(value)

@@ -71,7 +71,6 @@ def _print_tensor(tensor: Tensor, title: str = "", print_gradient: bool = True, 
 
 
 def _print_gradient(gradient: Tensor, title: str = "", print_gradient: bool = True, *settings: Any) -> Tensor:
-    """Return the gradient of a printed tensor unchanged; with `print_gradient` record a print of it."""
     if not print_gradient:
         return gradient
     return torch.ops.poptorch.ipu_print_tensor(gradient, f"{title}_gradient", False, *settings)
@@ -99,10 +98,7 @@ class _PrintLayout:
     close_bracket: str = ")"
 
     def format_tensor(self, part: Tensor, indent: str, write: Callable[[Any], str]) -> list[str]:
-        """Return a sub-tensor, or the whole tensor, as lines of text.
-
-        Args: indent: spaces before the first line; write: returns an element as text
-        """
+        """Return the tensor or a part of it as lines of text; `write` returns an element as text."""
         if part.dim() == 0:
             return [write(part.item())]
         shown: list[int | None] = list(range(len(part)))  # None: "..." in place of all but the edges
@@ -116,10 +112,7 @@ class _PrintLayout:
         return [indent + self.open_bracket, *itertools.chain(*inner), indent + self.close_bracket]
 
     def _format_row(self, values: list[str], indent: str) -> list[str]:
-        """Return an innermost row as lines of text, broken after separators to fit into `max_line_width`.
-
-        Args: values: the elements as text; indent: spaces before the first line
-        """
+        """Return an innermost row as lines of text, broken after separators to fit into `max_line_width`."""
         lines, line = [], indent + self.open_bracket
         for position, value in enumerate(values):
             item = value + (self.close_bracket if position == len(values) - 1 else self.separator)

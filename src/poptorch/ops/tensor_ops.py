@@ -142,10 +142,7 @@ def fps(src: Tensor, ptr: list[int], ratio: float = 0.5, random_start: bool = Fa
 
 
 def _sample_cloud(points: Tensor, count: int, start: Tensor) -> Tensor:
-    """Return the indices of `count` points of a cloud: `start`, then the farthest from all points before.
-
-    Args: start: index of the first sample, divided by the number of points
-    """
+    """Return the indices of `count` points: the first is `start` times their number, then always the farthest."""
     chosen, latest = torch.empty(count, dtype=torch.int64), int(start.item() * len(points))
     distance = torch.full((len(points),), math.inf, device=points.device)
     for position in range(count):
@@ -182,8 +179,7 @@ def nearest(x: Tensor, y: Tensor, batch_x: Any = None, batch_y: Any = None) -> T
 
 
 def _as_cloud_numbers(name: str, value: Any, points: Tensor) -> Tensor:
-    """Return the argument `name` of `nearest`, the cloud number of each point, as a tensor [N].
-    Raises Error for another shape, or an unsorted list."""
+    """Return an argument of `nearest`, the cloud number of each point, as a tensor [N]."""
     is_sorted = not isinstance(value, (list, tuple)) or list(value) == sorted(value)
     numbers = torch.as_tensor(value, device=points.device)
     if not is_sorted or numbers.shape != points.shape[:1]:

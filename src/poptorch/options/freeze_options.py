@@ -24,9 +24,7 @@ OUTPUTS: dict[OutputMode, Outputs] = {
 
 
 def resolve_options(options: Options, training: bool, model: nn.Module | None = None) -> Options:
-    """Return a frozen copy of the options, with an output mode in place of Default, and the strategy that
-    `poptorch.annotate` or `split` set for `model` in place of the default strategy. Raises Error if gradient
-    accumulation is not 1 in inference."""
+    """Return a frozen copy of the options, in which the output mode and the model's strategy are resolved."""
     own = options.clone()
     if own.defaultOutputMode():
         own.outputMode(OutputMode.Final if training else OutputMode.All)
@@ -52,12 +50,9 @@ def engine_settings(
     optimizer: Optimizer | None,
     groups: dict[str, ReplicaGroups] | None = None,
 ) -> Settings:
-    """Return the engine's settings for these options; log each `useOnChipStorage(False)` as without effect.
+    """Return the engine's settings for these options. Raises Error if the options contradict each other.
 
     Args: groups: the groups of replicas of each per-replica parameter, by canonical name
-    Raises:
-        Error: the period of OutputMode.EveryN does not divide the device iterations, the backend is unknown,
-            or the device is invalid (see `chosen_device`)
     """
     popart, update, counts = options._Popart.options, options.Training, options._counts()
     mode, period = OutputMode(options.output_mode), options.output_return_period
@@ -95,8 +90,7 @@ def engine_settings(
 
 
 def chosen_device(options: Options, training: bool) -> DeviceKind:
-    """Return the kind of device that the options choose, else POPTORCH_DEVICE, else "cpu". Raises Error for
-    an unknown kind and, unless the connection type is Never, for a device that this machine lacks."""
+    """Return the kind of device that the options or POPTORCH_DEVICE choose. Raises Error if it is missing."""
     kind: Any = _option_or_variable(options, "device_kind", "POPTORCH_DEVICE", DEVICES)
     if options.connection_type != ConnectionType.Never:
         devices.check_available(kind, options._counts().instances if training else 1)
@@ -104,8 +98,7 @@ def chosen_device(options: Options, training: bool) -> DeviceKind:
 
 
 def _option_or_variable(options: Options, option: str, variable: str, known: tuple[str, ...]) -> Any:
-    """Return the value of `option` if it is set, else of the environment `variable`, else `known[0]`. Raises
-    Error if the value is not in `known`."""
+    """Return the value of `option` if it is set, else of the environment `variable`, else `known[0]`."""
     name = options(option) if options.exists(option) else os.environ.get(variable, known[0])
     if name not in known:
         raise Error(f"{variable} is {name!r}\n  fix: one of {', '.join(map(repr, known))}")

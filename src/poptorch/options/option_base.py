@@ -25,8 +25,7 @@ _POSITIVE = ("device_iterations", "gradient_accumulation", "replication_factor")
 
 
 def checked(setter: str, value: T, kind: type | tuple, error: type[Exception] = AssertionError) -> T:
-    """Return `value`, the argument of the method named `setter`. Raises `error` unless the value has the type
-    `kind` or, for a tuple `kind`, is in that tuple."""
+    """Return the argument of a setter. Raises `error` unless it has the type `kind`, or is in the tuple `kind`."""
     if isinstance(kind, tuple):
         if value in kind:
             return value
@@ -174,8 +173,6 @@ class OptionsDict(Freezable):
         )
 
     def _checked_value(self, name: str, value: Any) -> Any:
-        """Return the new value of option `name`: `value`, or the int of an enum member if the old value is an
-        int. Raises AssertionError for another type than the old value's, and for a count below 1."""
         expected = type(vars(self).get(name, value))
         assert isinstance(value, expected), (
             f"Unexpected type {type(value).__name__} for option {name}: {value!r}. Expected {expected.__name__}"

@@ -202,8 +202,6 @@ class ExecutionOptions(OptionsDict):
 
 
 def _return_period(mode: OutputMode, period: int | None) -> int:
-    """Return the output return period: for EveryN `period`, else 1, after logging that a `period` is ignored.
-    Raises AssertionError unless the period of EveryN is an int from 1."""
     if mode == OutputMode.EveryN:
         assert isinstance(period, int) and period > 0, (
             f"OutputMode.EveryN needs output_return_period, a number of device iterations from 1; "

@@ -167,8 +167,7 @@ class ConfigFileError(Exception):
 
 
 def _as_enum_member(value: Any) -> Any:
-    """Return the member that a string such as "OutputMode.All" names; return any other value unchanged.
-    Raises ValueError if the enum has no such member."""
+    """Return the member that a string such as "OutputMode.All" names; return any other value unchanged."""
     if not isinstance(value, str) or value.count(".") != 1:
         return value
     enum_name, member = value.split(".")
@@ -186,7 +185,6 @@ def _run_options_line(options: Any, source: str) -> None:
     """Run one line of an options file, such as "options.deviceIterations(4)", on the object `options`.
 
     Only names, calls and literals are allowed, since a file may be from an unknown source.
-    Raises: SyntaxError if the line is not one setting; AttributeError, NameError for names not allowed
     """
     names = {"options": options, "poptorch": _POPTORCH, "torch": _TORCH}
     tree = ast.parse(source)
