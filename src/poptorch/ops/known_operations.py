@@ -31,7 +31,7 @@ def copy_tensor(x: Tensor) -> Tensor:
 
 
 def remap(x: Tensor, **layout: Any) -> Tensor:
-    """Return the same values; on IPUs their layout in memory changes, by settings of no effect here."""
+    """Return the same values; on IPUs their layout in memory changes."""
     return torch.ops.poptorch.nop(x)
 
 
