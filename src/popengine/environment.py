@@ -26,7 +26,6 @@ NUM_NODES = "POPRUN_NUM_NODES"
 NODE_RANK = "POPRUN_NODE_RANK"
 
 PLAN_WISH = "PANDO_PLAN"  # set: plan the first model and exit, see `poptorch.planning`
-NEEDS_VALUES = "needs_values"  # the file that a planned program writes if it may need the values of weights
 
 # The address (HOST:PORT) of the store by which poprun's instances connect, and the secret of its clients.
 STORE = "POPDIST_STORE"

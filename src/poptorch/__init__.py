@@ -12,7 +12,6 @@ from typing import Any as _Any
 
 import torch as _torch
 
-from popengine.environment import PLAN_WISH as _PLAN_WISH
 from popengine.environment import append_aliases_to_path as _append_aliases_to_path
 from popengine.torch_private import OpNamespace as _OpNamespace
 
@@ -62,8 +61,6 @@ class _Operations(_OpNamespace):
 setattr(_torch.ops, "poptorch", _Operations("poptorch"))  # noqa: B010
 _log_ignored_variables()
 _log_untested_torch(_torch.__version__)
-if _PLAN_WISH in _os.environ:
-    _importlib.import_module(".planning", __name__).make_parameters_fake()
 _append_aliases_to_path()
 if _os.getenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
     # Torch did not call the entry points of packages; Pando's entry point registers the ipus with Lightning.

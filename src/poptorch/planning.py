@@ -1,10 +1,9 @@
 """Profiles of models that have not run, from which popvision and `poptorch.plan` estimate for other machines.
 
-A plan needs the shapes of weights and not their values. While `popvision plan` runs a program, new parameters
-are fake tensors; `poptorch.plan` and `describe` take models whose parameters are on the meta device.
+A plan needs the shapes of weights and not their values, so the parameters of a model may be on the meta device.
 
-For this machine a model is measured with generated weights and inputs. A small model runs short steps on the
-engine; the operations of a large model run alone, equal ones once.
+For this machine a small model runs short steps on the engine, with generated weights and inputs. The times of a large
+model are computed from its FLOPs and bytes, at rates that are measured.
 """
 
 import contextlib
@@ -12,10 +11,7 @@ import json
 import math
 import operator
 import os
-import sys
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,19 +26,18 @@ from torch import Tensor, nn
 
 from popengine.compile import compile_graph
 from popengine.compile.describe import describe, peak_bytes_by_ipu
-from popengine.environment import NEEDS_VALUES, PLAN_WISH
+from popengine.environment import PLAN_WISH
 from popengine.errors import Error
-from popengine.ir import Graph, Line, Piece, Plan, Value
+from popengine.ir import Graph, Plan
 from popengine.order import ORDERS
-from popengine.piece import GETITEM
 from popengine.profile import Profile
 from popengine.run.engine import Engine
-from popengine.run.piece_costs import Sample, seconds_on_all_threads
+from popengine.run.piece_costs import seconds_on_all_threads
 from popengine.run.ready_queue import JUDGED
 from popengine.run.state import State, TrainState
 from popengine.settings import Hyper, Settings, StagePlan
-from popengine.torch_private import FakeTensor, FakeTensorMode, OpOverload, tree_leaves, tree_map_only
-from popengine.update.group_update import init_state, update
+from popengine.torch_private import OpOverload
+from popengine.update.optimizer_rules import RULES
 
 from .compiling.executable import Executable, compile_model
 from .compiling.runs import Run
@@ -53,58 +48,6 @@ _BASE_BYTES = 600 << 20  # bytes of Python, torch and the program's other librar
 _SMALL = 2**29, 5e10
 _SECONDS = 1.5  # no round begins after this time
 _ROUNDS = 9
-_BYTES_PER_SECOND = 10e9  # of one core, for operations that are too large to be measured
-_MOST_ELEMENTS = 1 << 22  # elements of the update that is measured, at most
-
-
-class _WithoutValues(FakeTensorMode):
-    """A fake tensor mode in which reading a number returns zero, so that loops in initializers end."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return torch.zeros((), dtype=args[0].dtype).item()
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def make_parameters_fake() -> None:
-    """Replace nn.Parameter.__new__ and torch.utils.swap_tensors in this process, so that new parameters are
-    fake tensors, without memory. No effect if `popvision plan` has found that the program needs values.
-
-    An error that fake parameters may have caused is not printed: the file `NEEDS_VALUES` gets its name.
-    """
-    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-    wish = json.loads(os.environ.get(PLAN_WISH, "{}"))
-    if "values" in wish:
-        return
-    made, print_error = False, sys.excepthook
-
-    def request_values(kind: Any, error: Any, trace: Any) -> None:
-        last = next(frame for frame, _ in reversed([*traceback.walk_tb(trace)]))
-        is_ours = last.f_globals.get("__name__", "").partition(".")[0] in ("poptorch", "popengine")
-        if is_ours or not made or isinstance(error, (OSError, ImportError, NameError, KeyboardInterrupt)):
-            return print_error(kind, error, trace)
-        (Path(wish["folder"]) / NEEDS_VALUES).write_text(kind.__name__)
-
-    sys.excepthook = request_values
-    mode = _WithoutValues(allow_non_fake_inputs=True)
-    make, swap = nn.Parameter.__new__, torch.utils.swap_tensors
-
-    def make_fake_parameter(cls: Any, data: Tensor | None = None, requires_grad: bool = True) -> Any:
-        nonlocal made
-        if type(data) in (Tensor, nn.Parameter) and not data.is_meta:  # type: ignore[union-attr]
-            with mode, torch.no_grad():
-                data = torch.empty_strided(data.size(), data.stride(), dtype=data.dtype)  # type: ignore[union-attr]
-            made = True
-        return make(cls, data, requires_grad)
-
-    def swap_or_assign(one: Any, other: Any) -> None:  # called by module.half() and similar methods
-        if isinstance(one, FakeTensor):
-            one.data = other
-        else:
-            swap(one, other)
-
-    nn.Parameter.__new__ = make_fake_parameter  # type: ignore[method-assign]
-    torch.utils.swap_tensors = swap_or_assign
 
 
 def available_memory() -> int:
@@ -182,8 +125,7 @@ def make_profiles(
         assert graph is not None
         made = planned_profile(executable.plan, executable.settings, graph, {**facts, "planned": kind})
         if kind == "here":
-            flops = sum(row.flops for row in made.operations)
-            made.facts["measured"] = measure_times(executable, hyper, flops)
+            made.facts["measured"] = measure_times(executable, hyper, made)
         found[kind] = made
         if kind == "apart" and _largest_need(made) > capacity:
             for change, other in _settings_that_need_less(executable.settings, made):
@@ -272,22 +214,20 @@ def _most_bytes_in_transit(found: Profile, ipu: int) -> int:
     return total
 
 
-def measure_times(found: Executable, hyper: Hyper | None, flops: int) -> dict[str, Any]:
+def measure_times(found: Executable, hyper: Hyper | None, planned: Profile) -> dict[str, Any]:
     """Measure a model on this machine; return "steps" if it is small, else "pieces", "updates".
 
     steps    list of (micro-batches of all replicas, seconds of a step)
     pieces   seconds of each piece, for one micro-batch on one core, while all cores run the same
     updates  seconds of each ipu's weight update on one core
-
-    Args: flops: FLOPs of one micro-batch
     """
     graph = found.graph
     assert graph is not None
-    state = sum(slot.nbytes for slot in graph.slots)
+    state, flops = sum(slot.nbytes for slot in graph.slots), sum(row.flops for row in planned.operations)
     with torch.random.fork_rng():
         if state < _SMALL[0] and flops < _SMALL[1] and not _calls_user_code(graph):
             return {"steps": _measure_steps(found, hyper)}
-        return _measure_operations(found, hyper)
+        return _times_from_rates(found, planned)
 
 
 def _calls_user_code(graph: Graph) -> bool:
@@ -340,65 +280,24 @@ def _median_seconds(work: Callable[[], Any], warm: int = 1) -> float:
     return median(found)
 
 
-def _measure_operations(found: Executable, hyper: Hyper | None) -> dict[str, Any]:
-    """Run each operation alone, equal operations once; return the entries of `measure_times` but "steps"."""
-    assert found.graph is not None
-    values = {node.name: node.meta.get("val") for node in found.graph.code.nodes}
-    known: dict[Any, float] = {}
-    threads = torch.get_num_threads()
-    most = available_memory() // (2 * threads)
-
-    def seconds_of_line(piece: Piece, line: Line) -> float:
-        operands = {name: values.get(name) for name in line.operands()}
-        is_known = line.call != GETITEM and line.call.startswith(("aten.", "prims."))
-        # An operand can be no tensor, such as a kernel's workspace.
-        if not is_known or not all(isinstance(value, Tensor) for value in operands.values()):
-            return 0.0
-        tensors = (v for v in tree_leaves([operands, values.get(line.name)]) if isinstance(v, Tensor))
-        if (size := sum(v.nbytes for v in tensors)) > most:
-            return size / _BYTES_PER_SECOND
-        shapes = {
-            name: (tuple(v.shape), v.stride(), v.dtype) for name, v in operands.items() if v is not None
-        }
-        arguments = tree_map_only(Value, lambda each: shapes[each.name], (line.arguments, line.named))
-        key = line.call, repr(arguments)
-        if key not in known:
-            given = {  # operands, filled with constants
-                name: torch.empty_strided(*shape, dtype=dtype).fill_(0.5 if dtype.is_floating_point else 0)
-                for name, (*shape, dtype) in shapes.items()
-            }
-            operation = Sample([Piece(piece.phase, piece.stage, tuple(given), (line.name,), (line,))], given)
-            once = seconds_on_all_threads(operation.total_seconds, threads)
-            more = range(0 if once > 0.2 else 3)
-            known[key] = min(
-                [once, *(seconds_on_all_threads(operation.total_seconds, threads) for _ in more)]
-            )
-        return known[key]
-
-    pieces = found.plan.partition.pieces
-    costs = [sum(seconds_of_line(piece, line) for line in piece.lines) for piece in pieces]
+def _times_from_rates(found: Executable, planned: Profile) -> dict[str, list[float]]:
+    """Return the entries "pieces" and "updates" of `measure_times`, computed from FLOPs and bytes at measured rates."""
+    threads, side, elements = torch.get_num_threads(), 1024, 1 << 24
+    square, row = torch.rand(side, side), torch.rand(elements)
+    flops, read = (
+        amount / min(seconds_on_all_threads(work, threads) for _ in range(3))
+        for amount, work in ((2 * side**3, lambda: square @ square), (8 * elements, lambda: row @ row))
+    )
     torch.set_num_threads(threads)  # some libraries have one number of threads for the process
-    return {"pieces": costs, "updates": _measure_updates(found, hyper)}
-
-
-def _measure_updates(found: Executable, hyper: Hyper | None) -> list[float]:
-    """Measure an update of a part of the weights, and return the seconds of each ipu's update, in proportion
-    to the number of its weights; in inference 0."""
+    pieces = [0.0 for _ in planned.pieces]
+    for operation in planned.operations:
+        pieces[operation.piece] += max(operation.flops / flops, operation.bytes / read)
     optimizer, partition = found.settings.optimizer, found.plan.partition
-    elements = dict.fromkeys(sorted(set(partition.ipus)), 0)
-    if optimizer is None or hyper is None:
-        return [0.0 for _ in elements]
-    dtype = torch.float32
-    for slot in partition.signature.slots:
-        if slot.key in optimizer.group_of and slot.name in partition.home:
-            elements[partition.ipus[partition.home[slot.name]]] += torch.Size(slot.shape).numel()
-            dtype = slot.dtype
-    some = max(1, min(_MOST_ELEMENTS, max(elements.values())))
-    weight, gradient = _random_values((some,), dtype), _random_values((some,), optimizer.sum_dtype(dtype))
-    state = init_state(optimizer, weight)
-    seeds = [0] if found.settings.stochastic_rounding else None
-    with torch.no_grad():
-        spent = _median_seconds(
-            lambda: update(optimizer, hyper.groups[0], [weight], [gradient.clone()], [state], seeds)
-        )
-    return [spent * count / some for count in elements.values()]
+    updates = dict.fromkeys(sorted(set(partition.ipus)), 0.0)
+    if optimizer is not None:
+        states = sum(1 for state in RULES[optimizer.kind].states_of(optimizer) if state.dtype)
+        for slot in partition.signature.slots:
+            if slot.key in optimizer.group_of and slot.name in partition.home:
+                # An update reads the gradient, and reads and writes the weight and the states.
+                updates[partition.ipus[partition.home[slot.name]]] += (3 + 2 * states) * slot.nbytes / read
+    return {"pieces": pieces, "updates": list(updates.values())}

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from popengine.environment import NEEDS_VALUES, PLAN_WISH
+from popengine.environment import PLAN_WISH
 from popengine.profile import Profile, ProfileError, load
 
 from . import times, virtual
@@ -162,8 +162,7 @@ def compile_profiles(program: Sequence[str], kinds: Mapping[str, float]) -> dict
     """Run a program until its first model is compiled, and return a profile of the model by kind of machine.
     If a chip's memory is too small, there are also profiles of changed programs: see `make_profiles`.
 
-    The model is not trained. Its weights have no values, so that they take no memory. A program that may have
-    failed for this reason (see `poptorch.planning.make_parameters_fake`) is run again with values.
+    The model is not trained.
 
     Args:
         program: the path of a Python file, and its arguments
@@ -172,21 +171,14 @@ def compile_profiles(program: Sequence[str], kinds: Mapping[str, float]) -> dict
     """
     if not Path(program[0]).is_file():
         raise ProfileError(f"there is no file {program[0]}\n  fix: popvision plan [OPTIONS] PROGRAM.py")
-    code = 0
-    for more in ({}, {"values": True}):
-        with tempfile.TemporaryDirectory() as folder:
-            wish = json.dumps({"folder": folder, "kinds": kinds, **more})
-            # Its output goes to standard error, since another program may read the plan on standard output.
-            code = subprocess.run(
-                [sys.executable, *program], env={**os.environ, PLAN_WISH: wish}, stdout=2, check=False
-            ).returncode
-            if not code and (paths := sorted(Path(folder).glob("*.pop"))):
-                return {profile.facts["planned"]: profile for profile in map(load, paths)}
-            needs_values = Path(folder) / NEEDS_VALUES
-            if not needs_values.exists():
-                break
-            reason = f"{needs_values.read_text()}, since weights had no values"
-            print(f"popvision: {reason}: running the program again, with values", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        wish = json.dumps({"folder": folder, "kinds": kinds})
+        # Its output goes to standard error, since another program may read the plan on standard output.
+        code = subprocess.run(
+            [sys.executable, *program], env={**os.environ, PLAN_WISH: wish}, stdout=2, check=False
+        ).returncode
+        if not code and (paths := sorted(Path(folder).glob("*.pop"))):
+            return {profile.facts["planned"]: profile for profile in map(load, paths)}
     if code:
         raise ProfileError(f"{program[0]} failed before it compiled a model (exit code {code}): see above")
     raise ProfileError(

@@ -46,22 +46,17 @@ class Sample:
                 del made
         return found
 
-    def total_seconds(self, count: int) -> float:
-        """Run all pieces `count` times and return the total seconds."""
-        start = perf_counter()
-        for _ in range(count):
-            self.seconds_of_pieces()
-        return perf_counter() - start
 
-
-def seconds_on_all_threads(several: Callable[[int], float], threads: int) -> float:
-    """Return the seconds that one thread takes for `several(1)` while so many threads do the same work: the
-    mean over threads of one round. Threads share memory and Python's lock, so this takes longer than alone."""
+def seconds_on_all_threads(work: Callable[[], Any], threads: int) -> float:
+    """Return the seconds that one thread takes for `work` while so many threads do the same work: the mean over
+    threads of one round. Threads share memory and Python's lock, so this takes longer than alone."""
     barrier = Barrier(threads)
 
     def run_together(_: int) -> float:
         barrier.wait()
-        return several(1)
+        start = perf_counter()
+        work()
+        return perf_counter() - start
 
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         return fmean(pool.map(run_together, range(threads)))
