@@ -63,7 +63,7 @@ def exported(what, kind):
         named = {n: v for n, v in vars(value).items() if not n.startswith("_")}
         if what == "poptorch.optim":
             return {n for n, v in named.items() if not isinstance(v, types.ModuleType)}
-        return {n for n, v in named.items() if _module_of(v) == what and n != "using_policy"}
+        return {n for n, v in named.items() if _module_of(v) == what and n != "autocast_allowed"}
     return _names_of(value)
 
 

@@ -23,7 +23,7 @@ from popengine.settings import Settings
 from ..annotating.blocks import layers_as_blocks
 from ..annotating.replica_groups import first_rows_only
 from ..annotating.strategies import PipelinedExecution
-from ..autocasting import using_policy
+from ..autocasting import autocast_allowed
 from ..enums import OutputMode, OverlapMode
 from ..logs import logger
 from ..options import Options
@@ -187,10 +187,8 @@ class _TracedForward:
     notes: tuple[Note, ...] = ()
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
-        precision = self.options.Precision
-        policy = precision.autocast_policy if precision.autocast_enabled else None
         bound = self.call.with_tensors(tensors).bound
-        with using_policy(policy), replace_untraceable_functions():
+        with autocast_allowed(self.options.Precision.autocast_enabled), replace_untraceable_functions():
             value = self.model(*bound.args, **bound.kwargs)
         code = getattr(inspect.unwrap(self.model.forward), "__code__", None)
         state = current()

@@ -83,7 +83,7 @@ class Precision(OptionsDict):
         return self.set(autocast_enabled=checked("autocastEnabled", autocast_enabled, bool, ValueError))
 
     def autocastPolicy(self, autocast_policy: autocasting.Policy) -> Self:
-        """Set the policy of `poptorch.autocast`: which operations it casts, and to which types."""
+        """Has no effect; kept for compatibility: `poptorch.autocast` casts as `torch.autocast` does."""
         checked("autocastPolicy", autocast_policy, autocasting.Policy, ValueError)
         return self.set(autocast_policy=autocast_policy)
 
