@@ -170,8 +170,7 @@ class PoplarExecutor(PublicNames):
             if plans.engine is None:
                 self.attachToDevice()
             self._flags.check_changes()
-            self._optimizer_link.warn_of_changes()
-            self._optimizer_link.use_loaded_rates()
+            self._optimizer_link.prepare_call()
             engine, recorder = plans.require_engine(), plan.reporter and plan.reporter.recorder
             inputs = self._engine_inputs(run.call, plan)
             try:

@@ -189,16 +189,11 @@ class OptimizerLink:
             self._hooks.pop().remove()
         self._is_connected = False
 
-    def use_loaded_rates(self) -> None:
-        """Use the rates that were loaded into a poptorch optimizer since the last call."""
-        if getattr(self.optimizer, "_has_loaded_rates", False):
-            _, self.hyper = self._guard.check_and_freeze(self.optimizer, self._names(), compiled=True)
-            self.optimizer._has_loaded_rates = False
+    def prepare_call(self) -> None:
+        """Use the rates that were loaded into a poptorch optimizer since the last call. Warn, once, if rates were
+        changed in another way since `setOptimizer`: calls ignore the change.
 
-    def warn_of_changes(self) -> None:
-        """Warn, once, if the optimizer's rates changed since `setOptimizer`: calls ignore the change.
-
-        Raises: Error, if the optimizer's `step()` has hooks
+        Raises: Error, if a value that is compiled in has changed, or the optimizer's `step()` has hooks
         """
         used = self.hyper
         if used is None:
@@ -206,8 +201,11 @@ class OptimizerLink:
         if self.frozen.kind != OWN_STEP:
             refuse_step_hooks(self.optimizer)
         self._guard.check_attributes(self.optimizer)
-        # `use_loaded_rates` reads loaded rates.
-        if self._has_warned or getattr(self.optimizer, "_has_loaded_rates", False):
+        if getattr(self.optimizer, "_has_loaded_rates", False):
+            _, self.hyper = self._guard.check_and_freeze(self.optimizer, self._names(), compiled=True)
+            self.optimizer._has_loaded_rates = False
+            return
+        if self._has_warned:
             return
         now = rates_of(self.frozen.kind, self.optimizer)
         if now != used:

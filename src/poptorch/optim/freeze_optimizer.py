@@ -6,7 +6,6 @@ warning. The table `popengine.update.optimizer_rules.RULES` has the rates, state
 
 import inspect
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,13 +41,19 @@ def freeze_optimizer(
         UnknownParameterError: a parameter is not in the model
     """
     kind = optimizer_kind(optimizer)
-    rule, hyper = RULES[kind], rates_of(kind, optimizer)
+    hyper = rates_of(kind, optimizer)
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise ValueError("Only non-amsgrad Adam/AdamW optimizers are supported. Fix: leave out amsgrad=True")
+    return _frozen_values(optimizer, kind, _group_indices(optimizer, names)), hyper
+
+
+def _frozen_values(optimizer: Any, kind: str, group_of: dict[str, int]) -> settings.Optimizer:
+    """Return the values of an optimizer that are compiled in."""
+    rule = RULES[kind]
     flags = _flag_values(optimizer, rule)
-    frozen = settings.Optimizer(
+    return settings.Optimizer(
         kind=kind,
-        group_of=_group_indices(optimizer, names),
+        group_of=group_of,
         state_types={
             state.name: getattr(optimizer, state.dtype, torch.float32)
             for state in rule.states
@@ -60,7 +65,6 @@ def freeze_optimizer(
         max_grad_value=_clipping_bound(optimizer, "max_grad_value"),
         flags=flags,
     )
-    return frozen, hyper
 
 
 def supported_optimizers() -> str:
@@ -231,20 +235,8 @@ class OptimizerGuard:
 
     def check_attributes(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise Error if an attribute of the accepted optimizer that is compiled in has another value now."""
-        rule, before = RULES[self._frozen.kind], self._frozen
-        dtypes = {
-            state.name: getattr(optimizer, state.dtype, torch.float32) for state in rule.states if state.dtype
-        }
-        flags = _flag_values(optimizer, rule)
-        now = replace(
-            before,
-            state_types={name: dtypes[name] for name in before.state_types},
-            accumulator_type=getattr(optimizer, "accum_type", torch.float32),
-            max_grad_norm=_clipping_bound(optimizer, "max_grad_norm"),
-            max_grad_value=_clipping_bound(optimizer, "max_grad_value"),
-            # Flags that depend on rates are those of `setOptimizer`.
-            flags={n: before.flags[n] if rule.flags[n].read else value for n, value in flags.items()},
-        )
+        before = self._frozen
+        now = _frozen_values(optimizer, before.kind, before.group_of)
         if now != before:
             self._check_changes(self._label, now, {})
 
@@ -261,13 +253,13 @@ class OptimizerGuard:
                 kind.__name__,
                 supported_optimizers(),
             )
-            return
-        logger.warning(
-            "Poptorch does not run Python optimizer code directly: optimizers subclassed from classes in "
-            "poptorch.optim or torch.optim are unlikely to behave as intended; "
-            "the engine runs the update, not the Python of %s",
-            kind.__name__,
-        )
+        else:
+            logger.warning(
+                "Poptorch does not run Python optimizer code directly: optimizers subclassed from classes in "
+                "poptorch.optim or torch.optim are unlikely to behave as intended; "
+                "the engine runs the update, not the Python of %s",
+                kind.__name__,
+            )
 
     def _report_unexpected_names(self, optimizer: torch.optim.Optimizer, label: str) -> None:
         """Log the names of attributes, defaults and group keys that the first accepted optimizer lacks and no
