@@ -66,9 +66,7 @@ def available_memory() -> int:
 
 def exit_if_only_planning(*program: Any) -> None:
     """If `popvision plan` runs this program, write the profiles that it requests and raise SystemExit.
-
-    Args: program: the arguments of `make_profiles` other than `kinds`
-    """
+    `program`: the arguments of `make_profiles` other than `kinds`."""
     if wish := os.environ.get(PLAN_WISH):
         wanted = json.loads(wish)
         for number, profile in enumerate(make_profiles(*program, kinds=wanted["kinds"]).values()):
@@ -84,16 +82,12 @@ def make_profiles(
     hyper: Hyper | None,
     kinds: Mapping[str, float],
 ) -> dict[str, Profile]:
-    """Compile a model for each kind of machine, and return the profiles of the plans, by kind.
+    """Compile a model for each kind of machine, and return the profiles of the plans, by kind: "apart" (each
+    ipu is an accelerator) or "here" (this machine). `kinds`: by kind, the bytes of a chip's memory.
 
-    If a chip's memory is too small for the plan, the result also has plans that may need less, such as one with
-    recomputation. Their keys are the kind, a colon and the change of the program; `facts["planned"]` is the key.
-
-    Args:
-        model, run, options, settings: as for `compile_model`
-        hyper: the rates of an update; None in inference
-        kinds: by kind, the bytes of a chip's memory. Kinds are "apart": machines on which each ipu is an
-            accelerator; "here": this machine, on which the model's times are measured, too
+    If a chip's memory is too small for the plan, the result also has plans that may need less, such as one
+    with recomputation. Their keys are the kind, a colon and the change of the program; `facts["planned"]` is
+    the key.
     """
     location = options.TensorLocations.location_optimizer.toDict()
     found = {}

@@ -41,10 +41,8 @@ _live_reporters: weakref.WeakSet[Reporter] = weakref.WeakSet()
 
 
 class Reporter:
-    """An object that collects the data of a plan's profile, and saves the profile.
-
-    Args: path: the profile's file; number: the plan's number among the plans of its executor, from 1
-    """
+    """An object that collects the data of a plan's profile (the `number`-th of its executor), and saves it to
+    `path`."""
 
     def __init__(self, path: Path, options: Options, number: int) -> None:
         self.path, self.options, self.number = path, options, number
@@ -140,13 +138,10 @@ def _memory_capacity(ipu_bytes: float) -> dict[str, Any]:
 
 
 def start_reporter(executor: Any, options: Options, training: bool, number: int) -> Reporter | None:
-    """Return a new reporter of one plan of an executor, or None if the options request no profile.
-
-    Loaders report their waits to it from now on. It saves its profile also when the executor is
-    garbage-collected, and at SIGTERM unless the program has a handler for SIGTERM.
-
-    Args: number: the plan's number, from 1; plans after the first have a profile in a folder of their own
-    """
+    """Return a new reporter of one plan of an executor, or None if the options request no profile. Loaders
+    report their waits to it from now on. It saves its profile also when the executor is garbage-collected,
+    and at SIGTERM unless the program has a handler for SIGTERM. Plans after the first have a folder of
+    their own."""
     directory = options._profile_directory(training)
     if directory is None:
         return None

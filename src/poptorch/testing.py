@@ -119,10 +119,8 @@ def compare(
 
 
 def _check_copied(model: nn.Module, before: Sequence[Tensor | None]) -> None:
-    """Raise Error if a copy of the model has written gradients of the model itself, after restoring these.
-
-    Args: before: the gradient of each parameter before the copy ran
-    """
+    """Raise Error if a copy of the model has written gradients of the model itself, after restoring these
+    (`before`)."""
     changed = []
     for (name, parameter), gradient in zip(model.named_parameters(), before, strict=True):
         if parameter.grad is not gradient:
@@ -149,12 +147,9 @@ def _index_of_loss(outputs: Any) -> int:
 def _update_plain(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, counts: Counts
 ) -> tuple[int, Tensor]:
-    """Update a model in place by plain PyTorch, and leave the mean gradients in `.grad`.
-
-    Gradients are added over the micro-batches of a replica one after another, then over replicas in pairs.
-
-    Returns: the index of the loss in the outputs, and the losses of all micro-batches
-    """
+    """Update a model in place by plain PyTorch, and leave the mean gradients in `.grad`: added over the
+    micro-batches of a replica one after another, then over replicas in pairs. Return the index of the loss
+    in the outputs, and the losses of all micro-batches."""
     loss_index, losses, parameters = 0, {}, list(model.parameters())
     sums: list[list[Any]] = []  # of each replica, the gradients of all parameters
     for replica in range(counts.replicas):
@@ -184,9 +179,7 @@ def _update_by_executor(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, batch: Any, loss_index: int
 ) -> tuple[str, Tensor]:
     """Update a model in place by an executor; return its plan's title, and the losses of all micro-batches.
-
-    The gradients, which are left in `.grad`, are the momenta of SGD after an update of a copy of the model.
-    """
+    The gradients, left in `.grad`, are the momenta of SGD after an update of a copy of the model."""
     other = copy.deepcopy(model)
     executor = trainingModel(model, options.clone().outputMode(OutputMode.All), optimizer)
     args, kwargs = arguments_of(batch)

@@ -35,10 +35,8 @@ class InputKind(NamedTuple):
 
 @dataclass(frozen=True)
 class BoundCall:
-    """The arguments of a call, bound to forward's signature, and the number of positional ones.
-
-    Args: rearranged: the paths of inputs that are split along another dimension than 0, or not at all
-    """
+    """The arguments of a call, bound to forward's signature, the number of positional ones, and the paths of
+    inputs that are split along another dimension than 0, or not at all (`rearranged`)."""
 
     bound: inspect.BoundArguments
     positional: int
@@ -66,10 +64,8 @@ class BoundCall:
         return dict(zip(paths, self.tensors, strict=True))
 
     def in_words(self, samples: Sequence[Tensor]) -> str:
-        """Return, for messages, path, dtype and shape of each tensor, and types of other non-default values.
-
-        Args: samples: the tensors of one micro-batch
-        """
+        """Return, for messages, path, dtype and shape of each tensor of a micro-batch, and types of other
+        non-default values."""
         words = [f"{p}: {s.dtype} {tuple(s.shape)}" for p, s in zip(self.named_tensors, samples, strict=True)]
         for name, value in self.bound.arguments.items():
             default = self.bound.signature.parameters[name].default
@@ -88,10 +84,8 @@ class BoundCall:
 
     def rows_first(self, dims: dict[str, int | None], micro_batches: int) -> BoundCall:
         """Return a copy in which the rows of all inputs are in dimension 0, one micro-batch after another.
-
-        Args: dims: see `Options.batchDims`
-        Raises: Error, if a name is unknown, or a dimension is missing or no multiple of `micro_batches`
-        """
+        `dims`: see `Options.batchDims`. Raises Error if a name is unknown, or a dimension is missing or
+        can't be divided."""
         found, known, moved = dict(self.named_tensors), set(self.bound.signature.parameters), set[str]()
         for path, tensor in self.named_tensors.items():
             name = path if path in dims else re.split(r"[.\[]", path)[0]
@@ -128,13 +122,9 @@ class MissingArgument(Error, TypeError):
 
 
 def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> BoundCall:
-    """Bind a call's arguments to forward's signature, as Python does, with defaults filled in.
-
-    Raises:
-        MissingArgument: a mandatory parameter is missing
-        AssertionError: too many arguments, an unknown one, or one given twice
-        Error: a tensor is sparse, nested or on the meta device
-    """
+    """Bind a call's arguments to forward's signature, as Python does, with defaults filled in. Raises
+    MissingArgument, AssertionError for other arguments that do not fit, and Error for a sparse, nested or
+    meta tensor."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -170,12 +160,9 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
 
 
 def check_batch(call: BoundCall, counts: Counts) -> None:
-    """Check that each tensor holds whole micro-batches. A 0-d tensor counts as one row.
-
-    Raises:
-        Error: a tensor is empty
-        AssertionError: dimension 0 is not a multiple of iterations × accumulation × input groups
-    """
+    """Check that each tensor holds whole micro-batches. A 0-d tensor counts as one row. Raises Error for an
+    empty tensor, and AssertionError if dimension 0 is not a multiple of iterations × accumulation × input
+    groups."""
     for path, tensor in call.named_tensors.items():
         if tensor.numel() == 0:
             raise Error(f"Zero-sized tensors are unsupported (Got shape {tuple(tensor.shape)} for {path})")
@@ -189,12 +176,7 @@ def check_batch(call: BoundCall, counts: Counts) -> None:
 
 def warn_about_inputs(call: BoundCall, counts: Counts, has_float64: bool) -> None:
     """Log warnings of batches that a DataLoader has loaded for other options, of a dictionary argument, and
-    of inputs that become float32, are detached, or are copied because they are not contiguous.
-
-    Args:
-        counts: the batch factors of the model's options
-        has_float64: whether the model has float64 weights or buffers
-    """
+    of inputs that become float32, are detached, or are copied because they are not contiguous."""
     loaded = {factors_in_words(theirs) for tensor in call.tensors if (theirs := factors_of_loaded(tensor)[0])}
     if others := loaded - {factors_in_words(counts)}:
         logger.warning(
@@ -268,10 +250,8 @@ def _first_micro_batch(tensor: Tensor, counts: Counts) -> Tensor:
 
 
 def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> list[Tensor]:
-    """Return for each input a combined batch that repeats one synthetic micro-batch.
-
-    Args: mode: a `popart.SyntheticDataMode`: 1 zeros, 2 normal, 3 uniform; integers are always 0
-    """
+    """Return for each input a combined batch that repeats one synthetic micro-batch. `mode`: a
+    `popart.SyntheticDataMode`: 1 zeros, 2 normal, 3 uniform; integers are always 0."""
     made = []
     for tensor in tensors:
         value = torch.zeros_like(_first_micro_batch(tensor, counts))
@@ -291,13 +271,7 @@ def first_micro_batches(call: BoundCall, counts: Counts, has_float64: bool) -> l
 
 @dataclass(frozen=True)
 class CompiledInputs:
-    """The inputs that a plan was compiled for.
-
-    Args:
-        paths:      the path of each tensor, as in `BoundCall.named_tensors`
-        positional: the number of positional arguments
-        has_float64: whether the model has float64 weights or buffers
-    """
+    """The inputs that a plan was compiled for; `paths` and `positional` as in `BoundCall`."""
 
     kind: InputKind
     paths: list[str]
@@ -313,10 +287,8 @@ class CompiledInputs:
         return self.kind._replace(tensors=tuple(cut))
 
     def check_call(self, call: BoundCall, any_shape: bool = False) -> None:
-        """Raise BatchError unless `call` has the compiled structure, constants, dtypes and shapes.
-
-        Args: any_shape: accept other shapes, and arguments, items and keys that are left out or added
-        """
+        """Raise BatchError unless `call` has the compiled structure, constants, dtypes and shapes; with
+        `any_shape` other shapes, and arguments, items and keys that are left out or added, are accepted."""
         pairs = zip(self.kind.specs, call.kind.specs, strict=True)
         for index, ((name, compiled), (_, found)) in enumerate(pairs):
             kind = call.bound.signature.parameters[name].kind
@@ -345,10 +317,8 @@ class CompiledInputs:
 
 def _check_spec(expected: Spec, found: Spec, path: str, any_shape: bool, keywords: bool = False) -> None:
     """Raise BatchError unless the compiled spec of an argument and that of a call are equal, or differ only
-    as `any_shape` of `CompiledInputs.check_call` allows.
-
-    Args: keywords: whether the specs are those of **kwargs, in which a path is the bare keyword
-    """
+    as `any_shape` allows. `keywords`: the specs are those of **kwargs, in which a path is the bare
+    keyword."""
     if (
         any_shape
         and expected.type is not found.type

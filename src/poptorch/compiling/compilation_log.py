@@ -32,14 +32,9 @@ _PASSES = ("capture", "partition", "tasks", "load")
 
 @contextlib.contextmanager
 def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], None]]:
-    """Draw a progress bar, log each pass's time, and name the failed pass in a Capture- or PartitionError.
-
-    Yields a function, to be called with the name of each pass of the compilation that is finished.
-
-    Args:
-        shown: whether the bar is drawn
-        times: an empty dictionary, which gets the seconds of each pass, by name
-    """
+    """Draw a progress bar (if `shown`), log each pass's time, and name the failed pass in a Capture- or
+    PartitionError. Yields a function, to be called with the name of each finished pass. `times` gets the
+    seconds of each pass."""
     since = time.perf_counter()
     layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
     with tqdm(total=len(_PASSES), desc="Graph compilation", disable=not shown, bar_format=layout) as bar:
@@ -90,11 +85,9 @@ def schedule_text(plan: Plan, settings: Settings) -> str:
 
 
 def check_hardware_rules(plan: Plan, settings: Settings, rounds: bool) -> None:
-    """With POPTORCH_CHECK_HARDWARE_RULES=1, check the number of ipus that this process's replicas use together.
-
-    Args: rounds: whether `autoRoundNumIPUs` is set: a number that is no power of two is only a warning then
-    Raises: Error, for more than 64 ipus, or a number that is no power of two
-    """
+    """With POPTORCH_CHECK_HARDWARE_RULES=1, raise Error if this process's replicas use more than 64 ipus
+    together, or a number that is no power of two; with `rounds` (`autoRoundNumIPUs`) the latter is only a
+    warning."""
     if os.environ.get(HARDWARE_RULES, "0") == "0":
         return
     used = (max(plan.partition.ipus) + 1) * settings.counts.replicas

@@ -40,14 +40,9 @@ from .tune import with_balanced_stages
 class Executable:
     """A compiled model, without weights and state.
 
-    Args:
-        template: forward's return value, with an empty tensor on "meta" in place of each output
-        outputs:  the number of outputs
-        anchor_names: all names that `Options.anchorTensor` accepts
-        notes:    the values that forward has noted for the host (`poptorch.notes`)
-        graph:    the captured graph, for profiles; None in a file
-        key:      `Run.key`, by which an executor finds the plan
-        frozen:   `Run.frozen`: parameters that did not require gradients
+    `template` is forward's return value, with an empty tensor on "meta" in place of each output, and
+    `outputs` their number. `graph`, the captured graph, is None in a file. `key` and `frozen` are those of
+    the `Run`.
     """
 
     plan: Plan
@@ -75,13 +70,10 @@ def compile_model(
 ) -> Executable:
     """Compile the plan of a run: capture the model, unless `earlier` has the graph, and lower the graph.
 
-    Args:
-        settings: of a complete combined batch
-        done:     called with the name of each finished pass
-        earlier:  executables of the model for other inputs: the new one has their stages and, if the
-            micro-batch is equal, their graph
-        is_plan_only: the plan will not run: weights need no values, and other instances do not compile now
-    Raises: Error, if the model can't be captured, or its stages, buffers or anchors don't fit the options
+    `settings` are those of a complete combined batch. A plan has the stages of `earlier` plans and, if the
+    micro-batch is equal, their graph. If it `is_plan_only` it will not run: weights need no values, and other
+    instances do not compile now. Raises Error if the model can't be captured, or its stages, buffers or
+    anchors don't fit.
     """
     if earlier:
         settings = replace(settings, strategy=earlier[0].settings.strategy)
@@ -117,13 +109,9 @@ def _capture_model(
     layout: str | None,
     is_plan_only: bool,
 ) -> Executable:
-    """Capture a model and return an executable with its graph, but without plan and inputs.
-
-    Calls the compile hooks before and after the capture. The graph is rewritten for half precision and for
-    the memory format: `layout` if an earlier plan has one, else the option's.
-
-    Args: samples: the inputs of one micro-batch
-    """
+    """Capture a model and return an executable with its graph, but without plan and inputs, after the compile
+    hooks. The graph is rewritten for half precision and for the memory format: `layout`, or else the
+    option's."""
     forward = _TracedForward(model, call, options)
     _call_hooks("Pre")
     options._execution_strategy.onStartTracing()
@@ -168,14 +156,9 @@ def _capture_model(
 
 @dataclass
 class _TracedForward:
-    """A callable for `capture`: runs forward, returns the graph's outputs, and sets the fields below.
-
-    Args:
-        template: forward's return value, with an empty tensor on "meta" in place of each output
-        returned: the number of outputs
-        names:    the names of the inputs and losses
-        indices:  by short name of an anchor of an input or loss, the tensor's index in the graph's outputs
-    """
+    """A callable for `capture`: runs forward, returns the graph's outputs, and sets the fields below: of
+    `Executable`, the number of outputs (`returned`), the names of inputs and losses, and by short name of
+    an anchor of an input or loss the tensor's index in the graph's outputs."""
 
     model: nn.Module
     call: BoundCall

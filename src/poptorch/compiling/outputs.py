@@ -42,13 +42,9 @@ def resolve_anchors(
     graph: Graph, traced: Iterable[str], indices: dict[str, int], options: Options, training: bool
 ) -> tuple[Graph, Anchors, tuple[str, ...]]:
     """Return the graph with the requested gradients as further outputs, the anchors that
-    `Options.anchorTensor` requested, and the names of all tensors that could be anchored.
-
-    Args:
-        traced:  the names of the inputs and losses
-        indices: by short name of an anchor of an input or loss, the tensor's index in the graph's outputs
-    Raises: Error, if no tensor has a requested name, or a return period is more than the device iterations
-    """
+    `Options.anchorTensor` requested, and the names of all tensors that could be anchored. `traced` and
+    `indices` are `names` and `indices` of a `_TracedForward`. Raises Error for an unknown name, or a
+    return period above the device iterations."""
     gradients = {result.key: result for result in graph.results if result.kind == "gradient"}
     # By name: the source of an anchor, and the weight's name.
     sources: dict[str, tuple[Any, str]] = {name: ("output", "") for name in traced}
@@ -89,10 +85,8 @@ def resolve_anchors(
 
 
 def split_outputs(value: Any, capture: Capture) -> tuple[Any, list[Tensor]]:
-    """Return the template of a forward's return value (see `split_traced`), and its outputs.
-
-    A tensor that forward does not compute is no output: it stays in the template, with a warning.
-    """
+    """Return the template of a forward's return value (see `split_traced`), and its outputs. A tensor that
+    forward does not compute stays in the template, with a warning."""
     template, traced = split_traced(value, capture)
     for tensor in traced:
         check_dense(tensor, f"an output of forward, at {capture.forward_line},")
@@ -151,12 +145,9 @@ def split_traced(value: Any, capture: Capture) -> tuple[Any, list[Tensor]]:
 
 
 def _clear_traced_tensors(part: Any, path: str, is_named: bool, where: str) -> None:
-    """Replace traced tensors in `part`, an object that is no container, by "meta" tensors, in place. If any
-    are found, warn: no call fills them, but programs often do not read them (a language model's cache).
-
-    Raises: CaptureError, if the object holds traced tensors, and its key is no string (`is_named` is False)
-        or it has no `__dict__`
-    """
+    """Replace traced tensors in `part`, an object that is no container, by "meta" tensors, in place, and
+    warn: no call fills them, but programs often do not read them (a language model's cache). Raises
+    CaptureError if its key is no string (`is_named` is False), or it has no `__dict__`."""
     found = fake_tensors_in(part, path)
     if not found:
         return

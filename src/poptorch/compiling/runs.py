@@ -22,16 +22,12 @@ _WHOLE_STEP = StepPart()
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a plan.
+    """One run of a plan, with the call's arguments cut to its rows.
 
-    Args:
-        call:      the call's arguments, cut to the rows of this run
-        part:      the part of a weight update that the run computes
-        iteration: None, or for the last, incomplete step of a ragged batch with OutputMode.EveryN, the number
-            of device iterations before this run
-        is_ragged: whether the call's batch is incomplete
-        frozen:    in training the names of the parameters that do not require gradients
-        replaced:  the names of those that are not updated, since the optimizer holds another one
+    `part` is the part of a weight update that it computes. `iteration` is the number of device iterations
+    before it, for the last, incomplete step of a ragged batch with OutputMode.EveryN. `frozen` has in
+    training the names of the parameters that do not require gradients, `replaced` of those that the optimizer
+    does not hold.
     """
 
     call: BoundCall
@@ -63,10 +59,8 @@ class Run:
 
 def split_into_runs(whole: Run, options: Options, training: bool, like: CompiledInputs | None) -> list[Run]:
     """Return the runs of a call: several for an incomplete batch, in which all inputs have the same number of
-    rows, fewer than a combined batch; otherwise only `whole`.
-
-    Args: like: inputs of the model's first plan, which give the rows of a micro-batch if no DataLoader does
-    """
+    rows, fewer than a combined batch; otherwise only `whole`. `like`: inputs of the model's first plan,
+    which give the rows of a micro-batch if no DataLoader does."""
     call, counts = whole.call, whole.counts
     rows = {tensor.shape[0] for tensor in call.tensors if tensor.dim()}
     size = _micro_batch_rows(call, like)

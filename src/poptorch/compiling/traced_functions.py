@@ -32,11 +32,9 @@ from ..ops.ctc import ctc_loss
 
 @contextlib.contextmanager
 def replace_untraceable_functions() -> Iterator[None]:
-    """Replace torch functions that can't be traced (`_REPLACEMENTS`) in the body of a `with` statement.
-
-    In the body torch.distributions checks no arguments, nn.Transformer does not read masks, and BatchNorm with
-    momentum=None computes its momentum with tensors.
-    """
+    """In the body of a `with`, replace torch functions that can't be traced (`_REPLACEMENTS`).
+    torch.distributions checks no arguments, nn.Transformer does not read masks, and BatchNorm computes the
+    momentum None with tensors."""
     kind: Any = BatchNorm
     forward = kind.forward
     kind.forward = lambda norm, input: _forward_of_batch_norm(forward, norm, input)

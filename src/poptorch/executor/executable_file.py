@@ -39,12 +39,8 @@ _PLAIN_TYPES = (int, float, bool, str, tuple, list, type(None))
 
 @dataclass(frozen=True)
 class SavedExecutor:
-    """The contents of a file of a compiled model.
-
-    Args:
-        executables: one for each plan; loading makes the first plan current
-        model, optimizer: the user's; both None if saved with export_model=False
-    """
+    """The contents of a file of a compiled model; without model and optimizer if saved with
+    export_model=False."""
 
     executables: tuple[Executable, ...]
     options: Options
@@ -59,15 +55,8 @@ class SavedExecutor:
 
 
 def write_file(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
-    """Write a saved executor to a file atomically, and create missing folders.
-
-    If `filename` is a folder, write `model.poptorch` in this folder, and log a warning.
-
-    Raises:
-        AssertionError: the parent path is a file
-        Error: something in the model can't be pickled
-        OSError: the file can't be written
-    """
+    """Write a saved executor to a file, or to `model.poptorch` in a folder, atomically. Raises AssertionError
+    if the parent path is a file, and Error if something in the model can't be pickled."""
     path = Path(filename)
     if path.is_dir():
         path = path / DEFAULT_NAME
@@ -99,10 +88,10 @@ def write_file(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
 def write_to_cache_folder(
     executable: Executable, options: Options, per_replica_params: dict[str, Grouping]
 ) -> None:
-    """Write a compiled model to the folder of `enableExecutableCaching`, as a file named by its hash.
+    """Write a compiled model to the folder of `enableExecutableCaching`, in instance 0, as a file named by
+    its hash.
 
-    `loadExecutable` reads such files; compilation doesn't. Instance 0 writes, if the option is set and the
-    file does not exist. A model that calls Python on the host, or a failed write, gives a warning instead.
+    `loadExecutable` reads such files; compilation doesn't. What prevents the writing is logged as a warning.
     """
     popart, settings = options._Popart.options, executable.settings
     if not popart.get("enableEngineCaching") or settings.counts.instance != 0:
@@ -127,11 +116,8 @@ def write_to_cache_folder(
 
 
 def read_file(filename: str | os.PathLike[str]) -> SavedExecutor:
-    """Return the contents of a file from `write_file`; connection type `Never` becomes `Always`.
-
-    Args: filename: a file, or a folder with `model.poptorch`
-    Raises: AssertionError, for a file that is missing, damaged, or from another program or version
-    """
+    """Return the contents of a file from `write_file`; connection type `Never` becomes `Always`. Raises
+    AssertionError for a file that is missing, damaged, or from another program or version."""
     path = Path(filename)
     path = path / DEFAULT_NAME if path.is_dir() else path
     try:
@@ -173,15 +159,12 @@ def check_same_model(filename: str, saved: SavedExecutor, model: WrappedModel) -
 
 
 def training_state(executor: Any) -> TrainingState:
-    """Return the state of an executor that trains, as a dictionary for a checkpoint. The keys are:
+    """Return the state of an executor that trains, as a dictionary for a checkpoint: the fields of
+    `KeptState`, "weights" (parameters by name), the "rates" of each parameter group, and "shares_state".
 
-    - the fields of `KeptState`. "buffers" has copies of each replica's buffers; if replicas have none of their
-      own, the model's.
-    - "weights": copies of the parameters by name. "rates": hyperparameters of each parameter group.
-    - "shares_state": whether the optimizer state is sharded. Then "optimizer" is this instance's shard.
-
-    "weights", and an "optimizer" that is not sharded, are equal in all instances, except those of
-    per-replica parameters.
+    If instances share out the optimizer state ("shares_state"), "optimizer" is this instance's shard.
+    Otherwise it, and in any case "weights", are equal in all instances, except those of per-replica
+    parameters.
     """
     plans, optimizer = executor._plans, executor._optimizer
     names, state = dict(executor._wrapped.traced.named_buffers()), plans.state
@@ -205,9 +188,7 @@ def training_state(executor: Any) -> TrainingState:
 
 def set_training_state(executor: Any, state: TrainingState) -> None:
     """Replace the executor's weights, optimizer state, rates and random state by those in a `training_state`.
-
-    Raises: Error, if names or shapes of weights, or the number of parameter groups, differ
-    """
+    Raises Error if names or shapes of weights, or the number of parameter groups, differ."""
     _check_state(executor, state)
     present = executor._plans.state.find_weights()
     for name, value in state["weights"].items():

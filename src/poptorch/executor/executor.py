@@ -152,11 +152,9 @@ class PoplarExecutor(PublicNames):
         return split_into_runs(run, self.options, self._wrapped.training, first and first.inputs)
 
     def _execute_run(self, run: Run) -> tuple[LoadedPlan, Results]:
-        """Execute a run of a call, and return the run's plan and results.
-
-        A run without a plan is compiled, and a detached model is attached. Inputs that forward changes in place
-        are copied to the caller's tensors. A plan compiled here is removed if no update succeeds.
-        """
+        """Execute a run of a call, and return its plan, compiled if there is none, and its results. Inputs
+        that forward changes in place are copied to the caller's tensors. A plan compiled here is removed
+        if no update succeeds."""
         plans, before = self._plans, self._plans.current
         plan = plans.by_key.get(run.key)
         is_new = plan is None
@@ -216,11 +214,8 @@ class PoplarExecutor(PublicNames):
                     self._compile_plan(run)
 
     def _compile_plan(self, run: Run) -> LoadedPlan:
-        """Compile a plan for a run, make it current, and attach it unless the connection type is Never.
-
-        If the plan can't be attached, it is removed. Under `popvision plan` this method compiles nothing: it
-        writes profiles and exits the program.
-        """
+        """Compile a plan for a run, make it current, and attach it unless the connection type is Never. Under
+        `popvision plan` write profiles instead, and exit the program."""
         if self._wrapped.training:
             wrapped_model.mark_model(self._user_model, self)  # destroy() unmarks the model
         options, model, plans = self.options, self._wrapped.traced, self._plans
@@ -262,10 +257,8 @@ class PoplarExecutor(PublicNames):
         return reporter or start_reporter(self, self.options, self._wrapped.training, number)
 
     def _checked_settings(self, run: Run, options: Options) -> Settings:
-        """Return the engine's settings for complete batches. Check arguments, groups and options.
-
-        Raises: Error or AssertionError, if the arguments or the model's buffers do not fit the options
-        """
+        """Return the engine's settings for complete batches. Raises Error or AssertionError if the arguments
+        or the model's buffers do not fit the options."""
         model, training, call = self._wrapped.traced, self._wrapped.training, run.call
         groups = make_replica_groups(model, self.per_replica_params, options.replication_factor)
         if groups and run.counts.replicas != options.replication_factor:

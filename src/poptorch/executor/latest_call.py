@@ -24,10 +24,7 @@ _KEYS = ("input", "input_complete", "output", "output_complete")
 
 @dataclass(frozen=True)
 class LatestCall:
-    """The results of a call, except outputs. `LatestCall()`: no call. `getPerfCounters` returns `counters`.
-
-    Args: times: of each run, the times for each key of `_KEYS`
-    """
+    """The results of a call, except outputs; `times`: of each run, the times for each key of `_KEYS`."""
 
     times: Sequence[Sequence[Times]] = (([[]],) * len(_KEYS),)
     anchored: Mapping[str, Tensor] = field(default_factory=dict)  # by short name
@@ -43,12 +40,10 @@ class LatestCall:
         }
 
     def latency(self, start: str, first: Callable[..., float], end: str) -> Latency:
-        """Return (min, max, mean) seconds per micro-batch between events `start` and `end` of `counters`.
-
-        Each event has one time for each tensor: a span begins at the min or max (`first`) of these times for
-        `start`, and ends at the max for `end`. If one output stands for k micro-batches, the span begins with
-        the earliest of the k. Zeros if nothing was measured.
-        """
+        """Return (min, max, mean) seconds per micro-batch between events `start` and `end` of `counters`. Of
+        an event's times for each tensor `first` chooses that of `start`, max that of `end`. If one output
+        stands for k micro-batches, the span begins with the earliest of the k. Zeros if nothing was
+        measured."""
         begun = [first(times) for times in zip(*self.counters[start], strict=True)]
         ended = [max(times) for times in zip(*self.counters[end], strict=True)]
         if not begun or not ended:
@@ -63,12 +58,8 @@ class LatestCall:
 def join_results(
     finished: Sequence[tuple[Run, LoadedPlan, Results]],
 ) -> tuple[LatestCall, list[Tensor]]:
-    """Return a call's results, and its outputs in the forward's order, from the results of its runs.
-
-    Outputs and anchors are joined by output mode, notes and times are concatenated.
-
-    Raises: Error, if the output mode is Sum, and micro-batches differ in size
-    """
+    """Return a call's results, and its outputs in the forward's order, from the results of its runs: outputs
+    and anchors joined by output mode, notes and times concatenated."""
     executable = finished[0][1].executable
     replicas = [run.counts.replicas for run, _, _ in finished]
     times = [_run_times(plan, results) for _, plan, results in finished]
@@ -98,13 +89,8 @@ def _run_times(plan: LoadedPlan, results: Results) -> list[Times]:
 
 
 def _join_values(values: Sequence[Tensor], mode: Outputs, replicas: Sequence[int]) -> Tensor:
-    """Return the last value ("final"), the sum ("sum") or, in other modes, the concatenation of the values.
-
-    Args:
-        values:   the value of one output in each run
-        replicas: the number of replicas in each run
-    Raises: Error, if values of micro-batches of different sizes would be added
-    """
+    """Return the last value ("final"), the sum ("sum") or, in other modes, the concatenation of an output's
+    values in each run. Raises Error if values of micro-batches of different sizes would be added."""
     if mode == "final" or len(values) == 1:
         return values[-1]
     if mode != "sum":

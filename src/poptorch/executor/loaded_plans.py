@@ -43,10 +43,7 @@ class LoadedPlan:
 
 
 class LoadedPlans:
-    """The compiled plans of a model, and their engines, which share one `TrainState`.
-
-    Args: model: the shallow copy of the user's model that is compiled
-    """
+    """The compiled plans of a model, and their engines, which share one `TrainState`."""
 
     def __init__(self, options: Options, model: nn.Module) -> None:
         self._options = options
@@ -99,10 +96,7 @@ class LoadedPlans:
             self.current, self.first = plan, plan.executable
 
     def make_current(self, plan: LoadedPlan) -> None:
-        """Make `plan` current. If the previous plan has an engine, and `plan` has none, create it.
-
-        Raises: Error, in a fork of the process that attached the model
-        """
+        """Make `plan` current. If the previous plan has an engine, and `plan` has none, create it."""
         if self.engine is not None and plan.engine is None:
             self.require_engine()
             plan.engine = self._new_engine(plan)
@@ -175,8 +169,7 @@ class LoadedPlans:
         return engine
 
     def detach(self) -> None:
-        """Save profiles, and close all engines. In a fork of the process that attached the model, only remove
-        the references to the engines."""
+        """Save profiles, and close all engines."""
         for plan in self.by_key.values():
             self._close_engine(plan)
 
@@ -198,11 +191,8 @@ class LoadedPlans:
         return settings is not None and settings.shard_optimizer is not None and settings.counts.instances > 1
 
     def optimizer_states(self) -> Mapping[str, dict[str, Tensor]]:
-        """Return the optimizer state of each parameter: {canonical name: {name of the state: tensor}}. A state
-        that is sharded over instances is gathered, which waits for all instances.
-
-        Raises: Error, if a sharded state is to be gathered without an engine, or an instance is gone
-        """
+        """Return {canonical name: the parameter's optimizer state}. A state that is sharded over instances is
+        gathered, which waits for all instances; without an engine this raises Error."""
         if self.engine is not None:
             return self.engine.read_whole_optimizer()
         if self.is_optimizer_sharded:

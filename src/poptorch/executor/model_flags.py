@@ -45,10 +45,8 @@ class ModelFlags:
         return modes | {"": self._model.user.training}
 
     def set_mode(self, mode: bool) -> None:
-        """Set the mode in which layers are compiled. The flags of the user's layers stay in inference.
-
-        A model with a method `train` of its own is asked for the modes of its layers.
-        """
+        """Set the mode in which layers are compiled, by the model's method `train`. The flags of the user's
+        layers stay in inference."""
         if self._model.training:
             self._model.user.train(mode)
         else:
@@ -95,10 +93,8 @@ class ModelFlags:
             _set_modes(self._model.traced, now)
 
     def fix(self, draws: bool) -> None:
-        """After the first compilation: store what it has fixed, for `check_changes`.
-
-        Args: draws: whether the model draws random numbers
-        """
+        """After the first compilation: store what it has fixed, for `check_changes`. `draws`: the model draws
+        random numbers."""
         self._draws = draws
         self._torch_state = self._present_torch_state()
         layers = dict(self._model.traced.named_modules())
@@ -131,13 +127,9 @@ class ModelFlags:
     # ---- changes after it --------------------------------------------------------------------------------
 
     def check_changes(self) -> None:
-        """Warn, once per kind, of changes to the model since its compilation: calls ignore such changes.
-
-        Kinds are modes, replaced layers, attributes, hooks, torch's seed and autocast. In inference a layer that was
-        compiled in eval mode may be in any mode.
-
-        Raises: Error, if a parameter has a hook that it had not when the model was compiled
-        """
+        """Warn, once per kind, of changes to the model since its compilation: modes, replaced layers,
+        attributes, hooks, torch's seed and autocast. Calls ignore such changes. Raises Error if the hooks
+        of a parameter have changed."""
         changed = {name: layer for name, layer in self._layers.items() if layer.has_changed()}
         if changed:
             self._warn_of_modes(changed)
@@ -206,10 +198,8 @@ class ModelFlags:
 
 
 class _Fixed:
-    """A layer when it was compiled: its flag `training`, the layers in it, its attributes and hooks.
-
-    Args: names: of attributes that may be read by a forward
-    """
+    """A layer when it was compiled: its mode, the layers in it, its attributes (of those in `names`) and
+    hooks."""
 
     def __init__(self, layer: nn.Module, mode: bool, names: set[str]) -> None:
         self.own, self.mode, self.parameters = vars(layer), mode, layer._parameters

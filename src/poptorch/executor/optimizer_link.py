@@ -23,10 +23,8 @@ from .wrapped_model import WrappedModel
 
 
 class OptimizerLink:
-    """The optimizer of an executor, and the rates of the next call (`hyper`). Both are None in inference.
-
-    `frozen` has those properties of the optimizer that can't change after compilation.
-    """
+    """The optimizer of an executor, the rates of the next call (`hyper`), both None in inference, and
+    `frozen`: those properties of the optimizer that can't change after compilation."""
 
     frozen: settings.Optimizer
 
@@ -114,9 +112,7 @@ class OptimizerLink:
 
     def replaced_parameters(self) -> tuple[str, ...]:
         """Return the names of parameters that the program has replaced, and that the optimizer does not hold.
-
-        As in plain PyTorch they are not updated. The first one logs a warning.
-        """
+        As in plain PyTorch they are not updated. The first one logs a warning."""
         held = {id(value) for group in self.optimizer.param_groups for value in group["params"]}
         present = self._model.parameter_names()
         if held <= present.keys():
@@ -190,11 +186,9 @@ class OptimizerLink:
         self._is_connected = False
 
     def prepare_call(self) -> None:
-        """Use the rates that were loaded into a poptorch optimizer since the last call. Warn, once, if rates were
-        changed in another way since `setOptimizer`: calls ignore the change.
-
-        Raises: Error, if a value that is compiled in has changed, or the optimizer's `step()` has hooks
-        """
+        """Use the rates that were loaded into a poptorch optimizer since the last call. Warn, once, of rates
+        that changed in another way since `setOptimizer`. Raises Error if a value that is compiled in has
+        changed, or `step()` has hooks."""
         used = self.hyper
         if used is None:
             return

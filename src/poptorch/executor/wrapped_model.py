@@ -18,13 +18,8 @@ from ..options import Options
 
 @dataclass(frozen=True)
 class WrappedModel:
-    """The model of an executor, its options, and whether it is trained.
-
-    Args:
-        user:        the user's model
-        traced:      the shallow copy of `user` that is compiled; made when the executor was
-        per_replica: by parameter name, the `replicaGrouping` of a parameter with one value per group
-    """
+    """The model of an executor: the user's, the shallow copy that is compiled (`traced`), and by parameter
+    name the `replicaGrouping` of each parameter with one value per group."""
 
     user: nn.Module
     traced: nn.Module
@@ -33,10 +28,8 @@ class WrappedModel:
     per_replica: dict[str, Grouping] = field(default_factory=dict)
 
     def shapes(self, groups: Container[str]) -> dict[str, tuple[int, ...]]:
-        """Return, by name, the shape of each weight in a replica.
-
-        Args: groups: names of per-replica parameters, which in the model have one row per group of replicas
-        """
+        """Return, by name, the shape of each weight in a replica. `groups`: names of per-replica parameters,
+        which in the model have one row per group of replicas."""
         return {n: tuple(w.shape[1:] if n in groups else w.shape) for n, w in weights_of(self.traced).items()}
 
     def parameter_names(self) -> dict[int, str]:
@@ -73,10 +66,8 @@ class HostForward:
 
 
 class _MethodOfExecutor:
-    """A method that a trained model has as an attribute. Deep copies and pickles of the model have None instead.
-
-    Args: owner: a weak reference to the executor that trains the model
-    """
+    """A method of the executor (`owner`: a weak reference) that its model has as an attribute. Deep copies
+    and pickles of the model have None instead."""
 
     def __init__(self, owner: weakref.ref[Any], name: str, without_owner: Any) -> None:
         self.owner, self._name, self._without_owner = owner, name, without_owner
@@ -113,9 +104,7 @@ def check_not_wrapped(model: Any) -> None:
 
 def mark_model(model: nn.Module, executor: Any) -> None:
     """Give a model the methods `copyWeightsToHostIfNeeded` and `destroy` of the executor that trains it.
-
-    Raises: RuntimeError, if another executor trains the model
-    """
+    Raises RuntimeError if another executor trains the model."""
     if executor_of(model) is not executor:
         check_not_wrapped(model)
         owner = weakref.ref(executor)

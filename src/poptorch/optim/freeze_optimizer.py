@@ -32,14 +32,10 @@ class UnknownParameterError(Error, KeyError):
 def freeze_optimizer(
     optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> tuple[settings.Optimizer, settings.Hyper]:
-    """Return a snapshot of an optimizer, after checks: the values that are compiled in, and the rates.
-
-    Args: names: id(parameter) -> canonical name, for every parameter of the model
-    Raises:
-        AssertionError: the type is not supported, or a rate, a bound or a flag is missing or invalid
-        ValueError: amsgrad is on
-        UnknownParameterError: a parameter is not in the model
-    """
+    """Return the values of an optimizer that are compiled in, and its rates, after checks. `names`:
+    id(parameter) -> canonical name, for every parameter of the model. Raises AssertionError if the type is
+    not supported, or a rate, a bound or a flag is missing or invalid; ValueError for amsgrad;
+    UnknownParameterError for other parameters."""
     kind = optimizer_kind(optimizer)
     hyper = rates_of(kind, optimizer)
     if any(group.get("amsgrad") for group in optimizer.param_groups):
@@ -184,11 +180,8 @@ def _group_indices(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> d
 
 class OptimizerGuard:
     """The checks of optimizers that are passed to `setOptimizer`, against the optimizer that is compiled in.
-
-    Args:
-        relaxed: log unexpected attributes at DEBUG instead of WARN (`relaxOptimizerAttributesChecks`)
-        automatic_loss_scaling: whether the executor adapts the loss scaling, so that it may change
-    """
+    If `relaxed`, unexpected attributes are logged at DEBUG. With automatic loss scaling the loss scaling
+    may change."""
 
     _frozen: settings.Optimizer  # the accepted optimizer's values that are compiled in
     _constants: dict[str, list[float]]  # its rates that may not change, as in `_rates_by_name`
@@ -203,15 +196,12 @@ class OptimizerGuard:
     def check_and_freeze(
         self, optimizer: torch.optim.Optimizer, names: dict[int, str], compiled: bool
     ) -> tuple[settings.Optimizer, settings.Hyper]:
-        """Return a snapshot of an optimizer, as `freeze_optimizer` does, after checks of changes and hooks.
+        """Return what `freeze_optimizer` does, after checks of changes and hooks. If `compiled`, values must
+        equal those of the accepted optimizer, except rates that `load_state_dict` has changed: these
+        replace the constant rates.
 
-        Logs warnings of a user's subclass and of unexpected attributes. Rates that `load_state_dict` has
-        changed may differ, and replace the constant rates that later optimizers must have.
-
-        Args: compiled: whether values must equal those of the optimizer that the model was compiled with
-        Raises:
-            Error: a value that is compiled in has changed, or the optimizer has hooks of `step()`
-            ValueError: `accum_type` became float16 after compilation
+        Raises Error if a value that is compiled in has changed, or `step()` has hooks, and ValueError if
+        `accum_type` became float16.
         """
         frozen, hyper = freeze_optimizer(optimizer, names)
         if frozen.kind != OWN_STEP:

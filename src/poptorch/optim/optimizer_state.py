@@ -89,11 +89,9 @@ def _ipu_param_name(rate: str) -> str:
 
 
 def to_ipu_param(group_of: Mapping[str, int], hyper: Hyper) -> dict[str, Tensor]:
-    """Return the "ipu_param" of an optimizer: the loss scaling, and for each parameter its group's rates.
-
-    SGD without momentum has two derived values instead: scaledLearningRate0 = lr·(1 − d) / s and
-    weightDecayScaleFactor0 = 1 − lr·(1 − d)·λ, with dampening d, weight decay λ and loss scaling s.
-    """
+    """Return the "ipu_param" of an optimizer: the loss scaling, and for each parameter its group's rates. SGD
+    without momentum has two derived values instead, with dampening d, weight decay λ and loss scaling s:
+    scaledLearningRate0 = lr·(1 − d) / s and weightDecayScaleFactor0 = 1 − lr·(1 − d)·λ."""
     entries = {"lossScaling_FLOAT": torch.tensor(float(hyper.loss_scaling))}
     for parameter, index in group_of.items():
         rates = hyper.groups[index]
