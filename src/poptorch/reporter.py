@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,20 +198,15 @@ def _changed_options(options: Options, training: bool) -> list[profile.Option]:
 
 
 def _describe_optimizer(optimizer: Optimizer | None) -> str:
-    """Return an optimizer's rule, size, and settings that differ from defaults, as text; "none" for None."""
+    """Return an optimizer's rule, size and clipping as text; "none" for None."""
     if optimizer is None:
         return "none"
-    groups, plain = len(set(optimizer.group_of.values())), Optimizer(optimizer.kind, optimizer.group_of)
     many = counted(len(optimizer.group_of), "parameter")
-    words = [f"{optimizer.kind}, {many} in {counted(groups, 'group')}"]
-    words += [f"{flag} {optimizer.flags[flag]}" for flag in RULES[optimizer.kind].nondefault_flags(optimizer)]
-    words += [
-        f"{state} in {dtype}" for state, dtype in optimizer.state_types.items() if dtype != torch.float32
-    ]
-    for name in (field.name for field in fields(optimizer) if field.name not in ("flags", "state_types")):
-        if (value := getattr(optimizer, name)) != getattr(plain, name):
-            words.append(f"{name.replace('_', ' ')} {value}")
-    return "; ".join(words)
+    text = f"{optimizer.kind}, {many} in {counted(len(set(optimizer.group_of.values())), 'group')}"
+    bounds = {"max grad norm": optimizer.max_grad_norm, "max grad value": optimizer.max_grad_value}
+    flags = {flag: optimizer.flags[flag] for flag in RULES[optimizer.kind].nondefault_flags(optimizer)}
+    found = {name: bound for name, bound in bounds.items() if bound < math.inf} | flags
+    return "; ".join([text, *(f"{name} {value}" for name, value in found.items())])
 
 
 def _option_texts(options: Options) -> dict[str, str]:

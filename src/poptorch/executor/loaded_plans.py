@@ -62,10 +62,6 @@ class LoadedPlans:
     def engine(self) -> Engine | None:
         return self.current.engine if self.current is not None else None
 
-    @property
-    def reporter(self) -> Reporter | None:
-        return self.current.reporter if self.current is not None else None
-
     def require_executable(self) -> Executable:
         """Return the executable of the current plan. Raises Error before compilation."""
         if self.executable is None:

@@ -42,16 +42,8 @@ class OptimizerLink:
         scaling = bool(options._Popart.options.get("automaticLossScalingSettings.enabled", False))
         self._guard = OptimizerGuard(options._relax_optimizer_checks, scaling)
 
-    def setOptimizer(self, optimizer: Any) -> None:
-        """Train with this optimizer and its present rates from the next call on.
-
-        An optimizer without state continues with the state of the previous optimizer, which keeps a copy. After
-        compilation it must be of the same kind.
-
-        Raises:
-            Error: a property that is compiled in has changed, or the model is for inference
-            AssertionError, ValueError: the optimizer is not supported
-        """
+    def set_optimizer(self, optimizer: Any) -> None:
+        """`PoplarExecutor.setOptimizer`."""
         if not self._model.training:
             raise Error(
                 "setOptimizer needs a model that trains, and this one is for inference\n"

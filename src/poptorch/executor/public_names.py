@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from operator import attrgetter
 from types import FunctionType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -58,18 +58,6 @@ def run_methods_outside_inference_mode(kind: type[T]) -> type[T]:
     return kind
 
 
-def _forwarding_method(
-    name: str, method: Callable[Concatenate[Any, P], R]
-) -> Callable[Concatenate[Any, P], R]:
-    """Return a method of the executor that calls `method` of its attribute `name` with the same arguments."""
-
-    @functools.wraps(method)
-    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        return method(getattr(self, name), *args, **kwargs)
-
-    return call
-
-
 @run_methods_outside_inference_mode
 class PublicNames:
     """The base class of the executor: creates its parts, and has the public methods that use these alone."""
@@ -86,7 +74,17 @@ class PublicNames:
 
     # ---- weights, optimizer, random state ----------------------------------------------------------------
 
-    setOptimizer = _forwarding_method("_optimizer_link", OptimizerLink.setOptimizer)
+    def setOptimizer(self, optimizer: Any) -> None:
+        """Train with this optimizer and its present rates from the next call on.
+
+        An optimizer without state continues with the state of the previous optimizer, which keeps a copy. After
+        compilation it must be of the same kind.
+
+        Raises:
+            Error: a property that is compiled in has changed, or the model is for inference
+            AssertionError, ValueError: the optimizer is not supported
+        """
+        self._optimizer_link.set_optimizer(optimizer)
 
     def copyWeightsToHost(self) -> None:
         """Check that the model is attached. Its weights are the ones that train: there is nothing to copy.
