@@ -5,7 +5,6 @@ are read at import; `setLogLevel` changes the level later.
 """
 
 import logging
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,30 +42,6 @@ NEWEST_TORCH = "2.15"  # the newest version of torch on which the tests have run
 
 logger = logging.getLogger("poptorch::python")
 logging.getLogger("popengine").parent = logger  # the engine's lines go to the same handlers
-
-
-class RepeatFilter(logging.Filter):
-    """A filter that passes equal lines in succession `limit` times, once more with a note, then no more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.limit = math.inf
-        self._line, self._count = ("", ""), 0
-
-    def set_limit(self, limit: int) -> None:
-        """Set the number of equal lines that pass, and count the latest line from 0 again."""
-        self.limit, self._count = limit, 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        line = (record.levelname, record.getMessage())
-        self._count = self._count + 1 if line == self._line else 1
-        self._line = line
-        if self._count == self.limit + 1:
-            record.msg, record.args = "%s [repeated: left out from now on, see maxRepeatLogs]", (line[1],)
-        return self._count <= self.limit + 1
-
-
-repeats = RepeatFilter()
 
 
 class _Formatter(logging.Formatter):
@@ -130,7 +105,6 @@ def configure(level: str, destination: str) -> None:
     is_stream = destination in ("stderr", "stdout")
     handler = _LiveStreamHandler(destination) if is_stream else logging.FileHandler(destination, delay=True)
     handler.setFormatter(_Formatter())
-    handler.addFilter(repeats)
     logger.addHandler(handler)
     try:
         setLogLevel(level)

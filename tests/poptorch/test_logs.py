@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-import poptorch
 from poptorch import logs
 
 
@@ -81,29 +80,6 @@ def test_an_unknown_level_in_the_environment_does_not_break_the_import():
     command = [sys.executable, "-c", "import poptorch.logs as logs; print(logs.logger.level)"]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert "Unknown log level: LOUD" in output and output.endswith("30\n")
-
-
-def test_the_same_line_is_written_a_few_times_in_a_row(capsys):
-    logs.repeats.set_limit(2)
-    for _ in range(5):
-        logs.logger.warning("again")
-    logs.logger.warning("other")
-    logs.logger.warning("again")
-    lines = [line.partition("[warning] ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert lines == [
-        "again",
-        "again",
-        "again [repeated: left out from now on, see maxRepeatLogs]",
-        "other",
-        "again",
-    ]
-
-
-def test_a_wrapper_starts_to_count_lines_anew():
-    poptorch.inferenceModel(lambda x: x, poptorch.Options().maxRepeatLogs(7))
-    assert logs.repeats.limit == 7
-    poptorch.inferenceModel(lambda x: x, poptorch.Options().maxRepeatLogs(None))
-    assert logs.repeats.limit == 2**64 - 1
 
 
 @pytest.mark.parametrize("configured", ["", "import logging; logging.basicConfig(level=logging.INFO); "])

@@ -27,7 +27,7 @@ from ..compiling.executable import compile_model
 from ..compiling.outputs import fill_outputs
 from ..compiling.runs import Run, split_into_runs
 from ..enums import ConnectionType
-from ..logs import logger, repeats
+from ..logs import logger
 from ..optim import SGD
 from ..options import Options
 from ..options.freeze_options import engine_settings, resolve_options
@@ -70,7 +70,6 @@ class PoplarExecutor(PublicNames):
             model.forward = function
         options = resolve_options(given, training, model)
         given._freeze()  # a later change would have no effect
-        repeats.set_limit(options.max_repeat_logs)
         # The copy fixes the flags of the top-level module; submodules are shared with the user's model.
         super().__init__(WrappedModel(model, wrapped_model.shallow_copy(model), options, training))
         self._signature = inspect.signature(self._wrapped.traced.forward)

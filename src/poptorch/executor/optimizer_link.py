@@ -3,7 +3,7 @@
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from popengine import settings
 from popengine.errors import Error
+from popengine.run.state import TrainState
 from popengine.update.optimizer_rules import OWN_STEP
 
 from ..enums import MeanReductionStrategy
@@ -162,17 +163,15 @@ class OptimizerLink:
             check = functools.partial(check_torch_state, self.frozen.kind)
             self._hooks.append(optimizer.register_load_state_dict_pre_hook(check))
         if self._plans.is_optimizer_sharded:
-            _set_state_dict_hook(self.optimizer, functools.partial(_gather_state, weakref.ref(self)))
+            here = self._plans.require_executable().settings.counts.instance
+            hook = functools.partial(_gather_state, weakref.ref(self), self._plans.state, here)
+            if (earlier := vars(optimizer).get("_optimizer_shard_hook")) is not None:
+                earlier.remove()
+            self.optimizer._optimizer_shard_hook = self.optimizer.register_state_dict_post_hook(hook)
         self._is_connected = self._has_trained = True
 
     def release_optimizer(self) -> None:
-        """Undo `connect_optimizer`. Of a state that is sharded over instances the optimizer keeps a shard:
-        `state_dict()` then raises Error."""
-        if self._is_connected and self._plans.is_optimizer_sharded:
-            here = self._plans.require_executable().settings.counts.instance
-            owner = self._plans.state.owner
-            others = [value for name, value in self._parameters.items() if owner.get(name, here) != here]
-            _set_state_dict_hook(self.optimizer, functools.partial(_check_whole, others))
+        """Undo `connect_optimizer`."""
         while self._hooks:
             self._hooks.pop().remove()
         self._is_connected = False
@@ -216,30 +215,24 @@ def _states_of(optimizer: Any) -> list[dict[str, Any]]:
     return [optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _set_state_dict_hook(optimizer: Any, hook: Callable[..., Any]) -> None:
-    """Let `hook` change or check each `state_dict()` of an optimizer, in place of an earlier such hook."""
-    if (earlier := vars(optimizer).get("_optimizer_shard_hook")) is not None:
-        earlier.remove()
-    optimizer._optimizer_shard_hook = optimizer.register_state_dict_post_hook(hook)
-
-
 def _gather_state(
-    owner: weakref.ref[OptimizerLink], optimizer: Any, state_dict: Mapping[str, Any]
+    owner: weakref.ref[OptimizerLink],
+    state: TrainState,
+    here: int,
+    optimizer: Any,
+    state_dict: Mapping[str, Any],
 ) -> dict[str, Any] | None:
-    """Return an optimizer's `state_dict` with the shards of all instances. A hook of `state_dict()`."""
+    """Return an optimizer's `state_dict` with the shards of all instances, of which `here` is this one.
+    Without executor raise Error if a shard is missing. A hook of `state_dict()`."""
     link = owner()
-    if link is None:
-        return None
-    states = link._plans.optimizer_states()
-    whole = {index: states[name] for index, name in enumerate(link._parameters) if name in states}
-    return {**state_dict, "state": whole}
-
-
-def _check_whole(others: Sequence[Tensor], optimizer: Any, _: Mapping[str, Any]) -> None:
-    """Raise Error if the optimizer has no state of a parameter in `others`, whose state another instance had when
-    the executor ended. A hook of `state_dict()`."""
-    if not all(optimizer.state.get(parameter) for parameter in others):
-        raise Error(
-            "the optimizer's state was shared out over the instances, and has gone with its executor\n"
-            "  fix: call state_dict() before destroy()"
-        )
+    if link is not None and link._is_connected and link.optimizer is optimizer:
+        states = link._plans.optimizer_states()
+        whole = {index: states[name] for index, name in enumerate(link._parameters) if name in states}
+        return {**state_dict, "state": whole}
+    for name, parameter in state.parameters().items():
+        if state.owner.get(name, here) != here and not optimizer.state.get(parameter):
+            raise Error(
+                "the optimizer's state was shared out over the instances, and has gone with its executor\n"
+                "  fix: call state_dict() before destroy()"
+            )
+    return None

@@ -14,7 +14,7 @@ from popengine import settings
 from popengine.errors import Error
 from popengine.torch_private import step_hooks
 from popengine.update.optimizer_rules import OWN_STEP, RULES, Rule
-from poptorch.logs import logger
+from poptorch.logs import listed, logger
 from poptorch.optim.optimizer_base import Optimizer
 from poptorch.optim.optimizer_state import as_float, rates_of
 
@@ -163,12 +163,10 @@ def _group_indices(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> d
             if id(parameter) in names:
                 group_of[names[id(parameter)]] = group_index
             else:
-                unknown.append(f"  group {group_index}, parameter {index}, shape {list(parameter.shape)}\n")
+                unknown.append(f"group {group_index}, parameter {index}, shape {list(parameter.shape)}")
     if unknown:
-        more = f"  ... and {len(unknown) - 8} more\n" if len(unknown) > 8 else ""
         raise UnknownParameterError(
-            "the optimizer holds parameters that aren't parameters of the model:\n"
-            f"{''.join(unknown[:8])}{more}"
+            f"the optimizer holds parameters that aren't parameters of the model:\n  {listed(unknown)}\n"
             "  fix: build the optimizer from the parameters() of the model that is wrapped, after any change of its"
             " layers; in place of a function wrap an nn.Module that has the layers as attributes"
         )

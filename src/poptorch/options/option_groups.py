@@ -299,8 +299,7 @@ class ReportingOptions(OptionsDict):
         return self.createOrSet(model_name=checked("modelName", name, str))
 
     def maxRepeatLogs(self, max_lines: int | None = None) -> Self:
-        """Set how many equal log lines in succession are written as they are. The next equal line has a note
-        that further ones are left out. None: no limit."""
+        """Has no effect; kept for compatibility: the log has each line."""
         return self.set(max_repeat_logs=_NO_LIMIT if max_lines is None else max_lines)
 
     def logCycleCount(self, log_cycle_count: bool) -> Self:
