@@ -65,8 +65,7 @@ def available_memory() -> int:
 
 
 def exit_if_only_planning(*program: Any) -> None:
-    """If `popvision plan` runs this program, write the profiles that it requests and raise SystemExit.
-    `program`: the arguments of `make_profiles` other than `kinds`."""
+    """If `popvision plan` runs this program, write the profiles that it requests and raise SystemExit."""
     if wish := os.environ.get(PLAN_WISH):
         wanted = json.loads(wish)
         for number, profile in enumerate(make_profiles(*program, kinds=wanted["kinds"]).values()):
@@ -138,8 +137,8 @@ def _largest_need(made: Profile) -> int:
 
 
 def _settings_that_need_less(settings: Settings, made: Profile) -> Iterator[tuple[str, Settings]]:
-    """Yield (change of the program, settings) of plans that may need less memory of an ipu: with recomputation;
-    with even stages on as many ipus, on twice and on four times as many, with and without recomputation."""
+    """Yield (change, settings) of plans that may need less memory of an ipu: with recomputation; with even
+    stages on as many ipus, on twice and on four times as many, with and without recomputation."""
     recomputation = 'options._Popart.set("autoRecomputation", 3)'
     can_recompute = settings.training and not settings.recompute
     if can_recompute:
@@ -166,8 +165,7 @@ def _settings_that_need_less(settings: Settings, made: Profile) -> Iterator[tupl
 def planned_profile(
     whole: Plan, settings: Settings, graph: Graph, more: Mapping[str, Any] = MappingProxyType({})
 ) -> Profile:
-    """Return the profile of a plan that has not run, with the peak bytes that each ipu would hold if each ipu
-    had a memory of its own. Args: more: further facts"""
+    """Return the profile of a plan that has not run, with the peak bytes of each ipu, and `more` facts."""
     # More micro-batches need no more memory; popvision computes the times of all micro-batches.
     plan = replace(whole, micro_batches=min(whole.micro_batches, 3 * whole.partition.stages + 8))
     found, ipus = describe(plan, settings, graph), sorted(set(plan.partition.ipus))
@@ -231,16 +229,15 @@ def _calls_user_code(graph: Graph) -> bool:
 
 
 def _random_values(shape: Sequence[int], dtype: torch.dtype, key: str = "") -> Tensor:
-    """Return normal random values for the weight with this key, or with the key "" for an input. Integer
-    weights and running variances are 1, integer inputs 0."""
+    """Return random values for a weight with this key, or (key "") for an input; integers are 1, or 0."""
     if not dtype.is_floating_point or key.endswith("running_var"):
         return torch.ones(shape, dtype=dtype) if key else torch.zeros(shape, dtype=dtype)
     return torch.randn(shape, dtype=torch.float32).mul_(1 / math.sqrt(max(1, math.prod(shape[1:])))).to(dtype)
 
 
 def _measure_steps(found: Executable, hyper: Hyper | None) -> list[tuple[int, float]]:
-    """Run steps on an engine, and return a list of (micro-batches of all replicas, seconds): of two shortened
-    steps, or if the step is short of the whole step."""
+    """Run two shortened steps (a short step whole) on an engine; return (micro-batches of all replicas,
+    seconds)."""
     assert found.graph is not None
     settings, whole = found.settings, found.plan.micro_batches
     few = max(2 * found.plan.partition.stages, torch.get_num_threads())

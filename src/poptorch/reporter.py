@@ -41,8 +41,7 @@ _live_reporters: weakref.WeakSet[Reporter] = weakref.WeakSet()
 
 
 class Reporter:
-    """An object that collects the data of a plan's profile (the `number`-th of its executor), and saves it to
-    `path`."""
+    """An object that collects the data of the profile of an executor's `number`-th plan, and saves it."""
 
     def __init__(self, path: Path, options: Options, number: int) -> None:
         self.path, self.options, self.number = path, options, number
@@ -61,8 +60,8 @@ class Reporter:
         self._running = None
 
     def after_call(self) -> None:
-        """Save the profile if the last save is a minute old, so that a killed program leaves a profile, too.
-        If a save takes long the interval is longer."""
+        """Save the profile if the last save is a minute old (longer, if a save takes long), as programs may
+        be killed."""
         began = time.perf_counter()
         if began >= self._next_save:
             self.save()
@@ -70,8 +69,7 @@ class Reporter:
             self._next_save = now + max(_SAVE_INTERVAL, _SAVE_FACTOR * (now - began))
 
     def save(self) -> None:
-        """Write the profile and the page of all profiles to files; log a warning if writing fails. No effect
-        if no engine is attached, or in an instance other than 0."""
+        """Write the profile and the page of all profiles, if an engine is attached, in instance 0."""
         if self._running is None or self._running[0].settings.counts.instance != 0:
             return
         try:
@@ -129,8 +127,7 @@ class Reporter:
 
 
 def _memory_capacity(ipu_bytes: float) -> dict[str, Any]:
-    """Return the entry "capacity" of a profile's facts: the memory of an ipu, or if that is infinite (no
-    capacity is set for `AutoBalance`) the memory of this machine."""
+    """Return the entry "capacity" of a profile's facts: the memory of an ipu, or (infinite) of this machine."""
     if ipu_bytes < math.inf:
         return {"bytes": int(ipu_bytes), "of": "the capacity of an ipu", "shared": False}
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -138,10 +135,9 @@ def _memory_capacity(ipu_bytes: float) -> dict[str, Any]:
 
 
 def start_reporter(executor: Any, options: Options, training: bool, number: int) -> Reporter | None:
-    """Return a new reporter of one plan of an executor, or None if the options request no profile. Loaders
-    report their waits to it from now on. It saves its profile also when the executor is garbage-collected,
-    and at SIGTERM unless the program has a handler for SIGTERM. Plans after the first have a folder of
-    their own."""
+    """Return a new reporter of one plan of an executor, or None if the options request no profile. It gets
+    the waits for loaders, and saves its profile also when the executor is garbage-collected, and at
+    SIGTERM unless the program handles SIGTERM. Plans after the first have a folder of their own."""
     directory = options._profile_directory(training)
     if directory is None:
         return None
@@ -171,8 +167,7 @@ def _save_on_sigterm(number: int, frame: Any) -> None:
 
 
 def _add_times(operations: Sequence[profile.Operation], detail: StepDetail | None) -> list[profile.Operation]:
-    """Return the operations with their number of runs and nanoseconds in the detailed step. Without a
-    detailed step (`detail` is None) return them unchanged."""
+    """Return the operations with their number of runs and nanoseconds in the detailed step, if there is one."""
     if detail is None:
         return list(operations)
     lines = {piece: iter(detail.line_times(piece)) for piece in detail.lines}

@@ -119,8 +119,7 @@ def compare(
 
 
 def _check_copied(model: nn.Module, before: Sequence[Tensor | None]) -> None:
-    """Raise Error if a copy of the model has written gradients of the model itself, after restoring these
-    (`before`)."""
+    """Raise Error if a copy of the model has written gradients of the model itself; restore these."""
     changed = []
     for (name, parameter), gradient in zip(model.named_parameters(), before, strict=True):
         if parameter.grad is not gradient:

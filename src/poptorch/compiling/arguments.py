@@ -64,8 +64,7 @@ class BoundCall:
         return dict(zip(paths, self.tensors, strict=True))
 
     def in_words(self, samples: Sequence[Tensor]) -> str:
-        """Return, for messages, path, dtype and shape of each tensor of a micro-batch, and types of other
-        non-default values."""
+        """Return, for messages, path, dtype and shape of each of the tensors, and types of other values."""
         words = [f"{p}: {s.dtype} {tuple(s.shape)}" for p, s in zip(self.named_tensors, samples, strict=True)]
         for name, value in self.bound.arguments.items():
             default = self.bound.signature.parameters[name].default
@@ -83,9 +82,8 @@ class BoundCall:
         return replace(self, bound=inspect.BoundArguments(self.bound.signature, arguments))
 
     def rows_first(self, dims: dict[str, int | None], micro_batches: int) -> BoundCall:
-        """Return a copy in which the rows of all inputs are in dimension 0, one micro-batch after another.
-        `dims`: see `Options.batchDims`. Raises Error if a name is unknown, or a dimension is missing or
-        can't be divided."""
+        """Return a copy in which the rows of all inputs are in dimension 0, one micro-batch after another, by
+        `Options.batchDims`. Raises Error if a name is unknown, or a dimension can't be divided."""
         found, known, moved = dict(self.named_tensors), set(self.bound.signature.parameters), set[str]()
         for path, tensor in self.named_tensors.items():
             name = path if path in dims else re.split(r"[.\[]", path)[0]
@@ -123,8 +121,7 @@ class MissingArgument(Error, TypeError):
 
 def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> BoundCall:
     """Bind a call's arguments to forward's signature, as Python does, with defaults filled in. Raises
-    MissingArgument, AssertionError for other arguments that do not fit, and Error for a sparse, nested or
-    meta tensor."""
+    AssertionError or MissingArgument if they do not fit, and Error for a sparse, nested or meta tensor."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -160,9 +157,8 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
 
 
 def check_batch(call: BoundCall, counts: Counts) -> None:
-    """Check that each tensor holds whole micro-batches. A 0-d tensor counts as one row. Raises Error for an
-    empty tensor, and AssertionError if dimension 0 is not a multiple of iterations × accumulation × input
-    groups."""
+    """Raise AssertionError unless each tensor holds whole micro-batches (a 0-d tensor is one row), and Error
+    for an empty tensor."""
     for path, tensor in call.named_tensors.items():
         if tensor.numel() == 0:
             raise Error(f"Zero-sized tensors are unsupported (Got shape {tuple(tensor.shape)} for {path})")
@@ -250,8 +246,7 @@ def _first_micro_batch(tensor: Tensor, counts: Counts) -> Tensor:
 
 
 def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> list[Tensor]:
-    """Return for each input a combined batch that repeats one synthetic micro-batch. `mode`: a
-    `popart.SyntheticDataMode`: 1 zeros, 2 normal, 3 uniform; integers are always 0."""
+    """Return combined batches that repeat one synthetic micro-batch, by `popart.SyntheticDataMode`."""
     made = []
     for tensor in tensors:
         value = torch.zeros_like(_first_micro_batch(tensor, counts))
@@ -262,8 +257,7 @@ def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> li
 
 
 def first_micro_batches(call: BoundCall, counts: Counts, has_float64: bool) -> list[Tensor]:
-    """Return the rows of the first micro-batch of each tensor of a call, as `tensors_for_engine` converts them; 0-d
-    tensors whole."""
+    """Return the rows of a call's first micro-batch, as `tensors_for_engine` converts them."""
     return tensors_for_engine(
         call.with_tensors(_first_micro_batch(t, counts) for t in call.tensors), has_float64
     )

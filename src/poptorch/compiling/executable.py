@@ -109,9 +109,8 @@ def _capture_model(
     layout: str | None,
     is_plan_only: bool,
 ) -> Executable:
-    """Capture a model and return an executable with its graph, but without plan and inputs, after the compile
-    hooks. The graph is rewritten for half precision and for the memory format: `layout`, or else the
-    option's."""
+    """Capture a model between the compile hooks, rewrite its graph for half precision and memory format
+    (`layout`, or else the option's), and return an executable with the graph, but without plan and inputs."""
     forward = _TracedForward(model, call, options)
     _call_hooks("Pre")
     options._execution_strategy.onStartTracing()
@@ -156,9 +155,8 @@ def _capture_model(
 
 @dataclass
 class _TracedForward:
-    """A callable for `capture`: runs forward, returns the graph's outputs, and sets the fields below: of
-    `Executable`, the number of outputs (`returned`), the names of inputs and losses, and by short name of
-    an anchor of an input or loss the tensor's index in the graph's outputs."""
+    """A callable for `capture`: runs forward, returns the graph's outputs, and sets fields: the template, the
+    number of outputs, the names of inputs and losses, and by short name the index of an anchored one."""
 
     model: nn.Module
     call: BoundCall

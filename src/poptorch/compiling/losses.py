@@ -28,9 +28,7 @@ from poptorch.options import Options
 
 
 def choose_loss(returned: Any, capture: Capture, options: Options) -> None:
-    """Set the capture's loss by forward's return value, unless it has a chosen one, or PopTorch's rule
-    applies. Raises CaptureError if `options.loss` names no float output, or several scalars depend on the
-    loss."""
+    """Set the capture's loss by forward's return value, unless it has one, or PopTorch's rule applies."""
     if capture.chosen is not None or (options.exists("loss_is_marked") and options("loss_is_marked")):
         return
     origin = f"the return of forward, {capture.forward_line}"

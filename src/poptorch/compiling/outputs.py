@@ -42,9 +42,8 @@ def resolve_anchors(
     graph: Graph, traced: Iterable[str], indices: dict[str, int], options: Options, training: bool
 ) -> tuple[Graph, Anchors, tuple[str, ...]]:
     """Return the graph with the requested gradients as further outputs, the anchors that
-    `Options.anchorTensor` requested, and the names of all tensors that could be anchored. `traced` and
-    `indices` are `names` and `indices` of a `_TracedForward`. Raises Error for an unknown name, or a
-    return period above the device iterations."""
+    `Options.anchorTensor` requested, and all names that could be anchored. `traced`, `indices`: `names`,
+    `indices` of a `_TracedForward`."""
     gradients = {result.key: result for result in graph.results if result.kind == "gradient"}
     # By name: the source of an anchor, and the weight's name.
     sources: dict[str, tuple[Any, str]] = {name: ("output", "") for name in traced}

@@ -59,8 +59,8 @@ class Run:
 
 def split_into_runs(whole: Run, options: Options, training: bool, like: CompiledInputs | None) -> list[Run]:
     """Return the runs of a call: several for an incomplete batch, in which all inputs have the same number of
-    rows, fewer than a combined batch; otherwise only `whole`. `like`: inputs of the model's first plan,
-    which give the rows of a micro-batch if no DataLoader does."""
+    rows, else only `whole`. `like`: inputs of the first plan, for the rows of a micro-batch without a
+    DataLoader."""
     call, counts = whole.call, whole.counts
     rows = {tensor.shape[0] for tensor in call.tensors if tensor.dim()}
     size = _micro_batch_rows(call, like)
@@ -94,8 +94,8 @@ def split_into_runs(whole: Run, options: Options, training: bool, like: Compiled
 
 
 def _micro_batch_rows(call: BoundCall, like: CompiledInputs | None) -> int | None:
-    """Return the number of rows of a micro-batch: the DataLoader's, else that of `like`; None if there is
-    neither, or if the inputs of `like` have different numbers of rows."""
+    """Return the rows of a micro-batch: the DataLoader's, else those of `like` if its inputs have equally
+    many."""
     loaded = next((rows for tensor in call.tensors if (rows := factors_of_loaded(tensor)[1])), None)
     if loaded is not None or like is None:
         return loaded

@@ -30,9 +30,8 @@ def with_balanced_stages(
     inputs: Sequence[Tensor],
     together: bool,
 ) -> Settings:
-    """Measure the blocks on one micro-batch, log their costs, and return the settings with the stages of
-    `AutoBalance`. If all instances call this function `together`, in training, they use the seconds of
-    instance 0."""
+    """Measure the blocks on one micro-batch, and return the settings with the stages of `AutoBalance`. If all
+    instances train, and call this function `together`, they use the seconds of instance 0."""
     costs = _block_costs(graph, settings, weights, inputs)
     if together and settings.training and settings.counts.instances > 1:
         group = group_of_size(settings.counts.instances)
@@ -50,9 +49,8 @@ def with_balanced_stages(
 def _block_costs(
     graph: Graph, settings: Settings, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]
 ) -> list[Cost]:
-    """Return the measured seconds and the bytes of each block, in the order of the blocks' first operations.
-    Operations before the first block count as a part of that block. Raises PartitionError without any
-    block."""
+    """Return the measured seconds and the bytes of each block, in the order of their first operations.
+    Operations before the first block count as a part of that block."""
     used = visits_with_operations(graph)
     placement = place_blocks(graph.visits, used, _STAGE_OF_EACH_BLOCK)
     names = {

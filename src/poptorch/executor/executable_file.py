@@ -39,8 +39,7 @@ _PLAIN_TYPES = (int, float, bool, str, tuple, list, type(None))
 
 @dataclass(frozen=True)
 class SavedExecutor:
-    """The contents of a file of a compiled model; without model and optimizer if saved with
-    export_model=False."""
+    """The contents of a file of a compiled model; without model if saved with export_model=False."""
 
     executables: tuple[Executable, ...]
     options: Options
@@ -88,11 +87,8 @@ def write_file(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
 def write_to_cache_folder(
     executable: Executable, options: Options, per_replica_params: dict[str, Grouping]
 ) -> None:
-    """Write a compiled model to the folder of `enableExecutableCaching`, in instance 0, as a file named by
-    its hash.
-
-    `loadExecutable` reads such files; compilation doesn't. What prevents the writing is logged as a warning.
-    """
+    """Write a compiled model to the folder of `enableExecutableCaching`, in instance 0, under its hash. Only
+    `loadExecutable` reads such files. What prevents the writing is logged as a warning."""
     popart, settings = options._Popart.options, executable.settings
     if not popart.get("enableEngineCaching") or settings.counts.instance != 0:
         return
@@ -160,11 +156,10 @@ def check_same_model(filename: str, saved: SavedExecutor, model: WrappedModel) -
 
 def training_state(executor: Any) -> TrainingState:
     """Return the state of an executor that trains, as a dictionary for a checkpoint: the fields of
-    `KeptState`, "weights" (parameters by name), the "rates" of each parameter group, and "shares_state".
+    `KeptState`, "weights", "rates" of the parameter groups, and "shares_state": whether "optimizer" is
+    this instance's shard.
 
-    If instances share out the optimizer state ("shares_state"), "optimizer" is this instance's shard.
-    Otherwise it, and in any case "weights", are equal in all instances, except those of per-replica
-    parameters.
+    "weights", and an "optimizer" that is no shard, are equal in all instances, except per-replica parameters.
     """
     plans, optimizer = executor._plans, executor._optimizer
     names, state = dict(executor._wrapped.traced.named_buffers()), plans.state
@@ -187,8 +182,7 @@ def training_state(executor: Any) -> TrainingState:
 
 
 def set_training_state(executor: Any, state: TrainingState) -> None:
-    """Replace the executor's weights, optimizer state, rates and random state by those in a `training_state`.
-    Raises Error if names or shapes of weights, or the number of parameter groups, differ."""
+    """Replace the executor's weights, optimizer state, rates and random state by those in a `training_state`."""
     _check_state(executor, state)
     present = executor._plans.state.find_weights()
     for name, value in state["weights"].items():

@@ -151,9 +151,8 @@ class PoplarExecutor(PublicNames):
         return split_into_runs(run, self.options, self._wrapped.training, first and first.inputs)
 
     def _execute_run(self, run: Run) -> tuple[LoadedPlan, Results]:
-        """Execute a run of a call, and return its plan, compiled if there is none, and its results. Inputs
-        that forward changes in place are copied to the caller's tensors. A plan compiled here is removed
-        if no update succeeds."""
+        """Execute a run of a call, and return its plan and results. Inputs that forward changes in place are
+        copied to the caller's tensors. A plan that is compiled here is removed if no update succeeds."""
         plans, before = self._plans, self._plans.current
         plan = plans.by_key.get(run.key)
         is_new = plan is None
@@ -256,8 +255,7 @@ class PoplarExecutor(PublicNames):
         return reporter or start_reporter(self, self.options, self._wrapped.training, number)
 
     def _checked_settings(self, run: Run, options: Options) -> Settings:
-        """Return the engine's settings for complete batches. Raises Error or AssertionError if the arguments
-        or the model's buffers do not fit the options."""
+        """Return the engine's settings for complete batches, after checks of arguments, buffers and options."""
         model, training, call = self._wrapped.traced, self._wrapped.training, run.call
         groups = make_replica_groups(model, self.per_replica_params, options.replication_factor)
         if groups and run.counts.replicas != options.replication_factor:

@@ -40,10 +40,9 @@ class LatestCall:
         }
 
     def latency(self, start: str, first: Callable[..., float], end: str) -> Latency:
-        """Return (min, max, mean) seconds per micro-batch between events `start` and `end` of `counters`. Of
-        an event's times for each tensor `first` chooses that of `start`, max that of `end`. If one output
-        stands for k micro-batches, the span begins with the earliest of the k. Zeros if nothing was
-        measured."""
+        """Return (min, max, mean) seconds per micro-batch between events `start` and `end` of `counters`;
+        zeros if nothing was measured. A micro-batch's `start` is `first` of the times of its tensors, its
+        `end` the last."""
         begun = [first(times) for times in zip(*self.counters[start], strict=True)]
         ended = [max(times) for times in zip(*self.counters[end], strict=True)]
         if not begun or not ended:
@@ -58,8 +57,7 @@ class LatestCall:
 def join_results(
     finished: Sequence[tuple[Run, LoadedPlan, Results]],
 ) -> tuple[LatestCall, list[Tensor]]:
-    """Return a call's results, and its outputs in the forward's order, from the results of its runs: outputs
-    and anchors joined by output mode, notes and times concatenated."""
+    """Return a call's results and its outputs, in the forward's order, from the results of its runs."""
     executable = finished[0][1].executable
     replicas = [run.counts.replicas for run, _, _ in finished]
     times = [_run_times(plan, results) for _, plan, results in finished]
@@ -89,8 +87,8 @@ def _run_times(plan: LoadedPlan, results: Results) -> list[Times]:
 
 
 def _join_values(values: Sequence[Tensor], mode: Outputs, replicas: Sequence[int]) -> Tensor:
-    """Return the last value ("final"), the sum ("sum") or, in other modes, the concatenation of an output's
-    values in each run. Raises Error if values of micro-batches of different sizes would be added."""
+    """Return the last value ("final"), the sum ("sum") or else the concatenation of an output's values in
+    each run."""
     if mode == "final" or len(values) == 1:
         return values[-1]
     if mode != "sum":

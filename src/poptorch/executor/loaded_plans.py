@@ -187,8 +187,8 @@ class LoadedPlans:
         return settings is not None and settings.shard_optimizer is not None and settings.counts.instances > 1
 
     def optimizer_states(self) -> Mapping[str, dict[str, Tensor]]:
-        """Return {canonical name: the parameter's optimizer state}. A state that is sharded over instances is
-        gathered, which waits for all instances; without an engine this raises Error."""
+        """Return the optimizer states by canonical name. A state that is sharded over instances is gathered,
+        which waits for all instances; without an engine this raises Error."""
         if self.engine is not None:
             return self.engine.read_whole_optimizer()
         if self.is_optimizer_sharded:

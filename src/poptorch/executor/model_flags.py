@@ -45,8 +45,7 @@ class ModelFlags:
         return modes | {"": self._model.user.training}
 
     def set_mode(self, mode: bool) -> None:
-        """Set the mode in which layers are compiled, by the model's method `train`. The flags of the user's
-        layers stay in inference."""
+        """Set the mode in which layers are compiled. In inference the user's layers keep their flags."""
         if self._model.training:
             self._model.user.train(mode)
         else:
@@ -62,8 +61,8 @@ class ModelFlags:
     # ---- compiling ---------------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Before the first compilation: choose the modes, and take over the attributes of the user's top-level
-        module that were set since it was wrapped."""
+        """Before the first compilation: choose the modes, and take over attributes that the user's model has
+        got."""
         user, traced = attributes_of(self._model.user), self._model.traced
         for name in user.keys() | self._taken.keys():
             before = self._taken.get(name)
@@ -93,8 +92,7 @@ class ModelFlags:
             _set_modes(self._model.traced, now)
 
     def fix(self, draws: bool) -> None:
-        """After the first compilation: store what it has fixed, for `check_changes`. `draws`: the model draws
-        random numbers."""
+        """After the first compilation, of a model that draws random numbers or not: store what it has fixed."""
         self._draws = draws
         self._torch_state = self._present_torch_state()
         layers = dict(self._model.traced.named_modules())
@@ -109,8 +107,8 @@ class ModelFlags:
         return autocast, self._draws and torch.initial_seed()
 
     def present_parameters(self) -> list[tuple[int, bool]]:
-        """Return id and `requires_grad` of each parameter of the compiled layers; [] before compilation, and if
-        layers were replaced."""
+        """Return id and `requires_grad` of each compiled parameter; [] if there are none, or layers were
+        replaced."""
         if any(layer.own["_modules"] != layer.layers for layer in self._layers.values()):
             return []
         return [
@@ -127,9 +125,8 @@ class ModelFlags:
     # ---- changes after it --------------------------------------------------------------------------------
 
     def check_changes(self) -> None:
-        """Warn, once per kind, of changes to the model since its compilation: modes, replaced layers,
-        attributes, hooks, torch's seed and autocast. Calls ignore such changes. Raises Error if the hooks
-        of a parameter have changed."""
+        """Warn, once per kind, of changes since the compilation of modes, layers, attributes, hooks, torch's
+        seed and autocast: calls ignore them. Raises Error if the hooks of a parameter have changed."""
         changed = {name: layer for name, layer in self._layers.items() if layer.has_changed()}
         if changed:
             self._warn_of_modes(changed)
@@ -198,8 +195,7 @@ class ModelFlags:
 
 
 class _Fixed:
-    """A layer when it was compiled: its mode, the layers in it, its attributes (of those in `names`) and
-    hooks."""
+    """A layer when it was compiled: its mode, the layers in it, its attributes in `names`, and hooks."""
 
     def __init__(self, layer: nn.Module, mode: bool, names: set[str]) -> None:
         self.own, self.mode, self.parameters = vars(layer), mode, layer._parameters

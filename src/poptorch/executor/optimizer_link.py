@@ -82,16 +82,15 @@ class OptimizerLink:
             optimizer._has_loaded_rates = False
 
     def freeze_again(self) -> None:
-        """Take over what has changed before the compilation: names of parameters, and attributes of the optimizer
-        that are compiled in. The rates stay those of `setOptimizer`."""
+        """Take over names of parameters, and attributes that are compiled in, from before the compilation."""
         if self.optimizer is not None:
             names = self._names() | self._model.parameter_names()
             self.frozen, _ = self._guard.check_and_freeze(self.optimizer, names, compiled=False)
             self._name_parameters()
 
     def _step(self, gradients: Mapping[str, Tensor]) -> None:
-        """Run the optimizer's own `step()` with these gradients, by name of the parameter. The attributes `grad` of
-        the parameters are the program's own before and after it."""
+        """Run the optimizer's own `step()` with these gradients, by name; attributes `grad` stay the
+        program's."""
         parameters = [value for group in self.optimizer.param_groups for value in group["params"]]
         kept, names = [parameter.grad for parameter in parameters], self._names()
         try:
@@ -104,8 +103,8 @@ class OptimizerLink:
                 parameter.grad = gradient
 
     def replaced_parameters(self) -> tuple[str, ...]:
-        """Return the names of parameters that the program has replaced, and that the optimizer does not hold.
-        As in plain PyTorch they are not updated. The first one logs a warning."""
+        """Return the names of replaced parameters that the optimizer does not hold: as in plain PyTorch they
+        are not updated. The first one logs a warning."""
         held = {id(value) for group in self.optimizer.param_groups for value in group["params"]}
         present = self._model.parameter_names()
         if held <= present.keys():
@@ -148,8 +147,8 @@ class OptimizerLink:
         self._plans.state.use_optimizer(self.optimizer, self._parameters)
 
     def connect_optimizer(self) -> None:
-        """Check states that are loaded into the optimizer from now on, and name its parameters. If the state is
-        sharded, let `state_dict()` gather it. Does nothing in inference, or if it is connected already."""
+        """Name the optimizer's parameters, check states that are loaded from now on, and let `state_dict()`
+        gather a state that is sharded. Does nothing in inference, or if it is connected already."""
         optimizer: Any = self.optimizer
         if self._is_connected or optimizer is None:
             return
@@ -177,9 +176,9 @@ class OptimizerLink:
         self._is_connected = False
 
     def prepare_call(self) -> None:
-        """Use the rates that were loaded into a poptorch optimizer since the last call. Warn, once, of rates
-        that changed in another way since `setOptimizer`. Raises Error if a value that is compiled in has
-        changed, or `step()` has hooks."""
+        """Use rates that were loaded into a poptorch optimizer since the last call. Warn, once, of rates that
+        have changed in another way since `setOptimizer`. Raises Error if a value that is compiled in has
+        changed."""
         used = self.hyper
         if used is None:
             return

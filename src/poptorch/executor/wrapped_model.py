@@ -28,8 +28,7 @@ class WrappedModel:
     per_replica: dict[str, Grouping] = field(default_factory=dict)
 
     def shapes(self, groups: Container[str]) -> dict[str, tuple[int, ...]]:
-        """Return, by name, the shape of each weight in a replica. `groups`: names of per-replica parameters,
-        which in the model have one row per group of replicas."""
+        """Return, by name, the shape of each weight in a replica; weights in `groups` have one row per group."""
         return {n: tuple(w.shape[1:] if n in groups else w.shape) for n, w in weights_of(self.traced).items()}
 
     def parameter_names(self) -> dict[int, str]:
@@ -103,8 +102,7 @@ def check_not_wrapped(model: Any) -> None:
 
 
 def mark_model(model: nn.Module, executor: Any) -> None:
-    """Give a model the methods `copyWeightsToHostIfNeeded` and `destroy` of the executor that trains it.
-    Raises RuntimeError if another executor trains the model."""
+    """Give a model the methods `copyWeightsToHostIfNeeded` and `destroy` of the executor that trains it."""
     if executor_of(model) is not executor:
         check_not_wrapped(model)
         owner = weakref.ref(executor)

@@ -33,9 +33,7 @@ def freeze_optimizer(
     optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> tuple[settings.Optimizer, settings.Hyper]:
     """Return the values of an optimizer that are compiled in, and its rates, after checks. `names`:
-    id(parameter) -> canonical name, for every parameter of the model. Raises AssertionError if the type is
-    not supported, or a rate, a bound or a flag is missing or invalid; ValueError for amsgrad;
-    UnknownParameterError for other parameters."""
+    id(parameter) -> canonical name, for every parameter of the model."""
     kind = optimizer_kind(optimizer)
     hyper = rates_of(kind, optimizer)
     if any(group.get("amsgrad") for group in optimizer.param_groups):
@@ -105,8 +103,7 @@ def _check_own_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def name_in_messages(optimizer: torch.optim.Optimizer, frozen: settings.Optimizer) -> str:
-    """Return the optimizer's name in messages: "SGD1" (combined accumulators), "SGD2", or for other rules the
-    kind with suffixes of changed flags."""
+    """Return the optimizer's name in messages: "SGD1" (combined accumulators), "SGD2", "ADAMW_NO_BIAS" ..."""
     if frozen.kind == "sgd":
         return "SGD1" if getattr(optimizer, "use_combined_accum", False) else "SGD2"
     rule = RULES[frozen.kind]
@@ -155,8 +152,7 @@ def _may_have_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _group_indices(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, int]:
-    """Return the index of each parameter's group, by canonical name. Raises UnknownParameterError if the
-    optimizer has a parameter whose id is not in `names`."""
+    """Return the index of each parameter's group, by canonical name."""
     group_of, unknown = {}, []
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -177,9 +173,9 @@ def _group_indices(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> d
 
 
 class OptimizerGuard:
-    """The checks of optimizers that are passed to `setOptimizer`, against the optimizer that is compiled in.
-    If `relaxed`, unexpected attributes are logged at DEBUG. With automatic loss scaling the loss scaling
-    may change."""
+    """The checks of optimizers that are passed to `setOptimizer`, against the one that is compiled in. If
+    `relaxed`, unexpected attributes are logged at DEBUG. With automatic loss scaling the loss scaling may
+    change."""
 
     _frozen: settings.Optimizer  # the accepted optimizer's values that are compiled in
     _constants: dict[str, list[float]]  # its rates that may not change, as in `_rates_by_name`
@@ -250,8 +246,7 @@ class OptimizerGuard:
             )
 
     def _report_unexpected_names(self, optimizer: torch.optim.Optimizer, label: str) -> None:
-        """Log the names of attributes, defaults and group keys that the first accepted optimizer lacks and no
-        class declares. Each name is logged once."""
+        """Log, once, each name that the first accepted optimizer lacks and no class declares."""
         for description, found in _attribute_names(optimizer).items():
             known = self._attributes.setdefault(description, found)
             if not (new := found - known):
@@ -264,8 +259,8 @@ class OptimizerGuard:
                 self._report("Ignoring unexpected %s in %s optimizer: %s", description, label, unexpected)
 
     def _check_changes(self, label: str, frozen: settings.Optimizer, rates: dict[str, list[float]]) -> None:
-        """Raise Error if a value that is compiled in, or a constant rate among `rates`, differs from the
-        accepted optimizer's; raise ValueError if `accum_type` became float16."""
+        """Raise Error, or ValueError for an `accum_type`, if a value that is compiled in, or a constant rate
+        among `rates`, differs from the accepted optimizer's."""
         before = self._frozen
         if label != self._label:
             raise Error(
@@ -309,8 +304,7 @@ def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _attribute_names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
-    """Return the names of public attributes, of defaults, and of the keys of each parameter group. The key of
-    each set is its description in messages, such as "optimizer attribute"."""
+    """Return the names of attributes, defaults and group keys, by what messages call them."""
     attributes = {name for name in vars(optimizer) if not name.startswith("_")}
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         attributes.discard("step")  # a scheduler has replaced the method, to count its calls

@@ -94,9 +94,8 @@ class Optimizer:
 
     def _init_from_arguments(self, arguments: dict[str, Any]) -> None:
         """Initialise torch's class with the arguments that it accepts, and set the other declared attributes.
-        `arguments` are the `locals()` of the constructor; None means omitted. The rates among the others
-        become variable. Raises AssertionError for another accumulation type than float16 or float32, and
-        ValueError without a mandatory "lr"."""
+        `arguments` are the `locals()` of the constructor; None means omitted. The given rates become
+        variable."""
         given = {name: value for name, value in arguments.items() if value is not None}
         for name, dtype in given.items():
             assert not name.endswith("accum_type") or dtype in (torch.float32, torch.float16), (
