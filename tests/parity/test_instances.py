@@ -1,7 +1,6 @@
 """Instances: processes that train together compute what one process with all their replicas computes."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +11,14 @@ import torch
 
 import poptorch
 from popengine.environment import Launch
+from ports import free_port
 
 PROGRAM = Path(parity_instance.__file__)
 
 
 def run(tmp_path, instances, replicas, *how):
     """Start the instances as a launcher would, and collect what they leave."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     launches = [
         Launch(instances * replicas, replicas, 2, i * replicas, i, instances, i) for i in range(instances)
     ]

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from popengine.environment import Launch
+from ports import free_port
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # The last is what capture loads at its first use, 1.5 s of each process.
@@ -28,12 +28,6 @@ class Ended:
     kind: str = ""
     seconds: float = 0.0
     code: int | None = None
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
 
 
 def launches(instances, replicas=1):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -10,21 +9,17 @@ from pathlib import Path
 import launching
 import pytest
 
+from ports import free_port
+
 PYTHON = (sys.executable, "-S", "-c")
 PLACE = "import os; print(*(os.environ[n] for n in ('GROUP_RANK', 'RANK', 'LOCAL_RANK', 'POPDIST_NUM_TOTAL_REPLICAS')))"
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def nodes(poprun, count, words, ranks=None, **variables):
     common = {
         "POPRUN_NUM_NODES": str(count),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": str(free_port()),
         **variables,
     }
     return [poprun(*words, POPRUN_NODE_RANK=str(rank), **common) for rank in ranks or range(count)]
@@ -48,7 +43,7 @@ def test_instances_that_two_nodes_can_not_share_are_refused(poprun):
 
 def test_nodes_that_do_not_come_are_named(poprun):
     words = ("-v", "--num-replicas=3", "--num-instances=3", "true")
-    place = {"POPRUN_NUM_NODES": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    place = {"POPRUN_NUM_NODES": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     last = poprun(*words, POPRUN_NODE_RANK="2", **place)
     last.until("node 2 of 3 waits for the others")
     first = poprun(*words, POPRUN_NODE_RANK="0", POPRUN_NODE_TIMEOUT="3", **place)
@@ -92,7 +87,7 @@ STAYS = (
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_node_that_was_killed_comes_back_and_all_start_again(poprun, tmp_path, lost):
     words = ("--num-replicas=2", "--num-instances=2", "--max-restarts=2", *PYTHON, STAYS, tmp_path / "end")
-    place = {"MASTER_PORT": free_port()}
+    place = {"MASTER_PORT": str(free_port())}
     runs = nodes(poprun, 2, words, **place)
     for rank, run in enumerate(runs):
         run.until(f"attempt 0 of {rank}.")
@@ -138,7 +133,7 @@ def test_a_fixed_number_of_instances_outlives_a_node_that_is_stopped_for_half_a_
 def test_two_nodes_of_one_number_are_refused(poprun):
     words = ("-v", "--num-replicas=2", "--num-instances=2", "true")
     place = {"POPRUN_NUM_NODES": "2", "POPRUN_NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    port = free_port()
+    port = str(free_port())
     first = poprun(*words, MASTER_PORT=port, **place)
     first.until("node 0 of 2 waits")
     second = poprun(*words, MASTER_PORT=port, **place)
@@ -173,7 +168,7 @@ def test_hosts_are_reached_by_ssh_and_end_together(poprun, tmp_path):
         tmp_path,
     )
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log")}
-    run = poprun(*words, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), **variables)
+    run = poprun(*words, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), **variables)
     assert run.wait() == 6, run.said()
     assert sorted((tmp_path / "log").read_text().split()) == ["one", "two"]
     assert "instance 0 b" in run.said() and "instance 1 b" in run.said()
@@ -230,7 +225,7 @@ def test_hosts_are_told_variables_and_the_secret_by_standard_input_and_a_host_is
         program,
     )
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log"), "A": "a b\n$c"}
-    run = poprun(*words, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), **variables)
+    run = poprun(*words, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), **variables)
     assert run.wait() == 0, run.said()
     secret = run.out.read_text().partition(" ")[0]
     assert len(secret) == 64 and run.out.read_text() == f"{secret} a b\n$c\n" * 2

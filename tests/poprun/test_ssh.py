@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from ports import free_port
 
 PROGRAM = Path(__file__).parents[1] / "popdist" / "checkpoint_program.py"
 HOSTS = "127.0.0.1,127.0.0.2"
@@ -34,12 +35,6 @@ StrictHostKeyChecking no
 UserKnownHostsFile /dev/null
 LogLevel ERROR
 """
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
