@@ -30,14 +30,8 @@ from poptorch.logs import logger
 from . import checkpoint_files as files
 from . import collectives
 
-_NOT_COMPARED = (
-    "params",
-    "initial_lr",
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-)  # of a parameter group
+# Fields of a parameter group.
+_NOT_COMPARED = ("params", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 
 
 class Checkpoint:
@@ -170,11 +164,8 @@ class Checkpoint:
     # ---- contents ----------------------------------------------------------------------------------------
 
     def _copy_state(self) -> dict[str, Any]:
-        """Return copies of the training's state, the contents of this instance's file.
-
-        Of n instances each saves the weight and optimizer state of every n-th parameter (of a sharded state
-        its shard), and its own buffers, rates, random state, and states of the objects given to `restore`.
-        """
+        """Return copies of the training's state, the contents of this instance's file. Of n instances each saves the
+        weight and optimizer state of every n-th parameter (of a sharded state its shard), and all else."""
         training = training_state(self._model)
         kinds = ("weights",) if training.pop("shares_state") else ("weights", "optimizer")
         for kind in kinds:
@@ -191,18 +182,14 @@ class Checkpoint:
         }
 
     def _load_checkpoint(self, folder: Path) -> None:
-        """Load a checkpoint of any number of instances into the arguments of `restore`.
-
-        Raises: Error, if it is of another model or of other arguments
-        """
+        """Load a checkpoint of any number of instances into the arguments of `restore`."""
         run = files.read_run(folder)
         here = {name: self._run[name] for name in run.keys() & self._run.keys() - {"command"}}
-        other = [
-            f"{name} {run[name]} there, {here[name]} here" for name in sorted(here) if run[name] != here[name]
-        ]
-        if other:
+        differing = [name for name in sorted(here) if run[name] != here[name]]
+        if differing:
+            others = "; ".join(f"{name} {run[name]} there, {here[name]} here" for name in differing)
             raise poptorch.Error(
-                f"checkpoint {folder} is of another run: {'; '.join(other)}\n"
+                f"checkpoint {folder} is of another run: {others}\n"
                 "  fix: another directory for this run; or the same optimizer, options and number of replicas"
             )
         saved, count = files.read_checkpoint(folder), run["replicas"]
@@ -230,11 +217,8 @@ class Checkpoint:
         set_random_state(own["host_random"])
         self.calls = self._saved_call = own["calls"]
         if self._launch.instance == 0:
-            by = (
-                ""
-                if run["command"] == self._run["command"]
-                else f", which another command wrote: {run['command']}"
-            )
+            other = run["command"] != self._run["command"]
+            by = f", which another command wrote: {run['command']}" if other else ""
             logger.warning("the run resumes after call %d, from %s%s", self.calls, folder, by)
 
 

@@ -36,14 +36,7 @@ def write_checkpoint(
 ) -> str:
     """Write one instance's file of a checkpoint, then `done`, or after an error `failed` with the reason.
     Instance 0 also waits for the others, and completes the checkpoint; if an instance failed, it removes it.
-
-    Args:
-        folder:   the unfinished folder, the same in all instances
-        state:    contents of the file; emptied at the end, to free the copies while instance 0 waits for peers
-        run:      a description of the run, for the manifest
-        keep:     number of complete checkpoints that are kept
-    Returns: the text of the first error; "" after success
-    """
+    `state` is emptied, to free the copies meanwhile. Return the text of the first error; "" after success."""
     path, failure = folder / f"instance-{instance}.pt", ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,9 +97,7 @@ def set_aside(checkpoint: Path) -> Path:
 
 def _await_checksums(folder: Path, instances: int) -> dict[str, Any]:
     """Wait until all instances have written their files, and return [size in bytes, checksum] by file name.
-
-    Raises: RuntimeError, if an instance could not write its file, or has not done so in time
-    """
+    Raises: RuntimeError, if an instance could not write its file, or has not done so in time"""
     sums: dict[str, Any] = {}
     failures: list[str] = []
     until = time.monotonic() + _PATIENCE

@@ -124,16 +124,13 @@ def barrier(what: str = "popdist.collectives.barrier()") -> None:
 
 def _after_barrier(group: ProcessGroup, what: str, tensors: Mapping[str, Tensor], work: Callable[[], T]) -> T:
     """Wait for all instances, check that `tensors` have equal shapes and dtypes in all of them, and return
-    `work()`. Raises: Error, if they differ; it begins with `what`, the name of the call."""
+    `work()`. Raises: Error, if they differ"""
     shapes = {name: f"{tuple(value.shape)} {value.dtype}" for name, value in tensors.items()}
     return group.barrier(what, {"shape": shapes}, work)
 
 
 def _current_group() -> ProcessGroup | None:
-    """Return the process group of the instances that take part in collectives; None for this instance alone.
-
-    Raises: Error, if there are several instances and `popdist.init` has not been called
-    """
+    """Return the process group of the instances that take part in collectives; None for this instance alone."""
     size = read_launch().instances
     if size == 1:
         return None

@@ -28,10 +28,7 @@ _stores: list[Any] = []  # torch keeps no reference to a store written in Python
 
 
 def connect(launch: Launch) -> None:
-    """Initialize torch.distributed and Pando's process group for all instances; disconnect at exit.
-
-    If torch.distributed is initialized already, use its store. Raises: Error, as `popdist.init`
-    """
+    """Initialize torch.distributed (unless it is) and Pando's process group for all instances; disconnect at exit."""
     if dist.is_initialized():
         process_group.current()
         return
@@ -55,10 +52,7 @@ def _disconnect_at_exit() -> None:
 
 
 def _store_address() -> tuple[str, int]:
-    """Return the store's host and port, from variables of poprun, torchrun, Slurm or the user.
-
-    Raises: Error, if one of them is missing or wrong
-    """
+    """Return the store's host and port, from variables of poprun, torchrun, Slurm or the user."""
     if STORE in os.environ:
         address, _, port = os.environ[STORE].rpartition(":")
         return (address, int(port)) if port.isdecimal() else ("127.0.0.1", 0)  # else a file on this host
@@ -78,10 +72,7 @@ def _store_address() -> tuple[str, int]:
 
 
 def _connect_instances(launch: Launch, seconds: float) -> None:
-    """Wait until all instances use the store; then create torch's default process group and Pando's.
-
-    Sets GLOO_SOCKET_IFNAME, if it is not set. Raises: Error, as `popdist.init`
-    """
+    """Wait until all instances use the store; then create torch's default process group and Pando's."""
     address, port = _store_address()
     until = time.monotonic() + seconds
     store = _open_store(launch, address, port, seconds)
@@ -102,10 +93,7 @@ def _connect_instances(launch: Launch, seconds: float) -> None:
 
 
 def _open_store(launch: Launch, address: str, port: int, seconds: float) -> Any:
-    """Return a connection to the store of poprun or torchrun. Without both, instance 0 first starts a store.
-
-    Raises: Error, if the address is in use, or no store with the same secret is there after `seconds`
-    """
+    """Return a connection to the store of poprun or torchrun. Without both, instance 0 first starts a store."""
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     secret, limit = os.environ.get(SECRET, ""), timedelta(seconds=seconds)
     try:

@@ -68,8 +68,7 @@ class _SignedConnection:
         self._socket.sendall(struct.pack("!I", len(body)) + self._next_signature(0, body) + body)
 
     def receive(self) -> Any:
-        """Return the next message. Raises: OSError, if the connection is closed, or after the deadline;
-        SecretError, if the message is too large or wrongly signed"""
+        """Return the next message. Raises: OSError; SecretError, if it is too large or wrongly signed"""
         head = self._receive_bytes(4)
         (size,) = struct.unpack("!I", head)
         if head == _REFUSED or size > (_LARGEST if self._counts[1] else _FIRST):
@@ -90,7 +89,7 @@ class _SignedConnection:
         return hmac.digest(self._keys[direction], number + body, "sha256")
 
     def _receive_bytes(self, size: int) -> bytes:
-        """Return the next `size` bytes. Raises: OSError, if the peer closes the connection or is late."""
+        """Return the next `size` bytes. Raises: OSError, if the peer closes the connection, or at the deadline"""
         data = bytearray()
         while len(data) < size:
             left = None if self.deadline is None else max(self.deadline - time.monotonic(), 0.01)
@@ -118,13 +117,9 @@ class Server:
         self._values: dict[str, str] = {}
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
-        self._strangers: dict[
-            socket.socket, None
-        ] = {}  # callers that have not shown the secret, oldest first
-        family, address = _resolve_host(host, port)
-        addresses = [address]
-        if is_open and is_loopback(address) and not is_loopback(own_address(host)):
-            addresses.append(own_address(host))
+        self._strangers: list[socket.socket] = []  # callers that have not shown the secret, oldest first
+        family, address = _resolve_host(host)
+        addresses = {address, own_address(host)} if is_open and is_loopback(address) else {address}
         self.warning = ""  # for the caller's log
         if not secret and not all(map(is_loopback, addresses)):
             self.warning = (
@@ -149,16 +144,15 @@ class Server:
             try:
                 connected, _ = listening.accept()
                 with self._lock:
-                    self._strangers[connected] = None
+                    self._strangers.append(connected)
                     if len(self._strangers) > _STRANGERS:
-                        _shut_down(next(iter(self._strangers)))
+                        _shut_down(self._strangers.pop(0))
                 threading.Thread(target=self._serve_connection, args=(connected,), daemon=True).start()
             except (OSError, RuntimeError):  # closed; or too many open files or threads in this process
                 time.sleep(0.05)
 
     def _serve_connection(self, connected: socket.socket) -> None:
-        """Answer a client's messages until the connection ends or a message is invalid; then delete
-        the keys that `set_while_connected` has set for this client."""
+        """Answer a client's messages until the connection ends or a message is invalid; then delete its held keys."""
         held: set[str] = set()
         self._sockets.add(connected)
         with connected, suppress(OSError, StoreError, ValueError, TypeError, RecursionError):
@@ -168,7 +162,8 @@ class Server:
                 message = channel.receive()
                 channel.deadline = None
                 with self._lock:
-                    self._strangers.pop(connected, None)
+                    if connected in self._strangers:
+                        self._strangers.remove(connected)
                     answer = _execute_message(self._values, held, message)
                 channel.send(answer)
         with self._lock:

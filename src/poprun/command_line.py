@@ -117,6 +117,7 @@ _RECORDED = (
     *("num-ilds", "sync-type", "host-subnet", "synchronise-python-venv", "synchronise-poplar-sdk"),
     *("distribute-ssh-key", "offline-mode"),
 )
+_LEAST = {"num_replicas": 1, "num_instances": 1, "ipus_per_replica": 1, "hang_timeout": 0}
 _SWITCHES = {"reset-partition", "update-partitions", "remove-partition", "offline-mode"}
 
 
@@ -211,18 +212,14 @@ class _Parser(CommandParser):
         self.set_defaults(**values)
 
     def check_number_options(self, options: argparse.Namespace) -> tuple[int, int]:
-        """Exit if the number of an option is out of range or contradicts another option. Return the smallest
-        (0: not elastic) and the largest number of instances."""
+        """Check the options that are numbers; return the smallest (0: not elastic) and largest number of instances."""
         text, replicas = str(options.num_instances), options.num_replicas
         if not re.fullmatch(r"\d+(:\d+)?", text):
             self.error(f"argument --num-instances: invalid value: {text!r}\n  fix: a number, or 2:8")
         smallest, *largest = map(int, text.split(":"))
-        least = {"num-replicas": replicas, "ipus-per-replica": options.ipus_per_replica}
-        for name, value in {**least, "num-instances": smallest}.items():
-            if value < 1:
-                self.error(f"--{name} must be at least 1, got {value}")
-        if options.hang_timeout is not None and not options.hang_timeout >= 0:
-            self.error(f"--hang-timeout must not be negative, got {options.hang_timeout:g}")
+        for name, value in {**vars(options), "num_instances": smallest}.items():
+            if name in _LEAST and value is not None and not value >= _LEAST[name]:
+                self.error(f"--{name.replace('_', '-')} must be at least {_LEAST[name]}, got {value:g}")
         fewest, most = (smallest, *largest) if largest else (0, smallest)
         if fewest and not options.checkpoint_dir:
             self.error(f"--num-instances {text} needs a folder\n  fix: add --checkpoint-dir DIR")

@@ -31,11 +31,8 @@ def is_here(host: str) -> bool:
 
 
 def run_on_hosts(request: CommandLine, words: Sequence[str]) -> int:
-    """Run poprun with the arguments `words` on every host; return 0, or the first failed host's exit code.
-
-    After a failure the popruns of the other hosts are ended. In an elastic training they go on, and a failure
-    is returned only if no host has succeeded.
-    """
+    """Run poprun with the arguments `words` on every host; return 0, or the first failed host's exit code. After a
+    failure the popruns of the other hosts are ended; an elastic training fails only if all hosts fail."""
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
     running: dict[int, subprocess.Popen[bytes]] = {}
     code, has_succeeded = 0, False
@@ -74,10 +71,8 @@ def run_on_hosts(request: CommandLine, words: Sequence[str]) -> int:
 def _start_poprun(
     request: CommandLine, rank: int, words: Sequence[str], secret: str
 ) -> subprocess.Popen[bytes]:
-    """Start the poprun of host number `rank` with the arguments `words`, by ssh or here; return its process.
-
-    Its environment variables are sent to its standard input, since all users of a host see command lines.
-    """
+    """Start the poprun of host number `rank`, by ssh or here; return its process. Its environment variables are sent
+    to its standard input, since all users of a host see command lines."""
     host, address = request.hosts[rank], os.environ.get("MASTER_ADDR") or request.hosts[0]
     if address == "localhost" and not set(request.hosts) <= set(_HERE):
         address = socket.gethostname()  # the name by which the other hosts know this one

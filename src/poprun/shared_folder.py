@@ -20,10 +20,8 @@ from popengine.environment import SECRET
 
 
 class TrainingLost(Exception):
-    """Raised if the training can't go on, or if this poprun can't take part in it (`code` 2).
-
-    Args: text: the error; "" if the cause has been printed; code: poprun's exit code
-    """
+    """Raised if the training can't go on, or if this poprun can't take part in it (exit code 2). The text is "" if
+    the cause has been printed."""
 
     def __init__(self, text: str, code: int = 1) -> None:
         super().__init__(text)
@@ -31,11 +29,9 @@ class TrainingLost(Exception):
 
 
 class SharedFolder:
-    """This node's view of the folder.
+    """The board of an elastic training: the folder in `checkpoint_dir`, which is created if it is missing. The random
+    name of `private`, poprun's temporary folder, becomes part of the node's name.
 
-    Args:
-        checkpoint_dir: the checkpoint folder; it is created if it is missing
-        private:        this poprun's own temporary folder, whose random name becomes part of the node's name
     Raises: TrainingLost, if the folder can't be used
     """
 
@@ -56,8 +52,7 @@ class SharedFolder:
             ) from None
 
     def _read_secret(self) -> str:
-        """Return the secret of `POPDIST_SECRET` or of the file. Raises: TrainingLost, if it is empty, or if another
-        user has written the file or can read it; OSError"""
+        """Return the secret of `POPDIST_SECRET` or of the file. Raises: TrainingLost, OSError"""
         path, fault = self._folder / "secret", ""
         if (secret := os.environ.get(SECRET)) is None:
             with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:

@@ -26,9 +26,7 @@ class Node:
 
 def node_from_variables(variables: Mapping[str, str]) -> Node:
     """Return this node as environment variables describe it; without POPRUN_NUM_NODES it is the only node.
-
-    Raises: ValueError, if a variable is missing, is no number or is out of range
-    """
+    Raises: ValueError, if a variable is missing, is no number or is out of range"""
 
     def number(name: str, default: int | None = None) -> int:
         text = variables.get(name, "" if default is None else str(default))
@@ -83,32 +81,13 @@ def numa_cores(local_instance: int, instances: int) -> list[int]:
 
 
 def topology_table(request: CommandLine, hosts: Sequence[str]) -> str:
-    """Return the table of hosts, instances and replicas (if they are many: ranges) that poprun prints.
-
-    ```
-     =============================
-    |      poprun topology        |
-    |=============================|
-    | hosts     |    localhost    |
-    |-----------|-----------------|
-    | ILDs      |        0        |
-    |-----------|-----------------|
-    | instances |   0    |   1    |
-    |-----------|--------|--------|
-    | replicas  | 0 | 1  | 2 | 3  |
-     -----------------------------
-    ```
-    """
+    """Return the table of hosts, instances and replicas (if they are many: ranges) that poprun prints."""
     each = request.replicas // request.instances
     replicas = list(map(str, range(request.replicas)))
     if request.replicas > _SHOWN and each > 1:
         replicas = [f"{first} to {first + each - 1}" for first in range(0, request.replicas, each)]
-    rows = {
-        "hosts": hosts,
-        "ILDs": [str(host) for host in range(len(hosts))],
-        "instances": [str(instance) for instance in range(request.instances)],
-        "replicas": replicas,
-    }
+    ilds, instances = (list(map(str, range(count))) for count in (len(hosts), request.instances))
+    rows = {"hosts": hosts, "ILDs": ilds, "instances": instances, "replicas": replicas}
     # Each cell is as wide as the replicas under it, with their borders.
     spans = {name: len(replicas) // len(cells) for name, cells in rows.items()}
     # The width of a replica's cell, with one border.
