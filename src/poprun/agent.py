@@ -49,20 +49,21 @@ def run_node(request: CommandLine, node: Node, folder: str) -> int:
     for stream in (sys.stdout, sys.stderr):  # elastic copies the instances' output to these
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     code: int | None = None  # of the last round
-    nodes, is_end = None, True
+    nodes, is_end = None, False  # after a signal the other nodes may wait for this node to come back
     try:
         nodes = Nodes(request, node, folder)
         agent = Agent(request, nodes, folder)
         while code != 0 and (current := nodes.wait_for_round()) is not None:
             code = agent.run_round(current)
+        is_end = True
         return 0
     except TrainingLost as error:
+        is_end = True
         if str(error):
             request.log.error(f"error: {error}" if error.code == 2 else str(error))
         is_consequence = WATCH in os.environ and not request.is_elastic
         return code or (CONSEQUENCE if is_consequence else error.code)
     except SignalException as error:
-        is_end = False  # the other nodes may wait for this node to come back
         return 128 + error.sigval
     finally:
         if nodes is not None:
