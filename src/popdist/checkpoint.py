@@ -123,13 +123,14 @@ class Checkpoint:
             )
         self.wait()
         state, self._saved_call = self._copy_state(), self.calls
-        self._writing = threading.Thread(target=self._write_in_background, args=(state,), daemon=True)
-        self._writing.start()
-
-    def _write_in_background(self, state: dict[str, Any]) -> None:
-        folder = self._directory / f"call-{self._saved_call}.{self._run_id}{files.UNFINISHED}"
+        folder = self._directory / f"call-{self.calls}.{self._run_id}{files.UNFINISHED}"
         place = self._launch.instance, self._launch.instances
-        self._failure = files.write_checkpoint(folder, *place, state, self._run, self._keep)
+
+        def write() -> None:
+            self._failure = files.write_checkpoint(folder, *place, state, self._run, self._keep)
+
+        self._writing = threading.Thread(target=write, daemon=True)
+        self._writing.start()
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until the checkpoint that is being written, if any, is complete; warn if writing it failed, or
@@ -183,7 +184,7 @@ class Checkpoint:
 
     def _load_checkpoint(self, folder: Path) -> None:
         """Load a checkpoint of any number of instances into the arguments of `restore`."""
-        run = files.read_run(folder)
+        run = files.read_manifest(folder)["run"]
         here = {name: self._run[name] for name in run.keys() & self._run.keys() - {"command"}}
         differing = [name for name in sorted(here) if run[name] != here[name]]
         if differing:

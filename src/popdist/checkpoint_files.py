@@ -130,7 +130,7 @@ def call_number(checkpoint: Path) -> int:
 def find_damage(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
     """Return a text for each damaged file. Each of n readers checks every n-th, reader 0 the manifest."""
     try:
-        sums = sorted(_read_manifest(folder)["files"].items())
+        sums = sorted(read_manifest(folder)["files"].items())
     except (OSError, ValueError) as error:
         return [f"{_MANIFEST}: {error}"] if reader == 0 else []
     return [
@@ -140,18 +140,13 @@ def find_damage(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
     ]
 
 
-def read_run(folder: Path) -> dict[str, Any]:
-    """Return the description of the run that saved a checkpoint."""
-    return _read_manifest(folder)["run"]
-
-
 def read_checkpoint(folder: Path) -> list[dict[str, Any]]:
     """Return the contents of each instance's file."""
-    paths = [folder / f"instance-{i}.pt" for i in range(len(_read_manifest(folder)["files"]))]
+    paths = [folder / f"instance-{i}.pt" for i in range(len(read_manifest(folder)["files"]))]
     return [torch.load(path, weights_only=True) for path in paths]
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's manifest. Raises: OSError, ValueError, if it can't be read or is damaged"""
     data = (folder / _MANIFEST).read_bytes()
     if data[:8] != f"{zlib.crc32(data[8:]):08x}".encode():

@@ -94,19 +94,20 @@ def _connect_instances(launch: Launch, seconds: float) -> None:
 
 def _open_store(launch: Launch, address: str, port: int, seconds: float) -> Any:
     """Return a connection to the store of poprun or torchrun. Without both, instance 0 first starts a store."""
+    of_poprun = os.environ.get(STORE, "")
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     secret, limit = os.environ.get(SECRET, ""), timedelta(seconds=seconds)
     try:
-        if launch.instance == 0 and not of_torchrun and STORE not in os.environ:
-            server = Server(address, port, secret, is_open=not is_on_one_host())
-            if server.warning:
-                logger.warning(server.warning)
-        if os.environ.get(STORE, "").startswith("file:"):
-            store = dist.FileStore(os.environ[STORE].removeprefix("file:"))
+        if of_poprun.startswith("file:"):
+            store = dist.FileStore(of_poprun.removeprefix("file:"))
             store.set_timeout(limit)
-        elif of_torchrun:
+        elif of_torchrun and not of_poprun:
             store = dist.TCPStore(address, port, None, False, timeout=limit, wait_for_workers=False)
         else:
+            if launch.instance == 0 and not of_poprun:
+                server = Server(address, port, secret, is_open=not is_on_one_host())
+                if server.warning:
+                    logger.warning(server.warning)
             store = SignedStore(address, port, secret, seconds)
     except OSError as error:
         raise Error(

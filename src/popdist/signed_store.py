@@ -117,7 +117,8 @@ class Server:
         self._values: dict[str, str] = {}
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
-        self._strangers: list[socket.socket] = []  # callers that have not shown the secret, oldest first
+        # Callers that have not shown the secret, oldest first.
+        self._strangers: dict[socket.socket, None] = {}
         family, address = _resolve_host(host)
         addresses = {address, own_address(host)} if is_open and is_loopback(address) else {address}
         self.warning = ""  # for the caller's log
@@ -144,9 +145,11 @@ class Server:
             try:
                 connected, _ = listening.accept()
                 with self._lock:
-                    self._strangers.append(connected)
+                    self._strangers[connected] = None
                     if len(self._strangers) > _STRANGERS:
-                        _shut_down(self._strangers.pop(0))
+                        oldest = next(iter(self._strangers))
+                        del self._strangers[oldest]
+                        _shut_down(oldest)
                 threading.Thread(target=self._serve_connection, args=(connected,), daemon=True).start()
             except (OSError, RuntimeError):  # closed; or too many open files or threads in this process
                 time.sleep(0.05)
@@ -162,8 +165,7 @@ class Server:
                 message = channel.receive()
                 channel.deadline = None
                 with self._lock:
-                    if connected in self._strangers:
-                        self._strangers.remove(connected)
+                    self._strangers.pop(connected, None)
                     answer = _execute_message(self._values, held, message)
                 channel.send(answer)
         with self._lock:

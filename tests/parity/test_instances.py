@@ -9,9 +9,12 @@ import parity_instance
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "popdist"))
+
+from ports import free_port
+
 import poptorch
 from popengine.environment import Launch
-from ports import free_port
 
 PROGRAM = Path(parity_instance.__file__)
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from popengine.environment import Launch
 from ports import free_port
+
+from popengine.environment import Launch
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # The last is what capture loads at its first use, 1.5 s of each process.

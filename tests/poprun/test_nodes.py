@@ -8,7 +8,6 @@ from pathlib import Path
 
 import launching
 import pytest
-
 from ports import free_port
 
 PYTHON = (sys.executable, "-S", "-c")

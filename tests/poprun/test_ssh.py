@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from ports import free_port
 
 PROGRAM = Path(__file__).parents[1] / "popdist" / "checkpoint_program.py"
