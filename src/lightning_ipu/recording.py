@@ -32,6 +32,8 @@ class StepModule(nn.Module):
     def __init__(self, module: Any) -> None:
         super().__init__()
         self._forward_module = module
+        for name in ("named_parameters", "named_buffers", "state_dict", "load_state_dict"):
+            vars(self)[name] = getattr(module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module = self._forward_module
@@ -41,18 +43,6 @@ class StepModule(nn.Module):
         capture = current()
         run = getattr(module, step) if capture is None else Recording(module, step, capture).run
         return run(*args, **kwargs)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward_module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward_module.named_buffers(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward_module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward_module.load_state_dict(*args, **kwargs)
 
 
 _STEPS = {

@@ -78,7 +78,6 @@ class StrategyPart:
         self._accumulation = 1
         self._undo = ExitStack()
         self._first_batch_rows: dict[int, int] = {}  # for prediction, by the loader's index
-        self._loader_stage: Any = None
         self._random_state: dict[str, list[int]] = {}
         self._loaded_random_state: dict[str, list[int]] = {}
 
@@ -143,7 +142,7 @@ class StrategyPart:
         self._save_random_state()
         for executor in self.poptorch_models.values():
             executor._release()  # unlike destroy(), it also unmarks a model that is not compiled
-        self._compiled_values, self._first_batch_rows, self._loader_stage = {}, {}, None
+        self._compiled_values, self._first_batch_rows = {}, {}
         self._undo.close()
         if isinstance(self.model, StepModule):
             self.model = self._lightning_module
@@ -216,12 +215,8 @@ class StrategyPart:
         return self.precision_plugin.cast(batch)
 
     def _prepare_dataloader(self, dataloader: Any, shuffle: bool = False, mode: Any = None) -> Any:
-        """Store the stage, and return the loader unchanged, in place of Lightning's method, which rebuilds it."""
-        self._loader_stage = mode
-        return dataloader
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        stage = self._current_stage if self._loader_stage is None else self._loader_stage
+        """Return a loader of combined batches, in place of Lightning's method, which rebuilds the loader."""
+        stage = self._current_stage if mode is None else mode
         return convert_loader(dataloader, stage, self.options_for(stage), self.lightning)
 
     # ---- options -----------------------------------------------------------------------------------------

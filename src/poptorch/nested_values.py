@@ -63,17 +63,11 @@ def registered_parsers() -> dict[type, ICustomArgParser]:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The structure of a nested value without its tensors: values with equal specs differ in tensors only.
+    """The structure of a nested value without its tensors: values with equal specs differ in tensors only."""
 
-    Args:
-        type:     the class of the value; torch.Tensor for every kind of tensor
-        parts:    (key, spec) of each part of a container; the key is a (sorted) key, field name or index
-        constant: the value, if it is neither tensor nor container
-    """
-
-    type: type
-    parts: tuple[tuple[Any, Spec], ...] = ()
-    constant: Constant | None = None
+    type: type  # torch.Tensor for every kind of tensor
+    parts: tuple[tuple[Any, Spec], ...] = ()  # of a container: keys (sorted), field names or indices
+    constant: Constant | None = None  # the value, if it is neither tensor nor container
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -105,8 +99,7 @@ def paths_of(value: Any, name: str) -> list[str]:
 
 
 def constants_of(value: Any, path: str) -> Iterator[tuple[Any, str, bool]]:
-    """Yield (constant, path, is_named) of each constant in `value`: the path as in `paths_of`; is_named is
-    True if the path ends in a string key or a field's name."""
+    """Yield (constant, path, whether the path ends in a name) of each constant; the path as in `paths_of`."""
     return (leaf for leaf in _iterate_leaves(value, path) if not isinstance(leaf[0], torch.Tensor))
 
 

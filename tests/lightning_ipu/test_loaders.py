@@ -174,8 +174,7 @@ def read_by_instance(loader, instance, instances):
     options = poptorch.Options().randomSeed(1)
     options.Distributed.configureProcessId(instance, instances).rowsByReplica(True)
     made_for = IPUStrategy(training_opts=options)
-    made_for._prepare_dataloader(loader, mode="train")
-    rows = [row for x, _ in made_for.process_dataloader(loader) for row in x]
+    rows = [row for x, _ in made_for._prepare_dataloader(loader, mode="train") for row in x]
     return [next(i for i, (x, _) in enumerate(dataset()) if torch.equal(x, row)) for row in rows]
 
 

@@ -99,11 +99,7 @@ def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
 
 
 def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
-    """Return the tensors unchanged, in the same structure, and record `mode` in the graph.
-
-    `mode` is the loop whose computation may overlap the transfer of the tensors to the host. Transfers are
-    never overlapped here, but a misplaced mark raises Error at compilation.
-    """
+    """Return the tensors unchanged, and record `mode` as `set_overlap_for_input` does, for the way to the host."""
     return _mark_tensors("set_overlap_for_output", output_tensors, mode)
 
 

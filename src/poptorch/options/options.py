@@ -18,7 +18,7 @@ import torch
 from popengine.settings import Counts
 from poptorch import enums
 from poptorch.annotating import strategies
-from poptorch.enums import CommGroupType
+from poptorch.enums import CommGroupType, member_by_name
 from poptorch.options import option_parts
 from poptorch.options.option_base import Freezable, merge_disjoint, sorted_repr
 from poptorch.options.option_groups import DeviceOptions, ExecutionOptions, ReportingOptions
@@ -172,13 +172,9 @@ def _as_enum_member(value: Any) -> Any:
         return value
     enum_name, member = value.split(".")
     kind = getattr(enums, enum_name, None)
-    if not isinstance(kind, enum.EnumType):
-        return value  # "model.v2" is an ordinary string
-    if member not in kind.__members__:
-        raise ValueError(
-            f"poptorch.{enum_name} has no member {member!r}; it has {', '.join(kind.__members__)}"
-        )
-    return kind[member]
+    return (
+        member_by_name(kind, member) if isinstance(kind, enum.EnumType) else value
+    )  # "model.v2" is a string
 
 
 def _run_options_line(options: Any, source: str) -> None:
