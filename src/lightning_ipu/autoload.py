@@ -113,12 +113,6 @@ def _wrap_connector(package: str, module: types.ModuleType) -> None:
 
     @functools.wraps(original)
     def with_ipus(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for flag in kwargs.values():
-            if _is_of_pando(flag) and type(flag).lightning.name != package:
-                raise TypeError(
-                    f"{type(flag).__name__} of `{type(flag).lightning.name}` was given to the Trainer of `{package}`:"
-                    f" import it from there, `from {package}.strategies import IPUStrategy`"
-                )
         result = original(self, *args, **kwargs)
         if _is_of_pando(self._accelerator_flag, "ipu") or _is_of_pando(self._strategy_flag, "ipu_strategy"):
             if self._accelerator_flag == "auto":

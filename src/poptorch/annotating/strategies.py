@@ -7,13 +7,14 @@ value. Compilation checks the strategy against the model's blocks.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from popengine.errors import Error, did_you_mean
 from popengine.order import Order, enter_order, order_named
 from popengine.settings import AutoRule, StagePlan, Strategy
 from poptorch.enums import AutoStage, Liveness
 
+T = TypeVar("T", "Stage", "Phase")
 _RULES: dict[AutoStage, AutoRule] = {
     AutoStage.SameAsIpu: "same_as_ipu",
     AutoStage.AutoIncrement: "auto_increment",
@@ -36,7 +37,9 @@ class Stage:
 
     def __init__(self, *block_ids: str) -> None:
         for block in block_ids:
-            assert isinstance(block, str), f"Block ids are strings; found {block!r} in a Stage"
+            assert isinstance(block, str), (
+                f"Block ids are strings; found {block!r} in a Stage (an AutoStage stands alone)"
+            )
         self.blocks = list(block_ids)
         self._ipu: int | None = None
 
@@ -91,21 +94,11 @@ class Phase:
         return f"Phase({', '.join(map(repr, self.stages))})"
 
 
-def _as_stage(argument: Any) -> Stage:
-    if isinstance(argument, Stage):
+def _as(kind: type[T], argument: Any) -> T:
+    """Return a `Stage` or `Phase` unchanged, or a new one of an argument, or of a list of arguments."""
+    if isinstance(argument, kind):
         return argument
-    blocks = [argument] if isinstance(argument, str) else argument
-    assert isinstance(blocks, list | tuple) and all(isinstance(block, str) for block in blocks), (
-        f"A stage is a poptorch.Stage, a block id or a list of block ids (an AutoStage stands alone); "
-        f"found {argument!r}"
-    )
-    return Stage(*blocks)
-
-
-def _as_phase(argument: Any) -> Phase:
-    if isinstance(argument, Phase):
-        return argument
-    return Phase(*argument) if isinstance(argument, list | tuple) else Phase(argument)
+    return kind(*argument) if isinstance(argument, list | tuple) else kind(argument)
 
 
 class ExecutionStrategy:
@@ -176,7 +169,7 @@ class _StagedExecution(ExecutionStrategy):
     def __init__(self, *args: AutoStage | AutoBalance | Stage | str | Sequence[str]) -> None:
         first, *others = args or (AutoStage.SameAsIpu,)
         self._auto = first if isinstance(first, AutoStage | AutoBalance) and not others else None
-        super().__init__(map(_as_stage, args) if self._auto is None else ())
+        super().__init__((_as(Stage, arg) for arg in args) if self._auto is None else ())
 
     def freeze(self) -> Strategy:
         strategy = super().freeze()
@@ -264,7 +257,7 @@ class _PhasedExecution(ExecutionStrategy):
             "There is no AutoStage for PhasedExecution: name the blocks of each phase, as in "
             'SerialPhasedExecution("a", ["b", "c"])'
         )
-        self._phases = [_as_phase(phase) for phase in phases]
+        self._phases = [_as(Phase, phase) for phase in phases]
         self._separate_backward_phase = False
         self._liveness = Liveness.AlwaysLive
         super().__init__(stage for phase in self._phases for stage in phase.stages)

@@ -76,9 +76,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
     """
     _raise_unless_list("inputs", inputs)
     if not isinstance(count, int) or count < 0:
-        raise Error(
-            f"poptorch.for_loop() takes a count of turns that is known at compile time; found {count!r}"
-        )
+        raise Error(f"poptorch.for_loop() takes a count that is known at compile time; found {count!r}")
     wrong = [index for index, value in enumerate(inputs) if not isinstance(value, Tensor)]
     if wrong:
         raise ValueError(
@@ -93,9 +91,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
         return values
     raise_in_training(capture, "poptorch.for_loop()", _FIX_IN_TRAINING)
     if not inputs:
-        raise Error(
-            "poptorch.for_loop() takes at least one input: it returns what the last turn has made of it"
-        )
+        raise Error("poptorch.for_loop() takes at least one input: it returns what the turns make of it")
     traced, outer = trace_body(capture, partial(_call_body, "for_loop", body), inputs)
     if traced.outputs != shapes_of(inputs):
         raise Error(
@@ -109,9 +105,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
 
 def _raise_unless_list(name: str, value: Any) -> None:
     if not isinstance(value, list):
-        raise ValueError(
-            f"(Object is not list) {name} must be a list of tensors; found {type(value).__name__}"
-        )
+        raise ValueError(f"(Object is not list) {name} takes a list of tensors; found {type(value).__name__}")
 
 
 def _call_body(name: str, body: Callable[..., Any], inputs: Sequence[Any]) -> list[Tensor]:

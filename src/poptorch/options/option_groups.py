@@ -151,9 +151,7 @@ class ExecutionOptions(OptionsDict):
         state. The `plans` most recently used plans are kept. The log (INFO) has the time of each compilation.
         See docs/guide/shapes.md.
         """
-        assert type(plans) is int and plans > 0, (
-            f"allowNewShapes takes a number of plans from 1; found {plans!r}"
-        )
+        assert type(plans) is int and plans > 0, f"allowNewShapes takes an int from 1; found {plans!r}"
         return self.createOrSet(new_shapes=plans)
 
     def batchDims(self, dims: dict[str, int | None]) -> Self:
@@ -242,9 +240,7 @@ class DeviceOptions(OptionsDict):
 
     def useIpuId(self, ipu_id: int) -> Self:
         """Has no effect; kept for compatibility: ipus are logical devices, so there are none to choose from."""
-        assert isinstance(ipu_id, int) and ipu_id >= 0, (
-            f"useIpuId takes an int from 0; found ipu_id={ipu_id!r}"
-        )
+        assert isinstance(ipu_id, int) and ipu_id >= 0, f"useIpuId takes an int from 0; found {ipu_id=!r}"
         return self.createOrSet(ipu_id=ipu_id)
 
     def useOfflineIpuTarget(self, ipu_version: int = 2) -> Self:
@@ -257,8 +253,7 @@ class DeviceOptions(OptionsDict):
         return self.set(connection_type=checked("connectionType", connection_type, ConnectionType))
 
     def syncPattern(self, sync_pattern: SyncPattern) -> Self:
-        """Has no effect; kept for compatibility: workers wait only for the values that they need: there are
-        no synchronization patterns."""
+        """Has no effect; kept for compatibility: there are no synchronization patterns."""
         return self.set(sync_pattern=checked("syncPattern", sync_pattern, SyncPattern))
 
     def setAvailableMemoryProportion(self, available_memory_proportion: dict[str, float]) -> Self:
@@ -303,21 +298,17 @@ class ReportingOptions(OptionsDict):
         return self.set(max_repeat_logs=_NO_LIMIT if max_lines is None else max_lines)
 
     def logCycleCount(self, log_cycle_count: bool) -> Self:
-        """Has no effect; kept for compatibility: only an IPU counts cycles; `getPerfCounters` returns
-        seconds."""
-        checked("logCycleCount", log_cycle_count, bool)
-        return self._set_popart("instrumentWithHardwareCycleCounter", log_cycle_count)
+        """Has no effect; kept for compatibility: only an IPU counts cycles. `getPerfCounters` has seconds."""
+        is_on = checked("logCycleCount", log_cycle_count, bool)
+        return self._set_popart("instrumentWithHardwareCycleCounter", is_on)
 
     def enableProfiling(self, profile_dir: str | os.PathLike[str] | None = None) -> Self:
         """Write a profile and a report page into a folder of `profile_dir` (default: the current directory).
         The folder has the name of the model (`modelName`), else "training" or "inference"."""
         directory = os.fspath("." if profile_dir is None else profile_dir)
         wanted = {"autoReport.all": "true", "autoReport.directory": directory}
-        clash = sorted(wanted.keys() & _engine_options_of_environment().keys())
-        if clash:
-            logger.warning(
-                "POPLAR_ENGINE_OPTIONS sets %s too: enableProfiling takes precedence", ", ".join(clash)
-            )
+        if clash := ", ".join(sorted(wanted.keys() & _engine_options_of_environment().keys())):
+            logger.warning("POPLAR_ENGINE_OPTIONS sets %s too: enableProfiling takes precedence", clash)
         self._popart.merge("engineOptions", wanted)
         return self
 
@@ -331,20 +322,17 @@ class ReportingOptions(OptionsDict):
         return Path(engine.get("autoReport.directory", ".")) / name
 
     def disableModuleNamescope(self) -> Self:
-        """Has no effect; kept for compatibility: names of operations contain the names of `NameScope` only,
-        not the names of modules."""
+        """Has no effect; kept for compatibility: operations are named by `NameScope` only, not by modules."""
         self._module_namescope_enabled = False
         return self
 
     def sourceLocationExcludes(self, excludes: list[str]) -> Self:
-        """Has no effect; kept for compatibility: messages show the innermost source line outside of torch and
-        this package. `excludes` are fragments of paths."""
+        """Has no effect; kept for compatibility: messages show the innermost line outside of torch and Pando."""
         self._source_location_excludes = list(checked("sourceLocationExcludes", excludes, list))
         return self
 
     def appendToLocationExcludes(self, *excludes: str) -> Self:
-        """Has no effect; kept for compatibility: adds fragments to those of `sourceLocationExcludes`, and has
-        no other effect."""
+        """Has no effect; kept for compatibility: adds to the fragments of `sourceLocationExcludes`."""
         return self.sourceLocationExcludes([*self._source_location_excludes, *excludes])
 
     def showCompilationProgressBar(self, show: bool = True) -> Self:

@@ -56,8 +56,8 @@ class Training(OptionsDict):
     def setAutomaticLossScaling(self, enabled: bool) -> Self:
         """Set whether each update adapts the loss scale: it is halved if gradients are large, infinite or
         NaN, else doubled. An update with an infinite or NaN gradient is left out."""
-        checked("setAutomaticLossScaling", enabled, bool)
-        return self._set_popart("automaticLossScalingSettings.enabled", enabled)
+        is_on = checked("setAutomaticLossScaling", enabled, bool)
+        return self._set_popart("automaticLossScalingSettings.enabled", is_on)
 
     def setConvolutionDithering(self, enabled: bool) -> Self:
         """Has no effect; kept for compatibility: there are no tiles to spread convolutions over."""
@@ -98,8 +98,7 @@ class Precision(OptionsDict):
         return self._set_popart("enableFloatingPointChecks", enabled)
 
     def setPartialsType(self, dtype: torch.dtype) -> Self:
-        """Has no effect; kept for compatibility: PyTorch's kernels choose the type in which products are
-        summed; see `halfKernels`."""
+        """Has no effect; kept for compatibility: PyTorch's kernels choose this type; see `halfKernels`."""
         if dtype not in _PARTIALS:
             raise ValueError(f"setPartialsType takes torch.float or torch.half; found {dtype!r}")
         self._popart.set("partialsTypeMatMuls", _PARTIALS[dtype])
@@ -118,8 +117,7 @@ class Precision(OptionsDict):
         return self.set(half_kernels=checked("halfKernels", kernels, HALF_KERNELS, ValueError))
 
     def halfFloatCasting(self, half_float_casting: HalfFloatCastingBehavior) -> Self:
-        """Has no effect; kept for compatibility: operands of two types follow PyTorch's promotion; a layer's
-        weights are converted to the type of its input."""
+        """Has no effect; kept for compatibility: operands of two types follow PyTorch's promotion."""
         checked("halfFloatCasting", half_float_casting, HalfFloatCastingBehavior)
         logger.warning("Precision.halfFloatCasting is deprecated and has no effect: leave it out")
         return self.createOrSet(half_float_casting=half_float_casting.value)
@@ -137,8 +135,7 @@ class Jit(OptionsDict):
     trace_model: bool = False
 
     def traceModel(self, trace_model: bool) -> Self:
-        """Refused: True asks for tracing with TorchScript, which is gone, and raises ValueError. False logs a
-        warning, since the option is deprecated."""
+        """Refused: True asks for tracing with TorchScript, which is gone, and raises ValueError."""
         logger.warning("Jit.traceModel is deprecated: leave it out")
         if trace_model:
             raise ValueError(
@@ -172,9 +169,8 @@ class TensorLocationSettings(OptionsDict):
         return self.createOrSet(min_elements_for_replicated_tensor_sharding=min_elements)
 
     def useOnChipStorage(self, use: bool | None) -> Self:
-        """Has no effect; kept for compatibility: tensors stay in the memory in which they are computed. Plans
-        for other machines (`poptorch.plan`) include the transfers of the optimizer state. None deletes the
-        setting."""
+        """Has no effect; kept for compatibility: tensors stay in the memory in which they are computed, except in
+        plans for other machines (`poptorch.plan`). None deletes the setting."""
         if use is None:
             self.checkIsFrozen()
             return self.deleteIfExists("on_chip_storage")
@@ -327,8 +323,7 @@ class Popart(Freezable):
         return self.set("engineOptions", dict(checked("setEngineOptions", engine_options, dict)))
 
     def setPatterns(self, patterns: dict[str, bool], level: int = 2) -> Self:
-        """Has no effect; kept for compatibility: there are no graph patterns that could be switched on or
-        off."""
+        """Has no effect; kept for compatibility: there are no graph patterns."""
         assert isinstance(patterns, dict) and all(
             isinstance(name, str) and isinstance(on, int) for name, on in patterns.items()
         ), f"setPatterns takes a dictionary of bools by their names; found {patterns!r}"

@@ -5,7 +5,6 @@ or data loader that uses the options freezes them; `clone()` returns a copy that
 """
 
 import ast
-import enum
 import functools
 import json
 import os
@@ -168,13 +167,8 @@ class ConfigFileError(Exception):
 
 def _as_enum_member(value: Any) -> Any:
     """Return the member that a string such as "OutputMode.All" names; return any other value unchanged."""
-    if not isinstance(value, str) or value.count(".") != 1:
-        return value
-    enum_name, member = value.split(".")
-    kind = getattr(enums, enum_name, None)
-    return (
-        member_by_name(kind, member) if isinstance(kind, enum.EnumType) else value
-    )  # "model.v2" is a string
+    kind, dot, member = value.partition(".") if isinstance(value, str) else ("", "", "")
+    return member_by_name(getattr(enums, kind), member) if dot and kind in enums.__all__ else value
 
 
 def _run_options_line(options: Any, source: str) -> None:

@@ -54,7 +54,7 @@ def test_a_stage_is_a_block_a_list_of_blocks_or_a_stage():
 
 @pytest.mark.parametrize("wrong", [3, [Stage("a")], ["a", 1], {"a": 1}, Phase("a")])
 def test_anything_else_is_no_stage(wrong):
-    with pytest.raises(AssertionError, match="A stage is a"):
+    with pytest.raises(AssertionError, match="Block ids are strings"):
         PipelinedExecution("z", wrong)
 
 
