@@ -222,7 +222,5 @@ def test_a_device_has_a_number_from_0():
 
 def test_docstrings_name_what_has_no_effect():
     text = " ".join(Options.syncPattern.__doc__.split())
-    assert text.startswith(
-        "Has no effect; kept for compatibility: workers wait only for the values that they"
-    )
+    assert text.startswith("Has no effect; kept for compatibility: there are no synchronization patterns")
     assert "no effect" not in Options().Precision.enableStochasticRounding.__doc__  # which is carried out
