@@ -40,7 +40,7 @@ def main(words: Sequence[str] | None = None) -> int:
         names = [f"node {rank}" for rank in range(node.count)] if NUM_NODES in os.environ else ["localhost"]
         _print_summary(request, request.hosts if starts_hosts else names)
     if starts_hosts:
-        return guard.run_guarded(lambda: hosts.run_on_hosts(request, words))
+        return guard.run_guarded(lambda: hosts.run_on_hosts(request, words, node.patience))
 
     def run_agent() -> int:
         from . import agent  # loads torch, which the guard does not use

@@ -18,7 +18,6 @@ from .topology import PORT
 
 _HERE = ("localhost", socket.gethostname())
 _PATIENCE = 16  # seconds for a host to end after another has failed: longer than `agent.PATIENCE`
-_PATIENCE_FOR_CAUSE = 30  # seconds for the host that failed first to end, after another has ended
 WATCH = "POPRUN_ENDS_WITH_STDIN"  # environment variable: if set, poprun ends when its standard input ends
 CONSEQUENCE = 75  # exit code of a poprun with WATCH that ended because another host failed
 
@@ -30,9 +29,10 @@ def is_here(host: str) -> bool:
     return host in _HERE
 
 
-def run_on_hosts(request: CommandLine, words: Sequence[str]) -> int:
+def run_on_hosts(request: CommandLine, words: Sequence[str], patience: float) -> int:
     """Run poprun with the arguments `words` on every host; return 0, or the first failed host's exit code. After a
-    failure the popruns of the other hosts are ended; an elastic training fails only if all hosts fail."""
+    failure the popruns of the other hosts are ended; an elastic training fails only if all hosts fail. `patience`:
+    seconds for the host that failed first to end, after another has ended"""
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
     running: dict[int, subprocess.Popen[bytes]] = {}
     code, has_succeeded = 0, False
@@ -49,7 +49,7 @@ def run_on_hosts(request: CommandLine, words: Sequence[str]) -> int:
                     request.log.warning(f"host {host} ended with exit code {ended}: the others go on")
                 elif ended == CONSEQUENCE:
                     code = code or ended
-                    deadline = min(deadline, time.monotonic() + _PATIENCE_FOR_CAUSE)
+                    deadline = min(deadline, time.monotonic() + patience)
                 elif ended and code in (0, CONSEQUENCE):
                     code = ended
                     request.log.error(f"host {host} failed first, with exit code {ended}")
@@ -89,8 +89,9 @@ def _start_poprun(
     poprun = shlex.join([sys.executable, "-m", "poprun", *words])
     count = settings.count("\n")
     script = f'eval "$(head -n {count})" && cd {shlex.quote(os.getcwd())} && exec {poprun}'
-    # `--`: a host whose name begins with a dash is no option.
-    ssh = ["ssh", "-oBatchMode=yes", "--", host, f"exec sh -c {shlex.quote(script)}"]
+    # ssh ends 30 s after a host has died. `--`: a host whose name begins with a dash is no option.
+    options = ("-oBatchMode=yes", "-oServerAliveInterval=10", "--")
+    ssh = ["ssh", *options, host, f"exec sh -c {shlex.quote(script)}"]
     command = ["sh", "-c", script] if host in _HERE else ssh
     request.log.debug(shlex.join(command))
     process = subprocess.Popen(command, stdin=subprocess.PIPE)

@@ -117,7 +117,7 @@ def test_the_secret_is_readable_by_its_owner_only(poprun, tmp_path):
 def test_a_host_that_was_reached_by_ssh_is_lost_and_the_other_goes_on(poprun, tmp_path):
     """A stand-in for ssh runs here what it is told to run there; instance 1 kills the agent of its host."""
     ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\nsh -c "$4"\n')
+    ssh.write_text('#!/bin/sh\nsh -c "$5"\n')
     ssh.chmod(0o755)
     program = (
         "import os, signal, time\n"

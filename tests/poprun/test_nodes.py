@@ -144,7 +144,7 @@ def test_hosts_are_reached_by_ssh_and_end_together(poprun, tmp_path):
     """A stand-in for ssh runs here what it is told to run there; from the host that failed, news comes late."""
     ssh = tmp_path / "ssh"
     ssh.write_text(
-        '#!/bin/sh\necho "$3" >> "$LOG"\nsh -c "$4"\ncode=$?\n[ $3 = one ] || sleep 3\nexit $code\n'
+        '#!/bin/sh\necho "$4" >> "$LOG"\nsh -c "$5"\ncode=$?\n[ $4 = one ] || sleep 3\nexit $code\n'
     )
     ssh.chmod(0o755)
     program = (
@@ -210,7 +210,7 @@ def test_hosts_are_told_variables_and_the_secret_by_standard_input_and_a_host_is
 ):
     """A command line can be read by every user of a host."""
     ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\nfor word; do echo "$word" >> "$LOG"; done\nexec sh -c "$4"\n')
+    ssh.write_text('#!/bin/sh\nfor word; do echo "$word" >> "$LOG"; done\nexec sh -c "$5"\n')
     ssh.chmod(0o755)
     program = "import os; print(os.environ['POPDIST_SECRET'], os.environ['A'])"
     words = (
@@ -237,7 +237,7 @@ def test_hosts_are_told_variables_and_the_secret_by_standard_input_and_a_host_is
 def test_one_other_host_is_reached_by_ssh_too(poprun, tmp_path):
     """It was ignored, and the program ran on this machine."""
     ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\necho "$3" >> "$LOG"\n[ $3 = nohost ] && exit 255\nexec sh -c "$4"\n')
+    ssh.write_text('#!/bin/sh\necho "$4" >> "$LOG"\n[ $4 = nohost ] && exit 255\nexec sh -c "$5"\n')
     ssh.chmod(0o755)
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log")}
     words = ("--num-replicas=2", "--num-instances=2", *PYTHON, PLACE)
