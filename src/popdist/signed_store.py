@@ -306,9 +306,9 @@ def _to_latin1(value: str | bytes) -> str:
     return (value.encode() if isinstance(value, str) else value).decode("latin-1")
 
 
-def _resolve_host(host: str, port: int = 0) -> tuple[socket.AddressFamily, str]:
+def _resolve_host(host: str) -> tuple[socket.AddressFamily, str]:
     """Return the family and the text of a host's address: IPv4, or IPv6 if it has no other."""
-    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     family, *_, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)
     return family, str(address[0])
 
