@@ -265,7 +265,6 @@ def timeline(
     costs: Sequence[float] = (),
     replicas: int = 1,
     updates: Mapping[int, float] = MappingProxyType({}),
-    keeps_order: bool = False,
 ) -> tuple[list[tuple[int, int]], Timeline]:
     """Return the tasks of a step, and their timeline in virtual time.
 
@@ -274,7 +273,6 @@ def timeline(
         costs:    the time of each action; by default 1
         replicas: the number of replicas that run the same actions
         updates:  the time of the weight update of each ipu, which runs after all tasks of the ipu
-        keeps_order: each ipu runs its tasks in the order that follows if all costs are 1, as its program does
     Returns: (action's index, micro-batch) of each task, by ascending key (of equal keys the earlier
         micro-batch and action first); and their timeline, updates last
     """
@@ -296,11 +294,6 @@ def timeline(
     ]
     each = [float(costs[row]) if costs else 1.0 for row, _, _ in tasks]
     owners = [actions[row].ipu for row, _, _ in tasks]
-    if keeps_order:
-        before: dict[int, int] = {}
-        for number in simulate(needs, [1.0] * len(tasks), owners).order:
-            needs[number] += [before[owners[number]]] if owners[number] in before else []
-            before[owners[number]] = number
     for ipu, cost in updates.items():
         needs.append([number for number in range(len(tasks)) if owners[number] == ipu])
         each.append(cost)

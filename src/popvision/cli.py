@@ -5,7 +5,6 @@ import gzip
 import os
 import sys
 import webbrowser
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ popvision REPORT                     open a report in a browser; REPORT is the f
        popvision summary REPORT             print the report's figures and advice
        popvision compare REPORT OTHER       compare two runs
        popvision export REPORT TRACE.json   write a trace for Perfetto or chrome://tracing (.json.gz: compressed)
-       popvision plan PROGRAM.py [ARGUMENT...] --on MACHINE,MACHINE...
+       popvision plan --on MACHINE,MACHINE... PROGRAM.py [ARGUMENT...]
                                             estimate time and memory on machines that you do not have"""
 _REPORT = "a report's folder, or one profile.pop file in it"
 
@@ -46,8 +45,6 @@ def main(arguments: list[str] | None = None) -> int:
                 f"  fix: the folder of a report, or one of the commands {known}"
             )
         given = ["report", *given]
-    if given[:1] == ["plan"]:
-        given = _move_plan_options_first(given)
     args = parser.parse_args(given)
     try:
         args.run(args)
@@ -92,27 +89,6 @@ def _parse_integers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def _move_plan_options_first(given: list[str]) -> list[str]:
-    """Return the words of a command line of `popvision plan`, in an order that argparse can read: `plan`'s
-    options, the program, the program's arguments.
-
-    Before the program's name all options are `plan`'s. After it only `--on`, `--json`, and `--replicas` and
-    `--accumulation` with several numbers (`4,16`) are `plan`'s; all others are the program's.
-    """
-    own, behind, words = ["plan"], [], iter(given[1:])
-    for word in words:
-        name, _, value = word.partition("=")
-        if name in ("--on", "--replicas", "--accumulation", "--output"):
-            taken = [word] if value else [word, *islice(words, 1)]
-            is_plans = not behind or name == "--on" or (name != "--output" and "," in taken[-1])
-            (own if is_plans else behind).extend(taken)
-        elif word == "--json" or (word.startswith("-") and not behind):
-            own.append(word)
-        else:
-            behind.append(word)
-    return own + behind
-
-
 def _write_and_open_report(args: argparse.Namespace) -> None:
     found = find_profiles(args.report)
     for path in found:
@@ -145,6 +121,11 @@ def _export_trace(args: argparse.Namespace) -> None:
 def _plan_program(args: argparse.Namespace) -> None:
     if not args.program:
         raise ProfileError("plan: the program is missing\n  fix: popvision plan train.py")
+    if "--on" in args.program:
+        raise ProfileError(
+            "plan: what follows the program's name are its own arguments, and --on is there\n"
+            f"  fix: popvision plan --on MACHINE,... {args.program[0]}"
+        )
     chosen = load_machines(args.on)
     profiles = compile_profiles(args.program, memory_by_kind(chosen))
     found = Estimates(profiles, chosen, args.replicas, args.accumulation)

@@ -126,7 +126,7 @@ def _step_seconds_on_host(profile: Profile, replicas: int, micro_batches: int) -
     """Return a step's seconds on this host, the idle share of its cores, and a core's rough seconds by
     category. If whole steps were measured, the seconds are extrapolated from these, and the idle share is 0;
     else a step with the measured costs of pieces is simulated."""
-    measured, cores, spent = profile.facts["measured"], profile.facts.get("threads", 1), Spent(float)
+    measured, spent = profile.facts["measured"], Spent(float)
     for operation in profile.operations:  # only to compare the two categories
         spent["compute"] += operation.flops / _CORE_FLOPS
         spent["memory bandwidth"] += operation.bytes / _CORE_BYTES
@@ -139,9 +139,10 @@ def _step_seconds_on_host(profile: Profile, replicas: int, micro_batches: int) -
         updates={ipu: 1e9 * t for ipu, t in zip(profile.devices, measured["updates"], strict=True)},
         micro_batches=micro_batches,
         replicas=replicas,
+        cores=profile.facts.get("threads", 1),
     )
-    work, taken = step.work_ns * replicas, virtual.simulated_ns(step, cores)
-    return taken / 1e9, max(0.0, 1 - work / (taken * cores)), spent
+    ns = virtual.simulated_ns(step)
+    return ns / 1e9, step.bubble(ns), spent
 
 
 def _held_on_host(profile: Profile, needs: Sequence[Need], replicas: int, loaded: int) -> dict[str, int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from popengine.order import ORDERS, Action, Timeline, order_named, simulate, step_duration, timeline
+from popengine.order import ORDERS, Action, StepActions, Timeline, simulate, step_duration, timeline
 from popengine.profile import Profile, TaskRun
 
 _MOST_TASKS = 6_000  # for a longer step two shorter ones are simulated, and their lengths extrapolated
@@ -23,17 +23,22 @@ _SAFETY = 0.75  # share of a simulated gain that is promised; caches and memory 
 
 @dataclass(frozen=True)
 class StepModel:
-    """The computations of a step, their costs in ns, and the name of their order."""
+    """The computations of a step, their costs in ns, and the devices that run them."""
 
     actions: tuple[Action, ...]  # the computations of a micro-batch
     costs: tuple[float, ...]  # ns of each action
     updates: Mapping[int, float]  # ns of the weight update, by ipu
     micro_batches: int  # of a replica
-    replicas: int = 1
-    order: str = "1f1b"  # a key of `popengine.order.ORDERS`
-    keeps_order: bool = True  # on separate devices: whether each ipu runs its program in a fixed order
-    # (index of an action, micro-batch) of all tasks in an order that is not in `ORDERS`: of a user's own schedule.
+    order: str  # a key of `popengine.order.ORDERS`, or the name of a user's own schedule
+    # (index of an action, micro-batch) of all tasks of a user's own schedule.
     program: tuple[tuple[int, int], ...] = ()
+    keeps_order: bool = (
+        True  # whether an ipu runs its tasks in a fixed order; False: those first that are ready
+    )
+    cores: int = (
+        0  # the number of cores that share the ipus of all replicas; 0: an ipu is a device (1 replica)
+    )
+    replicas: int = 1
 
     @classmethod
     def of(cls, profile: Profile, costs: Mapping[int, float], **more: Any) -> StepModel:
@@ -50,9 +55,8 @@ class StepModel:
         order = profile.facts.get("mode", "")
         if order not in ORDERS:
             number = {(action.phase, action.stage): i for i, action in enumerate(profile.actions)}
-            more["program"] = tuple(
-                (number[tick.phase, tick.stage], tick.micro_batch) for tick in profile.schedule
-            )
+            ticks = ((number[tick.phase, tick.stage], tick.micro_batch) for tick in profile.schedule)
+            more["program"] = tuple(ticks)
         return cls(profile.actions, values, order=order, **more)
 
     @property
@@ -60,59 +64,50 @@ class StepModel:
         """Return whether the step can be simulated: its order is known, or all tasks of its schedule are."""
         return self.order in ORDERS or len(self.program) == self.micro_batches * len(self.actions)
 
-    @property
-    def work_ns(self) -> float:
-        """Return the ns of all computations and weight updates of a replica in a step."""
-        return self.micro_batches * sum(self.costs) + sum(self.updates.values())
-
     def bubble(self, length: float) -> float:
-        """Return the share of time in which the ipus wait, in a step of `length` ns on separate devices."""
-        ipus = {action.ipu for action in self.actions}
-        return max(0.0, 1 - self.work_ns / (length * len(ipus))) if length else 0.0
+        """Return the share of time in which the devices wait, in a step of `length` ns."""
+        work = self.micro_batches * sum(self.costs) + sum(self.updates.values())
+        devices = self.cores or len({action.ipu for action in self.actions})
+        return max(0.0, 1 - self.replicas * work / (length * devices)) if length else 0.0
 
 
-def simulated_ns(step: StepModel, cores: int = 0) -> float:
+def simulated_ns(step: StepModel) -> float:
     """Return the ns of a step, simulated by `simulate_step`. A long step is extrapolated from two short ones."""
 
-    if step.program:
-        return simulate_step(step, cores)[1].length
-
     def run(micro_batches: int) -> float:
-        return simulate_step(replace(step, micro_batches=micro_batches), cores)[1].length
+        return simulate_step(replace(step, micro_batches=micro_batches))[1].length
 
+    if step.program:
+        return run(step.micro_batches)
     return step_duration(step.actions, step.micro_batches, run, _MOST_TASKS // step.replicas)
 
 
-def simulate_step(step: StepModel, cores: int = 0) -> tuple[list[tuple[int, int]], Timeline]:
+def simulate_step(step: StepModel) -> tuple[list[tuple[int, int]], Timeline]:
     """Return the tasks of a step, each as (index in `step.actions`, micro-batch), and their timeline. The
     last entries of the timeline are the weight updates, which are not in the list of tasks.
 
-    Args: cores: the number of cores that share the ipus of all replicas; 0: an ipu is a device (1 replica)
+    The fixed order of an ipu is that of `step.program`, or that in which its tasks begin if each takes one tick.
     """
-    replicas, keeps_order = step.replicas if cores else 1, step.keeps_order and not cores
     updates = {ipu: cost for ipu, cost in step.updates.items() if cost}  # one for all replicas
-    if step.program:
-        return list(step.program), _timeline_of_program(step, updates)
-    order = order_named(step.order)
-    return timeline(
-        step.actions, step.micro_batches, order, cores, step.costs, replicas, updates, keeps_order
-    )
-
-
-def _timeline_of_program(step: StepModel, updates: Mapping[int, float]) -> Timeline:
-    """Return the timeline of `step.program`, in which each ipu runs its tasks in the given order, then its update."""
-    index_of, last = {task: index for index, task in enumerate(step.program)}, dict[int, int]()
-    needs, owners = list[list[int]](), list[int]()
-    for row, micro_batch in step.program:
-        action = step.actions[row]
-        waits = [(edge.row, micro_batch - (edge.behind or 0)) for edge in action.after]
-        own = [last[action.ipu]] if action.ipu in last else []
+    program, after = list(step.program), [action.after for action in step.actions]
+    if not program:
+        order, count = ORDERS[step.order], step.micro_batches
+        if step.cores or not step.keeps_order:
+            return timeline(step.actions, count, order, step.cores, step.costs, step.replicas, updates)
+        tasks, ticks = timeline(step.actions, count, order)
+        program = [tasks[number] for number in ticks.order]
+        bounds = order.all_bounds(StepActions(step.actions, count))
+        after = [(*edges, *more) for edges, more in zip(after, bounds, strict=True)]
+    index_of, last = {task: index for index, task in enumerate(program)}, dict[int, int]()
+    needs, owners = list[list[int]](), [step.actions[row].ipu for row, _ in program]
+    for index, (row, micro_batch) in enumerate(program):
+        waits = [(edge.row, micro_batch - (edge.behind or 0)) for edge in after[row]]
+        own = [last[owners[index]]] if owners[index] in last else []
         needs.append([*own, *(index_of[task] for task in waits if task in index_of)])
-        last[action.ipu] = len(owners)
-        owners.append(action.ipu)
+        last[owners[index]] = index
     needs += [[last[ipu]] if ipu in last else [] for ipu in updates]
-    costs = [step.costs[row] for row, _ in step.program]
-    return simulate(needs, [*costs, *updates.values()], [*owners, *updates])
+    costs = [step.costs[row] for row, _ in program]
+    return program, simulate(needs, [*costs, *updates.values()], [*owners, *updates])
 
 
 def runs_on_devices(profile: Profile, step: StepModel, row_costs: Mapping[int, float]) -> list[TaskRun]:

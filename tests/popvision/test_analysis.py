@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from simulated import MS, simulated
 
-from popengine.order import ORDERS, Action, After, timeline
+from popengine.order import Action, After
 from popengine.profile import HostEvent, Profile, ProfiledTask, TaskRun
 from popvision import memory, virtual
 from popvision.advice import advice_sentences, machine_sentence, stages_sentence
@@ -41,11 +41,8 @@ def test_a_sharded_run_has_one_ipu_busy_at_a_time():
 def test_a_step_in_virtual_time_takes_as_long_as_the_run():
     costs = {("F", 0): 1.0, ("F", 1): 3.0, ("F", 2): 2.0, ("B", 0): 2.0, ("B", 1): 7.0, ("B", 2): 4.0}
     profile = simulated(3, 6, cost=lambda phase, stage: int(costs[phase, stage] * MS))
-    order = ORDERS["1f1b"]
-    _, found = timeline(
-        profile.actions, 6, order, costs=[costs[a.phase, a.stage] for a in profile.actions], keeps_order=True
-    )
-    assert Figures(profile).step_apart == pytest.approx(found.length / 1e3)
+    # Ipu 1 computes for 6 x (3 + 7). Before, it waits for F0 (1) and for B2 of micro-batch 0 (3); at the end comes B0.
+    assert Figures(profile).step_apart == pytest.approx((1 + 3 + 60 + 2) / 1e3)
 
 
 def test_a_long_step_is_as_long_as_all_its_micro_batches():
@@ -56,7 +53,7 @@ def test_a_long_step_is_as_long_as_all_its_micro_batches():
     step = StepModel.of(profile, rows, updates={}, micro_batches=5000)
     # The slowest ipu, of 6 a micro-batch, waits for the first forward of the one before and ends before its backward.
     assert virtual.simulated_ns(step) == pytest.approx(5000 * 6 + 4, abs=12)
-    assert virtual.simulated_ns(step, cores=2) == pytest.approx(17 * 5000 / 2, rel=0.01)
+    assert virtual.simulated_ns(replace(step, cores=2)) == pytest.approx(17 * 5000 / 2, rel=0.01)
 
 
 def test_the_slowest_stage_is_named_with_its_time():

@@ -148,7 +148,7 @@ def program(tmp_path, monkeypatch):
 
 
 def test_a_program_is_run_until_its_first_model_is_compiled(program, capfd):
-    assert main(["plan", "train.py", "--accumulation", "4", "--on", "bow-pod4,mk2-pod16"]) == 0
+    assert main(["plan", "--on", "bow-pod4,mk2-pod16", "train.py", "--accumulation", "4"]) == 0
     out, err = capfd.readouterr()
     assert "the end" in err and "something was computed" not in err
     rows = out.splitlines()
@@ -164,7 +164,7 @@ def test_a_program_is_run_until_its_first_model_is_compiled(program, capfd):
 
 
 def test_json_is_a_list_of_fixed_keys_and_nothing_else_is_printed(program, capfd):
-    assert main(["plan", "train.py", "--accumulation", "4", "--on", "bow-pod4,this-machine", "--json"]) == 0
+    assert main(["plan", "--on", "bow-pod4,this-machine", "--json", "train.py", "--accumulation", "4"]) == 0
     rows = json.loads(capfd.readouterr().out)
     assert [list(row) for row in rows] == [KEYS, KEYS]
     assert [row["machine"] for row in rows] == ["bow-pod4", "this-machine"]
@@ -175,7 +175,7 @@ def test_json_is_a_list_of_fixed_keys_and_nothing_else_is_printed(program, capfd
 
 
 def test_choices_are_a_table_with_the_best_first(program, capfd):
-    arguments = ["--replicas", "1,2,4", "--json", "train.py", "--accumulation", "4", "--on", "bow-pod4"]
+    arguments = ["--replicas", "1,2,4", "--json", "--on", "bow-pod4", "train.py", "--accumulation", "4"]
     assert main(["plan", *arguments]) == 0
     rows = json.loads(capfd.readouterr().out)
     assert [row["fits"] for row in rows] == [True, True, False]  # 4 replicas of 2 ipus are 8 chips
@@ -190,7 +190,7 @@ def test_a_program_may_read_values_of_its_weights_or_have_none(program, capfd):
     for source in (reads, lacks):
         with open("other.py", "w") as text:
             text.write(source)
-        assert main(["plan", "other.py", "--accumulation", "4", "--json"]) == 0
+        assert main(["plan", "--json", "other.py", "--accumulation", "4"]) == 0
         found.append(json.loads(capfd.readouterr().out))
     assert found[0] == found[1] and found[0][0]["machine"] == "bow-pod16"
 
@@ -214,8 +214,13 @@ def test_a_program_that_fails_is_run_once_and_its_error_is_the_answer(program, l
 
 
 def test_a_program_that_is_not_there_is_an_error_in_words(program, capfd):
-    assert main(["plan", "nosuch.py", "--on", "bow-pod4"]) == 1
+    assert main(["plan", "--on", "bow-pod4", "nosuch.py"]) == 1
     assert capfd.readouterr().err.startswith("popvision: there is no file nosuch.py\n  fix: ")
+
+
+def test_the_machines_are_named_before_the_program(program, capfd):
+    assert main(["plan", "train.py", "--accumulation", "4", "--on", "bow-pod4"]) == 1
+    assert "fix: popvision plan --on MACHINE,... train.py" in capfd.readouterr().err
 
 
 # ---- models in this process ----------------------------------------------------------------------------------
