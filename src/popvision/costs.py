@@ -39,8 +39,7 @@ def operation_kind(operation: Operation) -> str | None:
 
 
 def operation_seconds(operation: Operation, machine: Machine) -> Spent:
-    """Return the estimated seconds of one call of an operation on a machine, by category. The result is empty
-    for an operation that costs nothing (see `operation_kind`)."""
+    """Return the estimated seconds of one call of an operation, by category; empty if it costs nothing."""
     kind, found = operation_kind(operation), Spent(float)
     if kind is None:
         return found
@@ -57,11 +56,8 @@ def operation_seconds(operation: Operation, machine: Machine) -> Spent:
 
 
 def all_reduce_seconds(size: float, replicas: int, ipus: int, machine: Machine) -> float:
-    """Return the seconds of an all-reduce of `size` bytes over replicas, by a ring within each rack and a
-    ring over racks.
-
-    Args: ipus: the number of ipus of a replica, which decides how many replicas are in a rack
-    """
+    """Return the seconds of an all-reduce of `size` bytes over replicas, each of so many ipus: by a ring within each
+    rack and a ring over racks."""
     inside = min(replicas, max(1, machine.rack // ipus))
     rings = (
         (inside, machine.links * machine.efficiency_of("links")),
@@ -116,8 +112,7 @@ class Costs:
 
 
 def _instruction_seconds(kind: str, size: int, machine: Machine) -> dict[str, float]:
-    """Return the seconds of a send, receive, load or accumulate of `size` bytes, by category; {} for other
-    kinds of instructions."""
+    """Return the seconds of an instruction that moves `size` bytes, by category; {} if it costs nothing."""
     if kind in ("send", "receive"):  # neither end computes meanwhile
         return {"links": machine.message + size / (machine.links * machine.efficiency_of("links"))}
     if kind == "load":
@@ -128,8 +123,8 @@ def _instruction_seconds(kind: str, size: int, machine: Machine) -> dict[str, fl
 
 
 def _update_seconds(profile: Profile, machine: Machine, replicas: int) -> Iterator[tuple[int, Spent]]:
-    """Yield (ipu, seconds of the ipu's weight update by category). An update is the all-reduce of gradients,
-    the transfer of optimizer state that is off chip, and the update rule."""
+    """Yield (ipu, seconds by category) of each weight update: the all-reduce of gradients, the transfer of optimizer
+    state that is off chip, and the update rule."""
     facts = profile.facts
     for row in profile.memory:
         state = 2 * row.optimizer / (replicas if facts.get("shards_optimizer") else 1)

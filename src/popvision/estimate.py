@@ -45,8 +45,14 @@ class Estimate:
         # busiest ipu (on this host: of a core), by category.
         if machine.kind == "here":
             taken, self.bubble, self.spent = _step_seconds_on_host(profile, replicas, accumulation)
-            self.memory = {"the program": _held_on_host(profile, needs, replicas, loaded)}
-            self.capacity = profile.facts["available"]
+            facts, processes = profile.facts, profile.facts.get("processes", 1)
+            held = _held(needs, processes, replicas)
+            held["activations"] *= 2  # in depth-first order up to twice as many micro-batches wait
+            held["program"] = processes * facts["base"]  # a process and its libraries
+            # The loader also holds the rows of the next call.
+            held["inputs"] = replicas * 2 * loaded * profile.counts.get("iterations", 1)
+            self.memory = {"the program": held}
+            self.capacity = facts["available"]
             self.memory_per_ipu = [need.total for need in needs]
         else:
             self.costs = Costs(profile, machine, replicas, accumulation)
@@ -57,7 +63,8 @@ class Estimate:
             shards = replicas if profile.facts.get("shards_optimizer") else 1
             is_on_chip = not profile.facts.get("optimizer_off_chip")
             needs = [replace(need, optimizer=is_on_chip * -(-need.optimizer // shards)) for need in needs]
-            self.memory = {f"ipu {need.ipu}": _held_on_chip(need, round(machine.code)) for need in needs}
+            code = {"program": round(machine.code)}
+            self.memory = {f"ipu {need.ipu}": _held([need]) | code for need in needs}
             self.capacity = machine.memory
             self.memory_per_ipu = [sum(kinds.values()) for kinds in self.memory.values()]
             if (chips := len(needs) * replicas) > machine.chips:
@@ -107,15 +114,14 @@ class Estimate:
         }
 
 
-def _held_on_chip(need: Need, code: int) -> dict[str, int]:
-    """Return the bytes that a chip holds at most, by kind."""
+def _held(needs: Sequence[Need], processes: int = 1, replicas: int = 1) -> dict[str, int]:
+    """Return the bytes of ipus that share a memory, by kind."""
     return {
-        "weights": need.weights + need.buffers,
-        "gradients": need.gradients,
-        "optimizer": need.optimizer,
-        "activations": need.activations or 0,
-        "between": need.between,
-        "program": code,
+        "weights": processes * sum(need.weights + need.buffers for need in needs),
+        "gradients": replicas * sum(need.gradients for need in needs),
+        "optimizer": processes * sum(need.optimizer for need in needs),
+        "activations": replicas * sum(need.activations or 0 for need in needs),
+        "between": replicas * sum(need.between for need in needs),
     }
 
 
@@ -123,9 +129,8 @@ def _held_on_chip(need: Need, code: int) -> dict[str, int]:
 
 
 def _step_seconds_on_host(profile: Profile, replicas: int, micro_batches: int) -> tuple[float, float, Spent]:
-    """Return a step's seconds on this host, the idle share of its cores, and a core's rough seconds by
-    category. If whole steps were measured, the seconds are extrapolated from these, and the idle share is 0;
-    else a step with the measured costs of pieces is simulated."""
+    """Return a step's seconds on this host, the idle share of its cores, and a core's rough seconds by category:
+    extrapolated from measured steps, with an idle share of 0; or simulated with the measured costs of pieces."""
     measured, spent = profile.facts["measured"], Spent(float)
     for operation in profile.operations:  # only to compare the two categories
         spent["compute"] += operation.flops / _CORE_FLOPS
@@ -145,29 +150,11 @@ def _step_seconds_on_host(profile: Profile, replicas: int, micro_batches: int) -
     return ns / 1e9, step.bubble(ns), spent
 
 
-def _held_on_host(profile: Profile, needs: Sequence[Need], replicas: int, loaded: int) -> dict[str, int]:
-    """Return the bytes that all ipus hold at most on this host, by kind. `loaded`: bytes of a replica's inputs."""
-    facts, processes = profile.facts, profile.facts.get("processes", 1)
-    return {
-        "weights": processes * sum(need.weights + need.buffers for need in needs),
-        "gradients": replicas * sum(need.gradients for need in needs),
-        "optimizer": processes * sum(need.optimizer for need in needs),
-        # In depth-first order up to twice as many micro-batches wait as on separate devices.
-        "activations": replicas * sum(2 * (need.activations or 0) for need in needs),
-        "between": replicas * sum(need.between for need in needs),
-        "program": processes * facts["base"],  # a process and its libraries
-        # The loader also holds the rows of the next call.
-        "inputs": replicas * 2 * loaded * profile.counts.get("iterations", 1),
-    }
-
-
 def _extrapolated_seconds(rows: Sequence[Sequence[float]], micro_batches: int) -> float:
-    """Return the seconds of a step of so many micro-batches, extrapolated from one or two measured steps.
+    """Return the seconds of a step, extrapolated from `rows`: (micro-batches, seconds) of one or two measured steps.
 
     One measured step is scaled in proportion; through two goes a line. With fewer micro-batches than the
     first measured step the result is the larger of these two numbers.
-
-    Args: rows: (micro-batches, seconds) of each measured step
     """
     first, taken = rows[0]
     in_proportion = taken * micro_batches / first

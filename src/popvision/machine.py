@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -41,19 +41,15 @@ class Machine:
     host: float = 0.0  # bytes per second from the host
     launch: float = 0.0  # seconds that an operation takes to begin
     message: float = 0.0  # seconds of latency between chips
-    efficiency: Mapping[str, float] | None = None  # by kind of operation: see `efficiency_of`
+    efficiency: Mapping[str, float] = field(default_factory=dict)  # by kind of operation: see `efficiency_of`
 
     def efficiency_of(self, kind: str) -> float:
         """Return the fraction of the chip's rate that operations of a kind reach; 1 for an unknown kind."""
-        return (self.efficiency or {}).get(kind, 1.0)
+        return self.efficiency.get(kind, 1.0)
 
 
 def load_machines(names: str | Sequence[str]) -> list[Machine]:
-    """Return the machines with these names, given as a list or as a text with commas. A name that ends with
-    ".toml" is the path of a machine's file.
-
-    Raises: MachineError, if a machine is not known, or its file is incomplete
-    """
+    """Return the machines with these names (see `load_machine`), given as a list or as a text with commas."""
     parts = names.split(",") if isinstance(names, str) else names
     return [load_machine(str(name).strip()) for name in parts]
 
@@ -98,8 +94,7 @@ def load_machine(name: str) -> Machine:
 
 
 def _read_machine_file(name: str) -> dict[str, Any]:
-    """Return a machine's TOML file as a dictionary. If the file has a key "extends", its values replace those
-    of the machine with that name. Raises: MachineError, if a file is missing or not TOML."""
+    """Return a machine's TOML file as a dictionary; its values replace those of the machine that it "extends"."""
     found = Path(name) if name.endswith(".toml") else _MACHINES / f"{name}.toml"
     if not found.is_file():
         known = sorted(Path(entry.name).stem for entry in _MACHINES.iterdir())

@@ -35,13 +35,8 @@ class Need:
 
 
 def memory_needs(profile: Profile, runs: Sequence[TaskRun] = ()) -> list[Need]:
-    """Return the bytes that each ipu of replica 0 needs.
-
-    Of activations and of values between ipus they are the peaks in a step on separate devices; for a plan, whose
-    profile has no recorded tensors, the upper bounds in its facts.
-
-    Args: runs: the tasks of a step on separate devices, by start (see `virtual.runs_on_devices`)
-    """
+    """Return the bytes that each ipu of replica 0 needs: at the peaks of a step on separate devices, whose tasks are
+    `runs`; for a plan, whose profile has no recorded tensors, by the upper bounds in its facts."""
     fixed, facts = {row.ipu: row for row in profile.memory if row.replica == 0}, profile.facts
     waiting, found = peak_bytes_in_transit(profile, runs), []
     for index, ipu in enumerate(profile.devices):
@@ -66,8 +61,8 @@ def memory_table(needs: Sequence[Need]) -> list[list[str]]:
 
 
 def capacity_and_need(profile: Profile, needs: Sequence[Need]) -> tuple[int | None, int]:
-    """Return two numbers of bytes: the capacity (None: unknown), and the need. If all ipus share the memory,
-    the need is the sum over all ipus and replicas; else it is that of the ipu that needs most."""
+    """Return two numbers of bytes: the capacity (None: unknown), and the need: of the ipu that needs most; if all
+    ipus share the memory, of all ipus and replicas."""
     of_profile = profile.facts.get("capacity") or {}
     totals = [need.total for need in needs]
     shared = profile.counts.get("replicas", 1) * sum(totals)
@@ -75,13 +70,11 @@ def capacity_and_need(profile: Profile, needs: Sequence[Need]) -> tuple[int | No
 
 
 def bytes_curve(profile: Profile, runs: Sequence[TaskRun], ipu: int) -> list[tuple[int, int]]:
-    """Return the curve of the bytes that an ipu holds for micro-batches in one step, as points (ns, bytes).
+    """Return the bytes that an ipu holds for micro-batches in a step of these `runs`, as points (ns, bytes).
 
     A value that a row loads or receives is held from the row's start, a result from its end. There is also a
-    point at the end of each operation, at the time that `operation_end_shares` gives. If the curve has more
-    than `MOST_POINTS` points, only the highest of each few neighbours is returned, so peaks stay.
-
-    Args: runs: the tasks of a step on separate devices, by start
+    point at the end of each operation. Of more than `MOST_POINTS` points only the highest of each few neighbours is
+    returned, so peaks stay.
     """
     at_start, at_end = defaultdict(int), defaultdict(int)  # by row, the change of the bytes
     for tensor in profile.tensors:
@@ -106,11 +99,8 @@ def bytes_curve(profile: Profile, runs: Sequence[TaskRun], ipu: int) -> list[tup
 
 
 def operation_end_shares(profile: Profile) -> dict[int, list[tuple[float, Operation]]]:
-    """Return, by piece, a list of (share, operation) in the order of the operations.
-
-    `share` is the fraction of the piece's time that has passed when the operation ends, a mean over all runs
-    of the piece in the detailed step.
-    """
+    """Return, by piece, a list of (share, operation) in the order of the operations; `share` is the fraction of the
+    piece's time that has passed when the operation ends."""
     rows = defaultdict(list)
     for operation in profile.operations:
         rows[operation.piece].append(operation)
@@ -124,17 +114,12 @@ def operation_end_shares(profile: Profile) -> dict[int, list[tuple[float, Operat
 def transfers(profile: Profile, runs: Sequence[TaskRun]) -> Iterator[tuple[TaskRun, TaskRun, int]]:
     """Yield (sender's run, receiver's run, bytes) of each value that another ipu of the replica computed."""
     found = {(run.call, run.step, run.replica, run.task, run.micro_batch): run for run in runs}
-    senders = {
-        (part.channel, part.peer): part for part in profile.instructions if part.kind == "send" and part.phase
-    }
-    ends = [
-        (senders[part.channel, part.ipu], part.task)
-        for part in profile.instructions
-        if part.kind == "receive" and (part.channel, part.ipu) in senders
-    ]
+    parts = [part for part in profile.instructions if part.phase]
+    senders = {(part.channel, part.peer): part for part in parts if part.kind == "send"}
     of_task = defaultdict(list)
-    for sender, receiver in ends:
-        of_task[receiver].append(sender)
+    for part in parts:
+        if part.kind == "receive" and (part.channel, part.ipu) in senders:
+            of_task[part.task].append(senders[part.channel, part.ipu])
     for run in runs:
         for sender in of_task[run.task]:
             source = found.get((run.call, run.step, run.replica, sender.task, run.micro_batch))
@@ -143,8 +128,7 @@ def transfers(profile: Profile, runs: Sequence[TaskRun]) -> Iterator[tuple[TaskR
 
 
 def peak_bytes_in_transit(profile: Profile, runs: Sequence[TaskRun]) -> dict[int, int]:
-    """Return, by ipu, the largest number of bytes that were sent to the ipu and that it had not received yet.
-    An ipu for which no value waited is missing."""
+    """Return, by ipu for which a value waited, the most bytes that were sent to it and not received yet."""
     changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for sent, received, size in transfers(profile, runs):
         if received.start > sent.end:

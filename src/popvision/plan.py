@@ -88,18 +88,15 @@ class Estimates:
     def _what_fits(self, one: Estimate) -> str:
         """Return a sentence with up to three changes of the program with which an estimate fits."""
         found: list[tuple[list[str], Estimate]] = []
+        places = {"": {}, **(_OPTIMIZER_PLACES if one.costs and one.profile.training else {})}
         for key, profile in self._profiles.items():
             kind, _, change = key.partition(": ")
-            replicas = min(
-                one.replicas, one.machine.chips // len(profile.devices) if one.costs else one.replicas
-            )
+            most = one.machine.chips // len(profile.devices) if one.costs else one.replicas
+            replicas = min(one.replicas, most)
             if kind != one.machine.kind or not replicas:
                 continue
             fewer = f"options.replicationFactor({replicas})" if replicas < one.replicas else ""
-            for place, facts in {
-                "": {},
-                **(_OPTIMIZER_PLACES if one.costs and profile.training else {}),
-            }.items():
+            for place, facts in places.items():
                 other = replace(profile, facts=profile.facts | facts)
                 tried = Estimate(other, one.machine, replicas, one.accumulation)
                 if tried.fits:
@@ -108,15 +105,12 @@ class Estimates:
         if not found:
             tried = "recomputation, other stages, sharded or streamed optimizer state, fewer replicas"
             return f"{said} Nothing that was tried makes it fit" + (f": {tried}." if one.costs else ".")
-        fewest = min(len(changes) for changes, _ in found)
-        best = sorted(
-            (entry for entry in found if len(entry[0]) == fewest),
-            key=lambda entry: -entry[1].items_per_second,
-        )
+        found.sort(key=lambda entry: (len(entry[0]), -entry[1].items_per_second))
         ways = [
             f"{' and '.join(changes)} (largest ipu {size_text(max(fits.memory_per_ipu))},"
             f" {three_digits(fits.items_per_second)} items/s)"
-            for changes, fits in best[:3]
+            for changes, fits in found[:3]
+            if len(changes) == len(found[0][0])
         ]
         return f"{said} It fits with {'; or with '.join(ways)}."
 
@@ -137,7 +131,7 @@ class Estimates:
     def table(self) -> list[list[str]]:
         """Return a table of all estimates: a row of column names, then a row for each estimate."""
         rows = [one.table_row() for one in self.estimates]
-        return [list(cells) for cells in (*rows[:1], *(row.values() for row in rows))]
+        return [[*rows[0]], *([*row.values()] for row in rows)]
 
     def __str__(self) -> str:
         return "\n".join([table_text(self.table()), *self.advice()])

@@ -62,7 +62,7 @@ def write_report(directory: Path) -> Path:
 
 
 def report_page(folder: Path) -> str:
-    """Return the page of all profiles in a folder as HTML. Raises: ProfileError, if there is none."""
+    """Return the page of all profiles in a folder as HTML."""
     return viewer_page(f"Profile of {folder.resolve().name}", [*map(profile_entry, find_profiles(folder))])
 
 
@@ -90,8 +90,8 @@ def viewer_page(title: str, entries: Sequence[dict[str, Any]], **more: Any) -> s
 
 
 def profile_entry(path: Path) -> dict[str, Any]:
-    """Return what the page shows of the profile in a file, as a dictionary: "label", the name of the file's
-    folder, and the items of `page_data`. If the profile can't be read: "label", and "error", the reason."""
+    """Return what the page shows of a profile's file: "label", the name of its folder, and the items of `page_data`;
+    or "error", the reason why the profile can't be read."""
     label = path.parent.name
     try:
         profile = load(path)
@@ -103,7 +103,7 @@ def profile_entry(path: Path) -> dict[str, Any]:
 
 
 def page_data(found: Figures) -> dict[str, Any]:
-    """Return `step_data` of a profile, and the memory curves of its ipus, as a dictionary for the page's scripts."""
+    """Return `step_data` of a profile, and the memory curves of its ipus."""
     others = ("profile", "timed", "groups", "devices")
     figures = {name: value for name, value in vars(found).items() if name not in others}
     figures |= {
@@ -138,11 +138,8 @@ def step_data(
 
 
 def write_comparison(first: Path, second: Path, target: Path) -> str:
-    """Write a page that compares two runs to the file `target`, and return the comparison as a text for the
-    terminal. `first` and `second` are the runs' folders, or profile files.
-
-    Raises: ProfileError, if a profile can't be read, or the runs have no profile of the same kind
-    """
+    """Write a page that compares two runs (folders, or profile files) to the file `target`, and return the
+    comparison as a text. Raises: ProfileError, if the runs have no profile of the same kind"""
     found: list[dict[bool, tuple[str, Profile]]] = []  # of each folder: labels and profiles by kind
     for root in (first, second):
         found.append({})
@@ -153,12 +150,12 @@ def write_comparison(first: Path, second: Path, target: Path) -> str:
             found[-1][profile.training] = label, profile
     entries, comparisons, texts = [], [], []
     for kind in sorted(found[0].keys() & found[1].keys(), reverse=True):  # training first
-        runs = [Figures(profiles[kind][1]) for profiles in found]
+        labels, profiles = zip(*(own[kind] for own in found), strict=True)
+        runs = [Figures(profile) for profile in profiles]
         rows = compare_figures(*runs)
         comparisons.append({"first": len(entries), "second": len(entries) + 1, "rows": rows})
         texts.append(comparison_text(rows, (str(first), str(second))))
-        for profiles, run in zip(found, runs, strict=True):
-            entries.append({"label": profiles[kind][0], **page_data(run)})
+        entries += [{"label": label, **page_data(run)} for label, run in zip(labels, runs, strict=True)]
     if not entries:
         raise ProfileError(
             f"{first} and {second} have no profile of the same kind: one trains, the other does not"

@@ -19,11 +19,8 @@ _V = TypeVar("_V")
 
 
 def steady_events(profile: Profile) -> list[Event]:
-    """Return the events of all steps that were recorded as a whole, except the run's first two steps, in
-    which caches are cold and single operations are measured.
-
-    If no other step is whole, return the events of the last whole step; if no step is whole, all events.
-    """
+    """Return the events of all whole steps except the run's first two, in which caches are cold and operations
+    are measured. If there is no other, those of the last whole step; if no step is whole, all events."""
     whole, seen = whole_steps(profile), {(run.call, run.step) for run in profile.runs}
     wanted = (set(whole) - {*sorted(seen)[:2]}) or set(whole[-1:]) or seen
     return [event for event in profile.events() if (event.call, event.step) in wanted]
@@ -108,17 +105,24 @@ class StageTime:
 
 
 def row_costs(events: Iterable[Event]) -> dict[int, float]:
-    """Return the cost in ns of one run of each row of the table (a row without runs is missing)."""
-    return {row: _cost_of_runs(own) for row, own in group_by(events, lambda event: event.task).items()}
+    """Return the cost in ns of one run of each row of the table (a row without runs is missing).
+
+    That is the median over steps of the mean in a step: caches are colder for its first micro-batch. Waits inside a
+    task (for I/O, say) are part of its cost, but not of `Event.cost`; so it is at least the fastest run's duration.
+    """
+    found = {}
+    for row, runs in group_by(events, lambda event: event.task).items():
+        steps = group_by(runs, lambda event: (event.call, event.step)).values()
+        typical = median(fmean(event.cost for event in own) for own in steps)
+        found[row] = max(typical, min(event.end - event.start for event in runs))
+    return found
 
 
 def stage_times(
     profile: Profile, costs: Mapping[int, float], updates: Mapping[int, float]
 ) -> list[StageTime]:
-    """Return the cost of each stage. The weight update of an ipu is divided equally among its stages.
-
-    Args: costs: ns of one run of each row of the table; updates: ns by ipu
-    """
+    """Return the cost of each stage, given the ns of one run of each row, and of the update of each ipu, which is
+    divided equally among its stages."""
     found = []
     for stage, (ipu, blocks) in enumerate(zip(profile.ipus, profile.stages, strict=True)):
         phases, around = dict.fromkeys(profile.phases, 0.0), 0.0
@@ -158,8 +162,7 @@ def with_row_costs(profile: Profile, costs: dict[int, float]) -> Profile:
 
 
 def cost_spread(events: Iterable[Event]) -> float:
-    """Return the spread (see `relative_spread`) of the costs of one row's runs: the median over all rows that
-    compute and ran at least four times; 0 without such rows."""
+    """Return the median of the `relative_spread` of all rows that compute and ran at least four times; else 0."""
     runs = group_by((event for event in events if event.computes), lambda event: event.task).values()
     found = [relative_spread([event.cost for event in same]) for same in runs if len(same) >= 4]
     return median(found or [0.0])
@@ -171,18 +174,6 @@ def relative_spread(values: Sequence[float]) -> float:
         return 0.0
     low, _, high = quantiles(values, n=4)
     return (high - low) / 2 / middle
-
-
-def _cost_of_runs(runs: Sequence[Event]) -> float:
-    """Return the cost in ns of a row, given its runs.
-
-    That is the median over steps of the mean cost in a step (caches are colder for the first micro-batch of
-    each step). `Event.cost` leaves out waits, also those inside a task (for I/O, say), which are part of its
-    cost; so the result is at least the duration of the fastest run.
-    """
-    steps = group_by(runs, lambda event: (event.call, event.step)).values()
-    typical = median(fmean(event.cost for event in own) for own in steps)
-    return max(typical, min(event.end - event.start for event in runs))
 
 
 def group_by(values: Iterable[_V], key: Callable[[_V], _K]) -> dict[_K, list[_V]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from popengine.order import ORDERS, Action, StepActions, Timeline, simulate, step_duration, timeline
@@ -209,47 +209,33 @@ def _other_stages(profile: Profile, step: StepModel) -> Iterator[tuple[str, Step
     stages = len(profile.ipus)
     if stages < 2 or stages > len(profile.devices) or not ORDERS[step.order].overlaps:
         return
-    keys = [("block", [operation.block for operation in profile.operations])]
     modules = [operation.module.split(".") for operation in profile.operations]
+    cuts = [("block", [operation.block for operation in profile.operations])]
     for depth in range(1, 1 + max(map(len, modules), default=0)):
-        keys.append(("module", [".".join(names[:depth]) for names in modules]))
-    keys_of = [
-        (profile.pieces[row.piece].phase, profile.pieces[row.piece].stage) for row in profile.operations
-    ]
-    each_ns = [operation.ns / (operation.calls or 1) for operation in profile.operations]
-    sums = defaultdict[tuple[str, int], float](float)
-    for key, ns in zip(keys_of, each_ns, strict=True):
-        sums[key] += ns
-    costs = {(a.phase, a.stage): cost for a, cost in zip(step.actions, step.costs, strict=True)}
-    seen = set()
-    for kind, names in keys:
-        units, unit_of = [], {}  # names of units in order of the data, and the unit of each operation
-        for operation, name in zip(profile.operations, names, strict=True):
-            if profile.pieces[operation.piece].phase == "F" and name not in unit_of and name not in ("", "?"):
-                unit_of[name] = len(units)
-                units.append(name)
+        cuts.append(("module", [".".join(names[:depth]) for names in modules]))
+    actions = [profile.pieces[operation.piece][:2] for operation in profile.operations]  # (phase, stage)
+    shares = [operation.ns / (operation.calls or 1) for operation in profile.operations]
+    costs, sums = dict.fromkeys(actions, 0.0), dict.fromkeys(actions, 0.0)
+    costs |= {action[:2]: cost for action, cost in zip(step.actions, step.costs, strict=True)}
+    for action, share in zip(actions, shares, strict=True):
+        sums[action] += share
+    for kind, names in cuts:
+        forward = (name for name, action in zip(names, actions, strict=True) if action[0] == "F")
+        units = [name for name in dict.fromkeys(forward) if name not in ("", "?")]  # in order of the data
         if len(units) <= stages:
             continue
-        spent, current = [defaultdict(float) for _ in units], 0
-        for key, name, ns in zip(keys_of, names, each_ns, strict=True):
-            current = unit_of.get(name, current)  # its share of the cost of its action
-            spent[current][key[0]] += costs.get(key, 0.0) * ns / (sums[key] or 1.0)
+        spent, current = [defaultdict[str, float](float) for _ in units], 0
+        unit_of = {name: number for number, name in enumerate(units)}
+        for (phase, stage), name, share in zip(actions, names, shares, strict=True):
+            current = unit_of.get(name, current)
+            spent[current][phase] += costs[phase, stage] * share / (sums[phase, stage] or 1.0)
         begins = _even_cut([sum(each.values()) for each in spent], stages)
-        if (kind, tuple(begins)) in seen:
-            continue
-        seen.add((kind, tuple(begins)))
-        changed_costs = {
-            (phase, stage): sum(each[phase] for each in spent[begin:end])
-            for stage, (begin, end) in enumerate(zip(begins, [*begins[1:], len(units)], strict=True))
-            for phase in profile.phases
-        }
-        changed = replace(
-            step, costs=tuple(changed_costs.get((action.phase, action.stage), 0.0) for action in step.actions)
-        )
+        parts = [spent[begin:end] for begin, end in pairwise([*begins, len(units)])]
+        changed = [sum(each[action.phase] for each in parts[action.stage]) for action in step.actions]
         first = ", ".join(units[begin] for begin in begins[1:])
         what = f"stages that begin with the {kind}{'s' * (stages > 2)} {first}"
         also = f"the results have the same bits; poptorch.AutoBalance({stages}) also cuts by measured costs"
-        yield "stages", changed, what, also
+        yield "stages", replace(step, costs=tuple(changed)), what, also
 
 
 def _even_cut(costs: Sequence[float], parts: int) -> list[int]:
