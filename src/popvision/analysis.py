@@ -70,13 +70,12 @@ class Figures:
         self.capacity, self.fits = limit, self.wanted <= limit if limit and self.needs else None
         self.capacity_of = held_by.get("of", "") + (", which all ipus share" if held_by.get("shared") else "")
 
-        self.host, self.copies = _host_seconds(profile), _copied_bytes(profile)
+        self.host = _host_seconds(profile)
 
 
 def _sum_warm_calls(profile: Profile) -> tuple[int, int, int, int]:
-    """Return the number of calls, the number of their steps, the ns spent in these calls, and the ns from the
-    begin of the first of them to the end of the last. The first of several calls is left out: it is slower,
-    since memory is cold."""
+    """Return the number of calls, of their steps, the ns spent in these calls, and the ns with those between them.
+    The first of several calls is left out: it is slower, since memory is cold."""
     calls, steps, ns = (profile.facts.get(name, 0) for name in ("calls", "steps", "ns_in_calls"))
     if not profile.calls:
         return calls, steps, ns, 0
@@ -96,15 +95,6 @@ def _host_seconds(profile: Profile) -> dict[str, float]:
     return dict(found)
 
 
-def _copied_bytes(profile: Profile) -> dict[str, int]:
-    """Return the bytes that a replica loads, sends between ipus, and stores in a step, by kind of instruction."""
-    found, count = defaultdict(int), profile.facts.get("schedule_micro_batches", 1)
-    for part in profile.instructions:
-        if part.kind in ("load", "send", "store"):
-            found[part.kind] += part.bytes * (count if part.phase else 1)
-    return dict(found)
-
-
 def operation_sums(profile: Profile) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of `_sums_by` for "block", "where" and "kind", and as "tree" those of `_module_tree`."""
     groups = {by: _sums_by(profile, by) for by in ("block", "where", "kind")}
@@ -112,12 +102,9 @@ def operation_sums(profile: Profile) -> dict[str, list[dict[str, Any]]]:
 
 
 def _sums_by(profile: Profile, by: str) -> list[dict[str, Any]]:
-    """Return a dictionary of sums (ns, FLOPs, bytes) for each group of operations of a step.
-
-    A group has the same phase, and the same value of the field `by`: "block", "where" (a source line)
-    or "kind". A block that is in two stages is two groups. `calls` is the number of micro-batches;
-    `stage` and `ipu` are -1 if they differ between the group's operations.
-    """
+    """Return a dictionary of sums for each group of operations with the same phase and the same value of the field
+    `by`. A block that is in two stages is two groups. `calls` is the number of micro-batches; `stage` and `ipu` are
+    -1 if they differ between the group's operations."""
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for operation in profile.operations:
         piece, name = profile.pieces[operation.piece], getattr(operation, by)
@@ -165,8 +152,7 @@ class Row:
 
 
 def compare_figures(a: Figures, b: Figures) -> list[Row]:
-    """Return a row for each figure of two runs: totals, then the times of each stage and block. A run may
-    lack a stage or block of the other run."""
+    """Return a row for each figure of two runs: totals, then the times of each stage and block of either run."""
     runs, rows = (_compared_values(a), _compared_values(b)), []
     for name in {**runs[0], **runs[1]}:
         (one, in_words, spread), (other, _, other_spread) = (
@@ -184,22 +170,22 @@ def compare_figures(a: Figures, b: Figures) -> list[Row]:
 def _compared_values(
     found: Figures,
 ) -> dict[str, tuple[float | None, Callable[[float | None], str], float]]:
-    """Return (value, function that adds the unit, spread) of each compared figure of a run, by name. Times are
-    those of a row of the batch, so that runs of other batch sizes compare."""
+    """Return (value, function that adds the unit, spread) of each compared figure of a run, by name. Times are those
+    of a row of the batch."""
     of_steps, of_costs = found.step_spread, found.spread
     totals, counts = [need.total for need in found.needs], found.profile.counts
     size = counts.get("micro_batch_size", 1)  # rows
     step = size * found.profile.facts.get("schedule_micro_batches", 1)  # of a replica
     rows = step * counts.get("groups", 1)
-
-    def per_row(seconds: float | None, rows: int) -> float | None:
-        return None if seconds is None else seconds / rows
-
     values = {
         "throughput": (found.samples_per_second, rate_text, of_steps),
         "throughput with the time between calls": (found.samples_per_second_overall, rate_text, of_steps),
-        "a step, per row": (per_row(found.step_seconds, rows), seconds_text, of_steps),
-        "on separate devices, per row": (per_row(found.step_apart, step), seconds_text, of_costs),
+        "a step, per row": (found.step_seconds and found.step_seconds / rows, seconds_text, of_steps),
+        "on separate devices, per row": (
+            found.step_apart and found.step_apart / step,
+            seconds_text,
+            of_costs,
+        ),
         "compilation": (found.compile_seconds, seconds_text, 0.0),
         "bubble on separate devices": (found.bubble_apart, share_text, 0.0),
         "bubble, ideal": (found.bubble_ideal, share_text, 0.0),

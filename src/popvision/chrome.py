@@ -20,19 +20,15 @@ def chrome_trace(profiles: list[Profile]) -> str:
     events: list[dict[str, Any]] = []
     for number, profile in enumerate(profiles):
         host, cores, apart = (3 * number + i for i in (1, 2, 3))
-        devices = Figures(profile).devices
-        recorded = [*profile.events()]
+        devices, recorded, name = Figures(profile).devices, [*profile.events()], profile.name
+        names = {at: f"core {at}" if at >= 0 else "messages" for at in sorted({e.core for e in recorded})}
+        ipus = {ipu: f"ipu {ipu}" for ipu in profile.devices}
+        events += _track_names(host, f"{name}, host", {0: "calls"})
+        events += _track_names(cores, f"{name}, these cores", names)
+        events += _track_names(apart, f"{name}, separate devices (simulated)", ipus)
         events += _host_events(profile, host)
-        events.append(_name_event("process_name", cores, 0, f"{profile.name}, these cores"))
-        names = sorted({event.core for event in recorded})
-        events += [
-            _name_event("thread_name", cores, core, f"core {core}" if core >= 0 else "messages")
-            for core in names
-        ]
         events += [_task_slice(event, cores, event.core) for event in recorded]
         events += _operation_slices(profile, recorded, cores)
-        events.append(_name_event("process_name", apart, 0, f"{profile.name}, separate devices (simulated)"))
-        events += [_name_event("thread_name", apart, ipu, f"ipu {ipu}") for ipu in profile.devices]
         events += [_task_slice(event, apart, event.ipu) for event in devices.events()]
         events += _flow_events(devices, apart)
         for ipu in profile.devices if profile.tensors else ():
@@ -42,14 +38,23 @@ def chrome_trace(profiles: list[Profile]) -> str:
 
 
 def _event(phase: str, name: str, process: int, thread: int, ns: float, **more: Any) -> dict[str, Any]:
-    """Return an event of the Chrome format that begins at `ns`. `phase` is the format's letter for the type
-    of event (its field `ph`); `more` are further fields."""
+    """Return an event that begins at `ns`. `phase` is the format's letter for its type; `more` are further fields."""
     return {"name": name, "ph": phase, "ts": ns / 1e3, "pid": process, "tid": thread, **more}
 
 
-def _name_event(kind: str, process: int, thread: int, text: str) -> dict[str, Any]:
-    """Return the event that names a process or thread `text`. `kind`: "process_name" or "thread_name"."""
-    return _event("M", kind, process, thread, 0, args={"name": text})
+def _slice(
+    name: str, process: int, thread: int, start: float, end: float, kind: str = "host", **arguments: Any
+) -> dict[str, Any]:
+    """Return an event that lasts from `start` to `end` (ns)."""
+    more = {"dur": (end - start) / 1e3, "cat": kind, "args": arguments}
+    return _event("X", name, process, thread, start, **more)
+
+
+def _track_names(process: int, name: str, threads: dict[int, str]) -> Iterator[dict[str, Any]]:
+    """Yield the events that name a process and its threads."""
+    yield _event("M", "process_name", process, 0, 0, args={"name": name})
+    for thread, text in threads.items():
+        yield _event("M", "thread_name", process, thread, 0, args={"name": text})
 
 
 def _task_slice(event: Event, process: int, thread: int) -> dict[str, Any]:
@@ -58,8 +63,7 @@ def _task_slice(event: Event, process: int, thread: int) -> dict[str, Any]:
     place = f" {event.stage}.{event.micro_batch}" if event.phase else ""
     arguments = {"stage": event.stage, "micro_batch": event.micro_batch} if event.phase else {}
     arguments |= {"step": event.step, "ipu": event.ipu, "replica": event.replica}
-    more = {"cat": event.kind, "dur": (event.end - event.start) / 1e3, "args": arguments}
-    return _event("X", name + place, process, thread, event.start, **more)
+    return _slice(name + place, process, thread, event.start, event.end, event.kind, **arguments)
 
 
 def _flow_events(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
@@ -72,31 +76,26 @@ def _flow_events(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
 
 
 def _operation_slices(profile: Profile, events: Sequence[Event], process: int) -> Iterator[dict[str, Any]]:
-    """Yield a slice for each operation of each computation of the detailed step. Its length is the operation's
-    share of the computation's time (see `memory.operation_end_shares`)."""
+    """Yield a slice for each operation of the detailed step, as long as its share of its computation's time."""
     inside = memory.operation_end_shares(profile)
     detailed = list(profile.facts.get("detailed_step") or ())
     for event in events:
         if not event.computes or [event.call, event.step] != detailed or event.replica:
             continue
-        start, whole = event.start, event.end - event.start
-        for share, operation in inside.get(event.piece, ()):
-            end = event.start + whole * share
-            arguments = {"block": operation.block, "where": operation.where, "flops": operation.flops}
-            more: dict[str, Any] = {"cat": "operation", "dur": (end - start) / 1e3, "args": arguments}
-            yield _event("X", operation.kind, process, event.core, start, **more)
+        start = event.start
+        for share, row in inside.get(event.piece, ()):
+            end = event.start + (event.end - event.start) * share
+            more = {"block": row.block, "where": row.where, "flops": row.flops}
+            yield _slice(row.kind, process, event.core, start, end, "operation", **more)
             start = end
 
 
 def _host_events(profile: Profile, process: int) -> Iterator[dict[str, Any]]:
-    """Yield the events of the host's process: its name, a slice for each host event and each call, and for
-    each call a counter of the milliseconds per step."""
-    yield _name_event("process_name", process, 0, f"{profile.name}, host")
-    yield _name_event("thread_name", process, 0, "calls")
+    """Yield a slice for each host event and each call, and for each call a counter of the milliseconds per step."""
     for event in profile.host:
-        yield _event("X", event.kind, process, 0, event.start, dur=(event.end - event.start) / 1e3)
+        yield _slice(event.kind, process, 0, event.start, event.end)
     for call in profile.calls:
-        ms = (call.end - call.start) / 1e6
-        yield _event("X", "call", process, 0, call.start, dur=1e3 * ms)
+        yield _slice("call", process, 0, call.start, call.end)
         if call.steps:
-            yield _event("C", "ms a step", process, 0, call.start, args={"ms": ms / call.steps})
+            ms = (call.end - call.start) / 1e6 / call.steps
+            yield _event("C", "ms a step", process, 0, call.start, args={"ms": ms})

@@ -29,12 +29,8 @@ _REPORT = "a report's folder, or one profile.pop file in it"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command line and return the exit code.
-
-    Args:    arguments: the words of the command line; None: those of this process
-    Returns: 0; 1, after a message, if a file can't be read or written, or a machine is unknown
-    Raises:  SystemExit, if an argument is wrong
-    """
+    """Run a command line (None: that of this process) and return the exit code: 0; 1, after a message, if a file
+    can't be read or written, or a machine is unknown. Raises: SystemExit, if an argument is wrong"""
     given = sys.argv[1:] if arguments is None else arguments
     parser = _make_parser()
     if given and given[0] not in _COMMANDS and not given[0].startswith("-"):

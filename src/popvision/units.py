@@ -10,14 +10,6 @@ def three_digits(value: float) -> str:
     return f"{value:.3g}" if 1e-4 < abs(value) < 999.5 or not value else f"{float(f'{value:.3g}'):,.0f}"
 
 
-def count_text(value: float) -> str:
-    """Return a count with a unit of thousands, such as "1.5 M"; below 1,000 the count alone."""
-    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if value >= size:
-            return three_digits(value / size) + unit
-    return f"{value:.0f}"
-
-
 def size_text(count: float | None) -> str:
     """Return a number of bytes with a unit, such as "1.5 MiB"; "–" for None."""
     if count is None:

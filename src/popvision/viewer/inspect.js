@@ -44,7 +44,7 @@ function traceLegend({ profile, on }) {
   const actions = new Set(rows(profile.actions).map((action) => action.phase + action.stage));
   const entries = profile.stages.flatMap((blocks, stage) => phasesOf(profile).filter((phase) => actions.has(phase + stage)).map((phase, i) => [`stage ${stage} ${PHASES[phase]}${i ? "" : `: ${blocks}`}`, stageColour(stage, phase)]));
   const strip = ["thin strip under a row: the order of the schedule", `linear-gradient(transparent 65%, ${stageColour(0)} 65%)`];
-  return legend([...entries.slice(0, 32), ["weight update (hatched)", "repeating-linear-gradient(135deg,#4d5a68 0 3px,#c3ccd6 3px 4px)"], ["sums and others (half as high)", OTHER], ["empty: waiting", "var(--lane)"], ...(on === "devices" && profile.schedule.rows.length ? [strip] : [])]);
+  return legend([...entries.slice(0, 32), ["weight update (hatched)", "repeating-linear-gradient(135deg,#4d5a68 0 3px,#c3ccd6 3px 4px)"], ...(on === "cores" ? [["sums and others (half as high)", OTHER]] : []), ["empty: waiting", "var(--lane)"], ...(on === "devices" && profile.schedule.rows.length ? [strip] : [])]);
 }
 
 // ---- search

@@ -13,6 +13,7 @@ function lanesOf({ profile, devices }, on) {
   const lanes = [...found.values()].sort((a, b) => (a.place < 0) - (b.place < 0) || a.place - b.place);
   for (const lane of lanes) {
     lane.runs.sort((a, b) => a[at.start] - b[at.start] || a[at.end] - b[at.end]);
+    if (on === "devices") lane.runs = actionsOf(lane.runs, tasks, computes, at);
     lane.size = lane.runs.length;
     for (const name of ["start", "end"]) lane[name] = Float64Array.from(lane.runs, (run) => run[at[name]]);
     for (const name of ["task", "replica", "call", "step"]) lane[name] = Int32Array.from(lane.runs, (run) => run[at[name]]);
@@ -20,6 +21,18 @@ function lanesOf({ profile, devices }, on) {
     delete lane.runs;
   }
   return { lanes, tasks, computes };
+}
+
+/** An ipu runs the rows of an action one after another: they are one event, of the first row that computes. */
+function actionsOf(runs, tasks, computes, at) {
+  const found = [];
+  for (const run of runs) {
+    const last = found[found.length - 1], task = tasks[run[at.task]], before = last ? tasks[last[at.task]] : {};
+    if (!task.phase || task.phase !== before.phase || task.stage !== before.stage || run[at.micro_batch] !== last[at.micro_batch]) { found.push([...run]); continue; }
+    last[at.end] = run[at.end];
+    if (!computes[last[at.task]]) last[at.task] = run[at.task];
+  }
+  return found;
 }
 
 /** Whether each row of the table runs a phase of a stage. */

@@ -92,22 +92,26 @@ function hostView(entry) {
     { name: "lasted", right: true, value: (row) => row.lasted, cell: (row) => units.time(row.lasted) },
     { name: "time before it", right: true, value: (row) => row.gap, cell: (row) => (row.adjacent ? units.time(row.gap) : "–") },
   ], gaps.map((row) => ({ ...row, search: "" })), { sort: 2, id: "calls" });
-  const words = { load: "inputs in", send: "between ipus", store: "outputs out" };
-  const moved = Object.entries(figures.copies).map(([kind, bytes]) => `${words[kind]} ${units.bytes(bytes)}`).join(", ");
   return make("div", {}, make("section", { class: "card" }, make("h2", {}, "Where the host's time went"), bars,
-    make("p", { class: "hint", style: { marginTop: "10px" } }, `In a step the ipus of a replica copy: ${moved || "nothing"}. (The cores of this host share one memory, and copy inputs and outputs only.) The host's row stands above the cores in the trace, on the same clock.`),
+    make("p", { class: "hint", style: { marginTop: "10px" } }, "The host's row stands above the cores in the trace, on the same clock."),
     host.length ? null : make("p", { class: "hint" }, "No waiting for a data loader and no copy of weights was noted.")),
     gaps.length ? make("section", { class: "card" }, make("h2", {}, "Calls, and the time between them"), table.element) : null);
 }
 
+/** A transfer in words: between ipus, or between an ipu and the host. */
+function transfer({ kind, ipu, peer, phase, stage, bytes }) {
+  const from = kind === "load" ? "host" : `ipu ${ipu}`, to = kind === "load" ? `ipu ${ipu}` : kind === "send" ? `ipu ${peer}` : "host";
+  return [from, to, phase ? `each micro-batch, ${kind === "load" ? "before" : "after"} ${phase}${stage}` : "once per step", units.bytes(bytes)];
+}
+
 function modelView(entry) {
-  const { profile } = entry, options = rows(profile.options), sends = rows(profile.instructions).filter((part) => part.kind === "send");
+  const { profile } = entry, options = rows(profile.options), moves = rows(profile.instructions).filter((part) => ["load", "send", "store"].includes(part.kind));
   const table = options.length
     ? make("div", { class: "scroll" }, make("table", { id: "options" }, make("thead", {}, make("tr", {}, ["option", "value", "default"].map((name) => make("th", {}, name)))), make("tbody", {}, options.map((row) => make("tr", {}, make("td", {}, row.name), make("td", {}, row.value), make("td", { class: "hint" }, row.default))))))
     : make("p", { class: "hint" }, "All options have their defaults.");
   const counts = Object.entries(profile.counts).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(" · ");
   const model = make("section", { class: "card" }, make("h2", {}, "Blocks, stages, ipus"), diagram(entry), make("p", { class: "hint", style: { marginTop: "8px" } }, counts),
-    sends.length ? make("details", {}, make("summary", {}, "Transfers between ipus"), plainTable(["from ipu", "to ipu", "when", "bytes"], sends.map((part) => [String(part.ipu), String(part.peer), part.phase ? `each micro-batch, after ${part.phase}${part.stage}` : "at the start of a step", units.bytes(part.bytes)]), 3)) : null);
+    moves.length ? make("details", {}, make("summary", {}, "Transfers"), plainTable(["from", "to", "when", "bytes"], moves.map(transfer), 3)) : null);
   if (DATA.plan) return model;
   return make("div", {}, model,
     make("section", { class: "card" }, make("h2", {}, "Strategy and optimizer"), make("dl", { id: "runs" }, ["strategy", "optimizer"].flatMap((name) => [make("dt", {}, name), make("dd", {}, profile.facts[name] || "not recorded")]))),

@@ -126,8 +126,8 @@ class Trace extends TracePicture {
     if (!this.chosen) return [];
     if (this.known && this.known.of === this.chosen) return this.known.found;
     const [lane, i] = this.chosen, task = lane.task[i], moves = rows(this.profile.instructions).filter((row) => row.channel && row.phase), found = [];
-    const key = (row) => [row, lane.batch[i], lane.replica[i], lane.call[i], lane.step[i]].join();
-    for (const move of moves.filter((row) => row.task === task)) {
+    const key = (row) => [this.unit(row), lane.batch[i], lane.replica[i], lane.call[i], lane.step[i]].join();
+    for (const move of moves.filter((row) => this.unit(row.task) === this.unit(task))) {
       const sends = move.kind === "send";
       const other = moves.find((row) => row.kind !== move.kind && row.channel === move.channel && row.ipu === move.peer && row.peer === move.ipu);
       const place = other && this.places().get(key(other.task));
@@ -137,11 +137,17 @@ class Trace extends TracePicture {
     return found;
   }
 
-  /** Where each event is, by its task, micro-batch, replica, call and step. */
+  /** What an event is a run of: a row of the table; on separate devices an action. */
+  unit(row) {
+    const { phase, stage } = this.tasks[row];
+    return this.on === "devices" && phase ? phase + stage : row;
+  }
+
+  /** Where each event is, by its unit, micro-batch, replica, call and step. */
   places() {
     if (!this.index) {
       this.index = new Map();
-      for (const lane of this.lanes) for (let i = 0; i < lane.size; i++) this.index.set([lane.task[i], lane.batch[i], lane.replica[i], lane.call[i], lane.step[i]].join(), [lane, i]);
+      for (const lane of this.lanes) for (let i = 0; i < lane.size; i++) this.index.set([this.unit(lane.task[i]), lane.batch[i], lane.replica[i], lane.call[i], lane.step[i]].join(), [lane, i]);
     }
     return this.index;
   }
