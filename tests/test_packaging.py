@@ -124,10 +124,3 @@ def test_the_makefile_and_the_workflow_take_a_claimed_and_pinned_torch():
     assert all(
         claim.specifier.contains(one) for one in workflow["jobs"]["fast"]["strategy"]["matrix"]["torch"]
     )
-
-
-def test_contributing_names_every_file_with_slow_tests():
-    text, tests = (ROOT / "CONTRIBUTING.md").read_text(), ROOT / "tests"
-    slow = {path.relative_to(tests) for path in tests.rglob("test_*.py") if "mark.slow" in path.read_text()}
-    slow.discard(Path("test_packaging.py"))
-    assert slow and [str(path) for path in sorted(slow) if str(path) not in text] == []
