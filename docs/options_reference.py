@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from enum import Enum
 from typing import Any
 
 from poptorch.options import (
@@ -33,8 +35,9 @@ _HEAD = """# Options
 
 <!-- Made by `python docs/options_reference.py`; change the docstrings in src/poptorch/options instead. -->
 
-For each part of the options, this page lists the setters, with one of the three answers of [README.md](README.md), and
-the values that you can read, with their defaults. A value with `-` exists only after its setter was called.
+For each part of the options, this page lists the methods, with one of the three answers of [README.md](README.md), and
+the values that you can read, with their defaults and the setters that change them. Values that are "not set" exist only
+after their setter was called.
 """
 
 
@@ -52,13 +55,13 @@ def _section(path: str, kind: type[Freezable]) -> str:
     own = {n: m for n, m in _members(kind).items() if n not in {*inherited, *declared}}
     members = {**parts, **own}
     rows = [_row(name, member) for name, member in sorted(members.items())]
-    values = [
-        f"| {name} | {f'`{sorted_repr(getattr(kind, name))}`' if hasattr(kind, name) else '-'} |"
-        for name in declared
-    ]
+    setters = {n: m for n, m in own.items() if inspect.isfunction(m) and n != "toDict"}
+    values = [f"| {name} | {_default(kind, name, setters)} |" for name in declared]
     text = f"## `{path}`\n\n{_first_paragraph(kind)}.\n\n| name | answer | here |\n|---|---|---|\n"
     text += "\n".join(rows) + "\n"
-    return text + ("\n| value | default |\n|---|---|\n" + "\n".join(values) + "\n" if values else "")
+    return text + (
+        "\n| value | default | set by |\n|---|---|---|\n" + "\n".join(values) + "\n" if values else ""
+    )
 
 
 def _members(kind: type) -> dict[str, Any]:
@@ -72,12 +75,36 @@ def _members(kind: type) -> dict[str, Any]:
     }
 
 
+def _default(kind: type[Freezable], name: str, setters: dict[str, Any]) -> str:
+    """Return the default of a value and the setters that name it; an int of an enum as the enum's member."""
+    writes = re.compile(rf"\b{name}(=|\[| = )")
+    by = {n: m for n, m in setters.items() if writes.search(inspect.getsource(m).partition(":\n")[2])}
+    default = getattr(kind, name, None)
+    shown = f"{type(default).__name__}.{default.name}" if isinstance(default, Enum) else sorted_repr(default)
+    source = "".join(
+        inspect.getsource(base) for base in kind.__mro__ if base.__module__.startswith("poptorch")
+    )
+    if member := re.search(rf"^    {name}: int = ([\w.]+)\.value", source, re.MULTILINE):
+        shown = member[1]  # values are stored as ints
+    return f"{f'`{shown}`' if hasattr(kind, name) else 'not set'} | {', '.join(by)}"
+
+
 def _row(name: str, member: Any) -> str:
     text = _first_paragraph(member)
     answer, _, why = text.partition(": ")
     answers = {"Has no effect; kept for compatibility": "no effect", "Refused": "refused"}
     why = why if answer in answers else text
-    return f"| {name} | {answers.get(answer, 'real')} | {why} |"
+    return f"| {_call(name, member)} | {answers.get(answer, 'real')} | {why} |"
+
+
+def _call(name: str, member: Any) -> str:
+    """Return the name; for a method with its parameters and their defaults."""
+    if not inspect.isfunction(member):
+        return name
+    signature = inspect.signature(member)
+    plain = [p.replace(annotation=p.empty) for n, p in signature.parameters.items() if n != "self"]
+    words = re.sub(r"<(\w+\.\w+): [^>]*>", r"\1", str(inspect.Signature(plain)))
+    return f"`{name}{words}`"
 
 
 def _first_paragraph(thing: Any) -> str:

@@ -6,6 +6,7 @@ mkdocs calls the `on_...` functions by their names (mkdocs.yml names this file).
 from __future__ import annotations
 
 import enum
+import functools
 import importlib
 import inspect
 import json
@@ -13,6 +14,8 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
+from collections.abc import Container
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -33,7 +36,7 @@ NAME = re.compile(r"(?<!\[)`(?:poptorch\.(?=\w)|(?=[A-Z]))(\w+)(?:\([^`]*\))?`(?
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\]\([^()]*\))*)\]\(([^()\s]+)\)")
 
 _markdown: dict[str, str] = {}  # by the page's path in the site
-_names: set[str] = set()  # that reference/api.md has
+_names: set[str] = set()  # the anchors of reference/api.md, such as poptorch.Options.deviceIterations
 # How much a page counts in a search, by the first match of the start of its path: guides and options come first.
 _SEARCH_BOOST = {
     "guide/kubernetes": 8,
@@ -71,7 +74,7 @@ def on_files(files: Files, config: Any) -> Files:
                 if files.get_file_from_path(name) is None:
                     files.append(File(name, str(ROOT), config.site_dir, use_directory_urls=False))
     files.append(File.generated(config, "reference/api.md", content=(api := api_page())))
-    _names.update(re.findall(r"^### (\w+)$", api, re.MULTILINE))
+    _names.update(re.findall(r"{:? ?#([\w.]+) ?}$", api, re.MULTILINE))
     for command in ("popvision", "poprun", "ipujob"):
         files.append(File.generated(config, f"reference/{command}.md", content=command_page(command)))
     for program in sorted(ROOT.glob("examples/*/*.py")):  # as pages, for the links to them
@@ -98,6 +101,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         seen: set[str] = set()
         parts[::2] = [NAME.sub(lambda found: _linked_name(found, seen), part) for part in parts[::2]]
     text = "".join(parts).replace('"docs/images/', '"images/')
+    if here.startswith("reference/"):
+        text = _with_linked_rows(text)
     _markdown[here] = text
     return text
 
@@ -159,33 +164,67 @@ def _link(found: re.Match[str], here: str, files: Files) -> str:
 
 def _linked_name(found: re.Match[str], seen: set[str]) -> str:
     """Return the first use of a public name on a page as a link to its entry in the reference."""
-    name = found[1]
+    name = f"poptorch.{found[1]}"
     if name not in _names or name in seen:
         return found[0]
     seen.add(name)
-    return f"[{found[0]}](../reference/api.md#{name.lower()})"
+    return f"[{found[0]}](../reference/api.md#{name})"
 
 
-_LAZY = {"popdist": ("Checkpoint", "resumable")}  # names that a module imports at their first use
+def _with_linked_rows(text: str) -> str:
+    """Return a page of tables with a link from the name of each row to its entry in api.md."""
+    lines, space = [], ""
+    for line in text.split("\n"):
+        if heading := re.match(r"## `([\w.]+)`$", line):
+            space = heading[1]
+        elif (row := re.match(r"\| (`?(\w+)[^|]*) \|", line)) and f"{space}.{row[2]}" in _names:
+            line = f"| [{row[1]}](api.md#{space}.{row[2]}) |{line[row.end() :]}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+# Modules whose names users call, and names that a module imports at their first use.
+_MODULES = {
+    "poptorch": (),
+    "poptorch.optim": (),
+    "poptorch.options": (),
+    "poptorch.autocasting": (),
+    "poptorch.notes": (),
+    "poptorch.profiling": (),
+    "poptorch.testing": (),
+    "popdist": ("Checkpoint", "resumable"),
+    "popdist.collectives": (),
+    "popdist.poptorch": (),
+    "lightning_graphcore": ("IPUAccelerator", "IPUPrecision", "IPUStrategy"),
+}
+_PACKAGES = ("poptorch", "popdist", "popengine", "popvision", "lightning_ipu", "lightning_graphcore")
 
 
 def api_page() -> str:
     """Return the page of the signatures and docstrings of the public functions and classes."""
-    text = [
-        "# Functions and classes",
-        "",
-        "Signatures and docstrings, made from the code. Setters of options are on",
+    text = ["# Functions and classes", ""]
+    text += ["Signatures and docstrings of all public names, made from the code, by module. A class has its"]
+    text += [
+        "inherited members, too. [All names](names.md) and [all options](options.md) are also in tables."
     ]
-    text += ["[their own page](options.md), and [all names](names.md) are in one table."]
-    for module in ("poptorch", "poptorch.testing", "popdist", "popdist.collectives"):
-        text += ["", f"## {module}"]
+    found: dict[str, dict[str, Any]] = {}
+    paths: dict[int, str] = {}  # by the id of what they name; the first path of an object counts
+    for module, lazy in _MODULES.items():
         space = importlib.import_module(module)
-        names = {*(getattr(space, "__all__", None) or vars(space)), *_LAZY.get(module, ())}
-        for name in sorted(names, key=str.lower):
-            thing = getattr(space, name)
-            own = (getattr(thing, "__module__", None) or "").split(".")[0] == module.split(".")[0]
-            if own and not name.startswith("_") and (inspect.isclass(thing) or inspect.isroutine(thing)):
-                text += _described(f"{module}.{name}", thing)
+        names = sorted({*getattr(space, "__all__", ()), *lazy}, key=str.lower)
+        things = {name: getattr(space, name) for name in names}
+        found[module] = {n: t for n, t in things.items() if inspect.isclass(t) or inspect.isroutine(t)}
+        for name, thing in found[module].items():
+            own = thing.__name__ if thing.__name__ in names else name
+            paths.setdefault(id(thing), f"{module}.{own}")
+    for module, things in found.items():
+        text += ["", f"## {module}"]
+        for name, thing in things.items():
+            path, known = f"{module}.{name}", paths[id(thing)]
+            if known == path:
+                text += _described(path, thing, paths)
+            else:
+                text += ["", f"### {name} {{#{path}}}", "", f"Another name of {_reference(known)}."]
     return "\n".join(text) + "\n"
 
 
@@ -223,31 +262,73 @@ def notebook_page(path: Path) -> str:
     return "\n\n".join([title, download, introduction.strip(), *rest]) + "\n"
 
 
-def _described(path: str, thing: Any) -> list[str]:
-    """Return the lines of one function or class: heading, signature, docstring, and the methods of a class."""
-    if inspect.isclass(thing) and issubclass(thing, enum.Enum):
-        return []  # reference/enums.md has them
-    text = ["", f"### {path.rpartition('.')[2]}", "", "```py", f"{path}{_signature(thing)}", "```", ""]
+def _described(path: str, thing: Any, paths: dict[int, str], is_member: bool = False) -> list[str]:
+    """Return the lines of one name: heading, signature, whole docstring, and the same for members of a class.
+
+    A member has no heading: a search would find it before the pages that explain it.
+    """
+    shown = path.removeprefix(f"{next(m for m in sorted(_MODULES, key=len)[::-1] if path.startswith(m))}.")
+    text = ["", f"**`{shown}`**", f"{{: #{path} }}"] if is_member else ["", f"### {shown} {{#{path}}}"]
+    text += ["", "```py", f"{path}{_signature(thing)}", "```", ""]
     text += _paragraphs(inspect.getdoc(thing) or "")
-    if inspect.isclass(thing):
-        for name, member in sorted(vars(thing).items()):
-            if inspect.isroutine(member) and not name.startswith("_") and (doc := inspect.getdoc(member)):
-                first = " ".join(doc.split("\n\n")[0].split())
-                text += [
-                    f"- `{' '.join(_signature(getattr(thing, name)).split())}`: {first}".replace(
-                        "`(", f"`{name}(", 1
-                    )
-                ]
+    if not inspect.isclass(thing) or path.startswith("lightning"):  # Lightning calls the members
+        return text
+    if issubclass(thing, enum.Enum):
+        members = ", ".join(f"`{member.name}` ({member.value})" for member in thing)
+        return [*text, f"Members: {members}. Their meanings are in [enums](enums.md)."]
+    members, bases = public_members(thing, paths)
+    if bases:
+        text += [
+            f"It has the members of {' and '.join(_reference(paths[id(base)]) for base in bases)}, too.",
+            "",
+        ]
+    if members:
+        text += [f"Members: {', '.join(_reference(f'{path}.{name}', name) for name in members)}", ""]
+    for name, member in members.items():
+        text += _described(f"{path}.{name}", member, paths, True)
     return text
+
+
+def public_members(kind: type, paths: Container[int] = ()) -> tuple[dict[str, Any], list[type]]:
+    """Return the methods and properties of a class by name, its bases' included, and the bases in `paths`
+    (ids of classes), whose members are left out."""
+    own = [base for base in kind.__mro__ if base.__module__.split(".")[0] in _PACKAGES]
+    documented = [base for base in own[1:] if id(base) in paths]
+    inherited = {name for base in documented for name in dir(base)}
+    found: dict[str, Any] = {}
+    for base in own:
+        for name, member in vars(base).items():
+            is_own = base is kind or name not in inherited
+            if isinstance(member, staticmethod | classmethod):
+                member = getattr(kind, name)
+            if is_own and not name.startswith("_") and (inspect.isroutine(member) or _is_property(member)):
+                found.setdefault(name, member)
+    return dict(sorted(found.items(), key=lambda item: item[0].lower())), documented
+
+
+def _is_property(member: Any) -> bool:
+    return isinstance(member, property | functools.cached_property)
+
+
+def _reference(path: str, words: str | None = None) -> str:
+    """Return a link to an entry of the page."""
+    return f"[{words or path.rpartition('.')[2]}](#{path})"
 
 
 def _signature(thing: Any) -> str:
     """Return the parameters and the result, without the modules of types; one parameter a line where they are long."""
+    if _is_property(thing):
+        result = inspect.get_annotations(getattr(thing, "fget", None) or thing.func).get("return")
+        return "" if result is None else f": {_plain(result)!r}"
     try:
         signature = inspect.signature(thing)
-    except ValueError:  # an alias of a type
+    except (TypeError, ValueError):  # an alias of a type, an object that a property returns
         return ""
-    parameters = [p.replace(annotation=_plain(p.annotation)) for p in signature.parameters.values()]
+    parameters = [
+        parameter.replace(annotation=_plain(parameter.annotation))
+        for name, parameter in signature.parameters.items()
+        if name != "self"
+    ]
     result = _plain(signature.return_annotation)
     text = str(signature.replace(parameters=parameters, return_annotation=result))
     text = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", text)
@@ -284,5 +365,6 @@ def _paragraphs(doc: str) -> list[str]:
     text = []
     for paragraph in doc.split("\n\n"):
         kept = re.match(r"(Args|Returns|Raises|Yields|Example)s?:|>>>|\s", paragraph)
-        text += ["```text", paragraph, "```", ""] if kept else [paragraph, ""]
+        kind = "pycon" if paragraph.startswith(">>>") else "text"
+        text += [f"```{kind}", textwrap.dedent(paragraph), "```", ""] if kept else [paragraph, ""]
     return text

@@ -9,6 +9,7 @@
 Without a launcher there is one instance with one replica.
 """
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -38,7 +39,7 @@ _read_launch = _environment.read_launch
 
 def isPopdistEnvSet() -> bool:
     """Return whether poprun started this process, or another launcher started several processes."""
-    return _environment.is_launched()
+    return _environment.is_launched(os.environ)
 
 
 def getNumTotalReplicas() -> int:

@@ -15,6 +15,8 @@ from popengine.environment import read_launch
 from popengine.run.instances.all_reduce import AllReduce
 from popengine.run.instances.process_group import ProcessGroup, group_of_size
 
+__all__ = ["all_gather", "all_gather_bytes", "all_reduce", "barrier", "broadcast", "restrict_to_instances"]
+
 T = TypeVar("T")
 
 _TAG = 4  # the tag of messages; those of models begin at process_group.FIRST_TAG

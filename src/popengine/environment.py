@@ -90,17 +90,18 @@ def pando_version() -> str:
         return "(not installed)"
 
 
-def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
+def is_launched(environment: Mapping[str, str]) -> bool:
     """Return whether poprun, or another launcher of several processes, has started this process."""
     return TOTAL in environment or _other_launcher_names(environment) is not None
 
 
-def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
+def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     """Return this process's share of the training, from the variables of poprun, mpirun, torchrun or srun;
     `Launch()` if none of them has started several processes.
 
     Raises: ValueError, if a variable is missing or no integer, or the local replicas don't divide the total
     """
+    environment = os.environ if environment is None else environment
     if TOTAL not in environment:
         names = _other_launcher_names(environment)
         if names is None:
@@ -123,11 +124,10 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     )
 
 
-def is_on_one_host(environment: Mapping[str, str] = os.environ) -> bool:
+def is_on_one_host() -> bool:
     """Return whether the launcher's variables say that all processes of the training are on this host."""
-    instances = str(read_launch(environment).instances)
-    local = environment.get("LOCAL_WORLD_SIZE") or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")
-    return instances == local or environment.get("SLURM_STEP_NUM_NODES") == "1"
+    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    return str(read_launch().instances) == local or os.environ.get("SLURM_STEP_NUM_NODES") == "1"
 
 
 def _other_launcher_names(environment: Mapping[str, str]) -> tuple[str, str, str] | None:

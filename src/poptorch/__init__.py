@@ -59,7 +59,7 @@ class _Operations(_OpNamespace):
 
 
 setattr(_torch.ops, "poptorch", _Operations("poptorch"))  # noqa: B010
-_log_ignored_variables()
+_log_ignored_variables(_os.environ)
 _log_untested_torch(_torch.__version__)
 _append_aliases_to_path()
 if _os.getenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":

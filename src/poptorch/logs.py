@@ -113,7 +113,7 @@ def configure(level: str, destination: str) -> None:
         logger.warning("%s (from POPTORCH_LOG_LEVEL); using WARN", error)
 
 
-def log_ignored_variables(environment: Mapping[str, str] = os.environ) -> None:
+def log_ignored_variables(environment: Mapping[str, str]) -> None:
     """Log at INFO each environment variable in `RECORDED` that is set, and why it has no effect."""
     for name, why in RECORDED.items():
         if name in environment:

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import popdist
+import popdist.collectives
+import popdist.poptorch
+import popengine.environment
 import poptorch
+import poptorch.logs
 from poptorch.compiling.compilation_log import HARDWARE_RULES
 from poptorch.logs import RECORDED
 
@@ -33,6 +38,7 @@ def tables():
 
 
 TABLES = tables()
+LAZY = {"popdist": {"Checkpoint", "resumable"}}  # imported at their first use
 
 
 def resolved(path):
@@ -60,26 +66,20 @@ def exported(what, kind):
             "__version__"
         }
     if isinstance(value, types.ModuleType):
-        named = {n: v for n, v in vars(value).items() if not n.startswith("_")}
-        if what == "poptorch.optim":
-            return {n for n, v in named.items() if not isinstance(v, types.ModuleType)}
-        return {n for n, v in named.items() if _module_of(v) == what and n != "autocast_allowed"}
+        return set(value.__all__) | LAZY.get(what, set())
     return _names_of(value)
 
 
 def _names_of(kind):
     """Public methods, properties and declared fields, of its bases too."""
+    bases = [kind] if kind is popdist.poptorch.Options else kind.__mro__  # the others are in options.md
     return {
         name
-        for base in kind.__mro__
-        if base.__module__.startswith("poptorch")
+        for base in bases
+        if base.__module__.startswith(("poptorch", "popdist", "popvision"))
         for name in {**vars(base), **vars(base).get("__annotations__", {})}
         if not name.startswith("_")
     }
-
-
-def _module_of(value):
-    return getattr(value, "__module__", None) or type(value).__module__
 
 
 @pytest.mark.parametrize(("what", "kind"), [key for key in TABLES if key[0] != "environment"])
@@ -97,6 +97,13 @@ def test_every_enum_and_optimizer_has_a_table():
     assert {what for what, kind in TABLES if kind == "members"} == {f"poptorch.{name}" for name in enums}
     optimizers = set(poptorch.optim.__all__) - {"Optimizer", "VariableAttributes"}
     assert {f"poptorch.optim.{name}" for name in optimizers} <= {what for what, _ in TABLES}
+
+
+def test_signatures_do_not_show_the_environment():
+    # A default `environment=os.environ` prints all variables, secrets too, in help() and in signature tools.
+    functions = [value for value in vars(popengine.environment).values() if inspect.isfunction(value)]
+    functions.append(poptorch.logs.log_ignored_variables)
+    assert [f.__name__ for f in functions if "environ(" in str(inspect.signature(f))] == []
 
 
 def test_the_page_of_options_is_made_of_their_docstrings():

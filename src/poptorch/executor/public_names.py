@@ -314,7 +314,9 @@ class PublicNames:
 
     # ---- private names that programs use -----------------------------------------------------------------
 
-    per_replica_params = property(attrgetter("_wrapped.per_replica"))
+    per_replica_params = property(
+        attrgetter("_wrapped.per_replica"), doc="By name, what `replicaGrouping` set."
+    )
     _executable = property(attrgetter("_plans.executable"))
     _user_model = property(attrgetter("_wrapped.user"))
     _options = property(attrgetter("_wrapped.options"))
