@@ -222,7 +222,9 @@ def api_page() -> str:
         for name, thing in things.items():
             path, known = f"{module}.{name}", paths[id(thing)]
             if known == path:
-                text += _described(path, thing, paths)
+                text += _described(
+                    path, thing, paths, inspect.isclass(thing) and issubclass(thing, enum.Enum)
+                )
             else:
                 text += ["", f"### {name} {{#{path}}}", "", f"Another name of {_reference(known)}."]
     return "\n".join(text) + "\n"
@@ -265,7 +267,7 @@ def notebook_page(path: Path) -> str:
 def _described(path: str, thing: Any, paths: dict[int, str], is_member: bool = False) -> list[str]:
     """Return the lines of one name: heading, signature, whole docstring, and the same for members of a class.
 
-    A member has no heading: a search would find it before the pages that explain it.
+    Members and enums have no heading: a search would find it before the pages that explain them.
     """
     shown = path.removeprefix(f"{next(m for m in sorted(_MODULES, key=len)[::-1] if path.startswith(m))}.")
     text = ["", f"**`{shown}`**", f"{{: #{path} }}"] if is_member else ["", f"### {shown} {{#{path}}}"]

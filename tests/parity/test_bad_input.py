@@ -285,9 +285,9 @@ def test_a_block_that_the_strategy_does_not_know_is_named_with_those_it_knows():
 
 def test_a_misspelt_block_is_named_with_the_one_that_is_meant():
     model = nn.Sequential(poptorch.BeginBlock(nn.Linear(2, 2), "encoder"))
-    strategy = poptorch.PipelinedExecution("encodr", "head")
+    strategy = poptorch.PipelinedExecution("ENCODR", "head")
     executor = poptorch.inferenceModel(model, poptorch.Options().setExecutionStrategy(strategy))
-    with pytest.raises(AssertionError, match=r"Unknown Block 'encoder'[\s\S]*did you mean 'encodr'\?"):
+    with pytest.raises(AssertionError, match=r"Unknown Block 'encoder'[\s\S]*did you mean 'ENCODR'\?"):
         executor(torch.zeros(2, 2))
 
 

@@ -71,8 +71,8 @@ def test_popart_says_that_it_holds_enums_only():
 
 def test_a_name_in_place_of_a_member_is_an_error_that_has_the_member_or_is_taken():
     with pytest.raises(
-        AssertionError, match=r"takes a poptorch.OutputMode; found 'All'\n  fix: poptorch.OutputMode.All"
+        AssertionError, match=r"takes a poptorch.OutputMode; found 'all'\n  fix: poptorch.OutputMode.All$"
     ):
-        poptorch.Options().outputMode("All")
+        poptorch.Options().outputMode("all")
     x = torch.ones(2)
     assert poptorch.set_overlap_for_input(x, "OverlapAccumulationLoop").equal(x)

@@ -342,7 +342,7 @@ def final_loss(capture: Capture) -> Tensor:
     found = [capture.chosen] if capture.chosen is not None else list(final_losses(capture).values())
     if not found:
         raise CaptureError(
-            "Couldn't find a loss in graph!\n"
+            f"Couldn't find a loss in graph! (forward: {capture.forward_line})\n"
             "  why: training differentiates one loss, which forward must compute\n"
             "  fix: compute a torch.nn loss in forward, or mark your own scalar with"
             ' `poptorch.identity_loss(x, reduction="mean")`; or return your own scalar first, or as "loss"'

@@ -381,7 +381,8 @@ def _modules_of_key(key: str | type, model: nn.Module) -> list[nn.Module]:
             near = did_you_mean(pattern, [*names, *(re.sub(r"\d+", "*", name) for name in names)])
             raise Error(
                 f"poptorch.annotate: no module is named {pattern!r}{f', of {key!r}' if span else ''}{near}\n"
-                "  fix: a name of model.named_modules(), in which 0-5 stands for these numbers and * for any part"
+                "  fix: a name of model.named_modules(), in which 0-5 stands for these numbers and * for any part:"
+                f" {', '.join(names[:9])}{', ...' if names[9:] else ''}"
             )
         found += matching
     return list(dict.fromkeys(map(model.get_submodule, found)))

@@ -131,7 +131,7 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
         if missing and not unknown:
             raise MissingArgument(
                 f"Mandatory parameter {missing[1]} missing in the call of the model\n"
-                f"  forward{signature} was given {len(args)} positional arguments"
+                f"  forward{signature} was given {len(args)} positional argument{'s' * (len(args) != 1)}"
                 f"{f' and {sorted(kwargs)}' if kwargs else ''}\n"
                 f"  fix: pass {missing[1]}, as a combined batch of all micro-batches"
             ) from None
@@ -177,7 +177,7 @@ def warn_about_inputs(call: BoundCall, counts: Counts, has_float64: bool) -> Non
     if others := loaded - {factors_in_words(counts)}:
         logger.warning(
             "the DataLoader and the model have different options: batches are loaded for %s, and the model"
-            " reads them as %s\n"
+            " reads them as %s: its micro-batches have other sizes\n"
             "  fix: give poptorch.DataLoader the options of the model that it loads for",
             others.pop(),
             factors_in_words(counts),
@@ -295,9 +295,8 @@ class CompiledInputs:
         compiled_tensors = dict(zip(self.paths, self.kind.tensors, strict=True))
         for path, tensor in call.named_tensors.items():
             dtype, shape = compiled_tensors.get(path, (tensor.dtype, tensor.shape))
-            _check_equal(
-                f"Data type mismatch for {path}", dtype, tensor.dtype, f"\n  fix: {path}.to({dtype})"
-            )
+            fix = f"\n  fix: {path}.to({dtype}), or destroy() the executor, whose next call then takes {tensor.dtype}"
+            _check_equal(f"Data type mismatch for {path}", dtype, tensor.dtype, fix)
             if any_shape:
                 continue
             fix, whole = "", self.counts.product
@@ -339,4 +338,5 @@ def _check_spec(expected: Spec, found: Spec, path: str, any_shape: bool, keyword
 def _check_equal(what: str, expected: Any, found: Any, explained: str = "") -> None:
     """Raise BatchError with the message `what` if a call's value differs from the compiled one."""
     if expected != found:
-        raise BatchError(f"{what}: expected {expected} but got {found}{explained}{_HINT}")
+        hint = _HINT if "\n  fix: " not in explained else ""
+        raise BatchError(f"{what}: expected {expected} but got {found}{explained}{hint}")

@@ -68,7 +68,7 @@ def resolve_anchors(
         if not source or (source == "output" and short not in indices):
             raise Error(
                 f"anchorTensor({short!r}, {long_name!r}): no tensor has that name{did_you_mean(long_name, sources)}\n"
-                f"  fix: getTensorNames() of the compiled model lists what can be anchored: {', '.join(sources)}"
+                f"  fix: one of these names: {', '.join(sources)}"
             )
         if source == "gradient":
             gradient, key = gradients[key], str(len(results))

@@ -116,6 +116,11 @@ def read_file(filename: str | os.PathLike[str]) -> SavedExecutor:
     AssertionError for a file that is missing, damaged, or from another program or version."""
     path = Path(filename)
     path = path / DEFAULT_NAME if path.is_dir() else path
+    written = ", ".join(sorted(file.name for file in path.parent.glob("*.poptorch"))) or "none"
+    assert path.exists(), (
+        f"Invalid file {path}: it does not exist; files of compiled models in this folder: {written}\n"
+        "  fix: write it with executor.save(path) or compileAndExport(path, ...)"
+    )
     try:
         content = memoryview(path.read_bytes())
         if content[:_HASH] != hashlib.sha256(content[_HASH:]).digest():
@@ -123,7 +128,7 @@ def read_file(filename: str | os.PathLike[str]) -> SavedExecutor:
         loaded = torch.load(io.BytesIO(content[_HASH:]), weights_only=False)
         versions, saved = loaded["versions"], loaded["saved"]
     except Exception as error:  # reading another program's pickle can raise any error
-        raise AssertionError(f"Invalid file {path}: {type(error).__name__}: {error}") from error
+        raise AssertionError(f"Invalid file {path}: {type(error).__name__}: {error}") from None
     assert versions == _VERSIONS, (
         f"Invalid file {path}: written by {versions}, this is {_VERSIONS}\n"
         "  fix: compile and save the model again"

@@ -376,7 +376,7 @@ class PoplarExecutor(PublicNames):
         try:
             saved = executable_file.read_file(filename)
         except AssertionError as error:
-            raise Error(str(error)) from error
+            raise Error(str(error)) from None
         executable_file.check_same_model(filename, saved, self._wrapped)
         self.destroy()
         self._restore(saved)

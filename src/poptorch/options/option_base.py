@@ -34,8 +34,9 @@ def checked(setter: str, value: T, kind: type | tuple, error: type[Exception] = 
     if isinstance(value, kind):
         return value
     word = _WORDS.get(kind) or f"a {kind.__module__.removesuffix('.enums')}.{kind.__name__}"
-    is_name = issubclass(kind, Enum) and isinstance(value, str) and value in kind.__members__
-    fix = f"\n  fix: {word[2:]}.{value}" if is_name else ""
+    names = kind.__members__ if issubclass(kind, Enum) else ()
+    meant = [name for name in names if name.lower() == str(value).lower()] or names
+    fix = f"\n  fix: {' or '.join(f'{word[2:]}.{name}' for name in meant)}" if names else ""
     raise error(f"{setter} takes {word}; found {value!r}{fix}")
 
 
@@ -53,8 +54,8 @@ class Freezable:
         """Raise AttributeError if these options are frozen, as they are once a model or loader uses them."""
         if self._is_frozen:
             raise AttributeError(
-                "Can't modify frozen Options: a model or a data loader uses them already. "
-                "Set them before, or change a copy: opts = opts.clone()"
+                "Can't modify frozen Options: a model or a data loader uses them already\n"
+                "  fix: set them before, or wrap the model with a changed copy: options = options.clone()"
             )
 
     def clone(self) -> Self:
@@ -154,7 +155,8 @@ class OptionsDict(Freezable):
                 return getattr(self, self._renamed[name])
             known = {**_names_of_groups(), **{name: name for name in _public_names(self)}}
             meant = did_you_mean(name, known, shown=known)
-            raise AttributeError(f"Invalid attribute {name!r} for {type(self).__name__}{meant}")
+            # The name keeps Python from a second suggestion.
+            raise AttributeError(f"Invalid attribute {name!r} for {type(self).__name__}{meant}", name=name)
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name.startswith("_"):
@@ -167,6 +169,7 @@ class OptionsDict(Freezable):
         return self
 
     def _check_exists(self, name: str) -> None:
+        assert not hasattr(type(self), name) or self.exists(name), f"{name} is a method\n  fix: {name}(value)"
         assert self.exists(name), (
             f"Invalid option {name}, valid options are {', '.join(sorted(self._values))}"
             f"{did_you_mean(name, self._values)}"

@@ -93,7 +93,8 @@ class Precision(OptionsDict):
         return self._set_popart("enableStochasticRounding", bool(enabled))
 
     def enableFloatingPointExceptions(self, enabled: bool) -> Self:
-        """Set whether a call raises Error if an operation yields an infinity or NaN."""
+        """Set whether a call raises Error if an operation makes an infinity or NaN that its operands don't have.
+        A NaN in inputs or weights passes on without an error: check them with `torch.isfinite(x).all()`."""
         checked("enableFloatingPointExceptions", enabled, bool)
         return self._set_popart("enableFloatingPointChecks", enabled)
 

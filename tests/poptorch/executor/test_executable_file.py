@@ -139,6 +139,13 @@ def test_invalid_files_are_named(tmp_path):
             poptorch.inferenceModel(Trained(), options()).loadExecutable(tmp_path / name)
 
 
+def test_a_missing_file_is_one_error_which_names_the_files_that_exist(tmp_path):
+    (tmp_path / "other.poptorch").write_text("hello")
+    with pytest.raises(poptorch.Error, match=r"does not exist; .*: other.poptorch\n  fix: ") as caught:
+        poptorch.inferenceModel(Trained(), options()).loadExecutable(tmp_path / "model.poptorch")
+    assert caught.value.__suppress_context__ and caught.value.__cause__ is None
+
+
 def test_another_version_does_not_read_a_file(tmp_path, monkeypatch):
     executor = poptorch.inferenceModel(Trained(), options())
     executor.compileAndExport(tmp_path / "model", batch()[0])

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import traceback
 
 import numpy as np
 import pytest
@@ -52,6 +53,17 @@ def test_assignment_checks_like_a_setter():
         options.devise_iterations = 5
     with pytest.raises(AssertionError, match="must be 1 or more"):
         options.device_iterations = 0
+    with pytest.raises(
+        AssertionError, match=r"deviceIterations is a method\n  fix: deviceIterations\(value\)"
+    ):
+        options.deviceIterations = 5
+
+
+def test_a_misspelt_setter_gets_one_suggestion():
+    with pytest.raises(AttributeError) as caught:
+        Options().Training.gradientAcumulation(4)
+    text = "".join(traceback.format_exception_only(caught.value))
+    assert text.lower().count("did you mean") == 1
 
 
 def test_numpy_integers_fail_and_bools_pass_as_int():

@@ -93,7 +93,7 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
             " (nonzero, a boolean mask, one_hot without num_classes: num classes must be specified)."
             f" Here {error.func} reads the value\n"
             "  fix: compute with tensors (torch.where, masks that keep the shape), branch with poptorch.cond, or"
-            " pass the number as a Python argument of forward"
+            " pass the number as a Python argument of forward; to print it, poptorch.ipu_print_tensor(tensor)"
         ) from None
     except _KINDS as error:
         *_, innermost = traceback.extract_tb(error.__traceback__)
