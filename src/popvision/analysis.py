@@ -50,19 +50,19 @@ class Figures:
 
         # The shares of a step's time are unknown if each recorded step was cut off.
         whole = events if times.whole_steps(profile) else []
-        self.usages = times.usages(whole, lambda event: event.core)
+        self.usages = times.core_usages(whole)
         self.idle_here = times.waiting_share(self.usages)
         self.bubble_ideal = times.ideal_bubble(profile)
-        self.step_apart, self.bubble_apart, runs, self.changes = None, None, [], []
+        self.step_apart, self.bubble_apart, self.device_usages, runs, self.changes = None, None, [], [], []
         count = facts.get("schedule_micro_batches", 1)
         step = virtual.StepModel.of(profile, costs, updates=updates, micro_batches=count)
         if computed and step.is_known:
             ns = virtual.simulated_ns(step)
             self.step_apart, self.bubble_apart = ns / 1e9, step.bubble(ns)
+            self.device_usages = times.ipu_usages(self.stages, count, ns)
             runs = virtual.runs_on_devices(profile, step, costs)
             self.changes = virtual.advised_changes(self.timed, step, self.spread)
         self.devices = replace(profile, runs=tuple(runs))
-        self.device_usages = times.usages(self.devices.events(), lambda event: event.ipu)
 
         self.compile_seconds = sum(entry.seconds for entry in profile.passes)
         self.needs, held_by = memory.memory_needs(profile, runs), facts.get("capacity") or {}

@@ -82,7 +82,10 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _parse_integers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number, nor several such as 4,16") from None
 
 
 def _write_and_open_report(args: argparse.Namespace) -> None:

@@ -21,6 +21,7 @@ from .machine import Machine
 from .report import step_data, viewer_page
 from .units import layout_text, size_text, table_text, three_digits
 
+_DRAWN = 600  # actions; in a wider picture they are too small to see
 _LOCATION = "options.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings()."
 # Facts that put optimizer state elsewhere, by the code that sets them.
 _OPTIMIZER_PLACES = {
@@ -144,12 +145,13 @@ def _step_entry(one: Estimate) -> dict[str, Any]:
     if one.costs is None:
         return step_data(one.profile, [], {}, {"stages": []})
     profile, step, rows = one.costs.profile, one.costs.step, one.costs.rows
-    runs = virtual.runs_on_devices(profile, step, rows)
+    runs = virtual.runs_on_devices(profile, step, rows, most=_DRAWN)
     stages = times.stage_times(profile, rows, step.updates)
-    usages = times.usages(replace(profile, runs=tuple(runs)).events(), lambda event: event.ipu)
+    usages = times.ipu_usages(stages, one.accumulation, virtual.simulated_ns(step))
     figures = {"stages": stages, "device_usages": usages, "stages_say": one.machine.description}
-    # The schedule of a plan has fewer micro-batches than its step.
-    return step_data(replace(profile, schedule=()), runs, operation_sums(profile), figures)
+    # The schedule of a plan has other micro-batches than its step.
+    facts = profile.facts | {"schedule_micro_batches": one.accumulation}
+    return step_data(replace(profile, schedule=(), facts=facts), runs, operation_sums(profile), figures)
 
 
 def compile_profiles(program: Sequence[str], kinds: Mapping[str, float]) -> dict[str, Profile]:

@@ -45,7 +45,9 @@ def find_profiles(path: Path) -> list[Path]:
     if not found:
         if reports := sorted({inner.parents[1] for inner in path.glob(f"*/*/{PROFILE}")}):
             names = "".join(f"\n  {inner}" for inner in reports)
-            raise ProfileError(f"{path} has {len(reports)} reports:{names}\n  fix: name one of them")
+            raise ProfileError(
+                f"{path} has {plural(len(reports), 'report')}:{names}\n  fix: name one of them"
+            )
         raise ProfileError(
             f"no {PROFILE} in {path}, nor in a folder there\n"
             '  fix: run the program with POPLAR_ENGINE_OPTIONS=\'{"autoReport.all":"true",'

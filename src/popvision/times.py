@@ -37,26 +37,25 @@ def whole_steps(profile: Profile) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Usage:
-    """The ns that one core or ipu spent in each activity, over all steps."""
+    """The ns that a core spent in each activity, over all steps; or an ipu, in one step on separate devices."""
 
     place: int  # the index of a core, or an ipu
-    phases: dict[str, int]  # computations, by phase
-    update: int
-    other: int  # sums of gradients, gathers, and what begins and ends a step
-    waiting: int
+    phases: Mapping[str, float]  # computations, by phase
+    update: float
+    other: float  # sums of gradients, gathers, and what begins and ends a step
+    waiting: float
 
 
-def usages(events: Iterable[Event], place: Callable[[Event], int]) -> list[Usage]:
-    """Return the usage of each core or ipu; `place` returns that of an event, or -1 to leave it out. A step
-    lasts from its first computation to the end of its last task."""
+def core_usages(events: Iterable[Event]) -> list[Usage]:
+    """Return the usage of each core. A step lasts from its first computation to the end of its last task."""
     window, spent = 0, defaultdict[int, defaultdict[str, int]](lambda: defaultdict(int))
     for own in group_by(events, lambda event: (event.call, event.step)).values():
         start = min((event.start for event in own if event.computes), default=own[0].start)
         window += max(event.end for event in own) - start
         for event in own:
-            if (at := place(event)) >= 0:
+            if event.core >= 0:
                 kind = event.phase if event.computes else event.kind
-                spent[at][kind] += max(0, event.end - max(start, event.start))
+                spent[event.core][kind] += max(0, event.end - max(start, event.start))
     found = []
     for at, ns in sorted(spent.items()):
         update, busy = ns.pop("update", 0), sum(ns.values())
@@ -135,6 +134,19 @@ def stage_times(
         phases = {phase: ns for phase, ns in phases.items() if ns}
         total = sum(phases.values()) + around
         found.append(StageTime(stage, ipu, blocks, phases, around, update, total))
+    return found
+
+
+def ipu_usages(stages: Sequence[StageTime], micro_batches: int, length: float) -> list[Usage]:
+    """Return the usage of each ipu in a step of `length` ns on separate devices."""
+    found = []
+    for ipu, own in sorted(group_by(stages, lambda stage: stage.ipu).items()):
+        phases = defaultdict[str, float](float)
+        for phase, ns in (pair for stage in own for pair in stage.phases.items()):
+            phases[phase] += micro_batches * ns
+        update, other = sum(stage.update for stage in own), micro_batches * sum(stage.around for stage in own)
+        waiting = max(0.0, length - sum(phases.values()) - update - other)
+        found.append(Usage(ipu, dict(phases), update, other, waiting))
     return found
 
 

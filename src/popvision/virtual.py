@@ -110,11 +110,14 @@ def simulate_step(step: StepModel) -> tuple[list[tuple[int, int]], Timeline]:
     return program, simulate(needs, [*costs, *updates.values()], [*owners, *updates])
 
 
-def runs_on_devices(profile: Profile, step: StepModel, row_costs: Mapping[int, float]) -> list[TaskRun]:
-    """Return what separate devices run in one step, as a profile would record it, by start. Of a very long step
-    only the first micro-batches are returned.
+def runs_on_devices(
+    profile: Profile, step: StepModel, row_costs: Mapping[int, float], most: int = _MOST_TASKS
+) -> list[TaskRun]:
+    """Return what separate devices run in one step, as a profile would record it, by start.
 
-    Args: row_costs: ns of one run of each row of the table; those of an action run one after another
+    Args:
+        row_costs: ns of one run of each row of the table; those of an action run one after another
+        most:      of a step with more actions only the first micro-batches are returned
     """
     if not any(step.costs):
         return []
@@ -122,7 +125,7 @@ def runs_on_devices(profile: Profile, step: StepModel, row_costs: Mapping[int, f
     for row, task in enumerate(profile.tasks):
         if task.phase:
             rows_of[task.phase, task.stage].append(row)
-    drawn = min(step.micro_batches, max(1, _MOST_TASKS // len(step.actions)))
+    drawn = min(step.micro_batches, max(1, most // len(step.actions)))
     tasks, found = simulate_step(replace(step, micro_batches=drawn))
     runs = []
     for (number, micro_batch), start in zip(tasks, found.starts, strict=False):

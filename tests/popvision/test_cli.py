@@ -48,6 +48,7 @@ def test_report_is_the_name_of_the_command_that_a_folder_stands_for(report, caps
         (["nosuch/folder"], "'nosuch/folder' is not a command, a folder or a file\n  fix: the folder"),
         (["report", "--no-browsr", "x"], "unknown option --no-browsr; did you mean '--no-browser'?"),
         (["report"], "the following arguments are required: REPORT"),
+        (["plan", "--replicas", "4;16", "x.py"], "'4;16' is no number, nor several such as 4,16"),
         (["plan", "--jsno", "x.py"], "popvision plan: error: unknown option --jsno; did you mean '--json'?"),
     ],
 )
@@ -61,7 +62,7 @@ def test_a_misspelt_word_is_an_error_that_names_the_word_meant(words, shown, cap
 
 def test_a_folder_of_several_reports_lists_them(report, capsys):
     assert main(["summary", str(report.parent)]) == 1
-    assert f"{report.parent} has 1 reports:\n  {report}\n  fix: name one of them" in capsys.readouterr().err
+    assert f"{report.parent} has 1 report:\n  {report}\n  fix: name one of them" in capsys.readouterr().err
     assert main(["summary", str(report / "nosuch")]) == 1
     assert f"there is no file or folder {report / 'nosuch'}" in capsys.readouterr().err
 

@@ -40,11 +40,13 @@ function traceView(entry, page) {
       " A double click, or Enter, lists an event's operations."));
 }
 
-function traceLegend({ profile, on }) {
+function traceLegend({ profile, on, lanes }) {
+  const all = profile.facts.schedule_micro_batches, drawn = lanes.reduce((most, lane) => lane.batch.reduce((a, b) => Math.max(a, b + 1), most), 0);
   const actions = new Set(rows(profile.actions).map((action) => action.phase + action.stage));
   const entries = profile.stages.flatMap((blocks, stage) => phasesOf(profile).filter((phase) => actions.has(phase + stage)).map((phase, i) => [`stage ${stage} ${PHASES[phase]}${i ? "" : `: ${blocks}`}`, stageColour(stage, phase)]));
   const strip = ["thin strip under a row: the order of the schedule", `linear-gradient(transparent 65%, ${stageColour(0)} 65%)`];
-  return legend([...entries.slice(0, 32), ["weight update (hatched)", "repeating-linear-gradient(135deg,#4d5a68 0 3px,#c3ccd6 3px 4px)"], ...(on === "cores" ? [["sums and others (half as high)", OTHER]] : []), ["empty: waiting", "var(--lane)"], ...(on === "devices" && profile.schedule.rows.length ? [strip] : [])]);
+  const names = legend([...entries.slice(0, 32), ["weight update (hatched)", "repeating-linear-gradient(135deg,#4d5a68 0 3px,#c3ccd6 3px 4px)"], ...(on === "cores" ? [["sums and others (half as high)", OTHER]] : []), ["empty: waiting", "var(--lane)"], ...(on === "devices" && profile.schedule.rows.length ? [strip] : [])]);
+  return on === "devices" && drawn < all ? make("div", {}, names, make("p", { class: "hint", style: { marginTop: "8px" } }, `Only the first ${drawn} of ${all} micro-batches are drawn, and the updates after them.`)) : names;
 }
 
 // ---- search
