@@ -144,7 +144,9 @@ class PoplarExecutor(PublicNames):
             present = self._flags.present_parameters(), self._optimizer_link.optimizer
             if not present[0] or present != self._present:
                 self._present = present
-                self._trained = self._flags.frozen_parameters(), self._optimizer_link.replaced_parameters()
+                parameters = self._wrapped.traced.named_parameters()
+                frozen = tuple(name for name, value in parameters if not value.requires_grad)
+                self._trained = frozen, self._optimizer_link.replaced_parameters()
             run = replace(run, frozen=self._trained[0], replaced=self._trained[1])
         if not self._most_plans or call.rearranged or run.key in self._plans.by_key:
             return [run]

@@ -118,10 +118,6 @@ class ModelFlags:
             if parameter is not None
         ]
 
-    def frozen_parameters(self) -> tuple[str, ...]:
-        """Return the names of the parameters that do not require gradients."""
-        return tuple(name for name, value in self._model.traced.named_parameters() if not value.requires_grad)
-
     # ---- changes after it --------------------------------------------------------------------------------
 
     def check_changes(self) -> None:
@@ -130,9 +126,9 @@ class ModelFlags:
         changed = {name: layer for name, layer in self._layers.items() if layer.has_changed()}
         if changed:
             self._warn_of_modes(changed)
-            for name, layer in changed.items():
-                for change, effect in layer.changes(name):
-                    self._warn_once(change, effect)
+            found = [change for name, layer in changed.items() for change in layer.changes(name)]
+            if found:
+                self._warn_once(f"{listed(found)} since the compilation", "computes as it did then")
         if self._torch_state is not None and self._torch_state != (now := self._present_torch_state()):
             (autocast, seed), before = now, self._torch_state
             if autocast != before[0]:
@@ -171,11 +167,10 @@ class ModelFlags:
             return
         now = next(iter(others.values()))
         names = [name for name, mode in others.items() if mode == now]
-        tops = [name for name in names if not name or not any(_is_inside(name, other) for other in names)]
         words = ("train", "eval") if now else ("eval", "train")
         self._warn_once(
             "{} is in {}() mode now, and was compiled in {}() mode".format(
-                "the model" if "" in tops else listed(tops), *words
+                "the model" if "" in names else listed(names), *words
             ),
             "trains it in that mode" if training else "computes it in that mode",
             "set the mode before the first call, or call destroy() on the executor"
@@ -218,26 +213,21 @@ class _Fixed:
             or self._present_hooks() != self._hooks
         )
 
-    def changes(self, name: str) -> Iterator[tuple[str, str]]:
-        """Yield (change, effect) for each change of the layer `name`, except its mode."""
-        prefix = f"{name}." if name else ""
-        pairs = ((key, layer, self.own["_modules"].get(key, layer)) for key, layer in self.layers.items())
-        others = [f"{prefix}{key}" for key, before, now in pairs if not _computes_the_same(before, now)]
-        if others:
-            yield (
-                f"{listed(others)} has another layer in its place since the compilation",
-                "computes with its weights what the layer before did",
-            )
+    def changes(self, name: str) -> list[str]:
+        """Return each change of the layer `name`, except its mode, in words."""
+        prefix, now = f"{name}." if name else "", self.own["_modules"]
+        found = [
+            f"{prefix}{key} has another layer in its place"
+            for key, layer in self.layers.items()
+            if not _computes_the_same(layer, now.get(key, layer))
+        ]
         for key, before in self._attributes.items():
-            now = self.own.get(key)
-            if key == "forward" and now is not before:
-                yield f"{prefix}forward is another function since the compilation", "runs the one before"
-            elif now is not before and (type(now) is not type(before) or now != before):
-                change = f"{prefix}{key} is {now!r} now, and was {before!r} at the compilation"
-                yield change, "computes with the value before"
+            value = self.own.get(key)
+            if value is not before and (type(value) is not type(before) or value != before):
+                found.append(f"{prefix}{key} is {value!r}, and was {before!r},")
         if self._present_hooks() != self._hooks:
-            change = f"a hook of {name or 'the model'} was registered or removed after the compilation"
-            yield change, "runs the hooks that were there"
+            found.append(f"a hook of {name or 'the model'} was registered or removed")
+        return found
 
 
 class _OwnTrain:
@@ -269,11 +259,6 @@ def _computes_the_same(one: nn.Module | None, other: nn.Module | None) -> bool:
     return type(one) is type(other) and one.extra_repr() == other.extra_repr()
 
 
-def _is_inside(name: str, other: str) -> bool:
-    """Return whether the layer `name` is in the layer `other`."""
-    return name != other and (not other or name.startswith(f"{other}."))
-
-
 def _names_read_by(kind: type) -> set[str]:
     """Return the names, without private ones, that methods of a class may read, except those of nn.Module."""
     own = [base for base in kind.__mro__ if base not in (nn.Module, object)]
@@ -289,8 +274,5 @@ def _names_read_by(kind: type) -> set[str]:
 
 def _hooks_of(parameter: nn.Parameter | None) -> list[int]:
     """Return the numbers of a parameter's hooks."""
-    hooks = (
-        getattr(parameter, "_backward_hooks", None),
-        getattr(parameter, "_post_accumulate_grad_hooks", None),
-    )
-    return [number for each in hooks for number in each or ()]
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return [number for name in names for number in getattr(parameter, name, None) or ()]
