@@ -1,8 +1,7 @@
 """Automatic casts as in PopTorch 3.0 and before: `autocast`, which is torch.autocast in compiled models only."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,17 +37,6 @@ class Policy:
 
 
 default = Policy()
-_is_allowed = ContextVar("is_allowed", default=True)  # False: autocast has no effect
-
-
-@contextlib.contextmanager
-def autocast_allowed(is_allowed: bool) -> Iterator[None]:
-    """Set whether each `autocast` that is entered inside the `with` has an effect."""
-    token = _is_allowed.set(is_allowed)
-    try:
-        yield
-    finally:
-        _is_allowed.reset(token)
 
 
 class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
@@ -69,7 +57,8 @@ class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
         # Imported late: options import this module in processes that only load data, without the compiler.
         from popengine.compile.recording.current_capture import current
 
-        is_effective = current() is not None and _is_allowed.get()
+        capture = current()
+        is_effective = capture is not None and capture.allows_autocast
         # A capture's tensors are on the CPU, whatever the device of the model.
         context = (
             torch.autocast("cpu", torch.float16, self._enabled) if is_effective else contextlib.nullcontext()

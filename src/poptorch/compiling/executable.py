@@ -23,7 +23,6 @@ from popengine.settings import Settings
 from ..annotating.blocks import layers_as_blocks
 from ..annotating.replica_groups import first_rows_only
 from ..annotating.strategies import PipelinedExecution
-from ..autocasting import autocast_allowed
 from ..enums import OutputMode, OverlapMode
 from ..logs import logger
 from ..options import Options
@@ -168,12 +167,12 @@ class _TracedForward:
     notes: tuple[Note, ...] = ()
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
-        bound = self.call.with_tensors(tensors).bound
-        with autocast_allowed(self.options.Precision.autocast_enabled), replace_untraceable_functions():
+        bound, state = self.call.with_tensors(tensors).bound, current()
+        assert state is not None
+        state.allows_autocast = self.options.Precision.autocast_enabled
+        with replace_untraceable_functions():
             value = self.model(*bound.args, **bound.kwargs)
         code = getattr(inspect.unwrap(self.model.forward), "__code__", None)
-        state = current()
-        assert state is not None
         if code is not None:
             state.forward_line = f"{code.co_filename}:{code.co_firstlineno}"
         self.template, outputs = split_outputs(value, state)

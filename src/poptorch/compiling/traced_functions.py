@@ -20,6 +20,7 @@ from popengine.compile.recording.graph_recorder import user_line
 from popengine.errors import CaptureError
 from popengine.torch_private import (
     PACK_SEQUENCE,
+    UNPACK_SEQUENCE,
     BatchNorm,
     DisableTorchFunction,
     detect_is_causal_mask,
@@ -138,12 +139,33 @@ def _to_numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _refuse_packing(*args: Any, **kwargs: Any) -> None:
-    raise CaptureError(
-        f"{user_line()}: sequences of different lengths can't be packed in a compiled model\n"
-        "  why: the sizes of packed sequences depend on the lengths, and a compiled model has fixed shapes\n"
-        "  fix: compute on the padded sequences, with a mask"
-    )
+def _pack_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Return the steps of padded sequences, one after another, and the number of sequences in each step.
+
+    Raises: CaptureError, if the lengths depend on inputs
+    """
+    if (known := _value_of(lengths)) is None:
+        raise CaptureError(
+            f"{user_line()}: a sequence is packed by lengths that are only known in a call\n"
+            "  why: the sizes of packed sequences depend on them, and a compiled model has fixed shapes\n"
+            "  fix: compute on the padded sequences, with a mask; or use lengths that are constants of the model"
+        )
+    with recording_paused():
+        mask = torch.arange(int(known.max()))[:, None] < known
+        sizes, (steps, sequences) = mask.sum(1), mask.nonzero().unbind(1)
+    return (input[sequences, steps] if batch_first else input[steps, sequences]), sizes
+
+
+def _unpack_sequence(
+    data: Tensor, sizes: Tensor, batch_first: bool, padding: float, total: int
+) -> tuple[Tensor, Tensor]:
+    """Return padded sequences and their lengths, of what `_pack_sequence` returns; `total`: steps, if positive."""
+    with recording_paused():
+        mask = torch.arange(int(sizes[0])) < sizes[:, None]
+        lengths, places = mask.sum(0), mask.nonzero().unbind(1)
+    steps = max(total, len(sizes))
+    padded = data.new_full((steps, int(sizes[0]), *data.shape[1:]), padding).index_put(places, data)
+    return (padded.transpose(0, 1) if batch_first else padded), lengths
 
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
@@ -204,7 +226,8 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     Tensor.numpy: _to_numpy,
     Tensor.__array__: _to_numpy,
     Tensor.backward: _refuse_backward,
-    PACK_SEQUENCE: _refuse_packing,
+    PACK_SEQUENCE: _pack_sequence,
+    UNPACK_SEQUENCE: _unpack_sequence,
     Tensor.bincount: _bincount,
     torch.bincount: _bincount,
     **{product: partial(_with_sparse_constant, product) for product in _PRODUCTS},

@@ -18,7 +18,7 @@ from ..enums import MeanReductionStrategy
 from ..logs import listed, logger
 from ..optim import Optimizer as PoptorchOptimizer
 from ..optim.freeze_optimizer import OptimizerGuard, refuse_step_hooks
-from ..optim.optimizer_state import check_torch_state, rates_of
+from ..optim.optimizer_base import check_torch_state, rates_of
 from .loaded_plans import LoadedPlans
 from .wrapped_model import WrappedModel
 

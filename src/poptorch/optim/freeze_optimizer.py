@@ -15,8 +15,7 @@ from popengine.errors import Error
 from popengine.torch_private import step_hooks
 from popengine.update.optimizer_rules import OWN_STEP, RULES, Rule
 from poptorch.logs import listed, logger
-from poptorch.optim.optimizer_base import Optimizer
-from poptorch.optim.optimizer_state import as_float, rates_of
+from poptorch.optim.optimizer_base import Optimizer, as_float, rates_of
 
 _TORCH_KINDS: dict[type, str] = {
     rule.torch_class: kind for kind, rule in RULES.items() if rule.torch_class is not None

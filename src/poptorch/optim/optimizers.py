@@ -14,8 +14,7 @@ from torch.optim.optimizer import ParamsT
 from popengine.update.group_update import init_state, update
 from poptorch.logs import logger
 from poptorch.optim.freeze_optimizer import freeze_optimizer
-from poptorch.optim.optimizer_base import Optimizer, VariableAttributes
-from poptorch.optim.optimizer_state import MAX_WEIGHT_NORM
+from poptorch.optim.optimizer_base import MAX_WEIGHT_NORM, Optimizer, VariableAttributes
 
 __all__ = ["LAMB", "LARS", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]
 

@@ -13,7 +13,7 @@ import torch
 import poptorch
 from popengine.settings import Hyper
 from poptorch import optim
-from poptorch.optim.optimizer_state import from_ipu_state, to_ipu_param, to_ipu_state
+from poptorch.optim.optimizer_base import from_ipu_state, to_ipu_param, to_ipu_state
 
 EACH = [getattr(optim, name) for name in optim.__all__ if name not in ("Optimizer", "VariableAttributes")]
 ARGUMENTS = {

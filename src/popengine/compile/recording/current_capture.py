@@ -101,6 +101,7 @@ class Capture:
     forward_line: str = "?"  # file and line of the model's forward, for messages
     losses: list[tuple[Tensor, str]] = field(default_factory=list)  # with the user's line
     is_marked: bool = False  # the user has marked a loss
+    allows_autocast: bool = True  # `poptorch.autocast` has an effect
     chosen: tuple[Tensor, str] | None = None  # the loss to train, in place of the marked ones
     # For the host, after each call: see `poptorch.compiling.outputs`.
     notes: list[tuple[Any, Any]] = field(default_factory=list)
