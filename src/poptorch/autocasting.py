@@ -1,7 +1,6 @@
 """Automatic casts as in PopTorch 3.0 and before: `autocast`, which is torch.autocast in compiled models only."""
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,20 +11,11 @@ __all__ = ["Policy", "autocast", "default"]
 
 
 class Policy:
-    """The rules of `autocast`, which are those of torch.autocast for float16.
+    """The rules of `autocast`: those of torch.autocast. Raises Error for `rules` of your own: lists of functions
+    named fp16, fp32, promote and demote."""
 
-    Args: fp16, fp32, promote, demote: lists of functions with other rules, which are refused
-    Raises: Error, if a list has a function
-    """
-
-    def __init__(
-        self,
-        fp16: Sequence[str] | None = None,
-        fp32: Sequence[str] | None = None,
-        promote: Sequence[str] | None = None,
-        demote: Sequence[str] | None = None,
-    ) -> None:
-        if fp16 or fp32 or promote or demote:
+    def __init__(self, *rules: Any, **named_rules: Any) -> None:
+        if any((*rules, *named_rules.values())):
             raise Error(
                 "poptorch.autocasting.Policy: rules of your own are not supported\n"
                 "  why: poptorch.autocast casts as torch.autocast does\n"

@@ -104,17 +104,15 @@ def make_profiles(
         groups = counts.groups * counts.instances
         one = replace(counts, replicas=counts.global_replicas, groups=groups, instances=1, instance=0)
         executable = replace(executable, settings=replace(executable.settings, counts=one))
-        graph, facts = (
-            executable.graph,
-            {
-                "processes": settings.counts.instances,
-                "optimizer_off_chip": location.get("on_chip_storage") is False,
-                "shards_optimizer": bool(location.get("replicated_tensor_sharding", False)),
-                "device": settings.device,
-                "base": _BASE_BYTES,
-                "available": available_memory(),
-            },
-        )
+        graph = executable.graph
+        facts = {
+            "processes": settings.counts.instances,
+            "optimizer_off_chip": location.get("on_chip_storage") is False,
+            "shards_optimizer": bool(location.get("replicated_tensor_sharding", False)),
+            "device": settings.device,
+            "base": _BASE_BYTES,
+            "available": available_memory(),
+        }
         assert graph is not None
         made = planned_profile(executable.plan, executable.settings, graph, {**facts, "planned": kind})
         if kind == "here":

@@ -258,9 +258,7 @@ def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> li
 
 def first_micro_batches(call: BoundCall, counts: Counts, has_float64: bool) -> list[Tensor]:
     """Return the rows of a call's first micro-batch, as `tensors_for_engine` converts them."""
-    return tensors_for_engine(
-        call.with_tensors(_first_micro_batch(t, counts) for t in call.tensors), has_float64
-    )
+    return [_first_micro_batch(tensor, counts) for tensor in tensors_for_engine(call, has_float64)]
 
 
 @dataclass(frozen=True)

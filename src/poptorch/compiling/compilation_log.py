@@ -83,30 +83,16 @@ def schedule_text(plan: Plan, settings: Settings) -> str:
     return found
 
 
-def check_hardware_rules(plan: Plan, settings: Settings, rounds: bool) -> None:
-    """With POPTORCH_CHECK_HARDWARE_RULES=1, raise Error if this process's replicas use more than 64 ipus
-    together, or a number that is no power of two; with `rounds` (`autoRoundNumIPUs`) the latter is only a
-    warning."""
-    if os.environ.get(HARDWARE_RULES, "0") == "0":
-        return
+def check_hardware_rules(plan: Plan, settings: Settings) -> None:
+    """With POPTORCH_CHECK_HARDWARE_RULES=1, raise Error if this process's replicas use more than 64 ipus."""
     used = (max(plan.partition.ipus) + 1) * settings.counts.replicas
-    if used > _LARGEST_SYSTEM:
+    if os.environ.get(HARDWARE_RULES, "0") != "0" and used > _LARGEST_SYSTEM:
         raise Error(
             f"Too many IPUs requested ({used})\n"
             f"  why: one process has at most {_LARGEST_SYSTEM} on real hardware\n"
             "  fix: distributed execution: several processes, each with some of the replicas (popdist, poprun);"
             f" here there is no such limit: unset {HARDWARE_RULES}"
         )
-    reserved = 1 << (used - 1).bit_length()
-    if reserved == used:
-        return
-    text = (
-        f"{used} IPUs are used, but real hardware reserves a power of two: {reserved} must be reserved, and"
-        f" {reserved - used} would be idle"
-    )
-    if not rounds:
-        raise Error(f"{text}\n  fix: options.autoRoundNumIPUs(True)")
-    logger.warning("%s (autoRoundNumIPUs(True) allows it)", text)
 
 
 # ---- the overview ----------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def compile_model(
         settings = with_balanced_stages(graph, settings, weights, samples, together=not is_plan_only)
     settings = sharded_if_too_few_micro_batches(graph.visits, visits_with_operations(graph), settings)
     plan = compile_graph(graph, settings, done)
-    compilation_log.check_hardware_rules(plan, settings, options.auto_round_num_ipus)
+    compilation_log.check_hardware_rules(plan, settings)
     return replace(new, plan=plan, settings=settings, inputs=inputs, key=run.key, frozen=run.frozen)
 
 

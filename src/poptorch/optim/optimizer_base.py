@@ -116,13 +116,14 @@ class Optimizer:
             )
         if self._needs_lr and "lr" not in given:
             groups = given["params"] = list(given["params"])
-            for index, group in enumerate(groups):
-                if not isinstance(group, dict) or "lr" not in group:
-                    raise ValueError(
-                        f"parameter group {index if isinstance(group, dict) else 0} didn't specify a value of "
-                        "required optimization parameter lr\n"
-                        f"  fix: poptorch.optim.{type(self).__name__}(params, lr=...), or an 'lr' in every group"
-                    )
+            lacking = [
+                n for n, group in enumerate(groups) if not isinstance(group, dict) or "lr" not in group
+            ]
+            if lacking:
+                raise ValueError(
+                    f"parameter group {lacking[0]} didn't specify a value of required optimization parameter lr\n"
+                    f"  fix: poptorch.optim.{type(self).__name__}(params, lr=...), or an 'lr' in every group"
+                )
         if self._defaults is not None:
             given["defaults"] = {name: given.get(name, value) for name, value in self._defaults.items()}
         accepted = inspect.signature(super().__init__).parameters

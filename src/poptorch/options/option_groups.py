@@ -229,9 +229,7 @@ class DeviceOptions(OptionsDict):
         return self.createOrSet(device_kind=checked("device", kind, DEVICES))
 
     def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Self:
-        """Has no effect; kept for compatibility: any number of ipus is allowed. With
-        POPTORCH_CHECK_HARDWARE_RULES=1 a number that is no power of two raises Error, or logs a warning if
-        this option is True."""
+        """Has no effect; kept for compatibility: any number of ipus is allowed."""
         return self.set(auto_round_num_ipus=auto_round_num_ipus)
 
     def useIpuModel(self, use_model: bool) -> Self:

@@ -25,8 +25,8 @@ def chain(*ipus):
     return forward
 
 
-def compiled(*ipus, rounds=False, replicas=1):
-    options = poptorch.Options().deviceIterations(len(ipus)).autoRoundNumIPUs(rounds)
+def compiled(*ipus, replicas=1):
+    options = poptorch.Options().deviceIterations(len(ipus))
     model = poptorch.inferenceModel(chain(*ipus), options.replicationFactor(replicas))
     model.compile(torch.zeros(len(ipus) * replicas, 1))
     return model
@@ -89,15 +89,6 @@ def test_the_limit_of_a_real_system_is_checked_on_request(monkeypatch):
     monkeypatch.setenv(HARDWARE_RULES, "1")
     with pytest.raises(poptorch.Error, match=r"Too many IPUs requested \(128\)"):
         compiled(0, 1, replicas=64)
-
-
-def test_the_power_of_two_rule_is_checked_on_request(monkeypatch, caplog):
-    monkeypatch.setenv(HARDWARE_RULES, "1")
-    with pytest.raises(poptorch.Error, match=r"3 IPUs are used.*4 must be reserved"):
-        compiled(0, 1, 2)
-    compiled(0, 1, 2, rounds=True)
-    assert "autoRoundNumIPUs(True) allows it" in caplog.text
-    compiled(0, 1)
 
 
 def test_variables_without_an_effect_are_named_in_the_log(caplog):
