@@ -59,21 +59,20 @@ def join_results(
 ) -> tuple[LatestCall, list[Tensor]]:
     """Return a call's results and its outputs, in the forward's order, from the results of its runs."""
     executable = finished[0][1].executable
-    replicas = [run.counts.replicas for run, _, _ in finished]
     times = [_run_times(plan, results) for _, plan, results in finished]
     returned = zip(*(results.outputs(executable.outputs) for _, _, results in finished), strict=True)
-    outputs = [_join_values(values, executable.settings.outputs, replicas) for values in returned]
+    outputs = [_join_values(values, executable.settings.outputs) for values in returned]
     anchored = {}
     for name, anchor in executable.anchors.items():
         # A weight, and the loss scaling, has one value in a step: that of the run which ends the step.
         chosen = [each for each in finished if each[0].part.ends_step or anchor.is_output]
         values = [results.anchor_values(plan.executable.anchors[name]) for _, plan, results in chosen]
-        anchored[name] = _join_values(values, anchor.outputs, [run.counts.replicas for run, _, _ in chosen])
+        anchored[name] = _join_values(values, anchor.outputs)
     notes = []
     for parts in zip(*(plan.executable.notes for _, plan, _ in finished), strict=True):
         values = [note.value(results) for note, (_, _, results) in zip(parts, finished, strict=True)]
         tensors = zip(*map(tensors_of, values), strict=True)
-        joined = (_join_values(of_runs, "all", replicas) for of_runs in tensors)
+        joined = (_join_values(of_runs, "all") for of_runs in tensors)
         notes.append((parts[0].what, with_tensors(values[0], joined)))
     return LatestCall(times, anchored, notes, True), outputs
 
@@ -86,7 +85,7 @@ def _run_times(plan: LoadedPlan, results: Results) -> list[Times]:
     return [results.load_started, results.loaded, *results.copy_times(outputs)]
 
 
-def _join_values(values: Sequence[Tensor], mode: Outputs, replicas: Sequence[int]) -> Tensor:
+def _join_values(values: Sequence[Tensor], mode: Outputs) -> Tensor:
     """Return the last value ("final"), the sum ("sum") or else the concatenation of an output's values in
     each run."""
     if mode == "final" or len(values) == 1:
@@ -94,15 +93,11 @@ def _join_values(values: Sequence[Tensor], mode: Outputs, replicas: Sequence[int
     if mode != "sum":
         return torch.cat([value if value.dim() else value.reshape(1) for value in values])
     total = values[0].clone()
-    for value, count in zip(values[1:], replicas[1:], strict=True):
-        value = value.reshape(1) if total.dim() > value.dim() else value
-        # A later run may have fewer replicas, and so fewer rows.
-        part = total[: len(value)] if total.dim() else total
-        is_other = total.dim() > 0 and len(value) * replicas[0] != len(total) * count
-        if is_other or part.shape != value.shape:
+    for value in values[1:]:
+        if value.shape != total.shape:
             raise Error(
                 "OutputMode.Sum adds outputs of all micro-batches, and the last one of this batch has another size\n"
                 "  fix: another output mode, or poptorch.DataLoader(..., drop_last=True)"
             )
-        part += value
+        total += value
     return total
