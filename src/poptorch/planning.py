@@ -234,8 +234,7 @@ def _random_values(shape: Sequence[int], dtype: torch.dtype, key: str = "") -> T
 
 
 def _measure_steps(found: Executable, hyper: Hyper | None) -> list[tuple[int, float]]:
-    """Run two shortened steps (a short step whole) on an engine; return (micro-batches of all replicas,
-    seconds)."""
+    """Run two shortened steps, or a short one whole; return (micro-batches of all replicas, seconds)."""
     assert found.graph is not None
     settings, whole = found.settings, found.plan.micro_batches
     few = max(2 * found.plan.partition.stages, torch.get_num_threads())

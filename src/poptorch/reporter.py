@@ -60,8 +60,7 @@ class Reporter:
         self._running = None
 
     def after_call(self) -> None:
-        """Save the profile if the last save is a minute old (longer, if a save takes long), as programs may
-        be killed."""
+        """Save the profile if the last save is a minute old, since programs may be killed."""
         began = time.perf_counter()
         if began >= self._next_save:
             self.save()

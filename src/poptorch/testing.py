@@ -134,8 +134,7 @@ def _check_copied(model: nn.Module, before: Sequence[Tensor | None]) -> None:
 
 
 def _index_of_loss(outputs: Any) -> int:
-    """Return the index of the loss among forward's output tensors: the index of the field "loss", else of the
-    first scalar that requires a gradient. Raises Error if there is neither."""
+    """Return the index of the loss among the outputs: the field "loss", else the first trained scalar."""
     named = loss_field(outputs)
     for index, value in enumerate(tensors_of(outputs)):
         if value is named or (named is None and value.dim() == 0 and value.requires_grad):
@@ -177,8 +176,8 @@ def _update_plain(
 def _update_by_executor(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, batch: Any, loss_index: int
 ) -> tuple[str, Tensor]:
-    """Update a model in place by an executor; return its plan's title, and the losses of all micro-batches.
-    The gradients, left in `.grad`, are the momenta of SGD after an update of a copy of the model."""
+    """Update a model in place by an executor; return its plan's title, and all losses. The gradients, left in
+    `.grad`, are the momenta of SGD after an update of a copy of the model."""
     other = copy.deepcopy(model)
     executor = trainingModel(model, options.clone().outputMode(OutputMode.All), optimizer)
     args, kwargs = arguments_of(batch)
@@ -222,8 +221,8 @@ def _format_factor(factor: float) -> str:
 
 
 def _describe_gradients(loss: str, rows: Sequence[tuple[str, str, str]], counts: Counts) -> str:
-    """Return "all equal", "all gradients are equal" (but not the loss or new weights), "gradients are 4 times
-    plain" with a likely cause, or the number of differing gradients and the first of them."""
+    """Return, in words, whether gradients are equal, a common factor with a likely cause, or the first
+    difference."""
     rows = [row for row in rows if row[1] != "none"]
     differing = [(name, gradient) for name, gradient, _ in rows if gradient != "equal"]
     if not differing:

@@ -36,7 +36,7 @@ class InputKind(NamedTuple):
 @dataclass(frozen=True)
 class BoundCall:
     """The arguments of a call, bound to forward's signature, the number of positional ones, and the paths of
-    inputs that are split along another dimension than 0, or not at all (`rearranged`)."""
+    inputs whose rows `rows_first` has moved."""
 
     bound: inspect.BoundArguments
     positional: int
@@ -157,8 +157,7 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
 
 
 def check_batch(call: BoundCall, counts: Counts) -> None:
-    """Raise AssertionError unless each tensor holds whole micro-batches (a 0-d tensor is one row), and Error
-    for an empty tensor."""
+    """Raise AssertionError unless each tensor holds whole micro-batches, and Error for an empty tensor."""
     for path, tensor in call.named_tensors.items():
         if tensor.numel() == 0:
             raise Error(f"Zero-sized tensors are unsupported (Got shape {tuple(tensor.shape)} for {path})")
@@ -171,8 +170,7 @@ def check_batch(call: BoundCall, counts: Counts) -> None:
 
 
 def warn_about_inputs(call: BoundCall, counts: Counts, has_float64: bool) -> None:
-    """Log warnings of batches that a DataLoader has loaded for other options, of a dictionary argument, and
-    of inputs that become float32, are detached, or are copied because they are not contiguous."""
+    """Log warnings of inputs that are not used as they are, and of a DataLoader with other options."""
     loaded = {factors_in_words(theirs) for tensor in call.tensors if (theirs := factors_of_loaded(tensor)[0])}
     if others := loaded - {factors_in_words(counts)}:
         logger.warning(

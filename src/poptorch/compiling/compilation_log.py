@@ -71,8 +71,7 @@ def log_plan(plan: Plan, settings: Settings) -> None:
 
 
 def schedule_text(plan: Plan, settings: Settings) -> str:
-    """Return a drawing of a step's schedule on this machine and, for several ipus, on separate devices; only
-    the number of micro-batches, if there are more than `_DRAWN`."""
+    """Return a drawing of a step on this machine and, for several ipus, on separate devices."""
     if plan.micro_batches > _DRAWN:
         return f"schedule of a step: {plan.micro_batches} micro-batches, too many to draw"
     here, apart = drawn_schedule(plan, core_count(settings.device)), drawn_schedule(plan)

@@ -84,8 +84,7 @@ def resolve_anchors(
 
 
 def split_outputs(value: Any, capture: Capture) -> tuple[Any, list[Tensor]]:
-    """Return the template of a forward's return value (see `split_traced`), and its outputs. A tensor that
-    forward does not compute stays in the template, with a warning."""
+    """Return the template of a forward's return value, and its outputs. Warn of tensors that are no outputs."""
     template, traced = split_traced(value, capture)
     for tensor in traced:
         check_dense(tensor, f"an output of forward, at {capture.forward_line},")

@@ -94,8 +94,7 @@ def split_into_runs(whole: Run, options: Options, training: bool, like: Compiled
 
 
 def _micro_batch_rows(call: BoundCall, like: CompiledInputs | None) -> int | None:
-    """Return the rows of a micro-batch: the DataLoader's, else those of `like` if its inputs have equally
-    many."""
+    """Return the rows of a micro-batch: the DataLoader's, else the common number of those of `like`."""
     loaded = next((rows for tensor in call.tensors if (rows := factors_of_loaded(tensor)[1])), None)
     if loaded is not None or like is None:
         return loaded

@@ -140,10 +140,7 @@ def _to_numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _pack_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Return the steps of padded sequences, one after another, and the number of sequences in each step.
-
-    Raises: CaptureError, if the lengths depend on inputs
-    """
+    """Return the steps of padded sequences, one after another, and the number of sequences in each."""
     if (known := _value_of(lengths)) is None:
         raise CaptureError(
             f"{user_line()}: a sequence is packed by lengths that are only known in a call\n"

@@ -49,8 +49,7 @@ def with_balanced_stages(
 def _block_costs(
     graph: Graph, settings: Settings, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]
 ) -> list[Cost]:
-    """Return the measured seconds and the bytes of each block, in the order of their first operations.
-    Operations before the first block count as a part of that block."""
+    """Return seconds and bytes of each block in order; the first one has what runs before it, too."""
     used = visits_with_operations(graph)
     placement = place_blocks(graph.visits, used, _STAGE_OF_EACH_BLOCK)
     names = {

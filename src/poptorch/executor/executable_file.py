@@ -54,8 +54,7 @@ class SavedExecutor:
 
 
 def write_file(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
-    """Write a saved executor to a file, or to `model.poptorch` in a folder, atomically. Raises AssertionError
-    if the parent path is a file, and Error if something in the model can't be pickled."""
+    """Write a saved executor to a file, or to `model.poptorch` in a folder, atomically."""
     path = Path(filename)
     if path.is_dir():
         path = path / DEFAULT_NAME
@@ -87,8 +86,8 @@ def write_file(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
 def write_to_cache_folder(
     executable: Executable, options: Options, per_replica_params: dict[str, Grouping]
 ) -> None:
-    """Write a compiled model to the folder of `enableExecutableCaching`, in instance 0, under its hash. Only
-    `loadExecutable` reads such files. What prevents the writing is logged as a warning."""
+    """Write a compiled model, in instance 0, to the folder of `enableExecutableCaching`, if it can be
+    written."""
     popart, settings = options._Popart.options, executable.settings
     if not popart.get("enableEngineCaching") or settings.counts.instance != 0:
         return
@@ -112,8 +111,8 @@ def write_to_cache_folder(
 
 
 def read_file(filename: str | os.PathLike[str]) -> SavedExecutor:
-    """Return the contents of a file from `write_file`; connection type `Never` becomes `Always`. Raises
-    AssertionError for a file that is missing, damaged, or from another program or version."""
+    """Return the contents of a file from `write_file`. Raises AssertionError if it is damaged, or of another
+    version."""
     path = Path(filename)
     path = path / DEFAULT_NAME if path.is_dir() else path
     written = ", ".join(sorted(file.name for file in path.parent.glob("*.poptorch"))) or "none"

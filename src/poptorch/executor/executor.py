@@ -214,8 +214,8 @@ class PoplarExecutor(PublicNames):
                     self._compile_plan(run)
 
     def _compile_plan(self, run: Run) -> LoadedPlan:
-        """Compile a plan for a run, make it current, and attach it unless the connection type is Never. Under
-        `popvision plan` write profiles instead, and exit the program."""
+        """Compile a plan for a run, make it current, and attach it; under `popvision plan` write profiles and
+        exit."""
         if self._wrapped.training:
             wrapped_model.mark_model(self._user_model, self)  # destroy() unmarks the model
         options, model, plans = self.options, self._wrapped.traced, self._plans

@@ -86,8 +86,7 @@ def _run_times(plan: LoadedPlan, results: Results) -> list[Times]:
 
 
 def _join_values(values: Sequence[Tensor], mode: Outputs) -> Tensor:
-    """Return the last value ("final"), the sum ("sum") or else the concatenation of an output's values in
-    each run."""
+    """Return the last value, the sum or else the concatenation of an output's values in each run."""
     if mode == "final" or len(values) == 1:
         return values[-1]
     if mode != "sum":

@@ -187,8 +187,7 @@ class LoadedPlans:
         return settings is not None and settings.shard_optimizer is not None and settings.counts.instances > 1
 
     def optimizer_states(self) -> Mapping[str, dict[str, Tensor]]:
-        """Return the optimizer states by canonical name. A state that is sharded over instances is gathered,
-        which waits for all instances; without an engine this raises Error."""
+        """Return the optimizer states by name; a sharded one is gathered, which waits for all instances."""
         if self.engine is not None:
             return self.engine.read_whole_optimizer()
         if self.is_optimizer_sharded:

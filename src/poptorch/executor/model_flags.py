@@ -61,8 +61,7 @@ class ModelFlags:
     # ---- compiling ---------------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Before the first compilation: choose the modes, and take over attributes that the user's model has
-        got."""
+        """Before the first compilation: choose the modes, and take over new attributes of the user's model."""
         user, traced = attributes_of(self._model.user), self._model.traced
         for name in user.keys() | self._taken.keys():
             before = self._taken.get(name)
@@ -107,8 +106,7 @@ class ModelFlags:
         return autocast, self._draws and torch.initial_seed()
 
     def present_parameters(self) -> list[tuple[int, bool]]:
-        """Return id and `requires_grad` of each compiled parameter; [] if there are none, or layers were
-        replaced."""
+        """Return id and `requires_grad` of each compiled parameter; [] if layers were replaced."""
         if any(layer.own["_modules"] != layer.layers for layer in self._layers.values()):
             return []
         return [
@@ -231,8 +229,8 @@ class _Fixed:
 
 
 class _OwnTrain:
-    """The method `train` of the shallow copy of a model for inference: it sets the modes of the executor. In deep
-    copies and pickles of the copy it is the method of the module's class."""
+    """The method `train` of the copy of a model for inference: it sets the modes of the executor. Deep copies
+    and pickles have the method of the module's class."""
 
     def __init__(self, module: nn.Module, flags: ModelFlags) -> None:
         self._module, self._flags = module, flags

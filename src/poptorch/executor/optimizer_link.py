@@ -89,8 +89,7 @@ class OptimizerLink:
             self._name_parameters()
 
     def _step(self, gradients: Mapping[str, Tensor]) -> None:
-        """Run the optimizer's own `step()` with these gradients, by name; attributes `grad` stay the
-        program's."""
+        """Run the optimizer's own `step()` with these gradients; attributes `grad` stay the program's."""
         parameters = [value for group in self.optimizer.param_groups for value in group["params"]]
         kept, names = [parameter.grad for parameter in parameters], self._names()
         try:
@@ -103,8 +102,8 @@ class OptimizerLink:
                 parameter.grad = gradient
 
     def replaced_parameters(self) -> tuple[str, ...]:
-        """Return the names of replaced parameters that the optimizer does not hold: as in plain PyTorch they
-        are not updated. The first one logs a warning."""
+        """Return, with a warning, the names of parameters that the optimizer does not hold after a
+        replacement."""
         held = {id(value) for group in self.optimizer.param_groups for value in group["params"]}
         present = self._model.parameter_names()
         if held <= present.keys():
@@ -221,8 +220,8 @@ def _gather_state(
     optimizer: Any,
     state_dict: Mapping[str, Any],
 ) -> dict[str, Any] | None:
-    """Return an optimizer's `state_dict` with the shards of all instances, of which `here` is this one.
-    Without executor raise Error if a shard is missing. A hook of `state_dict()`."""
+    """Return an optimizer's `state_dict` with the shards of all instances, of which this is instance `here`.
+    A hook of `state_dict()`, which raises Error if a shard has gone with the executor."""
     link = owner()
     if link is not None and link._is_connected and link.optimizer is optimizer:
         states = link._plans.optimizer_states()

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable
 from datetime import timedelta
 from operator import attrgetter
@@ -70,7 +69,6 @@ class PublicNames:
         self._latest, self._updates = LatestCall(), 0
         self._host_weights_version = 0  # calls of `copyWeightsToHost`
         self._compilation_seconds: float | None = None
-        self._announced_methods: set[str] = set()
 
     # ---- weights, optimizer, random state ----------------------------------------------------------------
 
@@ -298,15 +296,6 @@ class PublicNames:
         if name.startswith("_") and "_wrapped" not in self.__dict__:
             raise AttributeError(name)  # while the executor is being made
         value = getattr(self.model, name)
-        is_users = inspect.ismethod(value) and value.__self__ is self.model and not hasattr(nn.Module, name)
-        if is_users and not name.startswith("_") and name not in self._announced_methods:
-            self._announced_methods.add(name)
-            logger.warning(
-                "%s.%s runs on the host, uncompiled, with the newest weights\n"
-                "  fix: none, if that is meant; what forward calls is compiled, and so is a call of the executor",
-                type(self.model).__name__,
-                name,
-            )
         if isinstance(value, nn.Parameter) and name in self._wrapped.user._parameters:
             groupings = None if self.isCompiled() else self.per_replica_params
             return GroupableParameter.wrap(value, name, groupings)

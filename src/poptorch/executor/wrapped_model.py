@@ -65,8 +65,7 @@ class HostForward:
 
 
 class _MethodOfExecutor:
-    """A method of the executor (`owner`: a weak reference) that its model has as an attribute. Deep copies
-    and pickles of the model have None instead."""
+    """A method of the executor that its model has as an attribute; copies and pickles have None instead."""
 
     def __init__(self, owner: weakref.ref[Any], name: str, without_owner: Any) -> None:
         self.owner, self._name, self._without_owner = owner, name, without_owner

@@ -31,8 +31,7 @@ class UnknownParameterError(Error, KeyError):
 def freeze_optimizer(
     optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> tuple[settings.Optimizer, settings.Hyper]:
-    """Return the values of an optimizer that are compiled in, and its rates, after checks. `names`:
-    id(parameter) -> canonical name, for every parameter of the model."""
+    """Return an optimizer's compiled-in values and rates. `names`: id(parameter) -> name, of the whole model."""
     kind = optimizer_kind(optimizer)
     hyper = rates_of(kind, optimizer)
     if any(group.get("amsgrad") for group in optimizer.param_groups):
@@ -172,9 +171,8 @@ def _group_indices(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> d
 
 
 class OptimizerGuard:
-    """The checks of optimizers that are passed to `setOptimizer`, against the one that is compiled in. If
-    `relaxed`, unexpected attributes are logged at DEBUG. With automatic loss scaling the loss scaling may
-    change."""
+    """The checks of optimizers after compilation. If `relaxed`, unexpected attributes are logged at DEBUG;
+    with automatic loss scaling the loss scaling may change."""
 
     _frozen: settings.Optimizer  # the accepted optimizer's values that are compiled in
     _constants: dict[str, list[float]]  # its rates that may not change, as in `_rates_by_name`
@@ -189,13 +187,8 @@ class OptimizerGuard:
     def check_and_freeze(
         self, optimizer: torch.optim.Optimizer, names: dict[int, str], compiled: bool
     ) -> tuple[settings.Optimizer, settings.Hyper]:
-        """Return what `freeze_optimizer` does, after checks of changes and hooks. If `compiled`, values must
-        equal those of the accepted optimizer, except rates that `load_state_dict` has changed: these
-        replace the constant rates.
-
-        Raises Error if a value that is compiled in has changed, or `step()` has hooks, and ValueError if
-        `accum_type` became float16.
-        """
+        """Return what `freeze_optimizer` does, after checks of hooks and, if `compiled`, of changes. Rates
+        that `load_state_dict` has changed may differ, and replace the constant rates."""
         frozen, hyper = freeze_optimizer(optimizer, names)
         if frozen.kind != OWN_STEP:
             refuse_step_hooks(optimizer)
@@ -258,8 +251,7 @@ class OptimizerGuard:
                 self._report("Ignoring unexpected %s in %s optimizer: %s", description, label, unexpected)
 
     def _check_changes(self, label: str, frozen: settings.Optimizer, rates: dict[str, list[float]]) -> None:
-        """Raise Error, or ValueError for an `accum_type`, if a value that is compiled in, or a constant rate
-        among `rates`, differs from the accepted optimizer's."""
+        """Raise Error if a compiled-in value, or a constant one of `rates`, is not the accepted optimizer's."""
         before = self._frozen
         if label != self._label:
             raise Error(

@@ -202,8 +202,8 @@ class Optimizer:
     def _joined_states(
         self, names: Sequence[str], states: Mapping[int, Any], ipu_state: Mapping[str, Tensor]
     ) -> dict[int, dict[str, Tensor]]:
-        """Return the state of each parameter, by index: from "ipu_state", else from `states`, else the present one.
-        Log a warning of present states that "ipu_state" lacks."""
+        """Return each parameter's state, by index: from "ipu_state", else from `states`, else the present
+        one. Log a warning of present states that "ipu_state" lacks."""
         present = {name: self.state.get(p, {}) for name, p in zip(names, self._parameters(), strict=False)}
         if missing := sorted(to_ipu_state(self._kind, present).keys() - ipu_state.keys()):
             logger.warning("the loaded optimizer state has nothing for %s: kept as it is", ", ".join(missing))
@@ -228,8 +228,8 @@ class Optimizer:
 
 
 def rates_of(kind: str, optimizer: Any) -> Hyper:
-    """Return the rates of an optimizer's parameter groups as floats, and its loss scaling. Raises
-    AssertionError if a key of the rule `kind` is missing in a group, or a value is invalid."""
+    """Return the rates of an optimizer's groups, and its loss scaling. Raises AssertionError for invalid
+    ones."""
     scaling = as_float(getattr(optimizer, "loss_scaling", 1.0), "loss_scaling", "the optimizer")
     assert 0 < scaling < math.inf, (
         f"loss_scaling has to be a positive, finite number, and is {scaling:g}\n"
@@ -334,7 +334,7 @@ def from_ipu_state(kind: str, ipu_state: Mapping[str, Tensor]) -> dict[str, Stat
 
 def check_torch_state(kind: str, optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """Raise RuntimeError if torch's part of a `state_dict()` has states of another kind of optimizer, of
-    other shapes than the parameters, or with values that no update yields. Any state fits an own `step()`."""
+    other shapes than the parameters, or with values that no update yields."""
     if kind == OWN_STEP:
         return
     rule_states = RULES[kind].states

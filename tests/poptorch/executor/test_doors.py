@@ -1,6 +1,5 @@
 """transformers.Trainer and accelerate train through an executor, as the guide shows it."""
 
-import logging
 import math
 import re
 from pathlib import Path
@@ -188,18 +187,3 @@ def test_accelerates_model_optimizer_and_schedule_train_and_go_on_from_a_state(t
     whole = accelerated(str(tmp_path / "whole"), slice(0, 4))
     accelerated(str(tmp_path / "parts"), slice(0, 2))
     assert equal(accelerated(str(tmp_path / "parts"), slice(2, 4), restored=True), whole)
-
-
-def test_methods_of_the_hosts_copy_say_once_that_they_run_uncompiled(caplog):
-    model = language_model()
-    executor = poptorch.trainingModel(model, options())
-    words = torch.zeros(1, 2, dtype=torch.long)
-    with caplog.at_level(logging.WARNING, logger="poptorch::python"):
-        for _ in range(2):
-            executor.generate(words, max_new_tokens=2, do_sample=False)
-        executor.named_parameters(), executor.config, executor.eval()
-    said = [record.message for record in caplog.records if "uncompiled" in record.message]
-    assert said == [
-        "GPT2LMHeadModel.generate runs on the host, uncompiled, with the newest weights\n"
-        "  fix: none, if that is meant; what forward calls is compiled, and so is a call of the executor"
-    ]
