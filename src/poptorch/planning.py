@@ -81,12 +81,11 @@ def make_profiles(
     hyper: Hyper | None,
     kinds: Mapping[str, float],
 ) -> dict[str, Profile]:
-    """Compile a model for each kind of machine, and return the profiles of the plans, by kind: "apart" (each
-    ipu is an accelerator) or "here" (this machine). `kinds`: by kind, the bytes of a chip's memory.
+    """Compile a model for each kind of machine: "apart" (each ipu is an accelerator) or "here" (this
+    machine), and return the profiles of the plans. `kinds`: by kind, the bytes of a chip's memory.
 
-    If a chip's memory is too small for the plan, the result also has plans that may need less, such as one
-    with recomputation. Their keys are the kind, a colon and the change of the program; `facts["planned"]` is
-    the key.
+    If they are too few, the result also has plans that may need less, such as one with recomputation. Their
+    keys are the kind, a colon and the change of the program; `facts["planned"]` is the key.
     """
     location = options.TensorLocations.location_optimizer.toDict()
     found = {}
@@ -205,18 +204,14 @@ def _most_bytes_in_transit(found: Profile, ipu: int) -> int:
 
 
 def measure_times(found: Executable, hyper: Hyper | None, planned: Profile) -> dict[str, Any]:
-    """Measure a model on this machine; return "steps" if it is small, else "pieces", "updates".
-
-    steps    list of (micro-batches of all replicas, seconds of a step)
-    pieces   seconds of each piece, for one micro-batch on one core, while all cores run the same
-    updates  seconds of each ipu's weight update on one core
-    """
+    """Measure a model on this machine; return "steps", of (micro-batches of all replicas, seconds), if it is
+    small, else the seconds on one core, while all work, of "pieces" for a micro-batch and of "updates"."""
     graph = found.graph
     assert graph is not None
     state, flops = sum(slot.nbytes for slot in graph.slots), sum(row.flops for row in planned.operations)
     with torch.random.fork_rng():
         if state < _SMALL[0] and flops < _SMALL[1] and not _calls_user_code(graph):
-            return {"steps": _measure_steps(found, hyper)}
+            return {"steps": _measure_steps(found, graph, hyper)}
         return _times_from_rates(found, planned)
 
 
@@ -233,16 +228,15 @@ def _random_values(shape: Sequence[int], dtype: torch.dtype, key: str = "") -> T
     return torch.randn(shape, dtype=torch.float32).mul_(1 / math.sqrt(max(1, math.prod(shape[1:])))).to(dtype)
 
 
-def _measure_steps(found: Executable, hyper: Hyper | None) -> list[tuple[int, float]]:
+def _measure_steps(found: Executable, graph: Graph, hyper: Hyper | None) -> list[tuple[int, float]]:
     """Run two shortened steps, or a short one whole; return (micro-batches of all replicas, seconds)."""
-    assert found.graph is not None
     settings, whole = found.settings, found.plan.micro_batches
     few = max(2 * found.plan.partition.stages, torch.get_num_threads())
     rows = []
     for count in (few, 3 * few) if whole > 3 * few else (whole,):
         factors = {"accumulation": count, "iterations": 1} if settings.training else {"iterations": count}
         short = replace(settings, counts=replace(settings.counts, **factors))
-        plan, product = compile_graph(found.graph, short), short.counts.product
+        plan, product = compile_graph(graph, short), short.counts.product
         signature = plan.partition.signature
         weights = {s.key: _random_values(s.shape, s.dtype, s.key) for s in signature.parameters_and_buffers}
         inputs = {int(slot.key): slot for slot in signature.slots if slot.role == "input"}
@@ -256,7 +250,7 @@ def _measure_steps(found: Executable, hyper: Hyper | None) -> list[tuple[int, fl
     return rows
 
 
-def _median_seconds(work: Callable[[], Any], warm: int = 1) -> float:
+def _median_seconds(work: Callable[[], Any], warm: int) -> float:
     """Call `work` `warm` times as a warm-up, then up to `_ROUNDS` times; return the median of the seconds."""
     for _ in range(warm):
         work()

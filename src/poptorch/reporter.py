@@ -171,9 +171,7 @@ def _add_times(operations: Sequence[profile.Operation], detail: StepDetail | Non
         return list(operations)
     lines = {piece: iter(detail.line_times(piece)) for piece in detail.lines}
     return [
-        row
-        if row.piece not in lines
-        else row._replace(calls=detail.runs[row.piece], ns=next(lines[row.piece]))
+        row._replace(calls=detail.runs[row.piece], ns=next(lines[row.piece])) if row.piece in lines else row
         for row in operations
     ]
 

@@ -64,7 +64,7 @@ class BoundCall:
         return dict(zip(paths, self.tensors, strict=True))
 
     def in_words(self, samples: Sequence[Tensor]) -> str:
-        """Return, for messages, path, dtype and shape of each of the tensors, and types of other values."""
+        """Return, for messages, path, dtype and shape of the tensors, and types of other values."""
         words = [f"{p}: {s.dtype} {tuple(s.shape)}" for p, s in zip(self.named_tensors, samples, strict=True)]
         for name, value in self.bound.arguments.items():
             default = self.bound.signature.parameters[name].default

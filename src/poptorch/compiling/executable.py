@@ -154,8 +154,8 @@ def _capture_model(
 
 @dataclass
 class _TracedForward:
-    """A callable for `capture`: runs forward, returns the graph's outputs, and sets fields: the template, the
-    number of outputs, the names of inputs and losses, and by short name the index of an anchored one."""
+    """A callable for `capture`: runs forward, returns the graph's outputs, and sets the fields below;
+    `indices`: by short name, the index of an anchored input or loss in the outputs."""
 
     model: nn.Module
     call: BoundCall

@@ -41,9 +41,8 @@ Anchors = dict[str, Anchor]  # by short name
 def resolve_anchors(
     graph: Graph, traced: Iterable[str], indices: dict[str, int], options: Options, training: bool
 ) -> tuple[Graph, Anchors, tuple[str, ...]]:
-    """Return the graph with the requested gradients as further outputs, the anchors that
-    `Options.anchorTensor` requested, and all names that could be anchored. `traced`, `indices`: `names`,
-    `indices` of a `_TracedForward`."""
+    """Return the graph with the requested gradients as further outputs, the requested anchors, and all names
+    of anchors. `traced`, `indices`: `names`, `indices` of a `_TracedForward`."""
     gradients = {result.key: result for result in graph.results if result.kind == "gradient"}
     # By name: the source of an anchor, and the weight's name.
     sources: dict[str, tuple[Any, str]] = {name: ("output", "") for name in traced}

@@ -30,8 +30,8 @@ def with_balanced_stages(
     inputs: Sequence[Tensor],
     together: bool,
 ) -> Settings:
-    """Measure the blocks on one micro-batch, and return the settings with the stages of `AutoBalance`. If all
-    instances train, and call this function `together`, they use the seconds of instance 0."""
+    """Return the settings with the stages of `AutoBalance`, by measured costs of the blocks. If all instances
+    train, and call this function `together`, they use the seconds of instance 0."""
     costs = _block_costs(graph, settings, weights, inputs)
     if together and settings.training and settings.counts.instances > 1:
         group = group_of_size(settings.counts.instances)

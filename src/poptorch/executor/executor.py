@@ -313,9 +313,8 @@ class PoplarExecutor(PublicNames):
 
     def _release(self) -> None:
         """Free devices and plans; in training remove the model's mark, and the link of the optimizer."""
-        self._plans.detach()
-        self._optimizer_link.release_optimizer()  # before the plans are gone: it needs them to read the state
         self._plans.clear_plans()
+        self._optimizer_link.release_optimizer()
         self._latest = LatestCall()
         # The model's weak reference to this executor is None already when `__del__` runs.
         if self._wrapped.training and wrapped_model.executor_of(self._user_model) in (self, None):
@@ -324,7 +323,6 @@ class PoplarExecutor(PublicNames):
     def _remove_plan(self, key: Any, previous: LoadedPlan | None) -> None:
         """Remove the plan of `key` and make `previous` current; if there is none, detach, and remove all."""
         if previous is None:
-            self._plans.detach()
             self._plans.clear_plans()
         else:
             self._plans.make_current(previous)

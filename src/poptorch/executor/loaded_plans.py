@@ -112,14 +112,14 @@ class LoadedPlans:
             logger.info("allowNewShapes(plans=%d): the plan used longest ago is dropped", most)
 
     def clear_plans(self) -> None:
-        """Remove all plans. Their engines must be closed."""
+        """Close all engines, and remove all plans."""
+        self.detach()
         self.by_key.clear()
         self.current = self.first = None
 
     @property
     def random_state(self) -> tuple[int, int]:
-        """Return (seed, number of steps run). The seed is that of `Options.randomSeed`, by default torch's at
-        the first attach."""
+        """Return (seed, number of steps run). By default the seed is torch's at the first attach."""
         if self._is_seeded:
             return self.state.random_state
         return self._options.random_seed if self._options.exists("random_seed") else torch.initial_seed(), 0

@@ -119,8 +119,8 @@ class ModelFlags:
     # ---- changes after it --------------------------------------------------------------------------------
 
     def check_changes(self) -> None:
-        """Warn, once per kind, of changes since the compilation of modes, layers, attributes, hooks, torch's
-        seed and autocast: calls ignore them. Raises Error if the hooks of a parameter have changed."""
+        """Warn, once per kind, of changes of the model since its compilation, of torch's seed and of
+        autocast: calls ignore them. Raises Error if the hooks of a parameter have changed."""
         changed = {name: layer for name, layer in self._layers.items() if layer.has_changed()}
         if changed:
             self._warn_of_modes(changed)

@@ -146,8 +146,8 @@ class OptimizerLink:
         self._plans.state.use_optimizer(self.optimizer, self._parameters)
 
     def connect_optimizer(self) -> None:
-        """Name the optimizer's parameters, check states that are loaded from now on, and let `state_dict()`
-        gather a state that is sharded. Does nothing in inference, or if it is connected already."""
+        """If there is an optimizer, check states that are loaded from now on; let `state_dict()` gather
+        shards."""
         optimizer: Any = self.optimizer
         if self._is_connected or optimizer is None:
             return
@@ -175,9 +175,8 @@ class OptimizerLink:
         self._is_connected = False
 
     def prepare_call(self) -> None:
-        """Use rates that were loaded into a poptorch optimizer since the last call. Warn, once, of rates that
-        have changed in another way since `setOptimizer`. Raises Error if a value that is compiled in has
-        changed."""
+        """Use rates that were loaded since the last call. Warn, once, of rates that have changed in another
+        way. Raises Error if a value that is compiled in has changed."""
         used = self.hyper
         if used is None:
             return
