@@ -17,6 +17,7 @@ from torch.utils.data import (
 )
 
 import poptorch
+from poptorch.data.accessor import length_or_none
 from poptorch.data.rows import concatenate_batches, group_batches
 from poptorch.nested_values import tensors_of, with_tensors
 
@@ -27,12 +28,8 @@ _COPIED += ("prefetch_factor", "persistent_workers")
 
 
 def convert_loader(loader: Any, stage: Any, options: poptorch.Options, lightning: Any) -> Any:
-    """Return a loader of combined batches for a stage of the Trainer.
-
-    A `poptorch.DataLoader`, and a loader that is not torch's, is returned unchanged. In the stage "predict"
-    the last batch may be short. In other stages a short last batch is left out, with a warning except in
-    training. Raises: MisconfigurationException, if the loader has too few rows for one call
-    """
+    """Return a loader of combined batches for a stage of the Trainer, in place of a loader of torch. Only in the
+    stage "predict" it has a short last batch."""
     if isinstance(loader, poptorch.DataLoader) or not isinstance(loader, DataLoader):
         return loader
     predicts, n = stage == "predict", micro_batch_count(options, stage == "train")
@@ -64,9 +61,8 @@ def _check_length(
     loader: DataLoader[Any], combined: Any, n: int, stage: Any, options: poptorch.Options, lightning: Any
 ) -> None:
     """Raise an exception if `loader` has less than one call; warn of micro-batches that `combined` leaves out."""
-    try:
-        micro_batches, calls = len(loader), len(combined)
-    except TypeError:  # a dataset without a length
+    micro_batches, calls = length_or_none(loader), length_or_none(combined)
+    if micro_batches is None or calls is None:
         return
     if calls == 0 and micro_batches > 0:
         raise lightning.Misconfiguration(

@@ -80,8 +80,7 @@ class Block(nn.Module):
 
 
 class BeginBlockHook:
-    """A forward pre-hook that opens a block. A hook without an id gets an automatic id at its first capture.
-    `strategy`: the default strategy for a model with hooks of `annotate` or `split`; None for other hooks."""
+    """A forward pre-hook that opens a block; `strategy`: the default for a model that was annotated or split."""
 
     def __init__(self, user_id: str | None, ipu_id: int | None, strategy: Any = None) -> None:
         self.user_id, self.ipu_id, self.strategy = user_id, _checked_ipu(ipu_id), strategy
@@ -119,8 +118,7 @@ def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None 
 
     Args:
         layer_to_call: a module, or a function
-        user_id: the block's name in strategies; by default "0", "1", ... in order of entry
-        ipu_id:  the block's ipu, unless the strategy names an ipu for the block
+        user_id, ipu_id: as for `Block`
     Returns: the same module, to which a hook was added; for a function, a wrapper that calls it
     Raises: Error, if the module begins a block already, or the layer is neither a module nor a function
     """
@@ -257,8 +255,7 @@ def split(model: M, ipus: int) -> M:
 
 
 def strategy_of_marks(model: nn.Module, strategy: ExecutionStrategy) -> ExecutionStrategy:
-    """Return the strategy that `annotate` or `split` chose for the model, if `strategy` is the default
-    strategy, with or without `orSharded()` and a schedule, which are carried over; else return `strategy`."""
+    """Return the strategy of `annotate` or `split`, with the schedule of `strategy`, if that is the default."""
     if not isinstance(strategy, PipelinedExecution) or strategy._auto != AutoStage.SameAsIpu:
         return strategy
     hooks = filter(None, map(find_begin_hook, model.modules()))

@@ -64,7 +64,7 @@ class Phase:
 
     >>> poptorch.SerialPhasedExecution(poptorch.Phase(poptorch.Stage("a"), poptorch.Stage("b")), "c")
 
-    Args: stages; or block ids (strings), which form one stage
+    Args: stages; or block ids, which form one stage
     Raises: AssertionError, if there is no argument, or stages and block ids are mixed
     """
 
@@ -234,9 +234,7 @@ class ShardedExecution(_StagedExecution):
     >>> options = poptorch.Options()
     >>> options.setExecutionStrategy(poptorch.ShardedExecution("embedding", ["layer0", "layer1"], "head"))
 
-    Args:
-        args: one `AutoStage` (default `SameAsIpu`) or `AutoBalance`; or the stages in the order of the data,
-            numbered from 0: each a `Stage`, a block id, or a list of block ids
+    Args: as for `PipelinedExecution`, without a schedule
     Raises:
         AssertionError: an argument is not a stage, or a block is in two stages
         Error: (at compilation) the model has a block without a stage
@@ -312,10 +310,8 @@ class ParallelPhasedExecution(_PhasedExecution):
     >>> phases = [poptorch.Phase("a").ipus(0), poptorch.Phase("b").ipus(1)]
     >>> options.setExecutionStrategy(poptorch.ParallelPhasedExecution(*phases))
 
-    Args: the phases in the order of the data: each a `Phase`, a `Stage`, a block id, or a list of either
-    Raises:
-        AssertionError: there is no phase, or a phase is an `AutoStage`
-        Error: (when a model is wrapped) an even phase is on an odd ipu, or an odd phase on an even ipu
+    Args: as for `SerialPhasedExecution`
+    Raises: also Error (when a model is wrapped), if an even phase is on an odd ipu, or an odd one on an even ipu
     """
 
     _serial = False

@@ -26,9 +26,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from popengine.errors import DataError
 from poptorch.data.loader_process import (
-    EpochEnd,
     Feeder,
-    LoadedBatch,
+    Loaded,
     Restart,
     SlotUnpickler,
     pickle_state,
@@ -108,21 +107,19 @@ class AsynchronousDataAccessor:
         if self._is_epoch_ended:
             raise StopIteration
         while True:
-            message = self._receive_message("An error occurred in the data fetcher")
-            if message.restart_count != self._restart_count:
-                if isinstance(message, LoadedBatch):
-                    self._send_message(message.slot)
-            elif isinstance(message, LoadedBatch):
-                for slot in self._slots_to_release:
-                    self._send_message(slot)
-                self._slots_to_release, self._needs_restart = [message.slot], True
-                self._state = message.state
-                return SlotUnpickler(message.content, self._memory[message.slot]).load()
-            else:
-                assert isinstance(message, EpochEnd)
-                self._is_epoch_ended, self._needs_restart = True, not message.is_continuing
-                self._state = message.state
-                raise StopIteration
+            message: Loaded = self._receive_message("An error occurred in the data fetcher")
+            if message.restart_count == self._restart_count:
+                break
+            if message.slot is not None:  # from before the latest restart
+                self._send_message(message.slot)
+        self._state = message.state
+        if message.slot is None:
+            self._is_epoch_ended, self._needs_restart = True, not message.is_continuing
+            raise StopIteration
+        for slot in self._slots_to_release:
+            self._send_message(slot)
+        self._slots_to_release, self._needs_restart = [message.slot], True
+        return SlotUnpickler(message.content, self._memory[message.slot]).load()
 
     def _loader_state(self) -> LoaderState:
         """Return the state of the worker's poptorch.DataLoader after the latest batch that was taken."""

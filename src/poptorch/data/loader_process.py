@@ -3,9 +3,9 @@
     worker                                        consumer
                                ◄───────────────   int: a free slot
     Tensor: all slots          ───────────────►
-    LoadedBatch(slot, ...)     ───────────────►   reads the slot ...
+    Loaded(slot, ...)          ───────────────►   reads the slot ...
                                ◄───────────────   int: ... and returns it
-    EpochEnd(is_continuing)    ───────────────►
+    Loaded(None, ...)          ───────────────►   an epoch has ended
                                ◄───────────────   Restart: begin an epoch; batches in flight are stale
     str: why it failed         ───────────────►   and the worker ends
 
@@ -38,22 +38,14 @@ from poptorch.nested_values import ICustomArgParser, registerCustomArgParser, re
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedBatch:
-    """The worker's message that a slot has been filled with a batch."""
+class Loaded:
+    """The worker's message that a slot has been filled with a batch, or that an epoch has ended."""
 
     restart_count: int
-    slot: int
-    content: bytes  # the batch, for SlotUnpickler
-    state: bytes | None  # of a poptorch.DataLoader after this batch, pickled; None for another dataset
-
-
-@dataclass(frozen=True, slots=True)
-class EpochEnd:
-    """The worker's message that an epoch has ended; `state` as in `LoadedBatch`, at the end of the epoch."""
-
-    restart_count: int
-    is_continuing: bool  # False if the worker waits for a Restart
-    state: bytes | None
+    state: bytes | None  # of a poptorch.DataLoader at this point, pickled; None for another dataset
+    slot: int | None = None  # None: the epoch has ended
+    content: bytes = b""  # the batch, for SlotUnpickler
+    is_continuing: bool = True  # False: the worker waits for a Restart
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +189,8 @@ class Feeder:
                 raise DataError("the dataset is empty: it has not a single (complete) batch")
             # After an empty epoch the worker waits: a generator, for example, can be iterated only once.
             self.batches, self.is_loading = None, self.load_indefinitely and not is_empty
-            connection.send(EpochEnd(self.restart_count, self.is_loading, self.pickle_dataset_state()))
+            state = self.pickle_dataset_state()
+            connection.send(Loaded(self.restart_count, state, is_continuing=self.is_loading))
 
     def pickle_dataset_state(self) -> bytes | None:
         return pickle_state(self.dataset.state_dict()) if hasattr(self.dataset, "_progress") else None
@@ -214,7 +207,7 @@ class Feeder:
         if is_first:
             self.connection.send(self.memory)
         state = self.pickle_dataset_state()
-        self.connection.send(LoadedBatch(self.restart_count, slot, file.getvalue(), state))
+        self.connection.send(Loaded(self.restart_count, state, slot, file.getvalue()))
 
     def handle_message(self) -> None:
         """Wait for a message, and handle it: a returned slot is free; a Restart drops the current epoch."""

@@ -122,8 +122,7 @@ def _version_counters(call: HostCall) -> dict[str, int]:
 
 def _has_same_bits(value: Tensor, before: Tensor) -> bool:
     """Return whether two tensors hold the same bits; unlike `torch.equal`, equal NaNs are the same."""
-    value, before = value.contiguous(), before.to("cpu").contiguous()
-    return torch.equal(value.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8))
+    return torch.equal(value.reshape(-1).view(torch.uint8), before.cpu().reshape(-1).view(torch.uint8))
 
 
 def _fake_outputs(inputs: list[Tensor], handle: int) -> list[Tensor]:
@@ -219,7 +218,6 @@ class CPU:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a list or tuple as a list, and any other value in a list of one item."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 

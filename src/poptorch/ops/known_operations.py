@@ -62,7 +62,7 @@ def popart_ctc(
 
 
 class _GradientRule(torch.autograd.Function):
-    """The autograd function of `rule`: forward computes the result, backward the gradient."""
+    """The autograd function of `_with_gradient`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, compute: _Function, compute_gradient: _Function) -> Any:
@@ -125,7 +125,6 @@ def simulated_quant(
     """Return a copy, rounded by `round_to_float_format` if `fwd`.
 
     Args: bwd: the gradient passes unchanged ("ste" or 0), rounded ("quantise" or 1), or not at all ("stop")
-    Raises: Error, for another value of `rounding`, `fwd` or `bwd`
     """
     known = {
         "rounding": ("nearest", "stochastic"),
