@@ -1,6 +1,5 @@
 """Loaders of combined batches for the stages of a Trainer, and batches that are padded to a whole call."""
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -20,8 +19,6 @@ import poptorch
 from poptorch.data.accessor import length_or_none
 from poptorch.data.rows import concatenate_batches, group_batches
 from poptorch.nested_values import tensors_of, with_tensors
-
-logger = logging.getLogger("poptorch::python")
 
 _COPIED = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
 _COPIED += ("prefetch_factor", "persistent_workers")

@@ -8,7 +8,6 @@ repeats after each call, with values. Attributes that are replaced during the st
 import copy
 import inspect
 import itertools
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -19,10 +18,9 @@ from torch import Tensor, nn
 from popengine.compile.recording.current_capture import Capture, current, is_traced
 from popengine.compile.recording.graph_recorder import user_line
 from popengine.errors import CaptureError
+from poptorch.logs import logger
 from poptorch.nested_values import tensors_of
 from poptorch.notes import note
-
-logger = logging.getLogger("poptorch::python")
 
 
 class StepModule(nn.Module):

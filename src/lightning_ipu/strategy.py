@@ -5,7 +5,6 @@ Lightning calls the input of one executor call a batch. `prepare.py` makes the s
 After each call `_replay` repeats the step's actions on the host, such as logging, with the call's values.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -18,13 +17,12 @@ import popdist
 import poptorch
 from popdist import collectives
 from popengine.torch_private import tree_map_only
+from poptorch.logs import logger
 from poptorch.nested_values import tensors_of, with_tensors
 
 from .loaders import convert_loader, micro_batch_count, resize_batch, row_count
 from .prepare import Lightning, check_before_setup, check_optimizers, make_options, write_reports
 from .recording import StepModule, set_until_closed
-
-logger = logging.getLogger("poptorch::python")
 
 
 class StrategyPart:
