@@ -43,6 +43,9 @@ _LONGEST_STEP = 5.0  # seconds by which the reader's clock advances at most betw
 _UNREACHED = 15.0  # seconds in which tests fail to reach a node, after which the round ends
 _RENEWAL = 1.0  # seconds between two writes of a record, and between two tests of other nodes
 _RECORD_PATIENCE = 30.0  # seconds for the record of a lost node of the same number to vanish
+_LEAVE_PATIENCE = (
+    120.0  # seconds that node 0 serves its store after the end, for nodes that are slow or stopped
+)
 _FIRST_ROUND_PATIENCE = 10.0  # seconds that the first round of an elastic training waits for expected nodes
 
 # A node's record, with the keys that `Nodes._write_record` writes.
@@ -117,8 +120,7 @@ class NodeZeroStore:
     """
 
     def __init__(self, request: CommandLine, node: Node, secret: str) -> None:
-        self._rank, self._patience = str(node.rank), node.patience
-        until = time.monotonic() + node.patience
+        self._rank, until = str(node.rank), time.monotonic() + node.patience
         self._ranks = [str(rank) for rank in range(node.count)]
         self._server = _start_server(request, node, secret, until) if node.rank == 0 else None
         port = self._server.port if self._server else node.port
@@ -155,7 +157,7 @@ class NodeZeroStore:
 
     def close(self, is_end: bool) -> None:
         """Disconnect. At the end node 0 first waits until the other nodes have read the last state, and left."""
-        until = time.monotonic() + self._patience
+        until = time.monotonic() + _LEAVE_PATIENCE
         with suppress(StoreError):
             while is_end and self._server and time.monotonic() < until and len(self.read_records()) > 1:
                 time.sleep(_POLL)
@@ -228,7 +230,7 @@ class Nodes:
         self._clock = 0.0  # seconds in which this node could read the board
         self._seen: dict[
             str, tuple[Record, float]
-        ] = {}  # each node's record, and `_clock` at its last change
+        ] = {}  # by node: its record, and `_clock` at its last change
         self._reached: dict[str, float] = {}  # by the id of a node: `_clock` when it could be reached
         self._text = ""  # of the state that was read last
         self._left_over: str | None = None  # the state in which an earlier training has ended
