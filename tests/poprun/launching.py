@@ -15,7 +15,7 @@ from poprun import agent, cli  # noqa: F401  the agent loads torch, once for all
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "popdist"))  # for `ports`
 
-LIMIT = 240  # seconds; a few on an idle machine
+LIMIT = 600  # seconds; a few on an idle machine, hundreds on a starved one
 MARK = "POPRUN_TEST_MARK"
 
 
