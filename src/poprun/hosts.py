@@ -55,7 +55,8 @@ def run_on_hosts(request: CommandLine, words: Sequence[str], patience: float) ->
                     request.log.error(f"host {host} failed first, with exit code {ended}")
                     if ended == 255:
                         request.log.error(
-                            "ssh could not connect\n  fix: `ssh HOST true` has to work without a question"
+                            "ssh could not connect, or lost the connection\n"
+                            "  fix: `ssh HOST true` has to work without a question"
                         )
     finally:
         for process in running.values():
