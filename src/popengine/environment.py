@@ -96,11 +96,8 @@ def is_launched(environment: Mapping[str, str]) -> bool:
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
-    """Return this process's share of the training, from the variables of poprun, mpirun, torchrun or srun;
-    `Launch()` if none of them has started several processes.
-
-    Raises: ValueError, if a variable is missing or no integer, or the local replicas don't divide the total
-    """
+    """Return this process's share of the training, from the variables of poprun, mpirun, torchrun or srun; `Launch()`
+    if none of them has started several processes. Raises ValueError for variables that are missing or wrong."""
     environment = os.environ if environment is None else environment
     if TOTAL not in environment:
         names = _other_launcher_names(environment)
@@ -131,14 +128,14 @@ def is_on_one_host() -> bool:
 
 
 def _other_launcher_names(environment: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Return the names of three variables (world size, rank, local rank) of the launcher, other than poprun,
-    that has started several processes; None if there is none."""
+    """Return the names of three variables (world size, rank, local rank) of the launcher, other than poprun, that has
+    started several processes; None if there is none."""
     return next((names for names in (MPI, TORCHRUN, SLURM) if environment.get(names[0], "1") != "1"), None)
 
 
 def read_integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return the integer in an environment variable; `default` if the variable is not set. Raises:
-    ValueError, if the value is no integer, or if the variable is not set and `default` is None."""
+    """Return the integer in an environment variable, or `default` if it is not set. Raises ValueError for another
+    value, or if the variable is not set and `default` is None."""
     text = environment.get(name)
     if text is None and default is not None:
         return default
@@ -153,8 +150,7 @@ def read_integer(environment: Mapping[str, str], name: str, default: int | None 
 
 def write_stack_at_signal() -> None:
     """Write this process's id to the file that the environment variable `STACK` names, and let the signal
-    `STACK_SIGNAL` append the stacks of all threads. Removes the variable; without the variable, or on systems
-    without the signal, does nothing else."""
+    `STACK_SIGNAL` append the stacks of all threads. Removes the variable."""
     global _status_path
     path = os.environ.pop(STACK, None)  # child processes have none
     _status_path = path and f"{path}{STATUS}"

@@ -1,10 +1,5 @@
-"""The intermediate representation: the values that flow from pass to pass.
-
-    capture ─► Graph ─ partition ─► Partition ─ tasks ─► Plan ─► Engine
-
-Every value is made once, by one pass, and never changed. Tensors appear by name only, except the
-constants of the model's code.
-"""
+"""The intermediate representation: the values that flow from pass to pass. Every value is made once, by one pass, and
+never changed. Tensors appear by name only, except the constants of the model's code."""
 
 import math
 from collections.abc import Iterator

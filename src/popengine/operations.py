@@ -1,9 +1,8 @@
 """The engine's own operations: a branch, a loop, a gather of the values of all replicas of a group, a strided copy.
 
-A branch or loop runs bodies, graphs inside a graph. A body is passed to its operation as text, since the operations of
-a graph take tensors and plain values only. `compile/recording/functional.py` makes bodies, and
-`run/backends/eager.py` runs them. Gathering over replicas is a task of its own in a plan; outside a plan the operation
-returns `size` copies of its value, as if all replicas had the same value.
+A branch or loop runs bodies, graphs inside a graph, which are passed as text, since the operations of a graph take
+tensors and plain values only. Gathering is a task of its own in a plan; outside a plan the operation returns `size`
+copies of its value, as if all replicas had the same value.
 """
 
 from __future__ import annotations
@@ -55,9 +54,8 @@ def called_operations(piece: Piece) -> Iterator[str]:
 
 
 LIBRARY = torch.library.Library("popengine", "DEF")
-_COND = (
-    "(Tensor condition, str then_body, Tensor[] then_inputs, str else_body, Tensor[] else_inputs) -> Tensor[]"
-)
+_BODIES = "str then_body, Tensor[] then_inputs, str else_body, Tensor[] else_inputs"
+_COND = f"(Tensor condition, {_BODIES}) -> Tensor[]"
 _LOOP = "(int count, str body, Tensor[] state, Tensor[] others) -> Tensor[]"
 
 
@@ -95,10 +93,8 @@ LIBRARY.impl(
 
 
 def gather_over_replicas(value: Tensor, size: int, exchange: bool = False) -> Tensor:
-    """Return the values of the group's replicas, stacked: [size, *value.shape], without a gradient.
-
-    Args: exchange: `value` has a row for each replica, [size, ...]; return only this replica's row of each value
-    """
+    """Return the values of the group's replicas, stacked: [size, *value.shape], without a gradient. With `exchange`
+    `value` has a row for each replica, [size, ...]: return only this replica's row of each value."""
     return torch.ops.popengine.gather_over_replicas(value, size, exchange)
 
 

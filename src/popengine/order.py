@@ -1,20 +1,14 @@
 """The order of a step: which of its ready tasks runs first, and how many micro-batches may be under way.
 
-An `Order` is a value: a key, by which a device chooses among ready tasks, and bounds, which keep memory small.
-Engine, drawings, virtual time and plans use the same order; `ORDERS` has those that have a name. On separate
-devices each ipu does one thing at a time; cores that share all ipus sort their tasks by the same key:
-
-    1f1b      ipu 0  | F0 F1 .. B0 F2 B1 .. B2          each device alternates: one forward, one backward
-              ipu 1  | .. F0 B0 F1 B1 F2 B2 ..
-              core 0 | F0.0 F1.0 B1.0 B0.0 F0.2 F1.2 B1.2 B0.2
-              core 1 | F0.1 F1.1 B1.1 B0.1
-    sharded   ipu 0  | F0 .. .. B0 F1 .. .. B1          one micro-batch after another
-              ipu 1  | .. F0 B0 .. .. F1 B1 ..
+An `Order` is a value: a key, by which a device chooses among ready tasks, and bounds, which keep memory small. Engine,
+drawings, virtual time and plans use the same order; `ORDERS` has those that have a name. On separate devices each ipu
+does one thing at a time; cores that share all ipus sort their tasks by the same key.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import product
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -57,10 +51,8 @@ class StepActions(NamedTuple):
     def last_of(self, stage: int) -> int | None:
         """Return the index of the last action of a stage, or of the next stage that has a backward; None in
         inference."""
-        found = [
-            (-one.stage, i) for i, one in enumerate(self.actions) if one.phase != "F" and one.stage >= stage
-        ]
-        return max(found)[1] if found else None
+        backwards = [(i, one.stage) for i, one in enumerate(self.actions) if one.phase != "F"]
+        return max(((-own, i) for i, own in backwards if own >= stage), default=(0, None))[1]
 
 
 @dataclass(frozen=True)
@@ -104,8 +96,8 @@ class Order:
 
 
 def _bounds_of_1f1b(step: StepActions, action: Action) -> Sequence[After]:
-    """A forward waits for the backward of its stage, so that at most (stages - stage) micro-batches are between
-    both; on shared cores at least as many as there are cores."""
+    """A forward waits for the backward of its stage, so that at most (stages - stage) micro-batches are between both;
+    on shared cores at least as many as there are cores."""
     last = step.last_of(action.stage)
     if action.phase != "F" or last is None:
         return ()
@@ -124,8 +116,8 @@ def _in_flight_of_1f1b(step: StepActions) -> int:
 
 
 def _ideal_time(step: StepActions, action: Action, micro_batch: int) -> tuple[float]:
-    """Return the tick at which a full pipeline runs an action, if it takes micro-batches in groups of as many as
-    there are ipus, each group through the ipus' first stages, then through their second ones, and so on."""
+    """Return the tick at which a full pipeline runs an action, if it takes micro-batches in groups of as many as there
+    are ipus, each group through the ipus' first stages, then through their second ones, and so on."""
     ipus = len({one.ipu for one in step.actions})
     rounds = -(-step.stages // ipus)
     turn, ipu = divmod(action.stage if action.phase == "F" else step.stages - 1 - action.stage, ipus)
@@ -279,19 +271,11 @@ def timeline(
     step = StepActions(tuple(actions), micro_batches, cores)
     bounds = order.all_bounds(step)
     after = [(*action.after, *bound) for action, bound in zip(actions, bounds, strict=True)]
-    tasks = [
-        (row, m, r) for m in range(micro_batches) for row in range(len(actions)) for r in range(replicas)
-    ]
+    tasks = [*product(range(len(actions)), range(micro_batches), range(replicas))]
     tasks.sort(key=lambda task: (order.key(step, actions[task[0]], task[1]), task[1], task[0], task[2]))
     index_of = {task: index for index, task in enumerate(tasks)}
-    needs = [
-        [
-            index_of[edge.row, m - edge.behind, r]
-            for edge in after[row]
-            if edge.behind is not None and edge.behind <= m
-        ]
-        for row, m, r in tasks
-    ]
+    edges = [[(edge.row, edge.behind) for edge in own if edge.behind is not None] for own in after]
+    needs = [[index_of[other, m - n, r] for other, n in edges[row] if n <= m] for row, m, r in tasks]
     each = [float(costs[row]) if costs else 1.0 for row, _, _ in tasks]
     owners = [actions[row].ipu for row, _, _ in tasks]
     for ipu, cost in updates.items():
@@ -303,10 +287,8 @@ def timeline(
 def step_duration(
     actions: Sequence[Action], micro_batches: int, run: Callable[[int], float], most: int = 20_000
 ) -> float:
-    """Return the duration of a step; `run(count)` simulates a step of `count` micro-batches for it.
-
-    The duration of a step with more than `most` tasks is extrapolated linearly from two shorter steps.
-    """
+    """Return the duration of a step; `run(count)` simulates a step of `count` micro-batches for it. That of a step with
+    more than `most` tasks is extrapolated linearly from two shorter steps."""
     stages = 1 + max((action.stage for action in actions), default=0)
     short = 2 * stages + 4  # micro-batches, enough to fill the pipeline
     if len(actions) * micro_batches <= most or micro_batches <= short + stages:

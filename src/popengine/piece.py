@@ -1,13 +1,11 @@
-"""A piece: the code of one phase of one stage, as a list of operations, and as the Python that runs them.
+"""A piece: the code of one phase of one stage, as a list of operations, and as the Python that runs them:
 
-Passes read and rewrite the list. The engine runs the Python that is generated from it:
-
-    def piece(values):
-        x, weight, = values
-        values.clear()
-        t = aten_t_default(weight); weight = None
-        mm = aten_mm_default(x, t); x = t = None
-        return (mm, )
+def piece(values):
+    x, weight, = values
+    values.clear()
+    t = aten_t_default(weight); weight = None
+    mm = aten_mm_default(x, t); x = t = None
+    return (mm, )
 """
 
 import re

@@ -32,9 +32,7 @@ from torch._subclasses.fake_tensor import (  # 1.13: tensors without values
     FakeTensor,
     FakeTensorMode,
 )
-from torch.autograd import (
-    _get_sequence_nr as next_sequence_number,
-)  # 2.2: of the next node that autograd makes
+from torch.autograd import _get_sequence_nr as next_sequence_number  # 2.2: of autograd's next node
 from torch.distributed import distributed_c10d
 from torch.distributions import Distribution
 from torch.nn.modules import transformer
@@ -162,18 +160,13 @@ def decompositions() -> Mapping[Any, Any]:
 def trace(
     function: Callable[..., Any], make_inputs: Callable[[], list[Tensor]], table: Mapping[Any, Any]
 ) -> tuple[fx.GraphModule, list[Tensor]]:
-    """Return the fx graph of a function of tensors, and the fake inputs with which it was traced.
-
-    Args:
-        make_inputs: returns the inputs; called under the fake mode
-        table:       decompositions
-    """
+    """Return the fx graph of a function of tensors, and the fake inputs with which it was traced. `make_inputs` returns
+    these, and is called under the fake mode; `table`: decompositions."""
     from torch.fx.experimental.proxy_tensor import make_fx  # 1.12
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.0
 
-    with FakeTensorMode(
-        shape_env=ShapeEnv()
-    ) as fake:  # inductor's cache needs one, though no shape is dynamic
+    # Inductor's cache needs a ShapeEnv, though no shape is dynamic.
+    with FakeTensorMode(shape_env=ShapeEnv()) as fake:
         inputs = make_inputs()
     with fake, torch.no_grad():
         return make_fx(function, decomposition_table=table)(*inputs), inputs
@@ -181,9 +174,7 @@ def trace(
 
 def compile_graph(graph: fx.GraphModule, fakes: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
     """Return a function that runs the kernels which inductor compiles for a graph: it takes a list of inputs.
-
-    Args: options: values of `torch._inductor.config` by name
-    """
+    `options`: values of `torch._inductor.config` by name."""
     from torch._guards import TracingContext, tracing  # 2.0
     from torch._inductor import config  # 2.0
     from torch._inductor.compile_fx import compile_fx_inner  # 2.0

@@ -1,8 +1,7 @@
 """Capture: a module and one sample micro-batch become one functional forward-backward graph.
 
-The user's forward runs once, on fake tensors in place of its parameters and buffers, then autograd's
-backward; a recorder records both. The user's tensors do not change. Layers run in the float type of their
-input, and the losses are those of torch and of the user's marks.
+The user's forward runs once, on fake tensors, then autograd's backward; a recorder records both. Layers run in the
+float type of their input, and the losses are those of torch and of the user's marks.
 """
 
 import contextlib
@@ -69,10 +68,7 @@ def capture(
         device:   where the model will run; if not "cpu", no operations are recorded that only CPUs have
         given:    a description of forward's arguments, for error messages
         needs_values: raise CaptureError for weights on the meta device
-
-    Raises:
-        CaptureError: for example, torch fails in the forward; the forward reads a value out of a tensor, makes
-            a shape that depends on data, or rebinds a buffer; in training there is not exactly one final loss
+    Raises: CaptureError, if forward can't be traced, or in training has not exactly one final loss
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -112,10 +108,8 @@ def capture(
 
 
 def _without_copy(gradient: fx.Node) -> fx.Node:
-    """Return the node of a gradient; of the copy that autograd makes for `.grad`, the node of the original.
-
-    The copy is removed: each micro-batch would copy all gradients, and a write has the whole graph replayed.
-    """
+    """Return the node of a gradient; of the copy that autograd makes for `.grad`, the node of the original. Each
+    micro-batch would copy all gradients, and a write has the whole graph replayed."""
     aten, operands = torch.ops.aten, gradient.all_input_nodes
     if gradient.target not in (aten.clone.default, aten.copy_.default) or gradient.users:
         return gradient
@@ -130,9 +124,8 @@ def _without_copy(gradient: fx.Node) -> fx.Node:
 def _tracked_calls(module: nn.Module, capture: Capture) -> Iterator[None]:
     """Replace `nn.Module.__call__` and `Function.apply`, and intercept torch functions, while the body runs.
 
-    While a submodule of `module` runs, `capture.module` is the submodule's name. Torch functions and autograd
-    functions are called with stand-ins in place of the weights among their arguments. Module hooks can't replace
-    this: some modules compute differently if they have hooks, and a module that raises skips its hooks.
+    While a submodule of `module` runs, `capture.module` is its name. Torch functions and autograd functions get
+    stand-ins in place of weights. Module hooks can't replace this: some modules compute differently if they have hooks.
     """
     names = {child: name for name, child in module.named_modules()}
     call_module, apply = nn.Module.__call__, Function.__dict__["apply"]
@@ -165,10 +158,8 @@ _DIFFERENTIATES: Any = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # 
 
 
 class _TorchFunctions(TorchFunctionMode):
-    """A function mode that calls torch functions with stand-ins for weights and with matching float types.
-
-    It also records the results of torch's loss functions, and copies values that are assigned to `.data`.
-    """
+    """A function mode that calls torch functions with stand-ins for weights and with matching float types; it records
+    the results of loss functions, and copies values that are assigned to `.data`."""
 
     def __init__(self, capture: Capture) -> None:
         super().__init__()
@@ -198,14 +189,8 @@ def _copy_into_data(target: Tensor, value: Tensor) -> None:
 
 
 def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
-    """Record the backward of the final loss, and return each gradient by the name of its parameter.
-
-    Parameters on which the loss does not depend are left out. `scale` is the gradient of the loss.
-
-    Raises:
-        CaptureError: no parameter can get a gradient, another tensor would get one, a gradient is sparse, or
-            there is not exactly one final loss
-    """
+    """Record the backward of the final loss, whose gradient is `scale`, and return each gradient by the name of its
+    parameter. Parameters on which the loss does not depend are left out."""
     recorder, stand_ins = state.recorder, state.stand_ins
     wanted = stand_ins.trained_parameters()
     loss = final_loss(state)
@@ -226,11 +211,8 @@ def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
 
 
 def _report_no_gradients(recorder: CaptureRecorder, has_trained: bool) -> None:
-    """Log a warning that no parameter gets a gradient.
-
-    Args: has_trained: whether a parameter requires a gradient
-    Raises: CaptureError, if none requires one, or if forward computes under torch.inference_mode
-    """
+    """Log a warning that no parameter gets a gradient; raise CaptureError if none requires one (not `has_trained`), or
+    if forward computes under torch.inference_mode."""
     values = (node.meta.get("val") for node in recorder.graph.nodes)
     if not has_trained:
         why = "all of them are frozen, by requires_grad_(False)"
@@ -334,11 +316,7 @@ LOSSES = frozenset(function for name, function in vars(functional).items() if _L
 
 
 def final_loss(capture: Capture) -> Tensor:
-    """Return the loss to train: the chosen one, else the one recorded loss that no other is computed from.
-
-    Raises:
-        CaptureError: there is no loss, several independent ones, or the loss is no scalar
-    """
+    """Return the loss to train: the chosen one, else the one recorded loss that no other is computed from."""
     found = [capture.chosen] if capture.chosen is not None else list(final_losses(capture).values())
     if not found:
         raise CaptureError(
@@ -365,8 +343,8 @@ def final_loss(capture: Capture) -> Tensor:
 
 
 def final_losses(capture: Capture) -> dict[fx.Node, tuple[Tensor, str]]:
-    """Return (loss, user's line) of each recorded loss that no other loss is computed from, by its node; those
-    that require no gradient, such as metrics under `no_grad`, only if there is no other."""
+    """Return (loss, user's line) of each recorded loss that no other loss is computed from, by its node; those that
+    require no gradient, such as metrics under `no_grad`, only if there is no other."""
     losses = [loss for loss in capture.losses if loss[0].requires_grad] or capture.losses
     nodes = [capture.recorder.node_of(value) for value, _ in losses]
     reached = sources_of([operand for node in nodes for operand in node.all_input_nodes])

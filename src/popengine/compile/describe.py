@@ -37,32 +37,28 @@ MOST_TICKS = 20_000  # actions of the schedule that a profile holds at most
 
 
 class _HeldBytes:
-    """A counter of the bytes of live values. Memory that several values share counts once.
-
-    Args: memories: the result of `_memory_of_values`; values that are not in it count 0 bytes
-    """
+    """A counter of the bytes of live values, by the result of `_memory_of_values`. Memory that several values share
+    counts once."""
 
     def __init__(self, memories: Mapping[str, tuple[Any, int | None]]) -> None:
         self._memories = memories
-        self._users: Counter[Any] = Counter()  # by micro-batch and memory, the number of names that use it
+        self._users: Counter[Any] = Counter()  # by memory, the number of names that use it
         self.bytes = 0
-        self.is_known = True  # False after a value whose size only a kernel knows
 
-    def add(self, names: Iterable[str], micro_batch: int = 0, by: int = 1) -> None:
-        """Count values of a micro-batch as live (`by` = 1) or as freed (-1), and update `bytes`."""
+    def add(self, names: Iterable[str], by: int = 1) -> None:
+        """Count values as live (`by` = 1) or as freed (-1), and update `bytes`."""
         for name in names:
             memory, size = self._memories.get(name, (None, 0))
-            self.is_known = self.is_known and size is not None
-            before = self._users[micro_batch, memory]
-            self._users[micro_batch, memory] += by
+            before = self._users[memory]
+            self._users[memory] += by
             self.bytes += (size or 0) * ((before + by > 0) - (before > 0))
 
 
 def _memory_of_values(graph: Graph) -> dict[str, tuple[Any, int | None]]:
-    """Return (memory, bytes) of each value, by the value's name. Values that share memory have equal keys `memory`.
+    """Return (memory, bytes) of each value, by name. Values that share memory have equal keys `memory`.
 
-    A view of an input counts by its own size, since its storage is that of the whole batch. Weights, buffers,
-    constants and views of them are left out. Bytes None: only a kernel knows the size (oneDNN's LSTM workspace).
+    A view of an input counts by its own size, since its storage is that of the whole batch. Weights, buffers, constants
+    and views of them are left out. Bytes None: only a kernel knows the size (oneDNN's LSTM workspace).
     """
     values = _fake_tensors_by_name(graph.code.nodes)
     role_of = {storage_id(values[slot.name]): slot.role for slot in graph.slots}
@@ -122,8 +118,8 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
 
 
 def profiled_instructions(plan: Plan, graph: Graph | None) -> list[list[ProfiledInstruction]]:
-    """Return the instructions of each row of a plan, as a profile describes them. Without a graph (None), computed
-    values have 0 bytes."""
+    """Return the instructions of each row of a plan, as a profile describes them; without a graph computed values have
+    0 bytes."""
     slots, sizes = plan.partition.signature.slots, _sizes_of_values(plan, graph)
     found = []
     for row, task in enumerate(plan.tasks):
@@ -228,8 +224,8 @@ def _schedule_ticks(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:
 
 
 def _flop_count(node: fx.Node, parts: dict[Any, fx.Node]) -> int:
-    """Return the FLOPs of an operation by torch's rules; 0 if torch has no rule for it, or the rule fails.
-    `parts`: the nodes of the used ones of several results, by index."""
+    """Return the FLOPs of an operation by torch's rules; 0 if torch has no rule for it, or the rule fails. `parts`: the
+    nodes of the used ones of several results, by index."""
     rules: Mapping[Any, Any] = flop_registry
     count = rules.get(getattr(node.target, "overloadpacket", None))
     if count is None:
@@ -278,40 +274,35 @@ def held_tensors(plan: Plan, graph: Graph | None) -> list[Tensor]:
 
 
 def bytes_held_for_backward(graph: Graph, partition: Partition) -> tuple[int, ...]:
-    """Return the bytes of activations and inputs that each stage's backward reads, for one micro-batch.
-
-    Values that share memory count once. Weights, buffers, gradients and optimizer state don't count.
-    """
+    """Return the bytes of activations and inputs that each stage's backward reads, for one micro-batch. Values that
+    share memory count once."""
     memories, found = _memory_of_values(graph), [0] * partition.stages
     backwards = [piece for piece in partition.pieces if piece.phase != "F"]
     others = {name for piece in backwards for name in piece.writes} | partition.prepared.keys()
     for piece in backwards:
-        held = _HeldBytes(memories)
-        held.add(set(piece.reads) - others)
-        found[piece.stage] = held.bytes
+        held = dict(memories[name] for name in set(piece.reads) - others if name in memories)
+        found[piece.stage] = sum(size or 0 for size in held.values())
     return tuple(found)
 
 
 def peak_bytes_by_ipu(graph: Graph, plan: Plan, inside: Mapping[int, int]) -> list[int | None]:
-    """Return for each ipu the peak of the bytes that it holds for micro-batches while it runs its program.
-
-    Args:
-        inside: for each piece, by index, the peak of the bytes that the piece itself allocates while it runs
-    Returns: the peaks by ascending ipu; None if only a kernel knows the size of a value on the ipu
-    """
-    memories, found = _memory_of_values(graph), list[int | None]()
-    for program in programs(plan).values():
-        held, most = _HeldBytes(memories), 0
-        instructions = [(x, m) for row, m in program if m >= 0 for x in plan.tasks[row].instructions]
-        for instruction, micro_batch in instructions:
-            names = instruction.names
-            if instruction.kind == "compute":
-                most = max(most, held.bytes + inside[instruction.piece])
-                held.add(plan.partition.pieces[instruction.piece].writes, micro_batch)
-            if instruction.kind in ("load", "receive"):
-                held.add(names, micro_batch)
-            elif instruction.kind in ("compute", "free"):
-                held.add(names, micro_batch, by=-1)
-            most = max(most, held.bytes)
-        found.append(most if held.is_known else None)
+    """Return for each ipu, ascending, the peak of the bytes that it holds for micro-batches while it runs its program;
+    None if only a kernel knows the size of a value. `inside`: by piece, the peak of the bytes that the piece itself
+    allocates."""
+    found, memories, unknown = list[int | None](), _memory_of_values(graph), set[int]()
+    # By row, the change of the bytes when it begins, and when it ends.
+    begin, end = Counter[int](), Counter[int]()
+    for tensor in held_tensors(plan, graph):
+        (end if tensor.kind == "activation" else begin)[tensor.born] += tensor.bytes
+        end[tensor.died] -= tensor.bytes
+        if memories[tensor.name][1] is None:
+            unknown.add(tensor.ipu)
+    for ipu, program in programs(plan).items():
+        held = most = 0
+        for row in (row for row, micro_batch in program if micro_batch >= 0):
+            held += begin[row]
+            most = max(most, held + (inside[plan.tasks[row].piece] if plan.tasks[row].kind != "sum" else 0))
+            held += end[row]
+            most = max(most, held)
+        found.append(None if ipu in unknown else most)
     return found

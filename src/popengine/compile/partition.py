@@ -1,16 +1,9 @@
 """Partition: cut a graph into pieces, one for each phase of each stage of a strategy, and pieces into parts.
 
-Data flows through F0 F1 ... F(n-1), then B(n-1) ... B1 B0. A forward node is in the stage of its block, a
-backward node in the stage of its forward. Autograd's sums of gradients have no block: each is in the earliest
-stage of its operands, since the backward of that stage runs last. Views of weights are in no stage: each piece
-makes the views that it needs. Casts of weights are in no stage either: they are made once per step.
-
-A part is a piece itself. A forward or backward is cut
-    around an operation that gathers values of other replicas;
-    before an operation that reads a buffer which each micro-batch changes (batch norm's running statistics), so that
-        micro-batches run in parallel, each one part behind the previous one;
-    where a bucket of gradients is complete, so that processes exchange it while the rest of the backward runs, and
-        so that the many bytes of a large model's gradients are added to their sums, and freed, one bucket at a time.
+Data flows through F0 F1 ... F(n-1), then B(n-1) ... B1 B0. A forward node is in the stage of its block, a backward node
+in the stage of its forward. Autograd's sums of gradients have no block: each is in the earliest stage of its operands,
+since the backward of that stage runs last. Views of weights are in no stage: each piece makes the views that it needs.
+Casts of weights are in no stage either: they are made once per step. A part is a piece itself.
 """
 
 import math
@@ -110,8 +103,8 @@ def _operation_nodes(graph: Graph) -> Iterable[fx.Node]:
 
 
 def _views_and_casts(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Return the views and the casts that are computed from weights, constants and unchanged buffers alone (two sets
-    of nodes). Results of the graph are in neither set."""
+    """Return the views and the casts that are computed from weights, constants and unchanged buffers alone, and are no
+    results of the graph (two sets of nodes)."""
     fixed = graph.constant_slots
     held = {n for n in graph.code.nodes if n.name in fixed and n.meta["role"] != "loss_scale"}
     results = {result.name for result in graph.results}
@@ -161,8 +154,8 @@ def _slot_stages(
     """Return, by slot name, the stage that holds each parameter and buffer, and the forward stage that hands on each
     slot which no operation computes: a changed buffer's previous value, or a slot that is a result of the graph.
 
-    A parameter or buffer is held by the stage that computes its gradient or next value, else by the first stage that
-    reads it, else by stage 0. `made`: where each value is computed; `read`: the names that each piece reads.
+    A parameter or buffer is held by the stage that computes its gradient or next value, else by the first that reads
+    it.
     """
     made_at = {(r.kind, r.key): made[r.name][1] for r in graph.results if r.name in made}
     changed, results = graph.changed_buffers, {result.name for result in graph.results}
@@ -280,11 +273,8 @@ def _cut_indices(piece: Piece, chained: frozenset[str], sizes: Mapping[str, int]
 
 
 def _cut_piece(piece: Piece, indices: Sequence[int], changed: frozenset[str]) -> Iterator[Piece]:
-    """Yield the parts of a piece, cut before the lines at `indices`.
-
-    A value that the piece both reads and writes, and a changed buffer that several parts of a forward read, is
-    written by the first part that reads it.
-    """
+    """Yield the parts of a piece, cut before the lines at `indices`. A value that the piece both reads and writes, and
+    a changed buffer that several parts of a forward read, is written by the first part that reads it."""
     bounds = [0, *indices, len(piece.lines)]
     parts = [piece.lines[start:stop] for start, stop in pairwise(bounds)]
     used = [{name for line in lines for name in line.operands()} for lines in parts]
@@ -292,9 +282,8 @@ def _cut_piece(piece: Piece, indices: Sequence[int], changed: frozenset[str]) ->
     several = {n for n in changed if piece.phase == "F" and sum(n in names for names in used) > 1}
     handed = [name for name in piece.reads if name in piece.writes or name in several]
     first = {name: next((number for number, names in enumerate(used) if name in names), 0) for name in handed}
-    unused = set(piece.reads).difference(
-        *used
-    )  # buffers that are only written: a stage that reads a slot holds it
+    # Buffers that are only written: a stage that reads a slot holds it.
+    unused = set(piece.reads).difference(*used)
     for number, lines in enumerate(parts):
         made = {line.name for line in lines}
         later = set().union(*used[number + 1 :])

@@ -1,8 +1,4 @@
-"""Placement: the stage of each block and the ipu of each stage, from the user's strategy and the captured blocks.
-
-`balance_blocks` chooses the stages of `AutoBalance`. A pipeline runs at the pace of its slowest stage, and blocks
-stay in order: so `balance_blocks` cuts the list of blocks into consecutive parts, by dynamic programming.
-"""
+"""Placement: the stage of each block and the ipu of each stage, from the user's strategy and the captured blocks."""
 
 import logging
 from collections.abc import Sequence
@@ -34,9 +30,8 @@ class Placement:
 def place_blocks(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placement:
     """Return the stage of each visit, numbered from 0 without gaps, and the ipu and blocks of each stage.
 
-    Args:
-        visits: the visits to blocks in the order of the forward; the first stands for operations before any block
-        used:   the indices of visits that have operations
+    The first of `visits`, in the order of the forward, stands for operations before any block; `used`: the indices of
+    those that have operations.
     """
     numbers = _stage_numbers(visits, used, strategy)
     ipu_of = _stage_ipus(visits, numbers, strategy)
@@ -118,11 +113,8 @@ def _stage_ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy)
 
 
 def sharded_if_too_few_micro_batches(visits: Sequence[Visit], used: set[int], settings: Settings) -> Settings:
-    """Return the settings; for `or_sharded` and too few micro-batches for a pipeline, with the order "sharded".
-
-    The number of forward stages is 1 plus the number of times that the active ipu changes in the forward, which
-    starts on ipu 0; see `Order.least_micro_batches`. Without `or_sharded` raise PartitionError.
-    """
+    """Return the settings; for `or_sharded` and too few micro-batches for a pipeline, with the order "sharded". Without
+    `or_sharded` raise PartitionError."""
     strategy, training = settings.strategy, settings.training
     placement = place_blocks(visits, used | {*range(1, len(visits))}, strategy)
     active = [0, *(placement.ipus[stage] for stage in placement.stage_of[1:])]
@@ -157,13 +149,8 @@ class Cost:
 def balance_blocks(
     costs: Sequence[Cost], ipus: int, capacity: float = float("inf")
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the blocks of each ipu, such that the largest sum of seconds on an ipu is minimal.
-
-    Of several such placements, return the one with the least sum of squared loads, which balances the other ipus.
-
-    Args: costs: of the blocks, in the order of the data; capacity: the bytes that an ipu can hold
-    Raises: PartitionError, if there are fewer blocks than ipus, or no cut fits the capacity
-    """
+    """Return the names of the blocks of each ipu, such that the largest sum of seconds on an ipu is minimal; of several
+    such placements that with the least sum of squared loads. An ipu can hold `capacity` bytes."""
     count = len(costs)
     if count < ipus:
         raise PartitionError(
@@ -195,23 +182,9 @@ def balance_blocks(
 
 
 def describe_balance(costs: Sequence[Cost], cut: Sequence[Sequence[str]]) -> str:
-    """Return a text: the load of each ipu (`cut`: the names of its blocks), and what moving a block from the slowest
-    ipu to a neighbour would change."""
+    """Return a text: the load of each ipu, of whose blocks `cut` has the names."""
     of = {cost.name: cost.seconds for cost in costs}
-    loads = [sum(of[name] for name in names) for names in cut]
-    lines = [
-        f"  ipu {ipu}: {load * 1e3:.3f} ms: {', '.join(names)}"
-        for ipu, (names, load) in enumerate(zip(cut, loads, strict=True))
-    ]
-    slowest = loads.index(max(loads))
-    names = cut[slowest]
-    for neighbour, name in ((slowest - 1, names[0]), (slowest + 1, names[-1])):
-        if 0 <= neighbour < len(cut) and len(names) > 1:
-            moved = [*loads]
-            moved[slowest] -= of[name]
-            moved[neighbour] += of[name]
-            lines.append(
-                f"  moving {name!r} to ipu {neighbour} would make the slowest {max(moved) * 1e3:.3f} ms instead of"
-                f" {max(loads) * 1e3:.3f} ms"
-            )
-    return "\n".join(lines)
+    return "\n".join(
+        f"  ipu {ipu}: {sum(of[name] for name in names) * 1e3:.3f} ms: {', '.join(names)}"
+        for ipu, names in enumerate(cut)
+    )

@@ -1,17 +1,4 @@
-"""The table of a step, made from pieces: rows, each with the rows that it waits for and the values it frees.
-
-row  task               index        after
- 0   forward F0         micro-batch
- 1   forward F1         micro-batch  0
- 2   backward B1        micro-batch  1
- 3   sum B1             micro-batch  2, 3 of the micro-batch before
- 4   backward B0        micro-batch  2, 0
- 5   sum B0             micro-batch  4, 5 of the micro-batch before
- 6   exchange B1        step         3 of all; several processes only
- 7   begin              step         all sums and exchanges
- 8   update             chunk        7
- 9   end                step         8
-"""
+"""The table of a step, made from pieces: rows, each with the rows that it waits for and the values it frees."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -42,9 +29,8 @@ class _TableWriter:
         self.inputs, self.fixed = signature.inputs, signature.constant_slots
         gradients = {result.key for result in signature.results if result.kind == "gradient"}
         # By slot name of each trained weight: its canonical name.
-        self.trained = {
-            s.name: s.key for s in signature.slots if s.role == "parameter" and s.key in gradients
-        }
+        parameters = (slot for slot in signature.slots if slot.role == "parameter")
+        self.trained = {slot.name: slot.key for slot in parameters if slot.key in gradients}
         self.buffers = {slot.key: slot.name for slot in signature.slots if slot.role == "buffer"}
         self.results = [  # kind, name, and the key that instructions have: see `Instruction`
             (r.kind, r.name, r.key if r.kind in ("gradient", "buffer") else str(position))
@@ -87,10 +73,8 @@ class _TableWriter:
                 channel = f"weights of {source}"
                 send = Instruction("send", names, channel=channel, peer=target)
                 receive = Instruction("receive", names, channel=channel, peer=source)
-                sent = self._append(Task("copy", source, index="step", instructions=(send,)))
-                self._append(
-                    Task("copy", target, index="step", after=(After(sent),), instructions=(receive,))
-                )
+                sent = After(self._append(Task("copy", source, index="step", instructions=(send,))))
+                self._append(Task("copy", target, index="step", after=(sent,), instructions=(receive,)))
         for number in range(len(self.pieces)):
             self._add_piece(number)
         self._add_frees()
@@ -145,8 +129,8 @@ class _TableWriter:
     def _instructions_of_piece(
         self, number: int, stores: list[Instruction]
     ) -> tuple[list[Instruction], list[Instruction]]:
-        """Return two lists: the instructions of a piece, which end with `stores`; and the `free` of the values that
-        no later piece of its ipu reads (one instruction or none)."""
+        """Return two lists: the instructions of a piece, which end with `stores`; and the `free` of the values that no
+        later piece of its ipu reads (one instruction or none)."""
         partition, piece, inputs = self.partition, self.pieces[number], self.inputs
         ipu = partition.ipus[piece.stage]
         readers = {name: self.readers.get((name, ipu), [-1]) for name in (*piece.reads, *piece.writes)}
@@ -166,10 +150,8 @@ class _TableWriter:
         return found, [Instruction("free", done)] if done else []
 
     def _add_frees(self) -> None:
-        """Make the last row that uses a value free it, and wait for all other users. Drop edges that others imply.
-
-        Rows that use a changed buffer also wait for the row that writes it in the previous micro-batch.
-        """
+        """Make the last row that uses a value free it, and wait for all other users. Drop edges that others imply. Rows
+        that use a changed buffer also wait for the row that writes it in the previous micro-batch."""
         writers: dict[int, set[int]] = {}  # row -> the rows that write the changed buffers which the row uses
         for number, row in self.row_of.items():
             piece = self.pieces[number]

@@ -25,13 +25,9 @@ _RETURNED = {torch.int64: torch.int32, torch.float64: torch.float32}
 
 
 class ResultBuffer:
-    """A tensor on the device with a row for each value that an output mode returns, and the times at which
-    the copies into each row began and ended (perf_counter).
-
-    Args:
-        period: of mode "every_n": the values of each `period`-th iteration are returned
-        like:   has the shape and dtype of one value
-    """
+    """A tensor on the device with a row, like `like`, for each value that an output mode returns; and the times at
+    which the copies into each row began and ended (perf_counter). In mode "every_n" each `period`-th iteration has
+    rows."""
 
     def __init__(
         self, counts: Counts, mode: Outputs, period: int, like: Slot | Result, device: torch.device
@@ -49,8 +45,8 @@ class ResultBuffer:
         self.started, self.finished = [0.0] * rows, [0.0] * rows  # perf_counter
 
     def put(self, turn: int, replica: int, value: Tensor) -> None:
-        """Copy the value of a micro-batch to its row (mode "sum": add the value to the replica's row). Do
-        nothing if the output mode does not return this micro-batch."""
+        """Copy the value of a micro-batch to its row, or add it (mode "sum"); do nothing if the mode does not return
+        it."""
         counts, row = self._counts, replica
         iteration, micro_batch = divmod(turn, counts.accumulation)
         if self._mode == "final":
@@ -68,8 +64,8 @@ class ResultBuffer:
         self.finished[row] = perf_counter()
 
     def copy_to_host(self, narrow: bool = True) -> Tensor:
-        """Return a copy of all rows on the CPU, `_as_32_bit` if `narrow`, and concatenated in dimension 0.
-        0-d rows become one tensor of shape [rows], or 0-d if there is only one row."""
+        """Return a copy of all rows on the CPU, `_as_32_bit` if `narrow`, and concatenated in dimension 0. 0-d rows
+        become one tensor of shape [rows], or 0-d if there is only one row."""
         values = _as_32_bit(self.values.cpu()) if narrow else self.values.cpu()
         if values.dim() == 1:
             return values.reshape(()) if len(values) == 1 else values
@@ -77,8 +73,7 @@ class ResultBuffer:
 
 
 def _as_32_bit(values: Tensor) -> Tensor:
-    """Return int64 and float64 values as 32-bit values (other types unchanged). If a value is too large for
-    the 32-bit type, log a warning and return all values unchanged."""
+    """Return int64 and float64 values as 32-bit values; all values unchanged, with a warning, if one is too large."""
     narrow = _RETURNED.get(values.dtype)
     if narrow is None:
         return values
@@ -170,11 +165,8 @@ class Stopped(Exception):
 
 @dataclass
 class EngineCall:
-    """One call of the engine, and its progress.
-
-    A step can be stopped only before its updates: after `commit` it runs to its end. `done` counts the
-    finished steps.
-    """
+    """One call of the engine, and its progress. After `commit` a step runs to its end. `done` counts the finished
+    steps."""
 
     inputs: Sequence[Tensor]  # each [turns, groups, micro-batch, ...]
     results: Results

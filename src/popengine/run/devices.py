@@ -1,13 +1,10 @@
 """The device of an engine's tensors (the CPU, or one accelerator), and the alignment of tensors in memory.
 
-`torch.accelerator` is CUDA, ROCm or XPU, whichever this torch is built for. All ipus of all replicas are on
-its current device. One thread starts all work, on the device's default stream: kernels and transfers run in
-the order in which they were started, and no event is needed. The host waits only in `synchronize`, and
-where it reads a value.
+One thread starts all work of an accelerator, on the default stream. The host waits only in `synchronize`, and where it
+reads a value.
 
-MKL and oneDNN choose kernels by the alignment of their inputs, so the bits of a result depend on it. All
-tensors that pieces receive begin at a multiple of 64 bytes, as torch's own allocations do: so the bits of a
-micro-batch don't depend on its offset in the batch.
+MKL and oneDNN choose kernels by the alignment of their inputs, so the bits of a result depend on it. All tensors that
+pieces receive begin at a multiple of 64 bytes, as torch's own allocations do.
 """
 
 import ctypes
@@ -51,8 +48,8 @@ def check_available(kind: DeviceKind, processes: int = 1) -> None:
 def keep_freed_memory() -> None:
     """Make glibc keep up to 2 GB of freed memory, unless an environment variable sets its limits.
 
-    By default glibc returns large blocks to the kernel, which clears each page again when the next
-    micro-batch allocates its gradients: a tenth of a step of ResNet-18. No effect with other C libraries.
+    By default glibc returns large blocks to the kernel, which clears each page again when the next micro-batch
+    allocates its gradients: a tenth of a step of ResNet-18.
     """
     libc = ctypes.CDLL(None)
     names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
@@ -80,8 +77,8 @@ def as_current_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def in_pinned_memory(value: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a CPU tensor in pinned memory, from which `upload` to an accelerator is faster. Return
-    the tensor itself if `device` is the CPU, or if the tensor is empty, pinned, or not on the CPU."""
+    """Return a copy of a CPU tensor in pinned memory, from which `upload` to an accelerator is faster; the tensor
+    itself if `device` is the CPU, or if the tensor is empty, pinned, or not on the CPU."""
     if device.type == "cpu" or not value.is_cpu or value.is_pinned() or not value.numel():
         return value
     return value.pin_memory()
@@ -112,8 +109,8 @@ BYTES = 64  # alignment
 
 
 def with_aligned_micro_batches(batch: Tensor) -> Tensor:
-    """Return a batch on the CPU, [turns, groups, micro-batch, ...], whose micro-batches begin at multiples of
-    64 bytes: `batch`, or a copy with padding."""
+    """Return a CPU batch, [turns, groups, micro-batch, ...], with aligned micro-batches: `batch`, or a copy with
+    padding."""
     size, (turns, groups) = batch.element_size(), batch.shape[:2]
     steps = [stride for stride, count in zip(batch.stride(), (turns, groups), strict=False) if count > 1]
     if not batch.numel() or not any(

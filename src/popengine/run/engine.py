@@ -1,8 +1,7 @@
 """Runs a plan: one call takes a combined batch, runs all device iterations, and returns the results.
 
-The loop over iterations and micro-batches runs in the threads of the ready queue (`ready_queue.py`). A step
-is finished completely or not at all: after an error or an interrupt the weights, buffers and optimizer state
-are those of the last finished step.
+A step is finished completely or not at all: after an error or an interrupt the weights, buffers and optimizer state are
+those of the last finished step.
 """
 
 from __future__ import annotations
@@ -49,11 +48,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        settings: Settings,
-        shared: TrainState,
-        device: torch.device | None = None,
+        self, plan: Plan, settings: Settings, shared: TrainState, device: torch.device | None = None
     ) -> None:
         several = settings.training and settings.counts.instances > 1
         self._group = group_of_size(settings.counts.instances) if several else None
@@ -92,8 +87,8 @@ class Engine:
         self._close = weakref.finalize(self, self._queue.close)
 
     def close(self) -> None:
-        """End the threads. After the last engine of a `TrainState`, peers can read this process's optimizer shard
-        until the next barrier."""
+        """End the threads. After a `TrainState`'s last engine, peers can read this optimizer shard until the next
+        barrier."""
         shared = self._state.shared
         shared.engines -= 1
         if self._group is not None and shared.shard_name and not shared.engines:
@@ -201,8 +196,7 @@ class Engine:
         return texts
 
     def _await_idle(self) -> None:
-        """Wait until no call runs. Stop a call that an interrupt has left running, and wake the peers. If an
-        update of the call failed halfway, mark the weights as lost."""
+        """Wait until no call runs; first stop one that an interrupt has left running, and wake the peers."""
         call = self._latest
         if call is None:
             return
@@ -239,8 +233,8 @@ class Engine:
     # ---- state of all processes ------------------------------------------------------------------------------
 
     def read_whole_optimizer(self) -> dict[str, OptimizerState]:
-        """Return the optimizer state by parameter. If processes shard the state, gather all shards: wait until
-        each peer reads, too, or is at its next call (see `ProcessGroup.read_shards`)."""
+        """Return the optimizer state by parameter. If processes shard it, wait until each peer reads, too, or is at its
+        next call (see `ProcessGroup.read_shards`)."""
         shared = self.state.shared
         if self._group is None or not shared.shard_name:
             return shared.optimizer_states()
@@ -250,8 +244,8 @@ class Engine:
         return {key: whole[key] for key in dict.fromkeys(self._state.trained) if key in whole}
 
     def average_buffers(self) -> None:
-        """Set each floating point buffer that forward changes to its mean over all replicas of all processes.
-        The mean has the same bits in every layout of replicas and processes."""
+        """Set each floating point buffer that forward changes to its mean over all replicas of all processes, with the
+        same bits in every layout of replicas and processes."""
         with self._call_lock:
             self._await_idle()
             results = self.plan.partition.signature.results
@@ -278,6 +272,6 @@ class Engine:
 
 
 def threads_per_operation(plan: Plan, settings: Settings, cores: int) -> int:
-    """Return the number of threads per operation: cores // (micro-batches · replicas) of a step, at least 1.
-    It does not depend on the stages, so that all layouts of stages give the bits of plain PyTorch."""
+    """Return the number of threads per operation: cores // (micro-batches · replicas) of a step, at least 1. All
+    layouts of stages have the same number, and so the bits of plain PyTorch."""
     return max(1, cores // (plan.micro_batches * settings.counts.replicas))

@@ -20,10 +20,8 @@ T = TypeVar("T")
 
 
 class Sample:
-    """Pieces that can be run on one micro-batch, to measure their time.
-
-    Args: given: by name, the inputs, weights and other values that no piece makes; they are only read
-    """
+    """Pieces that can be run on one micro-batch, to measure their time; `given`: all values that no piece makes, by
+    name."""
 
     def __init__(self, pieces: Sequence[Piece], given: Mapping[str, Tensor]) -> None:
         self._pieces, self._given = pieces, given

@@ -38,11 +38,6 @@ _WITH_GENERATOR: dict[Any, Any] = {
 }
 
 
-def generator(device: torch.device, key: int, number: int) -> torch.Generator:
-    """Return a new generator for one draw, seeded from the arguments of `draw`."""
-    return torch.Generator(device).manual_seed(hash_integers(key, number))
-
-
 _default_generator_lock = threading.Lock()  # held while torch's own generator is seeded for one operation
 
 
@@ -56,12 +51,9 @@ def draw(func: Any, key: int, number: int, *args: Any, on: torch.device | None =
     """
     if on is not None and any(argument.name == "device" for argument in func._schema.arguments):
         kwargs["device"] = on
-    device = torch.device(
-        next(
-            (value.device for value in args if isinstance(value, torch.Tensor)), kwargs.get("device") or "cpu"
-        )
-    )
-    random = generator(device, key, number)
+    of_arguments = (value.device for value in args if isinstance(value, torch.Tensor))
+    device = torch.device(next(of_arguments, kwargs.get("device") or "cpu"))
+    random = torch.Generator(device).manual_seed(hash_integers(key, number))
     if func is aten.native_dropout.default:
         value, chance, train = args
         if train is False or chance == 0:

@@ -1,9 +1,8 @@
 """The ready queue: threads that run each task of a step as soon as the tasks that it waits for are done.
 
-A task is a row of the table with an index (a micro-batch, a chunk) and a replica. Tasks are numbered in the
-order of the step, and a thread takes the first that is ready. A finished task decrements the counters of
-those that wait for it. There are as many threads as cores, and each runs tasks of any ipu. Rows that
-communicate with other processes run in a thread of their own, in the same order in every process.
+A task is a row of the table with an index (a micro-batch, a chunk) and a replica. Tasks are numbered in the order of
+the step, and a thread takes the first that is ready. Rows that communicate with other processes run in a thread of
+their own, in the same order in every process.
 """
 
 import ctypes
@@ -65,10 +64,7 @@ class BoundTask(NamedTuple):
 
 
 class StepTasks:
-    """All tasks of a step in the order of the step, and the dependencies between them, by task number.
-
-    Args: cores: number of cores, which run tasks of any ipu
-    """
+    """All tasks of a step in the order of the step, for `cores` cores, and their dependencies, by task number."""
 
     def __init__(self, rows: RowFunctions, cores: int) -> None:
         plan = self._plan = rows.plan
@@ -78,10 +74,8 @@ class StepTasks:
             for row, task in enumerate(plan.tasks)
         ]
         found, self._rows_of = actions(plan)
-        self._order, self._step = (
-            order_named(plan.order),
-            StepActions(tuple(found), plan.micro_batches, cores),
-        )
+        self._order = order_named(plan.order)
+        self._step = StepActions(tuple(found), plan.micro_batches, cores)
         self._action_of = {row: number for number, own in enumerate(self._rows_of) for row in own}
         after = self._edges_of_rows()
         self.all = sorted(
@@ -95,15 +89,10 @@ class StepTasks:
             key=self._sort_key,
         )
         number_of = {(task.row, task.index, task.replica): number for number, task in enumerate(self.all)}
-        before = [
-            {
-                number_of[n]
-                for edge in after[task.row]
-                for n in self._awaited_tasks(edge, task)
-                if n in number_of
-            }
-            for task in self.all
-        ]
+        before: list[set[int]] = []
+        for task in self.all:
+            awaited = (key for edge in after[task.row] for key in self._awaited_tasks(edge, task))
+            before.append({number_of[key] for key in awaited if key in number_of})
         for earlier, later in pairwise(self._exchanges(rows)):
             before[number_of[later]].add(number_of[earlier])
         simulate(before, [1.0] * len(before), devices=1)  # raises Error for an order that never ends
@@ -124,8 +113,8 @@ class StepTasks:
         return row.kind != "sum", self._order.key(self._step, action, task.index), own
 
     def _edges_of_rows(self) -> list[list[After]]:
-        """Return for each row its edges to the rows that it waits for: those of the table, and those by which
-        the order bounds the number of micro-batches in flight."""
+        """Return for each row its edges: those of the table, and those by which the order bounds the micro-batches in
+        flight."""
         rows = self._plan.tasks
         found = [list(task.after) for task in rows]
         for own, bounds in zip(self._rows_of, self._order.all_bounds(self._step), strict=True):
@@ -137,18 +126,17 @@ class StepTasks:
         return found
 
     def _exchanges(self, rows: RowFunctions) -> list[tuple[int, int, int]]:
-        """Return (row, micro-batch, replica) of the tasks that gather values over processes, in the order of
-        separate devices: all processes must run them in one order."""
-        gathers = {
-            row for row, t in enumerate(self._plan.tasks) if t.kind == "gather" and rows.communicates(row)
-        }
+        """Return (row, micro-batch, replica) of the tasks that gather values over processes, in the order of separate
+        devices: all processes must run them in one order."""
+        kinds = enumerate(task.kind for task in self._plan.tasks)
+        gathers = {row for row, kind in kinds if kind == "gather" and rows.communicates(row)}
         if not gathers:
             return []
         tasks, times = timeline(self._step.actions, self._plan.micro_batches, self._order)
         return [
-            (row, micro_batch, replica)
-            for action, micro_batch in map(tasks.__getitem__, times.order)
-            for row in self._rows_of[action]
+            (row, tasks[number][1], replica)
+            for number in times.order
+            for row in self._rows_of[tasks[number][0]]
             if row in gathers
             for replica in range(self._replicas)
         ]
@@ -169,12 +157,7 @@ class StepTasks:
 
 
 class ReadyQueue:
-    """The threads that run calls, and the queues from which they take tasks.
-
-    Args:
-        threads: number of threads that run tasks
-        threads_per_operation: number of threads within each operation
-    """
+    """The threads that run calls, each operation with so many threads, and the queues from which they take tasks."""
 
     def __init__(self, rows: RowFunctions, threads: int, threads_per_operation: int) -> None:
         self._rows, self._threads, self._threads_per_operation = rows, threads, threads_per_operation
@@ -219,10 +202,8 @@ class ReadyQueue:
                 return answers.get(timeout=_WAIT)
 
     def close(self) -> None:
-        """End the threads, and wait at most `_PATIENCE` seconds for each of them.
-
-        A thread that frees the last tensors while Python finalizes would abort the process.
-        """
+        """End the threads, and wait at most `_PATIENCE` seconds for each: one that frees the last tensors while Python
+        finalizes would abort the process."""
         self._inbox.put(None)
         with self._changed:
             self._is_closed = True
@@ -240,7 +221,6 @@ class ReadyQueue:
                 continue
             error: BaseException | None = None
             try:
-                # Some libraries have one number of threads for the process.
                 torch.set_num_threads(self._threads_per_operation)
                 with torch.inference_mode(), devices.as_current_device(self._rows.state.device):
                     try:
@@ -306,11 +286,11 @@ class ReadyQueue:
                 self._fail_step(error)
 
     def _next_task(self, is_over: Callable[[], bool], core: int, done: int | None) -> int | None:
-        """Mark the task `done` as finished, if not None; wait for a ready task and return its number. Return
-        None if no task is ready and `is_over` returns True.
+        """Mark the task `done` as finished, if not None; wait for a ready task and return its number. Return None if no
+        task is ready and `is_over` returns True.
 
-        Both happen under one lock, so that this core, whose cache has the results of `done`, is first to run
-        a task that became ready by `done`.
+        Both happen under one lock, so that this core, whose cache has the results of `done`, is first to run a task
+        that became ready by `done`.
         """
         with self._changed:
             if done is not None:
@@ -352,8 +332,8 @@ class ReadyQueue:
             heappush(self._ready, number)
 
     def _measure_task(self, seconds: float) -> None:
-        """Record the seconds of a task, and set whether cores other than core 0 run tasks: they do once the
-        mean time of `JUDGED` tasks (after as many for warm-up) is above `WORTH_SHARING`."""
+        """Record the seconds of a task, and set whether cores other than core 0 run tasks: once the mean time of
+        `JUDGED` tasks (after as many for warm-up) is above `WORTH_SHARING`."""
         self._measured_count += 1
         if self._measured_count > JUDGED:
             self._spent += seconds

@@ -1,8 +1,7 @@
 """Records a profile while tasks run: the core, start, end and CPU time of each task.
 
-The engine runs the same tasks in the same order with a recorder and without. The first two steps are recorded
-in detail: pieces of replica 0 read both clocks after every operation (the second step replaces the first, which
-includes warm-up). Of a long training only the first and last steps are stored, which bounds the size of a profile.
+In the first two steps the pieces of replica 0 also read both clocks after every operation; the second step replaces the
+first, which includes warm-up. Of a long training only the first and last steps are stored.
 """
 
 import threading
@@ -48,8 +47,8 @@ class StepDetail:
         return [max(pair) for pair in zip(self.lines[piece], least, strict=True)]
 
     def add_runs(self) -> None:
-        """Add the times of the runs in `unread`, which are clock readings (perf_counter_ns, thread_time_ns)
-        before the piece's first line, and after each line."""
+        """Add the times of the runs in `unread`: readings of both clocks before a piece's first line, and after each
+        line."""
         for piece, ticks in self.unread:
             took, computed = ([end[i] - start[i] for start, end in pairwise(ticks)] for i in (0, 1))
             before = self.lines.get(piece, [0] * len(computed))
@@ -60,10 +59,10 @@ class StepDetail:
 
 
 class Recorder:
-    """The recorded times and memory of all calls to which this recorder was passed.
+    """The recorded times of all calls to which this recorder was passed.
 
-    Args: budget: number of task runs to store, over all steps. At least two steps are stored; of a step that
-        is too long for that, only the beginning.
+    Args: budget: number of task runs to store, over all steps. At least two steps are stored; of a step that is too
+    long for that, only the beginning.
     """
 
     def __init__(self, budget: int = 40_000) -> None:
@@ -106,8 +105,8 @@ class Recorder:
     # ---- the queue's side --------------------------------------------------------------------------------
 
     def begin_step(self, rows: RowFunctions, tasks: int) -> None:
-        """Prepare to record a step of so many task runs. In the first two steps add clock readings to replica
-        0's eager pieces."""
+        """Prepare to record a step of so many task runs. In the first two steps replica 0's eager pieces read the
+        clocks."""
         _, self._step = rows.state.shared.random_state  # over all calls
         if self._rows is None or self._rows.plan is not rows.plan:
             self.detail = None

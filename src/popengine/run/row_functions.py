@@ -33,10 +33,8 @@ _FRAME, _STATE, _BUFFER, _PREPARED = range(4)  # where a piece reads a value; _B
 
 
 class RowFunctions:
-    """The functions that run the rows of a plan, and the frames that they read and write.
-
-    Args: codes: the function of each piece
-    """
+    """The functions that run the rows of a plan, and the frames that they read and write. `codes`: one for each
+    piece."""
 
     def __init__(
         self,
@@ -99,8 +97,8 @@ class RowFunctions:
             self.call.results.loss_scale = scale
 
     def end_step(self) -> None:
-        """End a step of inference. In training, where row "end" ends the step, only hold the gradient sums
-        and new buffers of a plan without this row."""
+        """End a step of inference. In training row "end" does so; hold gradient sums and new buffers of a plan without
+        it."""
         if not self.settings.training:
             self.state.end_step()
         elif not self.settings.part.ends_step:
@@ -162,14 +160,10 @@ class RowFunctions:
                 started, turn = perf_counter(), self._turn_in_call(micro_batch)
                 frame[name] = upload(call.inputs[key][turn, group], device)
                 call.results.record_load(key, turn, replica, started)
-            sources = (
-                frame,
-                self.state.values[replica],
-                self.state.new_buffers[replica],
-                prepared.values_for(number),
-            )
+            state = self.state
+            sources = frame, state.values[replica], state.new_buffers[replica], prepared.values_for(number)
             values: list = [sources[source][name] for source, name in reads]
-            del sources  # so that the piece can free the values while it runs
+            del sources  # the piece frees values while it runs
             for name in before:
                 del frame[name]
             if piece.draws:
@@ -224,8 +218,7 @@ class RowFunctions:
     def _store_results(
         self, stores: Sequence[tuple[str, str]], frame: Mapping[str, Tensor], micro_batch: int, replica: int
     ) -> None:
-        """Copy values of a frame, gradients without the loss scale, to the results. Args: stores: (name of
-        the value, index of the result)"""
+        """Copy values of a frame (name, index of the result), gradients without the loss scale, to the results."""
         results, turn = self.call.results, self._turn_in_call(micro_batch)
         for name, key in stores:
             value, index = frame[name], int(key)
@@ -258,12 +251,10 @@ class RowFunctions:
     def _begin_sums(
         self, added: Sequence[tuple[str, str]], frame: dict[str, Tensor], replica: int, frees: Iterable[str]
     ) -> None:
-        """Set the gradient sums of a step to the gradients of its first micro-batch. A gradient with the
-        sum's layout that only the frame refers to becomes the sum: a copy would take a fifth of the update.
+        """Set the gradient sums of a step to the gradients of its first micro-batch: (name in the frame, parameter).
 
-        Args:
-            added: (name in the frame, parameter) of each gradient
-            frees: names that the caller deletes from the frame afterwards
+        A gradient with the sum's layout that only the frame refers to, and that the caller frees (its name is in
+        `frees`), becomes the sum: a copy would take a fifth of the update.
         """
         sums, optimizer = self.state.sums[replica], self.settings.optimizer
         assert optimizer is not None or not added
@@ -285,8 +276,8 @@ class RowFunctions:
 
     def _gather_function(self, row: int, replica: int) -> Work:
         """Return a function that stacks a value of all replicas of a group, [replicas, ...], and stores it (in an
-        exchange: each replica's row of all values) in all their frames. It does nothing unless `replica` is the
-        group's first in this process."""
+        exchange: each replica's row of all values) in all their frames. Only the group's first replica in this process
+        does so."""
         task, counts = self.plan.tasks[row], self.settings.counts
         line = self.plan.partition.pieces[task.piece].lines[0]
         value, size, exchanges = line.arguments[0].name, line.arguments[1], line.arguments[2:] == (True,)
@@ -315,8 +306,8 @@ def _names_and_keys(task: ir.Task, kind: ir.InstructionKind) -> list[tuple[str, 
 
 
 def update_means(means: list[Tensor], values: list[Tensor], count: float) -> None:
-    """Update each mean of `count` - 1 values by one more value, in place (computed in at least float32, then
-    rounded). A mean is never larger than its values, so half precision does not overflow."""
+    """Update each mean of `count` - 1 values by one more value, in place, computed in at least float32. A mean is never
+    larger than its values, so half precision does not overflow."""
     for mean, value in zip(means, values, strict=True):
         wide = torch.promote_types(torch.promote_types(mean.dtype, value.dtype), torch.float32)
         mean.copy_(torch.lerp(mean.to(wide), value.to(wide), 1 / count))
@@ -357,8 +348,8 @@ class PreparedValues:
         self._lock = threading.Lock()
 
     def values_for(self, piece: int) -> dict[str, Tensor]:
-        """Return the prepared values that piece number `piece` reads, by name. Call it once per piece and
-        micro-batch: a value is computed at its first use in a step, and dropped at its last."""
+        """Return the prepared values that piece number `piece` reads, by name. Call it once per piece and micro-batch:
+        a value is computed at its first use in a step, and dropped at its last."""
         names = self._names[piece]
         if not names:
             return {}

@@ -194,8 +194,8 @@ class State:
         self.bind(None)
 
     def _owners(self) -> dict[str, int]:
-        """Return the owner process of each sharded parameter, by canonical name. Processes own about the same
-        number of elements of each ipu. Small parameters, and those with replica groups, are not sharded."""
+        """Return the owner process of each sharded parameter, by canonical name. Processes own about the same number of
+        elements of each ipu. Small parameters, and those with replica groups, are not sharded."""
         counts, optimizer = self.settings.counts, self.settings.optimizer
         least = self.settings.shard_optimizer
         if least is None or optimizer is None or optimizer.kind == OWN_STEP or counts.instances == 1:

@@ -9,9 +9,7 @@
     share      send updated weights to the other processes, if they shard the optimizer state
     end        finish the step
 
-A bucket is the gradients of one piece that processes exchange together. They are complete at about the same
-time, because pieces are cut there (`compile/partition.py`), and the rest of the backward runs meanwhile. Their sums
-are views of a flat tensor, so that the exchange copies nothing before or after.
+A bucket is the gradients of one piece that processes exchange together, as views of a flat tensor.
 
 All sums are in a fixed order, so that every layout and run gives the same bits. A new operation between the
 averaging of gradients and their clipping belongs in `_reduce_and_measure_gradient` (of a whole gradient) or
@@ -47,10 +45,8 @@ _StepKey = tuple[int, int]  # (ipu, parameter group) of the parameters of an Upd
 
 
 class Updates:
-    """The functions that run the rows from "exchange" to "share": reduce gradients, update weights.
-
-    Args: group: the processes that train together; None: this process trains alone
-    """
+    """The functions that run the rows from "exchange" to "share": reduce gradients, update weights. `group`: the
+    processes that train together."""
 
     def __init__(self, plan: ir.Plan, settings: Settings, state: State, group: ProcessGroup | None) -> None:
         self.plan, self.settings, self.state, self._group = plan, settings, state, group
@@ -121,14 +117,14 @@ class Updates:
                 self._all_reduce.reduce_scatter(bucket.flats, bucket.cuts)
 
     def _divide_means(self, sums: Sequence[Tensor]) -> None:
-        """If gradients are running means, divide them by the number of all replicas, in place, so that their
-        sum can't overflow. With another reduction do nothing."""
+        """If gradients are running means, divide them by the number of all replicas, so that their sum can't
+        overflow."""
         if self.settings.reduction == "running":
             divide_(sums, self.settings.counts.global_replicas)
 
     def _reduce(self, parts: Sequence[ParameterUpdate]) -> None:
-        """Add `part.others` to `part.gradient` of each part, in place, as a binary tree over replicas; divide
-        the gradients by the loss scale, for means also by the number of micro-batches."""
+        """Add `part.others` to `part.gradient` of each part, in place, as a binary tree over replicas; divide the
+        gradients by the loss scale, for means also by the number of micro-batches."""
         for others in {len(part.others) for part in parts} - {0}:
             rows = [(part.gradient, *part.others) for part in parts if len(part.others) == others]
             replicas = [list(sums) for sums in zip(*rows, strict=True)]
@@ -143,8 +139,8 @@ class Updates:
         divide_([part.gradient for part in parts], divisor)
 
     def _reduce_and_measure_gradient(self, index: int) -> None:
-        """Reduce the gradient of unit number `index`, in place; store its norm, if clipping needs it, and
-        counts of its elements, if the automatic loss scale does. Do nothing if a peer updates the parameter."""
+        """Reduce the gradient of unit number `index`, in place; store its norm, if clipping needs it, and counts of its
+        elements, if the automatic loss scale does."""
         unit = self.state.units[index]
         if not self.state.is_updated_here(unit.key):
             return
@@ -165,7 +161,7 @@ class Updates:
 
     def _parameter_update(self, unit: Unit, is_reduced: bool = False) -> ParameterUpdate:
         """Return the tensors of a unit's update. The gradient is the sum of the unit's first replica; the other
-        replicas' sums are `others`, unless they are in the first one: row "exchange" or "norm" has run."""
+        replicas' sums are `others`, unless row "exchange" or "norm" has added them."""
         is_reduced = is_reduced or self._group is not None
         members = (unit.replica,) if is_reduced else self.settings.sharing_replicas(unit.key, unit.replica)
         gradient, *others = (self.state.sums[replica][unit.key] for replica in members)
@@ -175,10 +171,10 @@ class Updates:
     # ---- the updates -----------------------------------------------------------------------------------------
 
     def _begin_updates(self, _: int) -> None:
-        """Compute the clipping factor and next loss factor, allocate all large tensors, then commit the step.
+        """Compute the clipping factor and next loss factor, allocate all large tensors, then commit the step together
+        with all processes, and lock the weights until `end_step`.
 
-        Waits for all processes, acquires the lock of the weights until `end_step`, and adds 1 to the optimizer's step
-        counts. No weight is updated if the loss scale is automatic and a gradient is not finite.
+        No weight is updated if the loss scale is automatic and a gradient is not finite.
         """
         bound = self._optimizer.max_grad_norm
         if bound < math.inf:
@@ -204,8 +200,8 @@ class Updates:
         return UpdateStep(self._optimizer, self.call.hyper.groups[step_key[1]], updates)
 
     def _prepare_gradients(self, parts: Sequence[ParameterUpdate]) -> Sequence[ParameterUpdate]:
-        """Reduce gradients (unless row "norm" did) and clip them, in place; return `parts`. Record in the
-        call whether the loss scale made gradients overflow, for a warning."""
+        """Reduce gradients (unless row "norm" did) and clip them, in place; return `parts`. Record in the call whether
+        the loss scale made gradients overflow, for a warning."""
         optimizer = self._optimizer
         if not self.settings.measures_gradients:
             self._reduce(parts)
@@ -224,17 +220,14 @@ class Updates:
         return parts
 
     def _total_norm(self) -> Tensor:
-        """Return the norm of all gradients as torch.nn.utils.get_total_norm does: the norm of their norms,
-        stacked in the order of the model's parameters."""
+        """Return the norm of all gradients as torch.nn.utils.get_total_norm does, in the order of the model's
+        parameters."""
         ordered = sorted(self.state.units, key=lambda unit: (self._slot_index[unit.key], unit.replica))
         # Gradients that a peer measures count 0 here: with sharded state the norms are summed over processes.
+        types = [torch.promote_types(self.state.weight(u).dtype, torch.float32).to_real() for u in ordered]
         found = [
-            self._norms[unit]
-            if unit in self._norms
-            else torch.zeros(
-                (), dtype=torch.promote_types(self.state.weight(unit).dtype, torch.float32).to_real()
-            )
-            for unit in ordered
+            self._norms[unit] if unit in self._norms else torch.zeros((), dtype=dtype)
+            for unit, dtype in zip(ordered, types, strict=True)
         ]
         return torch.linalg.vector_norm(self._all_reduce_if_sharded(torch.stack(found)))
 
@@ -319,11 +312,9 @@ def divide_(sums: Sequence[Tensor], divisor: float) -> None:
 class Bucket:
     """Gradients of one piece and one dtype, of parameters that the local replicas `members` share.
 
-    keys:  canonical names of the parameters, in the order of their memory
-    flats: 1-d, for each of these replicas its gradient sums; the exchange sums them into `flats[0]`. The
-           constructor sets `state.sums` to views of them
-    cuts:  element offsets in `flats[0]` at which the shard of each process begins, and the end of the last;
-           None: the optimizer state of these parameters is not sharded
+    keys: canonical names of the parameters, in the order of their memory flats: 1-d, for each of these replicas its
+    gradient sums, of which `state.sums` become views; summed into `flats[0]` cuts: offsets in `flats[0]` at which the
+    shard of each process begins, and the end; None: not sharded
     """
 
     def __init__(

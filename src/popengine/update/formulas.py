@@ -1,10 +1,8 @@
 """The formulas of the update rules: in-place arithmetic on lists of float32 (float64) tensors; fused kernels.
 
-The arguments of a formula are parameters of one group (or ranges of their elements), their gradients
-(reduced, without loss scale, clipped, for `maximize` negated; formulas may overwrite them) and their states,
-which formulas update; "step" counts this update already. On CPU tensors a formula of a torch optimizer runs
-torch.optim's own operations, so its results are torch's to the last bit. `optimizer_rules.py` lists the rates
-and states.
+The arguments of a formula are parameters of one group (or ranges of their elements), their gradients (reduced, without
+loss scale, clipped, for `maximize` negated; formulas may overwrite them) and their states, which formulas update;
+"step" counts this update already. On CPUs the results of torch's optimizers are torch's to the last bit.
 """
 
 from collections.abc import Callable, Mapping
@@ -63,11 +61,9 @@ def sgd(step: Step) -> None:
         torch._foreach_mul_(velocities, momentum)
         torch._foreach_add_(velocities, gradients, alpha=1 - dampening)
         if optimizer.flags.get("torch_dampening"):
-            for velocity, gradient, count in zip(
-                velocities, gradients, _counts_of_updates(step), strict=True
-            ):
+            for index, count in enumerate(_counts_of_updates(step)):
                 if count == 1:
-                    velocity.copy_(gradient)
+                    velocities[index].copy_(gradients[index])
         if group.get("nesterov"):
             torch._foreach_add_(gradients, velocities, alpha=momentum)
         else:
@@ -109,8 +105,8 @@ def _step_by_moments(step: Step) -> None:
 
 
 def _update_moments(step: Step) -> tuple[list[float], list[float]]:
-    """Update both moments in place. Return the divisors that correct the bias of the first moments, and those
-    of the second moments: one for each parameter, 1.0 without the flag `bias_correction`."""
+    """Update both moments in place. Return the divisors, one per parameter, that correct the bias of the first moments,
+    and those of the second ones."""
     optimizer, group, _, gradients, states = step
     beta1, beta2 = group["beta1"], group["beta2"]
     torch._foreach_lerp_(step.state("exp_avg"), gradients, 1 - beta1)
@@ -140,10 +136,8 @@ def rmsprop(step: Step) -> None:
         means = step.state("grad_avg")
         torch._foreach_lerp_(means, gradients, 1 - alpha)
         squares = torch._foreach_addcmul(squares, means, means, -1)
-    if tf_variant:
-        roots = torch._foreach_sqrt(torch._foreach_add(squares, eps))
-    else:
-        roots = torch._foreach_sqrt(squares)
+    roots = torch._foreach_sqrt(torch._foreach_add(squares, eps) if tf_variant else squares)
+    if not tf_variant:
         torch._foreach_add_(roots, eps)
     if momentum > 0:
         buffers = step.state("momentum_buffer")
@@ -168,10 +162,8 @@ def compute_lamb_steps(step: Step) -> None:
 
 
 def lamb_trust_ratios(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
-    """Return the LAMB trust ratio of each parameter: min(‖w‖, max_weight_norm) / ‖u‖; 1 if a norm is 0.
-
-    Args: sizes: the norms ‖w‖ of the weights; lengths: the norms ‖u‖ of the steps that `compute_lamb_steps` computed
-    """
+    """Return the LAMB trust ratio of each parameter: min(‖w‖, max_weight_norm) / ‖u‖; 1 if a norm is 0. `sizes` are
+    ‖w‖, `lengths` ‖u‖ of the steps that `compute_lamb_steps` computed."""
     sizes = sizes.clamp(max=group["max_weight_norm"])
     return torch.where((sizes == 0) | (lengths == 0), 1.0, sizes / lengths)
 
@@ -183,10 +175,8 @@ def lamb(step: Step) -> None:
 
 
 def lars_trust_ratios(group: Rates, sizes: Tensor, lengths: Tensor) -> Tensor:
-    """Return the LARS trust ratio of each parameter: η·‖w‖ / (‖g‖ + β·‖w‖ + eps); 1 if a norm is 0.
-
-    Args: group: has η ("eta") and β ("weight_decay"); sizes: norms of the weights; lengths: of the gradients
-    """
+    """Return the LARS trust ratio of each parameter: η·‖w‖ / (‖g‖ + β·‖w‖ + eps); 1 if a norm is 0. `sizes` are ‖w‖,
+    `lengths` ‖g‖; η is "eta", β "weight_decay"."""
     ratios = group["eta"] * sizes / (lengths + group["weight_decay"] * sizes + group["eps"])
     return torch.where((sizes == 0) | (lengths == 0), 1.0, ratios)
 
@@ -215,21 +205,10 @@ def lars(step: Step) -> None:
 
 def _run_fused_adam(kernel: str, step: Step) -> None:
     _, rates, parameters, gradients, _ = step
-    getattr(torch, kernel)(
-        parameters,
-        gradients,
-        step.state("exp_avg"),
-        step.state("exp_avg_sq"),
-        [],
-        [count.to(parameters[0].device) for count in step.state("step")],
-        lr=rates["lr"],
-        beta1=rates["beta1"],
-        beta2=rates["beta2"],
-        weight_decay=rates["weight_decay"],
-        eps=rates["eps"],
-        amsgrad=False,
-        maximize=bool(rates.get("maximize")),
-    )
+    counts = [count.to(parameters[0].device) for count in step.state("step")]
+    tensors = parameters, gradients, step.state("exp_avg"), step.state("exp_avg_sq"), [], counts
+    given = {name: rates[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
+    getattr(torch, kernel)(*tensors, **given, amsgrad=False, maximize=bool(rates.get("maximize")))
 
 
 fused_adam, fused_adamw = (partial(_run_fused_adam, name) for name in ("_fused_adam_", "_fused_adamw_"))

@@ -1,11 +1,10 @@
 """A weight update: applies an optimizer's rule to the parameters of one group on one ipu, chunk by chunk.
 
-Half precision parameters and states are converted to float32, and their new values are rounded once, at the
-end. Rules that scale each parameter's step by norms (LAMB, LARS) compute all norms before any weight changes.
+Half precision parameters and states are converted to float32, and their new values are rounded once, at the end. Rules
+that scale each parameter's step by norms (LAMB, LARS) compute all norms before any weight changes.
 
-A chunk is a number of elements that fits the shared cache. On the CPU a parameter is cut at multiples of
-CHUNK elements from its first element. So the order of additions in a norm, and with it the norm's bits,
-depends on this parameter alone. Small neighbours share a chunk.
+On the CPU a parameter is cut at multiples of CHUNK elements from its first element. So the order of additions in a
+norm, and with it the norm's bits, depends on this parameter alone. Small neighbours share a chunk.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
 def fitting_state(
     optimizer: Optimizer, state: RuleState, parameter: Tensor, value: Tensor | None = None
 ) -> Tensor:
-    """Return `value`, or a copy if it has not the dtype, layout and alignment that updates need.
-
-    Args: value: None: return the state before the first update
-    """
+    """Return `value`, or a copy if it has not the dtype, layout and alignment that updates need; without a value the
+    state before the first update."""
     if state.name == "step":  # on the CPU: the host reads it
         like, dtype = torch.empty(()), torch.float32
     else:
@@ -74,8 +71,7 @@ def update(
 ) -> None:
     """Apply one update to parameters and states, in place. Call it under no_grad; it may overwrite gradients.
 
-    Args: group: the rates, with the keys that `popengine.settings.Hyper` lists
-          seeds: a seed per parameter for the stochastic rounding of half precision; None: round to nearest
+    Args: group: the rates, as in `popengine.settings.Hyper`; seeds: for stochastic rounding; None: round to nearest
     """
     for parameter, state in zip(parameters, states, strict=True):
         for kept in RULES[optimizer.kind].states_of(optimizer, group):
@@ -159,10 +155,8 @@ Chunk = list[tuple[int, int, int]]  # (index of a parameter, first element, end)
 
 
 def cut_into_chunks(parts: Sequence[ParameterUpdate]) -> list[Chunk]:
-    """Return chunks of about `CHUNK` elements, which may be updated in any order, or at the same time.
-
-    On an accelerator all parameters are one chunk, because one kernel updates many parameters.
-    """
+    """Return chunks of about `CHUNK` elements, which may be updated in any order, or at the same time. On an
+    accelerator all parameters are one chunk, because one kernel updates many parameters."""
     if not all(part.parameter.is_cpu for part in parts):
         return [[(number, 0, 0) for number in range(len(parts))]]
     found: list[Chunk] = []
@@ -184,8 +178,7 @@ class UpdateStep:
     """One update of parameters with the same rates, chunk by chunk.
 
     Call `increment_counts`; then, if the rule has `trust_ratios`, `measure_norms` for each chunk and
-    `compute_trust_ratios`; then `apply` for each chunk. The caller reduces and clips the gradients in a
-    chunk's `views` before their first use.
+    `compute_trust_ratios`; then `apply` for each chunk. Reduce and clip the gradients in a chunk's `views` before.
     """
 
     def __init__(self, optimizer: Optimizer, rates: Rates, parts: Sequence[ParameterUpdate]) -> None:
@@ -198,10 +191,8 @@ class UpdateStep:
 
     def views(self, chunk: Chunk) -> list[ParameterUpdate]:
         """Return a `ParameterUpdate` of each parameter in a chunk, with views of the chunk's elements."""
-        return [
-            self.parts[part].elements(start, stop) if stop else self.parts[part]
-            for part, start, stop in chunk
-        ]
+        parts = ((self.parts[number], start, stop) for number, start, stop in chunk)
+        return [part.elements(start, stop) if stop else part for part, start, stop in parts]
 
     def increment_counts(self) -> None:
         """Add 1 to the state "step" of each parameter, in place; do nothing if the rule has no such state."""
@@ -210,8 +201,8 @@ class UpdateStep:
             torch._foreach_add_(steps, 1)
 
     def measure_norms(self, views: Sequence[ParameterUpdate]) -> None:
-        """For each parameter of a chunk: update the moments (LAMB), write the step without trust ratio into
-        `step`, and store the norms of the weight and of this step in `norms`, unless `norms` is None."""
+        """For each parameter of a chunk: update the moments (LAMB), write the step without trust ratio into `step`, and
+        store the norms of the weight and of this step in `norms`, if it has ratios."""
         assert self.trust_ratios is not None
         self._negate_to_maximize(views)
         weights, steps = self._run_formula(self.trust_ratios.steps, views, [view.gradient for view in views])
@@ -234,10 +225,8 @@ class UpdateStep:
 
     def apply(self, views: Sequence[ParameterUpdate]) -> None:
         """Update the weights and states of a chunk, in place, by the fused kernel or by the formula."""
-        fused: list[ParameterUpdate] = []
-        others: list[ParameterUpdate] = []
-        for view in views:
-            (fused if self._is_fused and view.parameter.dtype == torch.float32 else others).append(view)
+        fused = [v for v in views if self._is_fused and v.parameter.dtype == torch.float32]
+        others = [v for v in views if not self._is_fused or v.parameter.dtype != torch.float32]
         if fused:
             assert self.rule.fused is not None
             weights, gradients = [view.parameter for view in fused], [view.gradient for view in fused]
@@ -279,8 +268,8 @@ class UpdateStep:
 
 
 def _with_step_buffer(part: ParameterUpdate, min_dims: int) -> ParameterUpdate:
-    """Return a copy of `part` with a buffer `step`, a new state dictionary (to which a trust ratio can be
-    added) and, if the parameter has at least `min_dims` dimensions, an empty `norms`."""
+    """Return a copy of `part` with a buffer `step`, a new state dictionary (for a trust ratio) and, if the parameter
+    has at least `min_dims` dimensions, an empty `norms`."""
     dtype, gradient = torch.promote_types(part.parameter.dtype, torch.float32), part.gradient
     step = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     return replace(
@@ -296,7 +285,7 @@ def _total_norm(part: ParameterUpdate, which: int) -> Tensor:
 
 def round_into(target: Tensor, source: Tensor, seed: int | None) -> Tensor:
     """Copy `source` into `target`, and return `target`. With a seed, round to float16 or bfloat16 stochastically,
-    without bias: add noise, then floor. Infinities and NaN stay."""
+    without bias: add noise, then floor."""
     if seed is None or target.dtype not in (torch.float16, torch.bfloat16):
         return target.copy_(source)
     generator = torch.Generator(source.device).manual_seed(seed)
@@ -307,9 +296,7 @@ def round_into(target: Tensor, source: Tensor, seed: int | None) -> Tensor:
     # The distance of neighbouring numbers in the target's dtype; constant below its smallest normal number.
     spacing = power.clamp(min=narrow.smallest_normal) * narrow.eps
     # Noise has exactly the bits that rounding drops, so that adding it is exact.
-    dropped = int(narrow.eps / wide.eps)
-    noise = torch.randint(
-        dropped, source.shape, generator=generator, dtype=torch.float32, device=source.device
-    ).div_(dropped)
+    dropped, like = int(narrow.eps / wide.eps), {"dtype": torch.float32, "device": source.device}
+    noise = torch.randint(dropped, source.shape, generator=generator, **like).div_(dropped)
     rounded = torch.floor(source / spacing + noise) * spacing
     return target.copy_(torch.where(torch.isfinite(source), rounded, source))

@@ -62,8 +62,7 @@ class TrustRatios:
     """The functions by which a rule (LAMB, LARS) computes trust ratios, before its formula runs.
 
     Args:
-        steps: overwrites the gradients with the steps whose norms are compared with the weights' norms; does
-            nothing if these steps are the gradients
+        steps: overwrites the gradients with the steps whose norms are compared with the weights' norms
         trust: returns the trust ratio of each parameter, from the norms of the weights and of the steps
         min_dims: parameters with fewer dimensions have no trust ratio
     """
@@ -100,11 +99,8 @@ class Rule:
         return (*self.rates, *(name for name, flag in self.flags.items() if flag.of_group))
 
     def states_of(self, optimizer: Optimizer, rates: Rates = MappingProxyType({})) -> Iterator[RuleState]:
-        """Yield the descriptions of the state tensors that a parameter has.
-
-        States of momentum are left out if the momentum is constantly 0 and not in `rates`, the rates of the
-        next update; states of flags if the flags are off.
-        """
+        """Yield the descriptions of the state tensors that a parameter has: those of momentum unless the momentum is
+        constantly 0 and not in `rates`, the rates of the next update; those of flags if the flags are on."""
         for state in self.states:
             if state.when == "momentum":
                 if state.name in optimizer.state_types or rates.get("momentum"):
@@ -119,7 +115,7 @@ class Rule:
 
 def _has_torch_dampening(optimizer: Any) -> bool:
     """Return whether an optimizer has a dampening other than 0 that leaves the first update undampened, as in
-    torch.optim.SGD; False for poptorch.optim.SGD, which dampens the first update too."""
+    torch.optim.SGD; poptorch.optim.SGD dampens the first update, too."""
     dampened = any(group["dampening"] for group in optimizer.param_groups)
     return dampened and not getattr(optimizer, "dampens_first_step", False)
 
@@ -142,12 +138,8 @@ _ADAM: dict[str, Any] = {
 OWN_STEP = "own_step"
 
 
-def _no_formula(step: formulas.Step) -> None:
-    raise AssertionError("`Updates._update_chunk` runs an optimizer of this kind")
-
-
 RULES: dict[str, Rule] = {
-    OWN_STEP: Rule(_no_formula, rates=(), states=()),
+    OWN_STEP: Rule(lambda step: None, rates=(), states=()),  # `Updates._run_own_step` runs it
     "sgd": Rule(
         formulas.sgd,
         rates=("lr", "momentum", "dampening", "weight_decay", "nesterov"),

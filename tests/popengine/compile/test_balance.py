@@ -51,10 +51,6 @@ def test_fewer_blocks_than_ipus_is_an_error():
         balance_blocks(costs_of(1, 2), 3)
 
 
-def test_the_explanation_says_what_moving_a_block_would_give():
-    costs = costs_of(3, 3, 2)
-    assert describe_balance(costs, (("b0", "b1"), ("b2",))) == (
-        "  ipu 0: 6.000 ms: b0, b1\n"
-        "  ipu 1: 2.000 ms: b2\n"
-        "  moving 'b1' to ipu 1 would make the slowest 5.000 ms instead of 6.000 ms"
-    )
+def test_the_description_has_the_load_of_each_ipu():
+    text = "  ipu 0: 6.000 ms: b0, b1\n  ipu 1: 2.000 ms: b2"
+    assert describe_balance(costs_of(3, 3, 2), (("b0", "b1"), ("b2",))) == text

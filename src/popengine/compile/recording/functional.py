@@ -36,56 +36,6 @@ _OVERWRITES = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
-def replace_unaliased_writes(graph: fx.Graph) -> None:
-    """Replace each in-place operation of a graph whose memory only in-place operations share, as in dropout, by its
-    out-of-place overload. All others need `functionalize_graph`, a trace as long as the capture."""
-    sharing: dict[int | None, list[fx.Node]] = {}
-    for node in graph.nodes:
-        sharing.setdefault(storage_of(node), []).append(node)
-    for node in filter(is_write, list(graph.nodes)):
-        operation = _out_of_place(node)
-        first, *others = sharing[storage_of(node)]
-        if operation is None or first.op == "placeholder" or not all(map(is_write, others)):
-            continue
-        with graph.inserting_before(node):
-            new = graph.call_function(operation, node.args, node.kwargs)
-        old = node.meta["val"]
-        with old.fake_mode, torch.no_grad():
-            made = run_node(new, {operand: operand.meta["val"] for operand in new.all_input_nodes})
-        if (made.dtype, made.shape, made.stride()) == (old.dtype, old.shape, old.stride()):
-            new.meta.update(node.meta, val=made)
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
-        else:
-            graph.erase_node(new)
-
-
-def _out_of_place(node: fx.Node) -> Any:
-    """Return the overload with the same arguments that computes an in-place operation out of place (add for add_), or
-    None."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    if len(schema.returns) != 1:
-        return None
-    packet = getattr(aten, schema.name.removeprefix("aten::").removesuffix("_"), None)
-    given = len(node.args)
-
-    def taken(schema: Any) -> list[Any]:
-        return [
-            (
-                a.name,
-                str(a.type),
-                i < given or a.name in node.kwargs or (a.has_default_value(), a.default_value),
-            )
-            for i, a in enumerate(schema.arguments)
-        ]
-
-    for overload in packet.overloads() if packet is not None else ():
-        other = getattr(packet, overload)
-        if not other._schema.is_mutable and taken(other._schema) == taken(schema):
-            return other
-    return None
-
-
 class ReplayRecorder(GraphRecorder):
     """The recorder of a replay: the operations that it records have the meta of the node that is replayed.
 
@@ -268,7 +218,6 @@ def make_functional_graph(
     recorder.graph.output(tuple(node for _, _, node in results))
     kinds: list[tuple[Key, str]] = [(kind, key) for kind, key, _ in results]
     fresh = recorder.fresh
-    replace_unaliased_writes(recorder.graph)
     if any(map(is_write, recorder.graph.nodes)):
         recorder = functionalize_graph(recorder.graph, recorder.constants)
     graph, constants, written = recorder.graph, recorder.constants, recorder.written

@@ -1,9 +1,8 @@
 """Record the tensor operations of Python code as nodes of an fx graph.
 
-A dispatch mode receives every operation below autograd, once, in the order in which it runs: forward and
-backward alike. So a model's forward runs exactly once to be captured. Where the forward reads a value, by
-`.item()`, a boolean mask or a shape that depends on a value, the value is computed: the recorded operations
-run on the real constants (`CaptureRecorder.value_of`).
+A dispatch mode receives every operation below autograd, once, in the order in which it runs. Where the forward reads a
+value, by `.item()`, a boolean mask or a shape that depends on a value, the recorded operations run on the real
+constants (`CaptureRecorder.value_of`).
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """Memory layout: convert a graph's convolutions to channels_last.
 
-The operands of a convolution are converted if they have another layout; operations between convolutions keep
-it. So a sequence of convolutions needs one conversion of its input and one of its output. Weights are
-converted once per step, as casts of weights are. Results differ from those of the other layout by rounding.
+The operands of a convolution are converted if they have another layout; operations between convolutions keep it. So a
+sequence of convolutions needs one conversion of its input and one of its output.
 """
 
 import functools
@@ -79,9 +78,8 @@ def in_channels_last(graph: Graph) -> Graph:
 def _has_bug_in_channels_last(target: Any, args: Any) -> bool:
     """Return whether an operation is a convolution's backward that oneDNN computes wrongly in channels_last.
 
-    In torch 2.13, on processors with AVX2 but not AVX-512, `brgconv_strided:avx2` writes outside its memory
-    for kernels of one pixel with a stride above 1 and fewer than 8 input channels. The rule is the same on
-    all processors, so that they compute the same bits.
+    In torch 2.13, on processors with AVX2 but not AVX-512, `brgconv_strided:avx2` writes outside its memory for kernels
+    of one pixel with a stride above 1 and fewer than 8 input channels. All processors follow the rule.
     """
     if target is not aten.convolution_backward.default:
         return False

@@ -1,8 +1,7 @@
 """Products of half precision in float32: what PopTorch calls a partials type of float.
 
-A matrix product, convolution or attention reads exact float32 copies of its half operands, sums in float32,
-and rounds its result once. On CPUs without units for a half type this is many times faster
-than the half kernels.
+A matrix product, convolution or attention reads exact float32 copies of its half operands, sums in float32, and rounds
+its result once: on CPUs without units for a half type many times faster than the half kernels.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,19 +34,14 @@ Choice = Callable[[Any, torch.dtype], bool]
 
 
 def is_faster_in_float32(operation: Any, dtype: torch.dtype) -> bool:
-    """Return whether this processor, by its features, computes a product of a half type faster through float32:
-    if it has no units for the type, and attention always: its half kernels take 2 to 7 times as long in backward.
-    """
+    """Return whether this processor computes a product of a half type faster through float32: if it has no units for
+    the type, and attention always: its half kernels take 2 to 7 times as long in backward."""
     return operation in _ATTENTION or not cpu_features().get(_UNITS[dtype], False)
 
 
 def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str, ...]]:
-    """Return the graph with float32 in place of half precision inside products; all values keep their types.
-
-    Args:
-        chosen: called with a product and its half type, returns whether to compute the product in float32
-    Returns: the graph, and texts for the products that are computed in float32, such as "mm of bfloat16"
-    """
+    """Return the graph with float32 in place of half precision inside the products that `chosen` selects, given a
+    product and its half type, and texts for these, such as "mm of bfloat16". All values keep their types."""
     wide: dict[Any, torch.dtype] = {}  # by product (a node), the half type of its operands
     for node in graph.code.nodes:
         operands = node.all_input_nodes if node.target in PRODUCTS else []

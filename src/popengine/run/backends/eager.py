@@ -93,10 +93,9 @@ def build(
     names |= {"draw": draw if device.type == "cpu" else functools.partial(draw, on=device), **more}
     for (name, is_drawn), written in piece.functions.items():
         operation = operation_of(name)
-        # `draw` takes the operation itself.
-        function = (
-            operation if is_drawn else _replacement_on_accelerator(operation, device) or call(operation)
-        )
+        function: Any = operation  # `draw` takes the operation itself
+        if not is_drawn:
+            function = _replacement_on_accelerator(operation, device) or call(operation)
         # In inference mode autograd records nothing, also where gradients are enabled.
         names[written] = torch.enable_grad()(function) if name in NEEDS_GRADIENTS_ON else function
     exec(compile(piece.source_with(after), f"<piece {piece}>", "exec"), names)
@@ -171,9 +170,8 @@ class FloatingPointException(ArithmeticError):
 
 
 class FiniteCheck(TorchDispatchMode):
-    """A dispatch mode that raises FloatingPointException if an operation makes an infinity from finite
-    inputs, makes a NaN from inputs without NaN, or compares a NaN. No error: an infinity from an operation
-    that has an infinite number as an argument (a mask of -inf)."""
+    """A dispatch mode that raises FloatingPointException if an operation makes an infinity from finite inputs, makes a
+    NaN from inputs without NaN, or compares a NaN. No error: an infinite number as an argument (a mask of -inf)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -1,10 +1,8 @@
 """The inductor backend: torch._inductor compiles each piece into fused kernels, before the first call.
 
-Kernels are C++ for CPUs, with one thread each, because tasks run in parallel: by default inductor compiles
-the number of cores into each kernel, and tasks would compete for them. Inductor caches kernels on disk, by
-graph, shapes, options and versions of torch and the compiler (`TORCHINDUCTOR_CACHE_DIR`), and compiles the
-kernels of a piece in parallel. A draw of random numbers, or an operation that is not torch's own, is not
-compiled: the compiled code calls it through one opaque operation, `popengine::eager`.
+Kernels have one thread each, because tasks run in parallel. Inductor caches kernels on disk. A draw of random numbers,
+or an operation that is not torch's own, is not compiled: the compiled code calls it through one opaque operation,
+`popengine::eager`.
 """
 
 from __future__ import annotations
@@ -44,8 +42,8 @@ _compiling = threading.Lock()  # inductor has global state
 
 
 def load_pieces(partition: Partition, device: torch.device) -> tuple[Code, ...]:
-    """Return the compiled function of each piece; with a warning, the eager function of a piece that can't be
-    compiled (of all pieces without a C++ compiler or on an accelerator)."""
+    """Return the compiled function of each piece; with a warning, the eager function of a piece that can't be compiled
+    (of all pieces without a C++ compiler or on an accelerator)."""
     why, fix = "", ""
     if device.type != "cpu":
         why = f"pieces are compiled for CPUs only, and the device is {device.type!r}"
@@ -69,8 +67,8 @@ def _warn(text: str) -> None:
 
 
 def _compile_or_build(piece: Piece, reads: Sequence[TensorMetadata]) -> Code:
-    """Return the compiled function of a piece; the eager function if the piece calls no operations or gathers
-    over replicas, or, with a warning, if inductor fails."""
+    """Return the compiled function of a piece; the eager function if it calls no operations or gathers over replicas,
+    or, with a warning, if inductor fails."""
     if not piece.calls or piece.gather_group_size or any(call in NEEDS_GRADIENTS_ON for call in piece.calls):
         return build(piece)
     try:
@@ -141,8 +139,8 @@ def input_metadata(partition: Partition) -> list[tuple[TensorMetadata, ...]]:
 def trace_piece(
     piece: Piece, reads: Sequence[TensorMetadata], table: Mapping[Any, Any]
 ) -> tuple[fx.GraphModule, list[Tensor]]:
-    """Return the fx graph of a piece, and the fake inputs with which the piece was traced; the last input is
-    the key of random numbers, if the piece draws some."""
+    """Return the fx graph of a piece, and the fake inputs with which it was traced; the last one is the key of random
+    numbers, if the piece draws some."""
 
     def make_inputs() -> list[Tensor]:
         values = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in reads]
@@ -170,8 +168,8 @@ def _traced_function(operation: OpOverload) -> Callable[..., Any]:
 def _call_eager(
     operation: OpOverload, key: Tensor | None, number: int | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call an operation through `popengine::eager` and return its result. With a key and a number, which a
-    random operation has, `popengine::eager` calls `random_draws.draw`."""
+    """Call an operation through `popengine::eager` and return its result: by `random_draws.draw`, if there are a key
+    and a number."""
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     others = [... if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -195,8 +193,8 @@ def _call_eager(
 
 
 def _run_eager(text: str, key: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
-    """Return the results of `_calls[text]`: the implementation of `popengine::eager`. A result that shares
-    memory with an argument is copied, because compiled code may reuse this memory."""
+    """Return the results of `_calls[text]`: the implementation of `popengine::eager`. A result that shares memory with
+    an argument is copied, because compiled code may reuse this memory."""
     owned = {storage_id(tensor) for tensor in tensors}
     made = _calls[text](key, tensors, False)
     return [value.clone() if storage_id(value) in owned else value for value in made]

@@ -1,9 +1,8 @@
 """Point-to-point connections between instances, and the handling of failures.
 
-Each instance has one gloo group with all its peers, in which messages have tags. Sums and gathers are made of
-these messages (`all_reduce.py`). An instance that fails writes the reason to the store through which the
-instances met, and closes its gloo group, which wakes every peer that waits for it. Then all instances connect
-again, with a new gloo group. If the process of an instance has ended, the training ends.
+Each instance has one gloo group with all its peers, in which messages have tags. An instance that fails writes the
+reason to the store through which the instances met, and closes its gloo group, which wakes every peer that waits for
+it. Then all instances connect again. If the process of an instance has ended, the training ends.
 """
 
 import json
