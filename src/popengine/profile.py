@@ -5,6 +5,7 @@ the host ran. What separate devices would do is simulated from it (`popvision.vi
 """
 
 import json
+from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -169,23 +170,8 @@ class Option(NamedTuple):
     default: str
 
 
-class Event(NamedTuple):
+class Event(namedtuple("Event", (*ProfiledTask._fields, *TaskRun._fields))):
     """A `TaskRun`, joined with the fields of its `ProfiledTask`."""
-
-    kind: str
-    ipu: int
-    phase: str
-    stage: int
-    piece: int
-    call: int
-    step: int
-    task: int
-    micro_batch: int
-    replica: int
-    core: int
-    start: int
-    end: int
-    computed: int
 
     @property
     def computes(self) -> bool:

@@ -137,6 +137,12 @@ class ReplicaGroups:
             return tuple(range(len(self.of)))
         return tuple(self.of.index(group) for group in sorted(set(self.of)))
 
+    @property
+    def repeated_rows(self) -> list[int]:
+        """Return for each row the first row of its group, if any row repeats another one; else []."""
+        firsts = [self.of.index(group) for group in self.of]
+        return firsts if self.all_rows and len(set(firsts)) < len(firsts) else []
+
 
 @dataclass(frozen=True)
 class Hyper:

@@ -164,7 +164,8 @@ class State:
         self._bound: dict[str, tuple[Tensor, Any, Any, Any, Any]] = {}
         self._plain: dict[str, Tensor] = {}
         self._strides: dict[str, tuple[int, ...]] = {}  # of the model's tensors in the first `bind`
-        self._rows: dict[str, list[tuple[Tensor, Tensor]]] = {}  # (row, the row that is copied to it)
+        # Values with replica groups, each with the index of the row that is copied to each row.
+        self._repeated: dict[str, tuple[list[Tensor], list[int]]] = {}
         self.new_buffers: list[dict[str, Tensor]] = [{} for _ in replicas]
         self.sums: list[dict[str, Tensor]] = [{} for _ in replicas]
         self.optimizer: dict[Unit, OptimizerState] = {}
@@ -287,23 +288,14 @@ class State:
                 values[slot.name] = plain[groups.rows.index(replica)]
             else:
                 values[slot.name] = self.values[first][slot.name]
-        if groups is not None:
-            self._rows[slot.key] = self._copied_rows(slot.key, plain)
-
-    def _copied_rows(self, key: str, value: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return each row of a value with replica groups that repeats an earlier one, and this earlier row."""
-        rows = self.settings.replica_groups[key].rows
-        firsts = (self.settings.sharing_replicas(key, replica)[0] for replica in rows)
-        return [
-            (value[index], value[rows.index(first)])
-            for index, (replica, first) in enumerate(zip(rows, firsts, strict=True))
-            if first != replica
-        ]
+        if groups is not None and groups.repeated_rows:
+            self._repeated[slot.key] = [plain], groups.repeated_rows
 
     def _repeat_rows(self) -> None:
         """Copy each row of a value with replica groups to the rows that repeat it."""
-        for row, source in (pair for pairs in self._rows.values() for pair in pairs):
-            row.copy_(source)
+        for values, sources in self._repeated.values():
+            for value in values:
+                value.copy_(value[sources])
 
     def _bind_optimizer(
         self, unit: Unit, parameter: Tensor, optimizer: Optimizer, hyper: Hyper | None
@@ -337,8 +329,8 @@ class State:
             self.shared.optimizer.state[parameter] = {**states, **fitting}
         self._bound_states[unit] = tuple(fitting.values())
         if groups is not None:
-            pairs = (self._copied_rows(unit.key, value) for value in fitting.values())
-            self._rows[f"state of {unit.key}"] = [pair for each in pairs for pair in each]
+            if groups.repeated_rows:
+                self._repeated[f"state of {unit.key}"] = [*fitting.values()], groups.repeated_rows
             index = groups.rows.index(unit.replica)
             fitting = {name: value[index] for name, value in fitting.items()}
         self.optimizer[unit] = fitting

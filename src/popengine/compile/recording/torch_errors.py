@@ -6,7 +6,6 @@ import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from ...errors import CaptureError, Error
 from ...torch_private import FAKE_TENSOR_LOG
@@ -20,59 +19,44 @@ _MODES = str(Path(__file__).parents[1])  # the capture's modes: their frames are
 ROWS_DIFFER = "different numbers of rows"  # words of `given`, see `explaining_torch_errors`
 
 
-class _Hint(NamedTuple):
-    """The reason and the fix of errors for which the error's text, or `given`, matches the expression `words`."""
-
-    words: str
-    why: str
-    fix: str
-
-
 _NUMPY = "'numpy.ndarray' and 'FakeTensor'"  # in Python's message for an operator
 
-_HINTS = (
-    _Hint(
-        _NUMPY,
+# By expression, the reason and the fix of errors whose text (or `given`) it matches; the first that matches counts.
+_HINTS = {
+    _NUMPY: (
         "a tensor has no values for numpy while the model is compiled",
         "compute with tensors: torch.from_numpy(array)",
     ),
-    _Hint(
-        "int32/int64|Long|Integers are expected",
+    "int32/int64|Long|Integers are expected": (
         "indices and class numbers are integers",
         "pass them as integers: `labels.long()`",
     ),
-    _Hint(
-        "must be Tensor, not|must be tuple of Tensors, not|must be Tensor or|received an invalid combination",
+    "must be Tensor, not|must be tuple of Tensors, not|must be Tensor or|received an invalid combination": (
         "an argument that is no tensor is a constant of the compiled model",
         "pass tensors: torch.from_numpy(array), torch.tensor(numbers)",
     ),
-    _Hint(
-        "makes a tensor on|cuda|CUDA",
+    "makes a tensor on|cuda|CUDA": (
         "the options say where a compiled model runs, and its tensors are there already",
         "leave `.cuda()` and `.to(device)` out of forward",
     ),
-    _Hint(
-        "fake impl|UnsupportedOperator|fake tensor",
+    "fake impl|UnsupportedOperator|fake tensor": (
         "torch does not know which shapes the operation returns",
         "register them with torch.library.register_fake, or call the operation by poptorch.CPU",
     ),
-    _Hint(
-        "data pointer|doesn't have storage|'meta' device|[Mm]eta tensor|sparse|Sparse",
+    "data pointer|doesn't have storage|'meta' device|[Mm]eta tensor|sparse|Sparse": (
         "the operation reads memory, and tensors have none while the model is compiled; or it is none of dense tensors",
         "compute with other operations on dense tensors, or on the host: poptorch.CPU(function, name)",
     ),
-    _Hint(
-        ROWS_DIFFER,
+    ROWS_DIFFER: (
         "the arguments have different numbers of rows in a micro-batch",
         "pass as many rows of each, such as a label for each image",
     ),
-    _Hint(
-        "",  # all others
+    "": (  # all others
         "torch refuses this operation on tensors of such shapes and types",
         "compare the shapes and types that forward was given with those that this line takes; `model(*micro_batch)` in"
         " plain PyTorch shows the same",
     ),
-)
+}
 
 
 @contextlib.contextmanager
@@ -101,12 +85,12 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
         if isinstance(error, (Error, RecursionError)) or not is_raised_by_torch:
             raise
         words = f"{type(error).__name__}: {error}".partition(" You may have run into this message")[0]
-        hint = next(hint for hint in _HINTS if re.search(hint.words, f"{words}\n{given}"))
+        why, fix = next(hint for text, hint in _HINTS.items() if re.search(text, f"{words}\n{given}"))
         raise _error_class(next(kind for kind in _KINDS if isinstance(error, kind)))(
             f"{user_line(error)}: torch fails in the forward: {words}\n"
             f"  forward was given {given or 'no arguments'}\n"
-            f"  why: {hint.why}\n"
-            f"  fix: {hint.fix}"
+            f"  why: {why}\n"
+            f"  fix: {fix}"
         ) from None
     finally:
         FAKE_TENSOR_LOG.disabled = before
