@@ -16,16 +16,15 @@ from .errors import Error, did_you_mean
 
 
 class After(NamedTuple):
-    """The dependency of a row on another one, `row`: which tasks of `row` must end before a task begins.
-
-    Args:
-        behind: how many micro-batches earlier the task of `row` is; None: all tasks of `row` must end
-        group:  number of neighbouring replicas; the task of each must end; 1: only that of the same replica
-    """
+    """The dependency of a row on another one, `row`: which tasks of `row` must end before a task begins."""
 
     row: int
-    behind: int | None = 0
-    group: int = 1
+    behind: int | None = (
+        0  # how many micro-batches earlier the task of `row` is; None: all tasks of `row` must end
+    )
+    group: int = (
+        1  # number of neighbouring replicas; the task of each must end; 1: only that of the same replica
+    )
 
 
 class Action(NamedTuple):
@@ -199,11 +198,8 @@ def simulate(
 ) -> Timeline:
     """Return the timeline of tasks in virtual time: a free device runs the ready task of the smallest index.
 
-    Args:
-        after:   for each task, the indices of the tasks that must end before it begins
-        costs:   the time of each task
-        devices: the number of devices that share all tasks; or the device of each task
-    Raises: Error, if tasks wait for each other
+    `after`: for each task, the indices of the tasks that must end before it begins; `devices`: the number of devices
+    that share all tasks, or the device of each task. Raises Error if tasks wait for each other.
     """
     followers: list[list[int]] = [[] for _ in after]
     for task, needs in enumerate(after):

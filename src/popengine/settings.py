@@ -20,21 +20,16 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """The execution strategy: how stages are scheduled, and how the stage of each block is chosen.
+    """The execution strategy: how stages are scheduled, and how the stage of each block is chosen."""
 
-    Args:
-        order:          the name of the order of a step, in `popengine.order.ORDERS`
-        auto:           the rule that chooses the stages; None: `stages` lists the blocks of each stage
-        ipus, capacity: for the rule "balance", which places blocks on `ipus` ipus of `capacity` bytes by cost
-        or_sharded:     a pipeline with too few micro-batches runs as "sharded", instead of raising an error
-    """
-
-    order: str = "1f1b"
-    auto: AutoRule | None = "same_as_ipu"
+    order: str = "1f1b"  # a key of `popengine.order.ORDERS`
+    auto: AutoRule | None = "same_as_ipu"  # None: `stages` lists the blocks of each stage
     stages: tuple[StagePlan, ...] = ()
-    ipus: int = 1
-    capacity: float = float("inf")
-    or_sharded: bool = False
+    ipus: int = 1  # on which the rule "balance" places the blocks
+    capacity: float = float("inf")  # bytes of an ipu, for this rule
+    or_sharded: bool = (
+        False  # a pipeline with too few micro-batches runs as "sharded", instead of raising an error
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +62,15 @@ class Counts:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A weight update rule without its rates: the properties that may not change after compilation.
+    """A weight update rule without its rates: the properties that may not change after compilation."""
 
-    Args:
-        kind:        a key of `popengine.update.optimizer_rules.RULES`
-        group_of:    the parameter group of each updated parameter, by canonical name
-        state_types: the dtype of each state of the rule by name ("momentum_buffer"; "exp_avg", "exp_avg_sq"; ...)
-        flags:       boolean properties of the rule; `RULES` has the defaults
-    """
-
-    kind: str
-    group_of: dict[str, int]
-    state_types: dict[str, torch.dtype] = field(default_factory=dict)
+    kind: str  # a key of `popengine.update.optimizer_rules.RULES`
+    group_of: dict[str, int]  # the parameter group of each updated parameter, by canonical name
+    state_types: dict[str, torch.dtype] = field(default_factory=dict)  # of each state, such as "exp_avg"
     accumulator_type: torch.dtype = torch.float32
     max_grad_norm: float = float("inf")
     max_grad_value: float = float("inf")
-    flags: dict[str, bool] = field(default_factory=dict)
+    flags: dict[str, bool] = field(default_factory=dict)  # properties of the rule; `RULES` has the defaults
 
     def state_dtype(self, weight: torch.dtype, state: str) -> torch.dtype:
         """Return the dtype of the state tensor named `state` for a weight of dtype `weight`."""
@@ -96,16 +84,12 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """A value that a call returns beside the outputs of forward, with its own output mode.
+    """A value that a call returns beside the outputs of forward, with its own output mode."""
 
-    Args:
-        source: "output": an output of the graph; "gradient": an output that is divided by the loss scale;
-            "weight", "updated": a weight at the start of each step, or after its update; "loss_scale"
-        key:    the text of the output's index in the graph's results; of a weight its canonical name
-    """
-
+    # A gradient is an output of the graph that is divided by the loss scale; "weight": a weight at the start of each
+    # step; "updated": after its update.
     source: Literal["output", "gradient", "weight", "updated", "loss_scale"]
-    key: str
+    key: str  # the text of the output's index in the graph's results; of a weight its canonical name
     outputs: Outputs
     return_period: int = 1
 
@@ -116,15 +100,12 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroups:
-    """The groups of a per-replica parameter: the replicas of a group share a value, and reduce gradients.
+    """The groups of a per-replica parameter: the replicas of a group share a value, and reduce gradients."""
 
-    Args:
-        of:       the index of each replica's group; the host's tensor has a row per group
-        all_rows: True: the host's tensor receives a row for every replica; False: for the first of each group
-    """
-
-    of: tuple[int, ...]
-    all_rows: bool = False
+    of: tuple[int, ...]  # the index of each replica's group; the host's tensor has a row per group
+    all_rows: bool = (
+        False  # the host's tensor receives a row for every replica, and not for the first of each group
+    )
 
     def members(self, replica: int) -> tuple[int, ...]:
         """Return the replicas in the group of `replica`, in ascending order."""
@@ -158,17 +139,11 @@ class Hyper:
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """The part of a step that a plan computes: all, unless the last micro-batch is smaller than the others.
+    """The part of a step that a plan computes: all, unless the last micro-batch is smaller than the others."""
 
-    Args:
-        ends_step: False: the next plan continues with the gradient sums, and updates the weights
-        before:    the number of micro-batches of the step that the previous plan has summed
-        weight:    rows of a micro-batch, as a multiple of the rows of each micro-batch before
-    """
-
-    ends_step: bool = True
-    before: int = 0
-    weight: float = 1.0
+    ends_step: bool = True  # False: the next plan continues with the gradient sums, and updates the weights
+    before: int = 0  # the number of micro-batches of the step that the previous plan has summed
+    weight: float = 1.0  # rows of a micro-batch, as a multiple of the rows of each micro-batch before
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ Each draw has a generator of its own, seeded from (seed, step, micro-batch, repl
 model). So every layout of stages draws the same numbers, and recomputation draws the same numbers again.
 """
 
+import functools
 import threading
 from typing import Any
 
@@ -24,18 +25,17 @@ def hash_integers(*numbers: int) -> int:
     return state
 
 
-# Random operations, each with its overload that has a generator as an argument.
-_WITH_GENERATOR: dict[Any, Any] = {
-    aten.rand.default: aten.rand.generator,
-    aten.rand_like.default: aten.rand_like.generator,
-    aten.randn.default: aten.randn.generator,
-    aten.randn_like.default: aten.randn_like.generator,
-    aten.randint.default: aten.randint.generator,
-    aten.randint.low: aten.randint.low_generator,
-    aten.randint_like.default: aten.randint_like.generator,
-    aten.randint_like.low_dtype: aten.randint_like.low_generator_dtype,
-    aten.randperm.default: aten.randperm.generator,
-}
+@functools.cache
+def _with_generator(func: Any) -> Any:
+    """Return the overload of a random operation that has a generator as an argument, if it is another one."""
+    words = func._overloadname.split("_")
+    words.insert(1, "generator")  # rand.generator; randint.low_generator for randint.low
+    return getattr(func.overloadpacket, "_".join(words).removeprefix("default_"), func)
+
+
+def generator(device: torch.device, key: int, number: int) -> torch.Generator:
+    """Return a new generator for one draw, seeded from the arguments of `draw`."""
+    return torch.Generator(device).manual_seed(hash_integers(key, number))
 
 
 _default_generator_lock = threading.Lock()  # held while torch's own generator is seeded for one operation
@@ -53,14 +53,14 @@ def draw(func: Any, key: int, number: int, *args: Any, on: torch.device | None =
         kwargs["device"] = on
     of_arguments = (value.device for value in args if isinstance(value, torch.Tensor))
     device = torch.device(next(of_arguments, kwargs.get("device") or "cpu"))
-    random = torch.Generator(device).manual_seed(hash_integers(key, number))
+    random = generator(device, key, number)
     if func is aten.native_dropout.default:
         value, chance, train = args
         if train is False or chance == 0:
             return value.clone(), torch.ones_like(value, dtype=torch.bool)
         kept = torch.empty_like(value).bernoulli_(1 - chance, generator=random)
         return value * kept / (1 - chance), kept.bool()
-    func = _WITH_GENERATOR.get(func, func)
+    func = _with_generator(func)
     if any(argument.name == "generator" for argument in func._schema.arguments):
         return func(*args, generator=random, **kwargs)
     # Of an operation without this argument, such as a fused kernel: torch's own generator gets the state.

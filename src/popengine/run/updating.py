@@ -310,11 +310,10 @@ def divide_(sums: Sequence[Tensor], divisor: float) -> None:
 
 
 class Bucket:
-    """Gradients of one piece and one dtype, of parameters that the local replicas `members` share.
+    """Gradients of one piece and one dtype, of parameters (`keys`) that the local replicas `members` share.
 
-    keys: canonical names of the parameters, in the order of their memory flats: 1-d, for each of these replicas its
-    gradient sums, of which `state.sums` become views; summed into `flats[0]` cuts: offsets in `flats[0]` at which the
-    shard of each process begins, and the end; None: not sharded
+    `flats`, 1-d, are the gradient sums of each of these replicas, of which `state.sums` become views; they are summed
+    into `flats[0]`. `cuts` are the offsets at which the shard of each process begins, and the end; None: not sharded.
     """
 
     def __init__(

@@ -91,24 +91,18 @@ def update(
 
 @dataclass(frozen=True, eq=False)
 class ParameterUpdate:
-    """One parameter, or a range of its elements, with all tensors that its update reads and writes.
-
-    Args:
-        state:  the optimizer state by name
-        others: gradient sums of the other replicas, which the caller adds to `gradient` before the update
-        seed:   seed of the random numbers of stochastic rounding; None: no stochastic rounding
-        start:  offset of the range's first element in the parameter
-        step:   for rules with a trust ratio: a buffer for the step; the gradient itself if not half precision
-        norms:  for rules with a trust ratio: (norm of the weight, norm of the step) of each range, by the
-            range's `start`; None: the parameter has no ratio
-    """
+    """One parameter, or a range of its elements, with all tensors that its update reads and writes."""
 
     parameter: Tensor
     gradient: Tensor
     state: State
-    others: tuple[Tensor, ...] = ()
-    seed: int | None = None
-    start: int = 0
+    others: tuple[
+        Tensor, ...
+    ] = ()  # gradient sums of other replicas, to be added to `gradient` before the update
+    seed: int | None = None  # of stochastic rounding; None: no stochastic rounding
+    start: int = 0  # offset of the range's first element in the parameter
+    # For rules with a trust ratio: a buffer for the step (the gradient itself if not half precision), and (norm of the
+    # weight, norm of the step) of each range, by the range's `start`; None: the parameter has no ratio.
     step: Tensor | None = None
     norms: dict[int, tuple[Tensor, Tensor]] | None = None
 

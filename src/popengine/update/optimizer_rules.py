@@ -20,78 +20,52 @@ from .formulas import Formula, Rates
 
 @dataclass(frozen=True)
 class RuleState:
-    """The description of a state tensor that an optimizer has for each parameter.
+    """The description of a state tensor that an optimizer has for each parameter."""
 
-    Args:
-        name:  key in `optimizer.state[parameter]`; torch's, if torch has this optimizer
-        file:  prefix of the tensor's name in the "ipu_state" of a poptorch optimizer, such as "Accl1"; "": it is
-            not there
-        dtype: attribute of the optimizer that holds the tensor's dtype; "" for float32
-        when:  flag that must be on for the tensor to exist; "momentum": it exists once the momentum is not 0
-        ones_when: flag for which the tensor starts with ones; otherwise it starts with zeros
-        one_with: name of a state of torch: if it is there and this state is not, this state starts with 1
-    """
-
-    name: str
-    file: str
-    dtype: str = ""
-    when: str = ""
-    ones_when: str = ""
-    one_with: str = ""
+    name: str  # key in `optimizer.state[parameter]`; torch's, if torch has this optimizer
+    file: str  # prefix of the tensor's name in the "ipu_state" of a poptorch optimizer; "": it is not there
+    dtype: str = ""  # attribute of the optimizer that holds the tensor's dtype; "" for float32
+    when: str = (
+        ""  # flag that must be on for the tensor to exist; "momentum": it exists once the momentum is not 0
+    )
+    ones_when: str = ""  # flag for which the tensor starts with ones; otherwise it starts with zeros
+    one_with: str = ""  # a state of torch: if it is there and this state is not, this state starts with 1
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A property of an optimizer that is on or off, and is fixed at compilation.
+    """A property of an optimizer that is on or off, and is fixed at compilation."""
 
-    Args:
-        default:  value of optimizers that don't have the property
-        of_group: True: a key of the parameter groups, equal in all; False: an attribute of the optimizer
-        label:    suffix of the optimizer's type in messages, if the value is not the default
-        read:     returns the value for an optimizer, if the property is neither a key nor an attribute
-    """
-
-    default: bool = False
-    of_group: bool = False
-    label: str = ""
-    read: Callable[[Any], bool] | None = None
+    default: bool = False  # value of optimizers that don't have the property
+    of_group: bool = (
+        False  # True: a key of the parameter groups, equal in all; False: an attribute of the optimizer
+    )
+    label: str = ""  # suffix of the optimizer's type in messages, if the value is not the default
+    read: Callable[[Any], bool] | None = None  # returns the value, if it is neither a key nor an attribute
 
 
 @dataclass(frozen=True)
 class TrustRatios:
-    """The functions by which a rule (LAMB, LARS) computes trust ratios, before its formula runs.
+    """The functions by which a rule (LAMB, LARS) computes trust ratios, before its formula runs."""
 
-    Args:
-        steps: overwrites the gradients with the steps whose norms are compared with the weights' norms
-        trust: returns the trust ratio of each parameter, from the norms of the weights and of the steps
-        min_dims: parameters with fewer dimensions have no trust ratio
-    """
-
-    steps: Formula
-    trust: Callable[[Rates, Tensor, Tensor], Tensor]
-    min_dims: int = 0
+    steps: Formula  # overwrites the gradients with the steps whose norms are compared with the weights' norms
+    trust: Callable[
+        [Rates, Tensor, Tensor], Tensor
+    ]  # returns the ratios, from the norms of weights and of steps
+    min_dims: int = 0  # parameters with fewer dimensions have no trust ratio
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The update rule of one kind of optimizer.
-
-    Args:
-        rates:  keys of a parameter group that may change from call to call
-        states: the state tensors of each parameter
-        flags:  properties that are fixed at compilation, by name
-        fused:  the formula as one kernel of torch, if there is one
-        trust_ratios: functions that compute trust ratios; None: the rule has none
-        torch_class: the torch optimizer that updates by this rule, if there is one
-    """
+    """The update rule of one kind of optimizer."""
 
     formula: Formula
-    rates: tuple[str, ...]
-    states: tuple[RuleState, ...]
-    flags: Mapping[str, Flag] = field(default_factory=dict)
-    fused: Formula | None = None
+    rates: tuple[str, ...]  # keys of a parameter group that may change from call to call
+    states: tuple[RuleState, ...]  # of each parameter
+    flags: Mapping[str, Flag] = field(default_factory=dict)  # by name
+    fused: Formula | None = None  # the formula as one kernel of torch, if there is one
     trust_ratios: TrustRatios | None = None
-    torch_class: type[torch.optim.Optimizer] | None = None
+    torch_class: type[torch.optim.Optimizer] | None = None  # which updates by this rule
 
     @property
     def group_keys(self) -> tuple[str, ...]:
@@ -128,11 +102,8 @@ _MOMENTS = (
 )
 _ADAM_RATES = ("lr", "betas", "eps", "weight_decay")
 _BIAS = {"bias_correction": Flag(default=True, label="_NO_BIAS")}
-_ADAM: dict[str, Any] = {
-    "rates": _ADAM_RATES,
-    "states": _MOMENTS,
-    "flags": {"amsgrad": Flag(of_group=True), **_BIAS},
-}
+_ADAM_FLAGS = {"amsgrad": Flag(of_group=True), **_BIAS}
+_ADAM: dict[str, Any] = {"rates": _ADAM_RATES, "states": _MOMENTS, "flags": _ADAM_FLAGS}
 
 # The kind of all optimizers without a formula here: their own `step()` updates the weights.
 OWN_STEP = "own_step"

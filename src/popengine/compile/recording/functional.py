@@ -100,12 +100,8 @@ def replay_graph(
     run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any] = run_node,
     around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda replay: replay,
 ) -> GraphRecorder:
-    """Run a graph on new fake tensors, and return a recorder of the operations that run.
-
-    Args:
-        run:    called with each node and the values of all earlier nodes, returns the node's value
-        around: called with the function that runs the graph, returns the function to call in place of that one
-    """
+    """Run a graph on new fake tensors, and return a recorder of the operations that run: `run(node, values of earlier
+    nodes)` returns a node's value, `around(function that runs the graph)` the function to call in its place."""
     recorder = ReplayRecorder()
     recorder.constants.update(constants)
     placeholders, results = graph.find_nodes(op="placeholder"), graph.output_node().args[0]
@@ -286,9 +282,7 @@ def _check_lost_writes(written: dict[fx.Node, fx.Node]) -> None:
 
 
 def trace_body(
-    capture: Capture,
-    body: Callable[[list[Tensor]], Sequence[Tensor]],
-    inputs: Sequence[Tensor],
+    capture: Capture, body: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequence[Tensor]
 ) -> tuple[Body, list[Tensor]]:
     """Run the body of a branch or loop once, on new tensors like `inputs`, and record its operations in a graph of
     their own. In-place operations of the body do not change tensors outside of it.

@@ -10,7 +10,6 @@ import functools
 import logging
 import operator
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import chain
@@ -114,11 +113,7 @@ def storage_of(node: fx.Node) -> int | None:
 
 
 def _empty_grouped_mm(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return an uninitialized result of `aten._grouped_mm` (torch's shape function takes bfloat16 only)."""
     dtype = out_dtype or a.dtype
@@ -278,7 +273,7 @@ class CaptureRecorder(GraphRecorder):
     def saved_tensors_listed(self) -> Iterator[None]:
         """Run the body, and keep the tensors that autograd saves for backward in `_saved`, by autograd's hooks.
 
-        torch.func allows no hooks: while its functions run, tensors are not listed.
+        torch.func, which allows no hooks, is told that there are none: what it saves is no fake tensor.
         """
 
         def pack(value: Tensor) -> list[Tensor]:
@@ -288,28 +283,10 @@ class CaptureRecorder(GraphRecorder):
             return saved
 
         autograd: Any = torch.autograd.graph
-        thread, is_on = threading.get_ident(), True
-        hooks = autograd.saved_tensors_hooks(pack, lambda saved: saved[0])
         disable = autograd.disable_saved_tensors_hooks
-
-        @contextlib.contextmanager
-        def disable_after_ours(message: str) -> Iterator[None]:
-            nonlocal is_on
-            removed = is_on and threading.get_ident() == thread
-            if removed:
-                is_on = False
-                hooks.__exit__()
-            try:
-                with disable(message):
-                    yield
-            finally:
-                if removed:
-                    hooks.__enter__()
-                    is_on = True
-
-        autograd.disable_saved_tensors_hooks = disable_after_ours
+        autograd.disable_saved_tensors_hooks = lambda message: contextlib.nullcontext()
         try:
-            with hooks:
+            with autograd.saved_tensors_hooks(pack, lambda saved: saved[0]):
                 yield
         finally:
             autograd.disable_saved_tensors_hooks = disable

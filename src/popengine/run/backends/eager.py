@@ -50,11 +50,7 @@ _LAYERS = "avg_pool2d.default gelu.default max_pool2d_with_indices.default silu.
 
 DIRECT: dict[str, Callable[..., Any]] = {
     f"aten.{name}": getattr(home, name.partition(".")[0])
-    for names, home in (
-        (_FUNCTIONS, TENSOR_FUNCTIONS),
-        (_METHODS, torch.Tensor),
-        (_LAYERS, LAYER_FUNCTIONS),
-    )
+    for names, home in ((_FUNCTIONS, TENSOR_FUNCTIONS), (_METHODS, torch.Tensor), (_LAYERS, LAYER_FUNCTIONS))
     for name in names.split()
 }
 

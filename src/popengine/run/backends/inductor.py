@@ -203,7 +203,5 @@ def _run_eager(text: str, key: Tensor | None, tensors: list[Tensor]) -> list[Ten
 LIBRARY.define("eager(str call, Tensor? key, Tensor[] tensors) -> Tensor[]")
 LIBRARY.impl("eager", _run_eager, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "popengine::eager",
-    lambda text, key, tensors: _calls[text](key, tensors, True),
-    lib=LIBRARY,
+    "popengine::eager", lambda text, key, tensors: _calls[text](key, tensors, True), lib=LIBRARY
 )

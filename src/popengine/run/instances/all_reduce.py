@@ -96,12 +96,8 @@ class AllReduce:
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def all_reduce(self, flats: Sequence[Tensor]) -> None:
-        """Sum over the replicas of all instances, and write the sum into `flats[0]` of every instance.
-
-        Args:
-            flats: 1-d, the values of this instance's replicas (in all instances the same number); all tensors
-                are overwritten, and only `flats[0]` has a meaning afterwards
-        """
+        """Sum over the replicas of all instances, and write the sum into `flats[0]` of every instance. `flats`, 1-d,
+        are the values of this instance's replicas (in all instances the same number); they are overwritten."""
         elements = flats[0].numel()
         share = -(-elements // (self._size * _ALIGNED)) * _ALIGNED
         cuts = [min(rank * share, elements) for rank in range(self._size + 1)]

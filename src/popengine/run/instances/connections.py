@@ -73,11 +73,8 @@ class _PeerWait:
 class Connections:
     """The connections of this instance to its peers: one gloo group, which is replaced after a failure.
 
-    Args:
-        store: the store through which the instances met
-        rank:  rank of this instance among the `size` connected instances
-        name:  prefix of the keys in the store
-        ranks: global rank of each connected instance; (): 0, 1, ..., size - 1
+    The instances met through `store`, where keys begin with `name`. `ranks`: the global rank of each of them; by
+    default 0, 1, ..., size - 1.
     """
 
     def __init__(
