@@ -301,10 +301,8 @@ def draw(actions: Sequence[Action], micro_batches: int, order: Order, cores: int
     """
     tasks, found = timeline(actions, micro_batches, order, cores)
     kind, devices = ("core", range(cores)) if cores else ("ipu", sorted({a.ipu for a in actions}))
-    stages: dict[int, set[int]] = {}
-    for (row, _), device in zip(tasks, found.devices, strict=True):
-        stages.setdefault(device, set()).add(actions[row].stage)
-    shared = any(len(own) > 1 for own in stages.values())
+    stages = {(device, actions[row].stage) for (row, _), device in zip(tasks, found.devices, strict=True)}
+    shared = len(stages) > len({device for device, _ in stages})
     cells = {device: [".."] * int(found.length) for device in devices}
     for (row, m), device, start in zip(tasks, found.devices, found.starts, strict=True):
         phase, stage, *_ = actions[row]

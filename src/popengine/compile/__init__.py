@@ -30,12 +30,8 @@ def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] 
 def _check_replica_groups(partition: Partition, settings: Settings) -> None:
     """Raise Error if the replicas can't form groups of a size over which a layer gathers values."""
     counts = settings.counts
-    sizes = {
-        line.arguments[1]: line.where
-        for piece in partition.pieces
-        for line in piece.lines
-        if line.call == GATHER
-    }
+    lines = (line for piece in partition.pieces for line in piece.lines if line.call == GATHER)
+    sizes = {line.arguments[1]: line.where for line in lines}
     for size, where in sizes.items():
         here, everywhere = counts.replicas, counts.global_replicas
         if everywhere % size:

@@ -33,6 +33,7 @@ from ..settings import Settings
 from ..torch_private import storage_id
 from .partition import AGAIN
 
+_COUNTS = ("iterations", "accumulation", "replicas", "groups", "instances")
 MOST_TICKS = 20_000  # actions of the schedule that a profile holds at most
 
 
@@ -77,7 +78,7 @@ def _memory_of_values(graph: Graph) -> dict[str, tuple[Any, int | None]]:
 
 def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
     """Return a profile without measurements: what follows from a plan, its settings and its graph (None: unknown)."""
-    partition, counts = plan.partition, settings.counts
+    partition = plan.partition
     operations, pieces = _operations_and_pieces(plan, graph)
     found, _ = actions(plan)
     schedule, ticks = _schedule_ticks(found, plan)
@@ -87,14 +88,8 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
         settings.training,
         partition.names,
         partition.ipus,
-        {
-            "micro_batch_size": batches[0][0] if batches else 1,
-            "iterations": counts.iterations,
-            "accumulation": counts.accumulation,
-            "replicas": counts.replicas,
-            "groups": counts.groups,
-            "instances": counts.instances,
-        },
+        {"micro_batch_size": batches[0][0] if batches else 1}
+        | {name: getattr(settings.counts, name) for name in _COUNTS},
         {
             "mode": plan.order,
             "schedule_length": ticks,
@@ -146,12 +141,8 @@ def _operations_and_pieces(plan: Plan, graph: Graph | None) -> tuple[list[Operat
     memories = _memory_of_values(graph) if graph else {}
     nodes = {node.name: node for node in graph.code.nodes} if graph else {}
     sizes = _sizes_of_values(plan, graph)
-    ends = {  # by piece, its inputs that are freed in it
-        instruction.piece: instruction.names
-        for task in plan.tasks
-        for instruction in task.instructions
-        if instruction.kind == "compute"
-    }
+    instructions = (x for task in plan.tasks for x in task.instructions if x.kind == "compute")
+    ends = {x.piece: x.names for x in instructions}  # by piece, its inputs that are freed in it
     for index, piece in enumerate(partition.pieces):
         # `held` counts the values that the piece frees or makes.
         held, freed, stage = _HeldBytes(memories), ends.get(index, ()), piece.stage

@@ -179,18 +179,10 @@ class State:
                     fixed[slot.name] = torch.ones(slot.shape, dtype=slot.dtype, device=device)
             self.values: list[dict[str, Tensor]] = [dict(fixed) for _ in replicas]
         # The ipu that updates each trained parameter, by canonical name; `units` are in the same order.
-        self.ipu_of = {
-            slot.key: ipu
-            for ipu, names in plan.state.items()
-            for slot in map(self._slots.__getitem__, names)
-            if slot.role == "parameter" and slot.key in trained
-        }
-        self.units = [
-            Unit(key, replica)
-            for key in self.ipu_of
-            for replica in replicas
-            if settings.sharing_replicas(key, replica)[0] == replica
-        ]
+        held = [(self._slots[name], ipu) for ipu, names in plan.state.items() for name in names]
+        self.ipu_of = {s.key: ipu for s, ipu in held if s.role == "parameter" and s.key in trained}
+        units = (Unit(key, replica) for key in self.ipu_of for replica in replicas)
+        self.units = [unit for unit in units if settings.sharing_replicas(*unit)[0] == unit.replica]
         shared.owner = self._owners() | shared.owner
         self.bind(None)
 

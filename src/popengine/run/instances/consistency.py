@@ -139,12 +139,10 @@ def hash_weights(weights: Mapping[str, Tensor]) -> dict[str, str]:
 
 def rates_as_texts(hyper: Hyper) -> dict[str, str]:
     """Return the `repr` of each rate of a call, by "NAME of parameter group N", and of the loss scaling."""
-    groups = {
-        f"{name} of parameter group {index}": repr(value)
-        for index, group in enumerate(hyper.groups)
-        for name, value in group.items()
-    }
-    return {**groups, "loss scaling": repr(hyper.loss_scaling)}
+    found = {"loss scaling": repr(hyper.loss_scaling)}
+    for index, group in enumerate(hyper.groups):
+        found |= {f"{name} of parameter group {index}": repr(value) for name, value in group.items()}
+    return found
 
 
 _NAMES = {  # dotted names of settings, in the words of the options
