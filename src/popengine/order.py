@@ -254,15 +254,14 @@ def timeline(
     replicas: int = 1,
     updates: Mapping[int, float] = MappingProxyType({}),
 ) -> tuple[list[tuple[int, int]], Timeline]:
-    """Return the tasks of a step, and their timeline in virtual time.
+    """Return (action's index, micro-batch) of each task of a step, by ascending key, and their timeline in virtual
+    time.
 
     Args:
         cores:    the number of cores that share the ipus of all replicas; 0: each ipu is a device (1 replica)
         costs:    the time of each action; by default 1
         replicas: the number of replicas that run the same actions
-        updates:  the time of the weight update of each ipu, which runs after all tasks of the ipu
-    Returns: (action's index, micro-batch) of each task, by ascending key (of equal keys the earlier
-        micro-batch and action first); and their timeline, updates last
+        updates:  the time of the weight update of each ipu, which runs after all tasks of the ipu, and comes last
     """
     step = StepActions(tuple(actions), micro_batches, cores)
     bounds = order.all_bounds(step)
@@ -294,10 +293,10 @@ def step_duration(
 
 
 def draw(actions: Sequence[Action], micro_batches: int, order: Order, cores: int = 0) -> str:
-    """Return a step as a text grid: a row per ipu (or core), a column per tick. Each action takes one tick.
+    """Return a step as a text grid: a row per ipu (or core), a column per tick, `..` an idle one; actions take one
+    tick.
 
-    F2 is the forward of micro-batch 2. If a row has several stages, the stage comes before the dot: B1.2 is
-    the backward of stage 1 on micro-batch 2. `..` is an idle tick.
+    F2 is the forward of micro-batch 2; in a row with several stages B1.2 is the backward of stage 1 on micro-batch 2.
     """
     tasks, found = timeline(actions, micro_batches, order, cores)
     kind, devices = ("core", range(cores)) if cores else ("ipu", sorted({a.ipu for a in actions}))

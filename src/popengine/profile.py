@@ -126,7 +126,6 @@ class HostEvent(NamedTuple):
     kind: str  # loader
     start: int
     end: int
-    bytes: int = 0
 
 
 class Memory(NamedTuple):

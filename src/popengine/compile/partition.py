@@ -42,10 +42,8 @@ def visits_with_operations(graph: Graph) -> set[int]:
 def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Partition:
     """Return a graph's pieces, one for each phase of each stage that has operations or results.
 
-    Args:
-        recompute: backward pieces recompute the activations of their stage, from the stage's inputs and from
-            checkpoints, instead of keeping them
-    Raises: PartitionError, if data would have to flow back to an earlier stage of the pipeline
+    With `recompute` backward pieces recompute the activations of their stage, from the stage's inputs and from
+    checkpoints. Raises PartitionError if data would have to flow back to an earlier stage of the pipeline.
     """
     views, casts = _views_and_casts(graph)
     of_state = views | casts
@@ -151,12 +149,9 @@ def _node_stages(graph: Graph, placement: Placement, of_state: set[fx.Node]) -> 
 def _slot_stages(
     graph: Graph, made: dict[str, PhaseAndStage], read: dict[PhaseAndStage, set[str]]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return, by slot name, the stage that holds each parameter and buffer, and the forward stage that hands on each
-    slot which no operation computes: a changed buffer's previous value, or a slot that is a result of the graph.
-
-    A parameter or buffer is held by the stage that computes its gradient or next value, else by the first that reads
-    it.
-    """
+    """Return, by slot name, the stage that holds each parameter and buffer (which computes its gradient or next value,
+    or else reads it first), and the forward stage that hands on each slot which no operation computes: a changed
+    buffer's previous value, or a slot that is a result of the graph."""
     made_at = {(r.kind, r.key): made[r.name][1] for r in graph.results if r.name in made}
     changed, results = graph.changed_buffers, {result.name for result in graph.results}
     home, handed_on = dict[str, int](), dict[str, int]()
@@ -248,12 +243,9 @@ def cut_pieces(partition: Partition, settings: Settings) -> Partition:
 
 
 def _cut_indices(piece: Piece, chained: frozenset[str], sizes: Mapping[str, int]) -> set[int]:
-    """Return the indices of the lines before which a piece is cut.
-
-    Args:
-        chained: names of changed buffers: cut before the first read of each (one cut for reads within `_CLOSE` lines)
-        sizes:   bytes of gradients, by name: cut where the gradients since the last such cut reach `BUCKET` bytes
-    """
+    """Return the indices of the lines before which a piece is cut: around gathers, before the first read of each buffer
+    in `chained` (one cut for reads within `_CLOSE` lines), and where the gradients since the last such cut reach
+    `BUCKET` bytes (`sizes`: bytes by name)."""
     indices: set[int] = set()
     seen: set[str] = set()
     latest, size = -_CLOSE, 0
@@ -296,12 +288,11 @@ def _cut_piece(piece: Piece, indices: Sequence[int], changed: frozenset[str]) ->
 
 
 def cut_backwards(partition: Partition) -> Partition:
-    """Return the partition with each backward piece cut in two: B computes what earlier stages need to compute
-    with their activations, and results other than gradients; W computes the rest, mostly gradients of weights.
-    Stage 0 has only W, since nothing waits for it.
+    """Return the partition with each backward piece cut in two: B computes what earlier stages need to compute with
+    their activations, and results other than gradients; W computes the rest, mostly gradients of weights.
 
-    All W stand after all B, in the order of the data. If each stood beside its B, a value that both read would be
-    freed by the B of the stage before, which would have to wait for it.
+    All W stand after all B, in the order of the data. If each stood beside its B, a value that both read would be freed
+    by the B of the stage before, which would have to wait for it.
     """
     forwards = [piece for piece in partition.pieces if piece.phase == "F"]
     backwards = partition.pieces[len(forwards) :]

@@ -28,11 +28,8 @@ class Placement:
 
 
 def place_blocks(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> Placement:
-    """Return the stage of each visit, numbered from 0 without gaps, and the ipu and blocks of each stage.
-
-    The first of `visits`, in the order of the forward, stands for operations before any block; `used`: the indices of
-    those that have operations.
-    """
+    """Return the stage of each visit, numbered from 0 without gaps, and the ipu and blocks of each stage. The first of
+    `visits` stands for operations before any block; `used`: the indices of those that have operations."""
     numbers = _stage_numbers(visits, used, strategy)
     ipu_of = _stage_ipus(visits, numbers, strategy)
     placement = order_named(strategy.order).placement

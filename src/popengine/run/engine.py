@@ -40,12 +40,8 @@ _OVERFLOW = (
 
 
 class Engine:
-    """A loaded plan, and the threads that run its calls.
-
-    Args:
-        shared: the model's tensors and the state of the training, for all engines of an executor
-        device: the device that holds all ipus; None: this machine's device of the kind in `settings`
-    """
+    """A loaded plan, and the threads that run its calls. Engines of an executor share `shared`. `device`: where all
+    ipus are; None: this machine's device of the kind in `settings`."""
 
     def __init__(
         self, plan: Plan, settings: Settings, shared: TrainState, device: torch.device | None = None

@@ -44,10 +44,8 @@ _default_generator_lock = threading.Lock()  # held while torch's own generator i
 def draw(func: Any, key: int, number: int, *args: Any, on: torch.device | None = None, **kwargs: Any) -> Any:
     """Run a random operation with a generator of its own, and return its result.
 
-    Args:
-        key:    hash of (seed, step, micro-batch, replica)
-        number: index of the draw in the model
-        on:     device of the result of an operation that makes a tensor; None: the device in the arguments
+    `key` is the hash of (seed, step, micro-batch, replica), `number` the index of the draw in the model. An operation
+    that makes a tensor makes it `on` this device.
     """
     if on is not None and any(argument.name == "device" for argument in func._schema.arguments):
         kwargs["device"] = on

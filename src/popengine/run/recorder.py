@@ -59,11 +59,8 @@ class StepDetail:
 
 
 class Recorder:
-    """The recorded times of all calls to which this recorder was passed.
-
-    Args: budget: number of task runs to store, over all steps. At least two steps are stored; of a step that is too
-    long for that, only the beginning.
-    """
+    """The recorded times of all calls to which this recorder was passed: `budget` runs of tasks over all steps, but at
+    least two steps; of a step that is too long for that, only the beginning."""
 
     def __init__(self, budget: int = 40_000) -> None:
         self.budget, self.origin = budget, perf_counter_ns()
@@ -98,9 +95,9 @@ class Recorder:
         self.ns_in_calls += call.end - call.start
         _append_bounded(self.in_calls, call, _CALLS)
 
-    def record_host_event(self, kind: str, start: int, size: int = 0) -> None:
-        """Store work or a wait of the host, from `start` (perf_counter_ns) until now; `size`: bytes moved."""
-        self.host.append(HostEvent(kind, start - self.origin, perf_counter_ns() - self.origin, size))
+    def record_host_event(self, kind: str, start: int) -> None:
+        """Store work or a wait of the host, from `start` (perf_counter_ns) until now."""
+        self.host.append(HostEvent(kind, start - self.origin, perf_counter_ns() - self.origin))
 
     # ---- the queue's side --------------------------------------------------------------------------------
 

@@ -48,10 +48,10 @@ def _counts_of_updates(step: Step) -> list[float]:
 
 
 def sgd(step: Step) -> None:
-    """Update the weights by SGD: v ← μ·v + (1 − d)·(g + λ·w);  w ← w − lr·v.
+    """Update the weights by SGD: v ← μ·v + (1 − d)·(g + λ·w); w ← w − lr·v. Nesterov: w ← w − lr·(g + λ·w + μ·v).
 
-    Nesterov: w ← w − lr·(g + λ·w + μ·v). g: gradient, v: velocity, μ: momentum, d: dampening, λ: weight
-    decay. With the flag `torch_dampening`, as in torch.optim.SGD, d is 0 in the first update and if μ is 0.
+    g: gradient, v: velocity, μ: momentum, d: dampening, λ: weight decay. With the flag `torch_dampening`, as in
+    torch.optim.SGD, d is 0 in the first update and if μ is 0.
     """
     optimizer, group, parameters, gradients, _ = step
     lr, momentum, dampening = group["lr"], group["momentum"], group.get("dampening", 0.0)

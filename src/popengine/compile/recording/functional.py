@@ -205,11 +205,9 @@ def make_functional_graph(
     visits: tuple[Visit, ...],
     trained: set[str],
 ) -> Graph:
-    """Return a functional `Graph` of the recorded operations. Changes the recorder's graph in place.
+    """Return a functional `Graph` of the recorded operations, whose graph is changed in place.
 
-    Args:
-        results: (kind, key, node) of each output and gradient; new values of buffers and inputs are added to them
-        trained: the names of the parameters that an optimizer updates
+    `results` are (kind, key, node) of each output and gradient; new values of buffers and inputs are added to them.
     """
     recorder.graph.output(tuple(node for _, _, node in results))
     kinds: list[tuple[Key, str]] = [(kind, key) for kind, key, _ in results]

@@ -138,10 +138,8 @@ def sources_of(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None
 class GraphRecorder(TorchDispatchMode):
     """A dispatch mode that appends a node to `graph` for each operation.
 
-    Args:
-        node_meta:  called with each operation before it runs, returns the meta of its node
-        outer_role: the role of tensors that the graph reads and has not made, which become inputs: "constant" (real
-            tensors), or "outer" (tensors of a surrounding forward)
+    `node_meta` returns the meta of an operation's node before the operation runs. Tensors that the graph reads and has
+    not made become inputs of the role `outer_role`: "constant" (real tensors), or "outer" (of a surrounding forward).
     """
 
     def __init__(self, node_meta: Callable[[Any], dict[str, Any]], outer_role: str = "constant") -> None:

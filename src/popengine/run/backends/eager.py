@@ -80,10 +80,9 @@ def build(
     """Return the function of a piece: it takes a list of inputs, empties this list, and returns the outputs.
 
     Args:
-        call:   returns the function that the piece's source calls for an operation
-        device: device of the values that the piece reads and makes
-        after:  a statement to insert before the first line of the source and after each line, "; tick()"
-        more:   further global variables of the source, by name
+        call:  returns the function that the piece's source calls for an operation
+        after: a statement to insert before the first line of the source and after each line, "; tick()"
+        more:  further global variables of the source, by name
     """
     names: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
     names |= {"draw": draw if device.type == "cpu" else functools.partial(draw, on=device), **more}
@@ -166,8 +165,8 @@ class FloatingPointException(ArithmeticError):
 
 
 class FiniteCheck(TorchDispatchMode):
-    """A dispatch mode that raises FloatingPointException if an operation makes an infinity from finite inputs, makes a
-    NaN from inputs without NaN, or compares a NaN. No error: an infinite number as an argument (a mask of -inf)."""
+    """A dispatch mode that raises FloatingPointException if an operation makes an infinity from finite inputs (unless
+    an argument is infinite, as in a mask), makes a NaN from inputs without NaN, or compares a NaN."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
