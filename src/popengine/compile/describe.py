@@ -37,22 +37,18 @@ _COUNTS = ("iterations", "accumulation", "replicas", "groups", "instances")
 MOST_TICKS = 20_000  # actions of the schedule that a profile holds at most
 
 
-class _HeldBytes:
-    """A counter of the bytes of live values, by the result of `_memory_of_values`. Memory that several values share
-    counts once."""
-
-    def __init__(self, memories: Mapping[str, tuple[Any, int | None]]) -> None:
-        self._memories = memories
-        self._users: Counter[Any] = Counter()  # by memory, the number of names that use it
-        self.bytes = 0
-
-    def add(self, names: Iterable[str], by: int = 1) -> None:
-        """Count values as live (`by` = 1) or as freed (-1), and update `bytes`."""
-        for name in names:
-            memory, size = self._memories.get(name, (None, 0))
-            before = self._users[memory]
-            self._users[memory] += by
-            self.bytes += (size or 0) * ((before + by > 0) - (before > 0))
+def _live_bytes(
+    memories: Mapping[str, tuple[Any, int | None]], changes: Iterable[tuple[Iterable[str], int]]
+) -> Iterator[int]:
+    """Yield the bytes of live values after each change: (names that become live, 1) or (names that are freed, -1).
+    Memory that several values share counts once (`memories`: see `_memory_of_values`)."""
+    users, total = Counter[Any](), 0  # by memory, the number of live names
+    for names, by in changes:
+        for memory, size in (memories[name] for name in names if name in memories):
+            users[memory] += by
+            if users[memory] == max(by, 0):  # the first name, or none is left
+                total += by * (size or 0)
+        yield total
 
 
 def _memory_of_values(graph: Graph) -> dict[str, tuple[Any, int | None]]:
@@ -144,22 +140,22 @@ def _operations_and_pieces(plan: Plan, graph: Graph | None) -> tuple[list[Operat
     instructions = (x for task in plan.tasks for x in task.instructions if x.kind == "compute")
     ends = {x.piece: x.names for x in instructions}  # by piece, its inputs that are freed in it
     for index, piece in enumerate(partition.pieces):
-        # `held` counts the values that the piece frees or makes.
-        held, freed, stage = _HeldBytes(memories), ends.get(index, ()), piece.stage
+        freed, stage = ends.get(index, ()), piece.stage
         own = {*freed, *(line.name for line in piece.lines)}
-        held.add(freed)
-        first = piece.lines[0].where if piece.lines else "?"
-        pieces.append(ProfiledPiece(piece.phase, stage, partition.ipus[stage], first, held.bytes))
         read = {name for line in piece.lines for name in line.operands()}
-        held.add(set(freed) - read - set(piece.writes), by=-1)
+        # Of the values that the piece frees or makes: at its begin, then with the result of each line, and after it.
+        changes: list[tuple[Iterable[str], int]] = [(freed, 1), (set(freed) - read - set(piece.writes), -1)]
         for line, dying in zip(piece.lines, piece.values_to_free, strict=True):
-            held.add([line.name])
+            changes += [([line.name], 1), (own.intersection(dying), -1)]
+        enters, _, *live = _live_bytes(memories, changes)
+        first = piece.lines[0].where if piece.lines else "?"
+        pieces.append(ProfiledPiece(piece.phase, stage, partition.ipus[stage], first, enters))
+        for line, held in zip(piece.lines, live[::2], strict=True):
             kind = line.call.split("::")[-1].removeprefix("aten.").removesuffix(".default")
-            found = Operation(index, line.name, kind, partition.names[stage], line.where, live=held.bytes)
+            found = Operation(index, line.name, kind, partition.names[stage], line.where, live=held)
             if node := nodes.get(line.name.removesuffix(AGAIN)):
                 found = _with_costs_of_node(found, node, line, sizes, partition.signature.visits)
             operations.append(found)
-            held.add(own.intersection(dying), by=-1)
     return operations, pieces
 
 
