@@ -128,14 +128,12 @@ def is_on_one_host() -> bool:
 
 
 def _other_launcher_names(environment: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Return the names of three variables (world size, rank, local rank) of the launcher, other than poprun, that has
-    started several processes; None if there is none."""
+    """Return the names of (world size, rank, local rank) of a launcher that has started several processes, or None."""
     return next((names for names in (MPI, TORCHRUN, SLURM) if environment.get(names[0], "1") != "1"), None)
 
 
 def read_integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return the integer in an environment variable, or `default` if it is not set. Raises ValueError for another
-    value, or if the variable is not set and `default` is None."""
+    """Return the integer in an environment variable, or `default` if it is not set. Raises ValueError otherwise."""
     text = environment.get(name)
     if text is None and default is not None:
         return default
@@ -149,8 +147,7 @@ def read_integer(environment: Mapping[str, str], name: str, default: int | None 
 
 
 def write_stack_at_signal() -> None:
-    """Write this process's id to the file that the environment variable `STACK` names, and let the signal
-    `STACK_SIGNAL` append the stacks of all threads. Removes the variable."""
+    """Let the signal `STACK_SIGNAL` write the stacks of all threads to the file that `STACK` names, after our id."""
     global _status_path
     path = os.environ.pop(STACK, None)  # child processes have none
     _status_path = path and f"{path}{STATUS}"

@@ -48,8 +48,7 @@ class StepActions(NamedTuple):
         return 1 + max((action.stage for action in self.actions), default=0)
 
     def last_of(self, stage: int) -> int | None:
-        """Return the index of the last action of a stage, or of the next stage that has a backward; None in
-        inference."""
+        """Return the index of the last action of a stage, or of the next one with a backward; None in inference."""
         backwards = [(i, one.stage) for i, one in enumerate(self.actions) if one.phase != "F"]
         return max(((-own, i) for i, own in backwards if own >= stage), default=(0, None))[1]
 
@@ -84,8 +83,7 @@ class Order:
         return (2 * forward_stages - 1 if training else forward_stages) if self.overlaps else 1
 
     def all_bounds(self, step: StepActions) -> list[list[After]]:
-        """Return, for each action, its bounds. The first actions of a micro-batch also wait until the
-        micro-batch `in_flight` before has ended."""
+        """Return the bounds of each action; the first ones of a micro-batch wait for that `in_flight` before, too."""
         awaited = {edge.row for action in step.actions for edge in action.after if edge.behind == 0}
         last = [After(row, self.in_flight(step)) for row in range(len(step.actions)) if row not in awaited]
         return [
@@ -95,8 +93,8 @@ class Order:
 
 
 def _bounds_of_1f1b(step: StepActions, action: Action) -> Sequence[After]:
-    """A forward waits for the backward of its stage, so that at most (stages - stage) micro-batches are between both;
-    on shared cores at least as many as there are cores."""
+    """A forward waits for a backward of its stage, with (stages - stage) micro-batches between both, or `cores` if
+    more."""
     last = step.last_of(action.stage)
     if action.phase != "F" or last is None:
         return ()

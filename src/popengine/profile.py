@@ -140,8 +140,8 @@ class Memory(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor that an ipu holds for each micro-batch, from its row `born` to its row `died` (indices in
-    `Profile.tasks`; -1: to the end of the step)."""
+    """A tensor that an ipu holds for each micro-batch, from its row `born` to `died` (in `Profile.tasks`; -1: the
+    end)."""
 
     ipu: int
     name: str

@@ -102,8 +102,7 @@ def modes_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def value_checks_off(is_causal_mask: Callable[..., bool]) -> Iterator[None]:
-    """Run the body with torch.distributions checking no arguments, and with `is_causal_mask` in place of
-    `detect_is_causal_mask`."""
+    """Run the body with `is_causal_mask` in place of torch's, and torch.distributions checking no arguments."""
     validates = Distribution._validate_args  # old
     Distribution.set_default_validate_args(False)
     transformer._detect_is_causal_mask = is_causal_mask
@@ -160,8 +159,7 @@ def decompositions() -> Mapping[Any, Any]:
 def trace(
     function: Callable[..., Any], make_inputs: Callable[[], list[Tensor]], table: Mapping[Any, Any]
 ) -> tuple[fx.GraphModule, list[Tensor]]:
-    """Return the fx graph of a function of tensors, and the fake inputs with which it was traced. `make_inputs` returns
-    these, and is called under the fake mode; `table`: decompositions."""
+    """Return the fx graph of a function, and the fake inputs, made under the fake mode, with which it was traced."""
     from torch.fx.experimental.proxy_tensor import make_fx  # 1.12
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.0
 
@@ -173,8 +171,7 @@ def trace(
 
 
 def compile_graph(graph: fx.GraphModule, fakes: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
-    """Return a function that runs the kernels which inductor compiles for a graph: it takes a list of inputs.
-    `options`: values of `torch._inductor.config` by name."""
+    """Return a function of a list of inputs that runs inductor's kernels for a graph. `options`: inductor's."""
     from torch._guards import TracingContext, tracing  # 2.0
     from torch._inductor import config  # 2.0
     from torch._inductor.compile_fx import compile_fx_inner  # 2.0

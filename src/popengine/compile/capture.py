@@ -189,8 +189,7 @@ def _copy_into_data(target: Tensor, value: Tensor) -> None:
 
 
 def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
-    """Record the backward of the final loss, whose gradient is `scale`, and return each gradient by the name of its
-    parameter. Parameters on which the loss does not depend are left out."""
+    """Record the backward of the final loss, whose gradient is `scale`; return the gradients by parameter."""
     recorder, stand_ins = state.recorder, state.stand_ins
     wanted = stand_ins.trained_parameters()
     loss = final_loss(state)
@@ -211,8 +210,7 @@ def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
 
 
 def _report_no_gradients(recorder: CaptureRecorder, has_trained: bool) -> None:
-    """Log a warning that no parameter gets a gradient; raise CaptureError if none requires one (not `has_trained`), or
-    if forward computes under torch.inference_mode."""
+    """Log a warning that no parameter gets a gradient; raise CaptureError if none can get one."""
     values = (node.meta.get("val") for node in recorder.graph.nodes)
     if not has_trained:
         why = "all of them are frozen, by requires_grad_(False)"

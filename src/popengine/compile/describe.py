@@ -109,8 +109,7 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
 
 
 def profiled_instructions(plan: Plan, graph: Graph | None) -> list[list[ProfiledInstruction]]:
-    """Return the instructions of each row of a plan, as a profile describes them; without a graph computed values have
-    0 bytes."""
+    """Return the instructions of each row of a plan, as a profile describes them; without a graph some have 0 bytes."""
     slots, sizes = plan.partition.signature.slots, _sizes_of_values(plan, graph)
     found = []
     for row, task in enumerate(plan.tasks):
@@ -211,8 +210,8 @@ def _schedule_ticks(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:
 
 
 def _flop_count(node: fx.Node, parts: dict[Any, fx.Node]) -> int:
-    """Return the FLOPs of an operation by torch's rules; 0 if torch has no rule for it, or the rule fails. `parts`: the
-    nodes of the used ones of several results, by index."""
+    """Return the FLOPs of an operation by torch's rules; 0 without a rule. `parts`: its results that are used, by
+    index."""
     rules: Mapping[Any, Any] = flop_registry
     count = rules.get(getattr(node.target, "overloadpacket", None))
     if count is None:
@@ -233,8 +232,7 @@ def _fake_tensors_by_name(nodes: Iterable[fx.Node]) -> dict[str, torch.Tensor]:
 
 
 def held_tensors(plan: Plan, graph: Graph | None) -> list[Tensor]:
-    """Return the tensors that each ipu holds for a micro-batch; [] without a graph. Values that share memory are one
-    tensor; a tensor has 0 bytes if only a kernel knows its size."""
+    """Return the tensors, each with a memory of its own, that each ipu holds for a micro-batch; [] without a graph."""
     memories, found = _memory_of_values(graph) if graph else {}, list[Tensor]()
     kinds = {"load": "input", "receive": "received", "compute": "activation"}
     held: dict[
@@ -261,8 +259,7 @@ def held_tensors(plan: Plan, graph: Graph | None) -> list[Tensor]:
 
 
 def bytes_held_for_backward(graph: Graph, partition: Partition) -> tuple[int, ...]:
-    """Return the bytes of activations and inputs that each stage's backward reads, for one micro-batch. Values that
-    share memory count once."""
+    """Return the bytes of activations and inputs that each stage's backward reads, for one micro-batch."""
     memories, found = _memory_of_values(graph), [0] * partition.stages
     backwards = [piece for piece in partition.pieces if piece.phase != "F"]
     others = {name for piece in backwards for name in piece.writes} | partition.prepared.keys()

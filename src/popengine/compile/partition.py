@@ -101,8 +101,7 @@ def _operation_nodes(graph: Graph) -> Iterable[fx.Node]:
 
 
 def _views_and_casts(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Return the views and the casts that are computed from weights, constants and unchanged buffers alone, and are no
-    results of the graph (two sets of nodes)."""
+    """Return the views and the casts that are computed from weights, constants and unchanged buffers alone."""
     fixed = graph.constant_slots
     held = {n for n in graph.code.nodes if n.name in fixed and n.meta["role"] != "loss_scale"}
     results = {result.name for result in graph.results}

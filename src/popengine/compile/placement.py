@@ -110,8 +110,7 @@ def _stage_ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy)
 
 
 def sharded_if_too_few_micro_batches(visits: Sequence[Visit], used: set[int], settings: Settings) -> Settings:
-    """Return the settings; for `or_sharded` and too few micro-batches for a pipeline, with the order "sharded". Without
-    `or_sharded` raise PartitionError."""
+    """Return the settings, with the order "sharded" for too few micro-batches if `or_sharded`; else raise an error."""
     strategy, training = settings.strategy, settings.training
     placement = place_blocks(visits, used | {*range(1, len(visits))}, strategy)
     active = [0, *(placement.ipus[stage] for stage in placement.stage_of[1:])]

@@ -129,8 +129,7 @@ class _TableWriter:
     def _instructions_of_piece(
         self, number: int, stores: list[Instruction]
     ) -> tuple[list[Instruction], list[Instruction]]:
-        """Return two lists: the instructions of a piece, which end with `stores`; and the `free` of the values that no
-        later piece of its ipu reads (one instruction or none)."""
+        """Return the instructions of a piece, then `stores`; and its `free` (in a list), if values are read no more."""
         partition, piece, inputs = self.partition, self.pieces[number], self.inputs
         ipu = partition.ipus[piece.stage]
         readers = {name: self.readers.get((name, ipu), [-1]) for name in (*piece.reads, *piece.writes)}

@@ -45,8 +45,7 @@ class ResultBuffer:
         self.started, self.finished = [0.0] * rows, [0.0] * rows  # perf_counter
 
     def put(self, turn: int, replica: int, value: Tensor) -> None:
-        """Copy the value of a micro-batch to its row, or add it (mode "sum"); do nothing if the mode does not return
-        it."""
+        """Copy the value of a micro-batch to its row, or add it (mode "sum"), if the mode returns it."""
         counts, row = self._counts, replica
         iteration, micro_batch = divmod(turn, counts.accumulation)
         if self._mode == "final":
@@ -165,8 +164,7 @@ class Stopped(Exception):
 
 @dataclass
 class EngineCall:
-    """One call of the engine, and its progress. After `commit` a step runs to its end. `done` counts the finished
-    steps."""
+    """One call of the engine, and its progress: `done` finished steps. After `commit` a step runs to its end."""
 
     inputs: Sequence[Tensor]  # each [turns, groups, micro-batch, ...]
     results: Results

@@ -109,8 +109,8 @@ BYTES = 64  # alignment
 
 
 def with_aligned_micro_batches(batch: Tensor) -> Tensor:
-    """Return a CPU batch, [turns, groups, micro-batch, ...], with aligned micro-batches: `batch`, or a copy with
-    padding."""
+    """Return a CPU batch, [turns, groups, micro-batch, ...], or a copy with padding, so that micro-batches are
+    aligned."""
     size, (turns, groups) = batch.element_size(), batch.shape[:2]
     steps = [stride for stride, count in zip(batch.stride(), (turns, groups), strict=False) if count > 1]
     if not batch.numel() or not any(

@@ -40,8 +40,7 @@ _OVERFLOW = (
 
 
 class Engine:
-    """A loaded plan, and the threads that run its calls. Engines of an executor share `shared`. `device`: where all
-    ipus are; None: this machine's device of the kind in `settings`."""
+    """A loaded plan, and the threads that run its calls. Engines of an executor share `shared`."""
 
     def __init__(
         self, plan: Plan, settings: Settings, shared: TrainState, device: torch.device | None = None
@@ -83,8 +82,7 @@ class Engine:
         self._close = weakref.finalize(self, self._queue.close)
 
     def close(self) -> None:
-        """End the threads. After a `TrainState`'s last engine, peers can read this optimizer shard until the next
-        barrier."""
+        """End the threads. Peers can read this optimizer shard until the next barrier."""
         shared = self._state.shared
         shared.engines -= 1
         if self._group is not None and shared.shard_name and not shared.engines:
@@ -229,8 +227,7 @@ class Engine:
     # ---- state of all processes ------------------------------------------------------------------------------
 
     def read_whole_optimizer(self) -> dict[str, OptimizerState]:
-        """Return the optimizer state by parameter. If processes shard it, wait until each peer reads, too, or is at its
-        next call (see `ProcessGroup.read_shards`)."""
+        """Return the optimizer state by parameter; of all processes, if they shard it (`ProcessGroup.read_shards`)."""
         shared = self.state.shared
         if self._group is None or not shared.shard_name:
             return shared.optimizer_states()
@@ -240,8 +237,7 @@ class Engine:
         return {key: whole[key] for key in dict.fromkeys(self._state.trained) if key in whole}
 
     def average_buffers(self) -> None:
-        """Set each floating point buffer that forward changes to its mean over all replicas of all processes, with the
-        same bits in every layout of replicas and processes."""
+        """Set the floating point buffers that forward changes to their means over all replicas of all processes."""
         with self._call_lock:
             self._await_idle()
             results = self.plan.partition.signature.results

@@ -20,8 +20,7 @@ T = TypeVar("T")
 
 
 class Sample:
-    """Pieces that can be run on one micro-batch, to measure their time; `given`: all values that no piece makes, by
-    name."""
+    """Pieces that can be run on one micro-batch; `given`: all values that no piece makes, by name."""
 
     def __init__(self, pieces: Sequence[Piece], given: Mapping[str, Tensor]) -> None:
         self._pieces, self._given = pieces, given

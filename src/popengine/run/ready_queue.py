@@ -104,8 +104,8 @@ class StepTasks:
         self.first = [number for number, needs in enumerate(before) if not needs]
 
     def _sort_key(self, task: BoundTask) -> tuple[Any, ...]:
-        """Return the sort key of a task: sums first (they free memory), then tasks of micro-batches in the plan's
-        order, then tasks without a micro-batch (by row)."""
+        """Return the sort key of a task: sums (they free memory), others by the plan's order, those of a step by
+        row."""
         row, own = self._plan.tasks[task.row], (task.index, task.row, task.replica)
         if row.index != "micro_batch":
             return 2, task.row, own
@@ -113,8 +113,7 @@ class StepTasks:
         return row.kind != "sum", self._order.key(self._step, action, task.index), own
 
     def _edges_of_rows(self) -> list[list[After]]:
-        """Return for each row its edges: those of the table, and those by which the order bounds the micro-batches in
-        flight."""
+        """Return the edges of each row: those of the table, and those by which the order bounds memory."""
         rows = self._plan.tasks
         found = [list(task.after) for task in rows]
         for own, bounds in zip(self._rows_of, self._order.all_bounds(self._step), strict=True):
@@ -126,8 +125,7 @@ class StepTasks:
         return found
 
     def _exchanges(self, rows: RowFunctions) -> list[tuple[int, int, int]]:
-        """Return (row, micro-batch, replica) of the tasks that gather values over processes, in the order of separate
-        devices: all processes must run them in one order."""
+        """Return (row, micro-batch, replica) of the gathers over processes, in the one order of all processes."""
         kinds = enumerate(task.kind for task in self._plan.tasks)
         gathers = {row for row, kind in kinds if kind == "gather" and rows.communicates(row)}
         if not gathers:
@@ -332,8 +330,7 @@ class ReadyQueue:
             heappush(self._ready, number)
 
     def _measure_task(self, seconds: float) -> None:
-        """Record the seconds of a task, and set whether cores other than core 0 run tasks: once the mean time of
-        `JUDGED` tasks (after as many for warm-up) is above `WORTH_SHARING`."""
+        """Let other cores run tasks once the mean of `JUDGED` tasks, after a warm-up, is above `WORTH_SHARING`."""
         self._measured_count += 1
         if self._measured_count > JUDGED:
             self._spent += seconds

@@ -47,8 +47,7 @@ class StepDetail:
         return [max(pair) for pair in zip(self.lines[piece], least, strict=True)]
 
     def add_runs(self) -> None:
-        """Add the times of the runs in `unread`: readings of both clocks before a piece's first line, and after each
-        line."""
+        """Add the times of the runs in `unread`: readings of both clocks at a piece's begin, and after each line."""
         for piece, ticks in self.unread:
             took, computed = ([end[i] - start[i] for start, end in pairwise(ticks)] for i in (0, 1))
             before = self.lines.get(piece, [0] * len(computed))
@@ -102,8 +101,7 @@ class Recorder:
     # ---- the queue's side --------------------------------------------------------------------------------
 
     def begin_step(self, rows: RowFunctions, tasks: int) -> None:
-        """Prepare to record a step of so many task runs. In the first two steps replica 0's eager pieces read the
-        clocks."""
+        """Prepare to record a step of so many tasks. In the first two steps replica 0's eager pieces read clocks."""
         _, self._step = rows.state.shared.random_state  # over all calls
         if self._rows is None or self._rows.plan is not rows.plan:
             self.detail = None

@@ -33,8 +33,7 @@ _FRAME, _STATE, _BUFFER, _PREPARED = range(4)  # where a piece reads a value; _B
 
 
 class RowFunctions:
-    """The functions that run the rows of a plan, and the frames that they read and write. `codes`: one for each
-    piece."""
+    """The functions that run the rows of a plan, and the frames that they read and write."""
 
     def __init__(
         self,
@@ -97,8 +96,7 @@ class RowFunctions:
             self.call.results.loss_scale = scale
 
     def end_step(self) -> None:
-        """End a step of inference. In training row "end" does so; hold gradient sums and new buffers of a plan without
-        it."""
+        """End a step of inference. In training row "end" does; without it hold gradient sums and new buffers."""
         if not self.settings.training:
             self.state.end_step()
         elif not self.settings.part.ends_step:
@@ -306,8 +304,7 @@ def _names_and_keys(task: ir.Task, kind: ir.InstructionKind) -> list[tuple[str, 
 
 
 def update_means(means: list[Tensor], values: list[Tensor], count: float) -> None:
-    """Update each mean of `count` - 1 values by one more value, in place, computed in at least float32. A mean is never
-    larger than its values, so half precision does not overflow."""
+    """Update means of `count` - 1 values by one more, in float32. No mean exceeds its values, so none overflows."""
     for mean, value in zip(means, values, strict=True):
         wide = torch.promote_types(torch.promote_types(mean.dtype, value.dtype), torch.float32)
         mean.copy_(torch.lerp(mean.to(wide), value.to(wide), 1 / count))

@@ -45,8 +45,7 @@ _StepKey = tuple[int, int]  # (ipu, parameter group) of the parameters of an Upd
 
 
 class Updates:
-    """The functions that run the rows from "exchange" to "share": reduce gradients, update weights. `group`: the
-    processes that train together."""
+    """The functions that run the rows from "exchange" to "share": reduce gradients, update weights."""
 
     def __init__(self, plan: ir.Plan, settings: Settings, state: State, group: ProcessGroup | None) -> None:
         self.plan, self.settings, self.state, self._group = plan, settings, state, group
@@ -117,8 +116,7 @@ class Updates:
                 self._all_reduce.reduce_scatter(bucket.flats, bucket.cuts)
 
     def _divide_means(self, sums: Sequence[Tensor]) -> None:
-        """If gradients are running means, divide them by the number of all replicas, so that their sum can't
-        overflow."""
+        """Divide running means by the number of all replicas, so that their sum can't overflow."""
         if self.settings.reduction == "running":
             divide_(sums, self.settings.counts.global_replicas)
 
@@ -139,8 +137,7 @@ class Updates:
         divide_([part.gradient for part in parts], divisor)
 
     def _reduce_and_measure_gradient(self, index: int) -> None:
-        """Reduce the gradient of unit number `index`, in place; store its norm, if clipping needs it, and counts of its
-        elements, if the automatic loss scale does."""
+        """Reduce the gradient of unit number `index`, in place; store its norm or counts of its elements."""
         unit = self.state.units[index]
         if not self.state.is_updated_here(unit.key):
             return
@@ -220,8 +217,7 @@ class Updates:
         return parts
 
     def _total_norm(self) -> Tensor:
-        """Return the norm of all gradients as torch.nn.utils.get_total_norm does, in the order of the model's
-        parameters."""
+        """Return the norm of all gradients as torch.nn.utils.get_total_norm does, in the parameters' order."""
         ordered = sorted(self.state.units, key=lambda unit: (self._slot_index[unit.key], unit.replica))
         # Gradients that a peer measures count 0 here: with sharded state the norms are summed over processes.
         types = [torch.promote_types(self.state.weight(u).dtype, torch.float32).to_real() for u in ordered]

@@ -105,8 +105,7 @@ def _step_by_moments(step: Step) -> None:
 
 
 def _update_moments(step: Step) -> tuple[list[float], list[float]]:
-    """Update both moments in place. Return the divisors, one per parameter, that correct the bias of the first moments,
-    and those of the second ones."""
+    """Update both moments in place; return the divisors that correct the first ones' bias, and the second ones'."""
     optimizer, group, _, gradients, states = step
     beta1, beta2 = group["beta1"], group["beta2"]
     torch._foreach_lerp_(step.state("exp_avg"), gradients, 1 - beta1)

@@ -34,8 +34,7 @@ def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
 def fitting_state(
     optimizer: Optimizer, state: RuleState, parameter: Tensor, value: Tensor | None = None
 ) -> Tensor:
-    """Return `value`, or a copy if it has not the dtype, layout and alignment that updates need; without a value the
-    state before the first update."""
+    """Return `value`, or a copy with the dtype, layout and alignment that updates need; by default the first state."""
     if state.name == "step":  # on the CPU: the host reads it
         like, dtype = torch.empty(()), torch.float32
     else:
@@ -262,8 +261,7 @@ class UpdateStep:
 
 
 def _with_step_buffer(part: ParameterUpdate, min_dims: int) -> ParameterUpdate:
-    """Return a copy of `part` with a buffer `step`, a new state dictionary (for a trust ratio) and, if the parameter
-    has at least `min_dims` dimensions, an empty `norms`."""
+    """Return a copy of `part` with a buffer `step`, an own state dictionary and, for a trust ratio, `norms`."""
     dtype, gradient = torch.promote_types(part.parameter.dtype, torch.float32), part.gradient
     step = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     return replace(
@@ -278,8 +276,7 @@ def _total_norm(part: ParameterUpdate, which: int) -> Tensor:
 
 
 def round_into(target: Tensor, source: Tensor, seed: int | None) -> Tensor:
-    """Copy `source` into `target`, and return `target`. With a seed, round to float16 or bfloat16 stochastically,
-    without bias: add noise, then floor."""
+    """Copy `source` into `target`, and return it. With a seed, round half types stochastically: add noise, floor."""
     if seed is None or target.dtype not in (torch.float16, torch.bfloat16):
         return target.copy_(source)
     generator = torch.Generator(source.device).manual_seed(seed)

@@ -140,8 +140,7 @@ def with_nodes_replaced(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, A
 
 
 def drop_aliases_and_dead_code(graph: fx.Graph) -> None:
-    """Remove aliases, double transposes, dead code and unused constants from a graph in place, and number its random
-    operations (`draw` in the meta)."""
+    """Remove aliases, double transposes, dead code and unused constants in place; number random operations (`draw`)."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _ALIASES:
             node.replace_all_uses_with(node.args[0])

@@ -46,8 +46,7 @@ _PANDO_AND_TORCH = (f"{TORCH}/", f"{_SRC}/popengine/", f"{_SRC}/poptorch/")
 
 
 def user_line(error: BaseException | None = None) -> str:
-    """Return `file:line` of the innermost frame outside of torch and Pando, first in `error`'s traceback; "?" without
-    one."""
+    """Return `file:line` of the innermost frame (first in `error`'s traceback) outside of torch and Pando; or "?"."""
     raised = [*traceback.walk_tb(error.__traceback__)] if error is not None else []
     for frame, line in chain(reversed(raised), traceback.walk_stack(sys._getframe(1))):
         if not _is_pando_or_torch(frame.f_code.co_filename):
@@ -170,8 +169,7 @@ class GraphRecorder(TorchDispatchMode):
         return value
 
     def node_of(self, value: Tensor) -> fx.Node:
-        """Return the node of a tensor. A tensor without a node is added as an input of the graph; a fake tensor, which
-        has no value, can't be a constant: CaptureError."""
+        """Return the node of a tensor. A real tensor without a node is added as an input of the graph."""
         known = self._node_by_id.get(id(value))
         if known is not None:
             return known
@@ -190,8 +188,7 @@ class GraphRecorder(TorchDispatchMode):
             return self.add_placeholder(name, value, role=self._outer_role, key=name)
 
     def add_constant(self, real: Tensor, fake: Tensor | None = None) -> Tensor:
-        """Add a real tensor that forward has made to the constants; return `fake`, or a new fake tensor, which stands
-        for it."""
+        """Add a real tensor that forward has made to the constants; return the fake tensor that stands for it."""
         node = self.node_of(real)
         self.fresh.add(node.meta["key"])
         return self.assign_tensor(node, empty_like(real) if fake is None else fake)
@@ -330,8 +327,7 @@ class CaptureRecorder(GraphRecorder):
                 return self._run_on_constants(func, args, kwargs, error)
 
     def _fake_tensor_of(self, value: Any) -> Any:
-        """Return the stand-in of a weight; for another real tensor, unless 0-d, the fake tensor of a constant; else
-        `value`."""
+        """Return the stand-in of a weight; of another real tensor, unless 0-d, that of a constant; else `value`."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         found = self.stand_in_of(value)

@@ -80,8 +80,7 @@ class StandIns:
         return self._views[key][1]
 
     def stand_in_of_operand(self, value: Any) -> Any:
-        """Return `stand_in_of(value)`. Add a real tensor that requires a gradient to `orphans`: autograd has recorded
-        its use."""
+        """Return `stand_in_of(value)`. Add a real tensor of which autograd has recorded the use to `orphans`."""
         is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
         if is_real and value.requires_grad and not any(known is value for known, _ in self.orphans):
             self.orphans.append((value, user_line()))

@@ -67,8 +67,7 @@ def _warn(text: str) -> None:
 
 
 def _compile_or_build(piece: Piece, reads: Sequence[TensorMetadata]) -> Code:
-    """Return the compiled function of a piece; the eager function if it calls no operations or gathers over replicas,
-    or, with a warning, if inductor fails."""
+    """Return the compiled function of a piece; the eager one if it can't be compiled, with a warning if that is new."""
     if not piece.calls or piece.gather_group_size or any(call in NEEDS_GRADIENTS_ON for call in piece.calls):
         return build(piece)
     try:
@@ -139,8 +138,7 @@ def input_metadata(partition: Partition) -> list[tuple[TensorMetadata, ...]]:
 def trace_piece(
     piece: Piece, reads: Sequence[TensorMetadata], table: Mapping[Any, Any]
 ) -> tuple[fx.GraphModule, list[Tensor]]:
-    """Return the fx graph of a piece, and the fake inputs with which it was traced; the last one is the key of random
-    numbers, if the piece draws some."""
+    """Return the fx graph of a piece, and the fake inputs with which it was traced, the key of its draws last."""
 
     def make_inputs() -> list[Tensor]:
         values = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in reads]
@@ -159,8 +157,7 @@ _calls: dict[str, Callable[[Tensor | None, Sequence[Tensor], bool], list[Tensor]
 
 
 def _traced_function(operation: OpOverload) -> Callable[..., Any]:
-    """Return the function that is traced for an operation: a functional operation of torch itself, or for others
-    a function that calls the operation through `popengine::eager`."""
+    """Return what is traced for an operation: a functional one of torch's, or else a call of `popengine::eager`."""
     is_compiled = operation.namespace in ("aten", "prims") and not operation._schema.is_mutable
     return operation if is_compiled else functools.partial(_call_eager, operation, None, None)
 
@@ -168,8 +165,7 @@ def _traced_function(operation: OpOverload) -> Callable[..., Any]:
 def _call_eager(
     operation: OpOverload, key: Tensor | None, number: int | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call an operation through `popengine::eager` and return its result: by `random_draws.draw`, if there are a key
-    and a number."""
+    """Call an operation through `popengine::eager`, by `random_draws.draw` if there are a key and a number."""
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     others = [... if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -193,8 +189,7 @@ def _call_eager(
 
 
 def _run_eager(text: str, key: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
-    """Return the results of `_calls[text]`: the implementation of `popengine::eager`. A result that shares memory with
-    an argument is copied, because compiled code may reuse this memory."""
+    """Return the results of `_calls[text]`, none in an argument's memory, which compiled code may reuse."""
     owned = {storage_id(tensor) for tensor in tensors}
     made = _calls[text](key, tensors, False)
     return [value.clone() if storage_id(value) in owned else value for value in made]

@@ -48,8 +48,7 @@ def leaf_nodes(replicas: Iterable[list[Tensor]], first: int = 0) -> Iterator[Tre
 
 
 def sum_siblings(nodes: Iterable[TreeNode]) -> list[TreeNode]:
-    """Sum pairs of siblings into their parents, in the left one's tensors, until none is left; return the remaining
-    nodes."""
+    """Sum pairs of siblings into their parents, in the left one's tensors, and return the nodes that remain."""
     found: list[TreeNode] = []
     for node in nodes:
         while found and node.index % 2 and found[-1][:2] == (node.level, node.index - 1):
@@ -86,8 +85,7 @@ def _node_positions(instances: int, replicas: int) -> _Positions:
 
 
 class AllReduce:
-    """The all-reduce, reduce-scatter and broadcast over all instances of a group. Its messages have the tags `tag` and
-    `tag + 1`, and no others may."""
+    """The all-reduce, reduce-scatter and broadcast over a group. No other messages may have `tag` and `tag + 1`."""
 
     def __init__(self, group: Connections, tag: int) -> None:
         self._group, self._tag = group, tag
@@ -109,13 +107,11 @@ class AllReduce:
         self._group.wait(begun, _SUM)
 
     def reduce_scatter(self, flats: Sequence[Tensor], cuts: Sequence[int]) -> None:
-        """Sum as `all_reduce` does, but write only this instance's shard into `flats[0]`: instance k's is `cuts[k]` to
-        `cuts[k + 1]`."""
+        """Sum as `all_reduce` does, but write only this instance's shard, k's from `cuts[k]` to `cuts[k + 1]`."""
         self._group.wait(self._reduce(flats, cuts, gathers=False), _SUM)
 
     def broadcast_by_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """Overwrite each contiguous tensor, in place, by that of its owner, whose rank is in `owners`, equal in all
-        instances."""
+        """Overwrite each contiguous tensor by that of its owner, of whose ranks all instances have the same list."""
         begun: list[Message] = []
         for tensor, owner in zip(tensors, owners, strict=True):
             if owner == self._rank:

@@ -125,15 +125,13 @@ class Connections:
                 self._waits.pop(thread, None)
 
     def all_gather(self, values: Mapping[int, Tensor], tag: int, what: str) -> None:
-        """Send `values[self.rank]` to the other ranks in `values`, receive their tensors into `values[peer]`, and wait;
-        warnings name `what`."""
+        """Send `values[self.rank]` to the other ranks in `values`, receive theirs, and wait; warnings name `what`."""
         peers = [peer for peer in values if peer != self.rank]
         begun = [self.receive(values[peer], peer, tag) for peer in peers]
         self.wait(begun + [self.send(values[self.rank], peer, tag) for peer in peers], what)
 
     def commit_together(self, commit: Callable[[], None]) -> None:
-        """Wait for all instances, call `commit`, and wait until it has returned in all of them. If it raises an
-        exception in an instance, this method raises one in all instances."""
+        """Wait for all instances, call `commit`, and wait for all again: an error in one is an error in all."""
         what, values = "the sum of gradients", {rank: torch.zeros(1) for rank in range(self.size)}
         self.all_gather(values, _COMMIT, what)
         commit()
@@ -142,8 +140,7 @@ class Connections:
     # ---- waits -------------------------------------------------------------------------------------------
 
     def _report_waits(self) -> None:
-        """Until the process ends, write each second for which peer this instance waits (poprun reads it), and warn of
-        each wait after each `WARN_AFTER` seconds."""
+        """Write each second for which peer this instance waits (poprun reads it); warn after each `WARN_AFTER`."""
         count = 0
         while not _process_ends.wait(pause := min(1.0, WARN_AFTER / 2)):
             now = time.monotonic()
@@ -215,8 +212,7 @@ class Connections:
         return [self.ranks[peer] for peer in missing]
 
     def _check_peer_is_alive(self, peer: int) -> None:
-        """Raise RuntimeError if a peer has ended: a message to it in torch's default gloo group, if there is one, then
-        fails."""
+        """Raise RuntimeError if a message to a peer, in torch's default gloo group, shows that it has ended."""
         group = dist.group.WORLD
         if group is not None and dist.get_backend(group) == "gloo":
             group.send([torch.zeros(1, dtype=torch.uint8)], self.ranks[peer], _PROBE)
@@ -235,16 +231,14 @@ class Connections:
                 self._close_group(*failure)
 
     def _publish_failure(self, why: str, ends: bool) -> tuple[str, bool]:
-        """Write (why the gloo group is closed, whether the training ends) to the store, unless a peer has. Return the
-        pair in the store, or the arguments if the store can't be reached."""
+        """Write (why, whether the training ends) to the store, or read a peer's pair; return that which counts."""
         key = f"{self._name}/{self._number}/broken"
         with suppress(RuntimeError):
             why, ends = json.loads(self._store.compare_set(key, "", json.dumps([why, ends])))
         return why, ends
 
     def _close_after_error(self, error: Exception, peer: int, number: int) -> Error:
-        """Close gloo group `number`, unless it is closed, after a message to or from `peer` failed; return the error to
-        raise."""
+        """Close gloo group `number`, if it is open, after a message to or from `peer` failed; return the error."""
         with self._lock:
             if self._group is not None and self._number == number:
                 gone = f"instance {self.ranks[peer]} has left the training ({str(error).splitlines()[0]})"

@@ -36,8 +36,7 @@ def barrier_name(value: Tensor) -> str:
 def describe_differences(
     whats: Sequence[str], fingerprints: Sequence[Fingerprint], ranks: Sequence[int]
 ) -> str:
-    """Return the error message for instances (with global `ranks`) at different barriers or with different
-    fingerprints."""
+    """Return the error message for instances at different barriers or with different fingerprints."""
     if len(set(whats)) > 1:
         return (
             f"the instances are at different places: {_values_by_instance(whats, ranks)}\n"
@@ -87,8 +86,7 @@ def _values_by_instance(values: Sequence[str], ranks: Sequence[int]) -> str:
 def fingerprint_of_plan(
     plan: Plan, settings: Settings, weights: Mapping[str, Tensor], seed: int
 ) -> Fingerprint:
-    """Return the fingerprint of a plan: versions, options, shapes, constants, operations, seed, hashes of the
-    parameters."""
+    """Return what has to be equal in all instances that load a plan, from versions to hashes of the parameters."""
     counts, signature = dataclasses.replace(settings.counts, instance=0), plan.partition.signature
     forms: dict[str, dict[str, str]] = {"shape": {}, "input": {}}
     for slot in signature.slots:
@@ -120,8 +118,7 @@ def _operations(plan: Plan) -> dict[str, str]:
 
 
 def _constants(plan: Plan) -> dict[str, str]:
-    """Return a text with shape, dtype and values of each constant, or a hash of more than `_LISTED` values, by a text
-    with the constant's name and the operation that reads it."""
+    """Return shape, dtype and values (or their hash) of each constant, by its name and the operation that reads it."""
     constants, found = plan.partition.signature.constants, {}
     for line in (line for piece in plan.partition.pieces for line in piece.lines):
         for name in (name for name in line.operands() if name in constants):
@@ -156,8 +153,7 @@ _NAMES = {  # dotted names of settings, in the words of the options
 
 
 def _flat_fields(value: Any, name: str = "") -> dict[str, str]:
-    """Return the `repr` of each field of nested dataclasses, by dotted name ("counts.groups") or its text in
-    `_NAMES`."""
+    """Return the `repr` of each field of nested dataclasses, by dotted name or its text in `_NAMES`."""
     if not dataclasses.is_dataclass(value):
         return {_NAMES.get(name, name): repr(value)}
     found: dict[str, str] = {}

@@ -36,8 +36,7 @@ T = TypeVar("T")
 
 
 def call_in_thread(work: Callable[[], T]) -> T:
-    """Call `work` in a new thread, and return its result. An interrupt ends the wait for the thread, but not `work`,
-    which may wait in torch."""
+    """Call `work`, which may wait in torch, in a new thread, and return its result. An interrupt ends only the wait."""
     future: Future[T] = Future()
 
     def call_work() -> None:
