@@ -194,11 +194,7 @@ Index = Literal["micro_batch", "step", "parameter", "chunk"]
 
 @dataclass(frozen=True)
 class Task:
-    """A row of a plan's table: one thing that a step does, for each micro-batch, parameter or chunk, or once.
-
-    `frees` names the values of the micro-batch that no later row reads. `instructions` say what the row
-    does, in this order. `once`: it runs once for all replicas together, and not for each replica.
-    """
+    """A row of a plan's table: one thing that a step does, for each micro-batch, parameter or chunk, or once."""
 
     kind: TaskKind
     ipu: int = -1
@@ -207,9 +203,9 @@ class Task:
     index: Index = "micro_batch"
     after: tuple[After, ...] = ()
     piece: int = -1
-    instructions: tuple[Instruction, ...] = ()
-    frees: tuple[str, ...] = ()
-    once: bool = False
+    instructions: tuple[Instruction, ...] = ()  # what the row does, in this order
+    frees: tuple[str, ...] = ()  # the values of the micro-batch that no later row reads
+    once: bool = False  # for all replicas together, and not for each replica
 
     def __str__(self) -> str:
         if not self.phase:

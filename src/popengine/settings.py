@@ -127,12 +127,9 @@ class ReplicaGroups:
 
 @dataclass(frozen=True)
 class Hyper:
-    """The hyperparameters of one weight update: a dictionary for each parameter group, and the loss scale.
+    """The hyperparameters of one weight update: a dictionary for each parameter group, and the loss scale."""
 
-    Keys of a group: the rates of the optimizer's rule in `popengine.update.optimizer_rules` (the pair "betas"
-    as "beta1" and "beta2"), "maximize", and "fused" for torch's fused kernel, whose last bits differ.
-    """
-
+    # The rates of the rule ("betas" as "beta1" and "beta2"), "maximize", and "fused" for torch's fused kernel.
     groups: tuple[dict[str, float], ...]
     loss_scaling: float = 1.0
 

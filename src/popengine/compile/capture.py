@@ -58,13 +58,10 @@ def capture(
 ) -> Graph:
     """Return one functional graph of `forward` and, in training, of its backward.
 
-    Afterwards the module's tensors and torch's random state are as before the call.
-
     Args:
         module:   the module; its parameters and buffers become inputs of the graph, each tensor once
         forward:  calls the module on a list of inputs, returns a flat list of outputs; called once, with fake tensors
         samples:  the inputs of one micro-batch; only their shapes, strides and dtypes are read
-        training: append the backward of the model's one final loss, for parameters that require a gradient
         device:   where the model will run; if not "cpu", no operations are recorded that only CPUs have
         given:    a description of forward's arguments, for error messages
         needs_values: raise CaptureError for weights on the meta device
@@ -122,11 +119,8 @@ def _without_copy(gradient: fx.Node) -> fx.Node:
 
 @contextlib.contextmanager
 def _tracked_calls(module: nn.Module, capture: Capture) -> Iterator[None]:
-    """Replace `nn.Module.__call__` and `Function.apply`, and intercept torch functions, while the body runs.
-
-    While a submodule of `module` runs, `capture.module` is its name. Torch functions and autograd functions get
-    stand-ins in place of weights. Module hooks can't replace this: some modules compute differently if they have hooks.
-    """
+    """Give torch functions and autograd functions stand-ins in place of weights, and `capture.module` the name of the
+    running submodule, while the body runs. Some modules would compute differently if they had hooks."""
     names = {child: name for name, child in module.named_modules()}
     call_module, apply = nn.Module.__call__, Function.__dict__["apply"]
 

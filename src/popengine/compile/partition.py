@@ -40,11 +40,8 @@ def visits_with_operations(graph: Graph) -> set[int]:
 
 
 def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Partition:
-    """Return a graph's pieces, one for each phase of each stage that has operations or results.
-
-    With `recompute` backward pieces recompute the activations of their stage, from the stage's inputs and from
-    checkpoints. Raises PartitionError if data would have to flow back to an earlier stage of the pipeline.
-    """
+    """Return a graph's pieces, one for each phase of each stage that has operations or results. With `recompute`
+    backward pieces compute activations again, from their stage's inputs and from checkpoints."""
     views, casts = _views_and_casts(graph)
     of_state = views | casts
     placement = place_blocks(graph.visits, visits_with_operations(graph), strategy)
@@ -185,11 +182,8 @@ _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layou
 def make_piece(
     phase: Phase, stage: int, reads: Sequence[str], writes: Sequence[str], nodes: Sequence[fx.Node]
 ) -> Piece:
-    """Return the piece that reads the values `reads`, runs `nodes` in order, and returns the values `writes`.
-
-    Forward values that a backward piece recomputes get the suffix `AGAIN`: a part of the piece may pass them on
-    beside the forward's own values. Raise CaptureError for an argument that can't be in a piece.
-    """
+    """Return the piece that reads `reads`, runs `nodes` in order, and returns `writes`. Forward values that a backward
+    piece recomputes get the suffix `AGAIN`: a part of it may pass them on beside the forward's own values."""
     again = {node for node in nodes if phase == "B" and node.meta["phase"] == "F"}
 
     def as_argument(value: Any) -> Any:
@@ -287,12 +281,9 @@ def _cut_piece(piece: Piece, indices: Sequence[int], changed: frozenset[str]) ->
 
 
 def cut_backwards(partition: Partition) -> Partition:
-    """Return the partition with each backward piece cut in two: B computes what earlier stages need to compute with
-    their activations, and results other than gradients; W computes the rest, mostly gradients of weights.
-
-    All W stand after all B, in the order of the data. If each stood beside its B, a value that both read would be freed
-    by the B of the stage before, which would have to wait for it.
-    """
+    """Return the partition with each backward cut in two: B computes what earlier stages need, and results other than
+    gradients; W the rest. All W stand after all B: beside its B, a value that both read would be freed by the B of the
+    stage before, which would have to wait for it."""
     forwards = [piece for piece in partition.pieces if piece.phase == "F"]
     backwards = partition.pieces[len(forwards) :]
     gradients = {name for piece in backwards for name in piece.writes}

@@ -46,11 +46,8 @@ def check_available(kind: DeviceKind, processes: int = 1) -> None:
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Make glibc keep up to 2 GB of freed memory, unless an environment variable sets its limits.
-
-    By default glibc returns large blocks to the kernel, which clears each page again when the next micro-batch
-    allocates its gradients: a tenth of a step of ResNet-18.
-    """
+    """Make glibc keep up to 2 GB of freed memory, unless an environment variable sets its limits: the kernel clears
+    each page that the next micro-batch allocates again, a tenth of a step of ResNet-18."""
     libc = ctypes.CDLL(None)
     names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     if hasattr(libc, "gnu_get_libc_version") and not any(name in os.environ for name in names):

@@ -42,11 +42,8 @@ _default_generator_lock = threading.Lock()  # held while torch's own generator i
 
 
 def draw(func: Any, key: int, number: int, *args: Any, on: torch.device | None = None, **kwargs: Any) -> Any:
-    """Run a random operation with a generator of its own, and return its result.
-
-    `key` is the hash of (seed, step, micro-batch, replica), `number` the index of the draw in the model. An operation
-    that makes a tensor makes it `on` this device.
-    """
+    """Run a random operation with a generator of its own, and return its result. `key` is the hash of (seed, step,
+    micro-batch, replica), `number` the index of the draw in the model; tensors are made `on` this device."""
     if on is not None and any(argument.name == "device" for argument in func._schema.arguments):
         kwargs["device"] = on
     of_arguments = (value.device for value in args if isinstance(value, torch.Tensor))

@@ -284,12 +284,9 @@ class ReadyQueue:
                 self._fail_step(error)
 
     def _next_task(self, is_over: Callable[[], bool], core: int, done: int | None) -> int | None:
-        """Mark the task `done` as finished, if not None; wait for a ready task and return its number. Return None if no
-        task is ready and `is_over` returns True.
-
-        Both happen under one lock, so that this core, whose cache has the results of `done`, is first to run a task
-        that became ready by `done`.
-        """
+        """Mark the task `done` as finished, and return the number of a ready task; None if none is ready and
+        `is_over()`. One lock for both: this core, whose cache has the results of `done`, runs first what became ready
+        by it."""
         with self._changed:
             if done is not None:
                 self._mark_finished(done)

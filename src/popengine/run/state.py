@@ -207,11 +207,9 @@ class State:
     # ---- the user's tensors --------------------------------------------------------------------------------
 
     def bind(self, hyper: Hyper | None) -> None:
-        """Set `values` and `optimizer` to the present tensors of model and optimizer (on an accelerator to copies).
-
-        Missing optimizer state is added. `hyper` is that of the next call; None: not known. Raises Error if a weight
-        was removed from the model, or has another shape or dtype, or all are lost.
-        """
+        """Set `values` and `optimizer` to the present tensors of model and optimizer (on an accelerator to copies), and
+        add missing optimizer state. Raises Error if a weight was removed or has another shape or dtype, or all are
+        lost."""
         self.shared.check_not_lost()
         with torch.no_grad(), DisableTorchFunctionSubclass(), devices.as_current_device(self.device):
             present = self.shared.find_weights()

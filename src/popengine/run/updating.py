@@ -168,11 +168,9 @@ class Updates:
     # ---- the updates -----------------------------------------------------------------------------------------
 
     def _begin_updates(self, _: int) -> None:
-        """Compute the clipping factor and next loss factor, allocate all large tensors, then commit the step together
-        with all processes, and lock the weights until `end_step`.
-
-        No weight is updated if the loss scale is automatic and a gradient is not finite.
-        """
+        """Compute the clipping factor and next loss factor, allocate all large tensors, then commit the step with all
+        processes, and lock the weights until `end_step`. No weight changes if a gradient overflowed by the automatic
+        loss scale."""
         bound = self._optimizer.max_grad_norm
         if bound < math.inf:
             # torch's own epsilon. A factor of 1 changes no bits, so the host need not wait for the norm.

@@ -34,7 +34,7 @@ def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
 def fitting_state(
     optimizer: Optimizer, state: RuleState, parameter: Tensor, value: Tensor | None = None
 ) -> Tensor:
-    """Return `value`, or a copy with the dtype, layout and alignment that updates need; by default the first state."""
+    """Return `value`, or a copy with the dtype, layout and alignment that updates need; None: the first state."""
     if state.name == "step":  # on the CPU: the host reads it
         like, dtype = torch.empty(()), torch.float32
     else:
@@ -168,11 +168,8 @@ def cut_into_chunks(parts: Sequence[ParameterUpdate]) -> list[Chunk]:
 
 
 class UpdateStep:
-    """One update of parameters with the same rates, chunk by chunk.
-
-    Call `increment_counts`; then, if the rule has `trust_ratios`, `measure_norms` for each chunk and
-    `compute_trust_ratios`; then `apply` for each chunk. Reduce and clip the gradients in a chunk's `views` before.
-    """
+    """One update of parameters with the same rates: `increment_counts`; then, if the rule has `trust_ratios`,
+    `measure_norms` for each chunk and `compute_trust_ratios`; then `apply` for each chunk."""
 
     def __init__(self, optimizer: Optimizer, rates: Rates, parts: Sequence[ParameterUpdate]) -> None:
         self.optimizer, self.rates, self.rule = optimizer, rates, RULES[optimizer.kind]

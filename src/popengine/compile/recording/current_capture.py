@@ -208,12 +208,8 @@ _CAPTURING = threading.RLock()
 
 @contextlib.contextmanager
 def tracing_settings(module: nn.Module, training: bool, device: str) -> Iterator[None]:
-    """Set torch's global state for a capture while the body runs. Other threads that capture wait meanwhile.
-
-    Torch's layers take their branches for compilers, gradients are on in training only, autograd has one thread, and
-    functions of torch.compile run uncompiled, with a warning if `module` has any. For an accelerator, oneDNN is off and
-    attention is recorded as products and a softmax: otherwise both would be operations that only CPUs have.
-    """
+    """Set torch's global state for a capture while the body runs; other threads that capture wait. For an accelerator,
+    oneDNN is off and attention is recorded as products and a softmax: else both would be operations of CPUs only."""
     with _CAPTURING, contextlib.ExitStack() as contexts:
         if optimized := optimized_module_type():
             contexts.enter_context(torch.compiler.set_stance("force_eager"))
@@ -238,11 +234,8 @@ def tracing_settings(module: nn.Module, training: bool, device: str) -> Iterator
 
 
 def _is_called_by_torch(reported: set[str]) -> bool:
-    """Return whether the calling code is torch's: the result of `torch.compiler.is_compiling()` in a capture.
-
-    True makes torch's layers not branch on data; False makes the model's own code take the branches of plain PyTorch.
-    Each layer is logged once, and added to `reported`.
-    """
+    """Return whether the calling code is torch's: its layers must not branch on data, and the model's own code takes
+    the branches of plain PyTorch. Each layer is logged once, and added to `reported`."""
     code = sys._getframe(2).f_code
     if active.get() is None or not code.co_filename.startswith(TORCH):
         return False

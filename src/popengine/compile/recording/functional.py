@@ -37,11 +37,8 @@ _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
 class ReplayRecorder(GraphRecorder):
-    """The recorder of a replay: the operations that it records have the meta of the node that is replayed.
-
-    If the node is an in-place operation, the results of the operation in its place have the strides of the tensors that
-    it writes into, and its bits: kernels may round differently in rows of another length.
-    """
+    """The recorder of a replay: operations have the meta of the node that is replayed. Those in place of an in-place
+    operation have the strides of what it writes into, and its bits."""
 
     def __init__(self) -> None:
         super().__init__(lambda func: {**self._meta, "replay": True})
@@ -204,10 +201,8 @@ def make_functional_graph(
     visits: tuple[Visit, ...],
     trained: set[str],
 ) -> Graph:
-    """Return a functional `Graph` of the recorded operations, whose graph is changed in place.
-
-    `results` are (kind, key, node) of each output and gradient; new values of buffers and inputs are added to them.
-    """
+    """Return a functional `Graph` of the recorded operations, whose graph is changed in place. `results` are (kind,
+    key, node) of each output and gradient; new values of buffers and inputs are added to them."""
     recorder.graph.output(tuple(node for _, _, node in results))
     kinds: list[tuple[Key, str]] = [(kind, key) for kind, key, _ in results]
     fresh = recorder.fresh
@@ -281,11 +276,8 @@ def _check_lost_writes(written: dict[fx.Node, fx.Node]) -> None:
 def trace_body(
     capture: Capture, body: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequence[Tensor]
 ) -> tuple[Body, list[Tensor]]:
-    """Run the body of a branch or loop once, on new tensors like `inputs`, and record its operations in a graph of
-    their own. In-place operations of the body do not change tensors outside of it.
-
-    Returns: the body, and the tensors of the surrounding forward that it reads: its inputs after `inputs`
-    """
+    """Run the body of a branch or loop once, on new tensors like `inputs`; return it, and the tensors of the
+    surrounding forward that it reads. In-place operations of the body change no tensors outside of it."""
     block = capture.block
     with recording_paused() as fake, fake:
         recorder = GraphRecorder(capture.node_meta, outer_role="outer")

@@ -135,11 +135,8 @@ def sources_of(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None
 
 
 class GraphRecorder(TorchDispatchMode):
-    """A dispatch mode that appends a node to `graph` for each operation.
-
-    `node_meta` returns the meta of an operation's node before the operation runs. Tensors that the graph reads and has
-    not made become inputs of the role `outer_role`: "constant" (real tensors), or "outer" (of a surrounding forward).
-    """
+    """A dispatch mode that appends a node to `graph`, with a meta by `node_meta`, for each operation. Tensors that it
+    has not made become inputs of the role `outer_role`: "constant", or "outer" (of a surrounding forward)."""
 
     def __init__(self, node_meta: Callable[[Any], dict[str, Any]], outer_role: str = "constant") -> None:
         super().__init__()
@@ -338,10 +335,8 @@ class CaptureRecorder(GraphRecorder):
         return self.assign_tensor(node, empty_like(value)) if node.meta["val"] is value else node.meta["val"]
 
     def _run_on_constants(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
-        """Return the result of an operation that reads constants, or raise `error` if it reads other values.
-
-        Of an index operation only the masks are read: they become tensors of positions.
-        """
+        """Return the result of an operation that reads constants, or raise `error` if it reads other values. Of an
+        index operation only the masks are read: they become tensors of positions."""
 
         def known_value(leaf: Any) -> Any:
             value = self.value_of(leaf) if isinstance(leaf, Tensor) else leaf

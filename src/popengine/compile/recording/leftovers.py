@@ -34,11 +34,8 @@ class StoredValue(NamedTuple):
 
 
 def fake_tensors_in(value: Any, path: str = "model") -> list[StoredValue]:
-    """Return the fake tensors that are reachable from a value, each with its shortest path, which begins with `path`.
-
-    The search follows attributes, containers, generators, and the outer variables of functions, but not the parameters
-    and buffers of modules.
-    """
+    """Return the fake tensors that are reachable from a value through attributes, containers, generators and the outer
+    variables of functions, each with its shortest path, which begins with `path`; not those in modules' parameters."""
     found: list[StoredValue] = []
     seen: set[int] = set()
     queue = deque([StoredValue(path, value, lambda value: None)])

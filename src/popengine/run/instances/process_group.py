@@ -104,11 +104,9 @@ class ProcessGroup(Connections):
         return self._subgroups[key]
 
     def _barrier(self, what: str, fingerprint: Fingerprint) -> None:
-        """Exchange headers (the barrier's name, and a hash of the fingerprint). Raises Error if they differ.
-
-        Some peers may be at a read of all shards instead (`read_shards`): then this instance sends its shard, too, and
-        exchanges headers again. If `what` itself is the first such read, return: the caller gathers the shards.
-        """
+        """Exchange headers: the barrier's name, and a hash of the fingerprint. If peers read all shards instead
+        (`read_shards`), send this instance's shard, too, and exchange headers again; if `what` is the first such read,
+        return."""
         mine = barrier_header(what, fingerprint)
         while True:
             headers = self._all_gather_vectors(mine, [HEADER] * self.size, _BARRIER, what)
