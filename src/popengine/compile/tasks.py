@@ -51,10 +51,8 @@ class _TableWriter:
                     self.readers.setdefault((name, ipu), []).append(i)
                 if name not in self.trained and not partition.is_of_micro_batch(name, i):
                     held[ipu].add(name)
-        self.state = {
-            ipu: tuple(slot.name for slot in signature.slots if slot.name in names)
-            for ipu, names in held.items()
-        }
+        slots = [slot.name for slot in signature.slots]
+        self.state = {ipu: tuple(n for n in slots if n in names) for ipu, names in held.items()}
         self.rows: list[Task] = []
         self.row_of: dict[int, int] = {}  # piece -> its row
         self.sums: dict[int, int] = {}  # piece -> the row of its sums
@@ -197,11 +195,9 @@ class _TableWriter:
         ready = [After(row, None, counts.replicas) for row in ends]
         if counts.instances > 1:
             # One row after another, in the same order in all processes.
-            before = [
-                After(row, None)
-                for row, t in enumerate(self.rows)
-                if t.kind == "gather" and self.pieces[t.piece].gather_group_size > counts.replicas
-            ]
+            gathers = [(row, task.piece) for row, task in enumerate(self.rows) if task.kind == "gather"]
+            several = [row for row, n in gathers if self.pieces[n].gather_group_size > counts.replicas]
+            before = [After(row, None) for row in several]
             for number, row in self.sums.items():
                 if any(x.kind == "accumulate" for x in self.rows[row].instructions):
                     after = [After(row, None), *before]

@@ -166,22 +166,20 @@ class Engine:
         for value in inputs:
             rows = (counts.iterations * counts.accumulation, counts.groups, -1, *value.shape[1:])
             batch = value.reshape(rows) if value.dim() else value.expand(1, 1)
-            is_here = device.type == "cpu" and batch.is_cpu
-            found.append(
-                with_aligned_micro_batches(batch) if is_here else devices.in_pinned_memory(batch, device)
-            )
+            if device.type == "cpu" and batch.is_cpu:
+                found.append(with_aligned_micro_batches(batch))
+            else:
+                found.append(devices.in_pinned_memory(batch, device))
         return found
 
     def _fingerprint(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Fingerprint:
         """Return the fingerprint of a call, written weights included: it has to be equal in all processes."""
         assert hyper is not None
         seed, step = self._state.shared.random_state
+        factor = repr(float(self._state.shared.loss_factor))
         texts: dict[str, dict[str, str]] = {
             "rates": rates_as_texts(hyper),
-            "state": {
-                "updates so far": str(step),
-                "loss scaling factor": repr(float(self._state.shared.loss_factor)),
-            },
+            "state": {"updates so far": str(step), "loss scaling factor": factor},
             "seed": {"random seed": str(seed)},
             "input": {str(index): f"{tuple(value.shape)}" for index, value in enumerate(inputs)},
         }

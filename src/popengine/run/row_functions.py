@@ -198,10 +198,8 @@ class RowFunctions:
         piece, call = self.plan.partition.pieces[task.piece], self.call
         left = "the weights are as they were before the call"
         if call.hyper is not None and call.done:
-            left = (
-                f"{call.done} of the {call.steps} weight updates of this call were done, and the weights are"
-                " those after them"
-            )
+            done = f"{call.done} of the {call.steps} weight updates of this call were done"
+            left = f"{done}, and the weights are those after them"
         names = self.plan.partition.names[task.stage]
         blocks = f" (blocks {names})" if names != "no block" else ""
         return RunError(

@@ -132,15 +132,12 @@ class StandIns:
 
         Raises: CaptureError, if the body has removed, reassigned or made a parameter, buffer or layer with weights
         """
-        shelves: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-            (f"{kind} {prefix}{'.' if prefix else ''}", shelf, dict(shelf))
-            for prefix, child in self._module.named_modules()
-            for kind, shelf in (("Parameter", child._parameters), ("Buffer", child._buffers))
-        ]
-        layers = [
-            (f"Layer {prefix}{'.' if prefix else ''}", child._modules, dict(child._modules))
-            for prefix, child in self._module.named_modules()
-        ]
+        shelves, layers = list[tuple[str, dict[str, Any], dict[str, Any]]](), []
+        for name, child in self._module.named_modules():
+            prefix = f"{name}." if name else ""
+            shelves.append((f"Parameter {prefix}", child._parameters, dict(child._parameters)))
+            shelves.append((f"Buffer {prefix}", child._buffers, dict(child._buffers)))
+            layers.append((f"Layer {prefix}", child._modules, dict(child._modules)))
         try:
             for _, shelf, before in shelves:
                 shelf.update({name: self.stand_in_of(real) for name, real in before.items()})

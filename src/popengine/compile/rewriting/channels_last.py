@@ -47,10 +47,8 @@ def _has_pooling(graph: Graph) -> bool:
 
 def has_convolutions(graph: Graph) -> bool:
     """Return whether the graph has a convolution over two or three dimensions."""
-    return any(
-        node.target is aten.convolution.default and node.meta["val"].dim() in _FORMATS
-        for node in graph.code.nodes
-    )
+    nodes = graph.code.find_nodes(op="call_function", target=aten.convolution.default)
+    return any(node.meta["val"].dim() in _FORMATS for node in nodes)
 
 
 def in_channels_last(graph: Graph) -> Graph:

@@ -75,10 +75,9 @@ _Positions = tuple[tuple[tuple[int, int], ...], ...]  # by instance, (level, ind
 @cache
 def _node_positions(instances: int, replicas: int) -> _Positions:
     """Return for each instance (level, index) of the nodes into which it sums its `replicas` replicas."""
-    return tuple(
-        tuple(node[:2] for node in sum_siblings(leaf_nodes([[]] * replicas, instance * replicas)))
-        for instance in range(instances)
-    )
+    starts = range(0, instances * replicas, replicas)
+    nodes = [sum_siblings(leaf_nodes([[]] * replicas, start)) for start in starts]
+    return tuple(tuple(node[:2] for node in own) for own in nodes)
 
 
 # ---- over instances ------------------------------------------------------------------------------------------
