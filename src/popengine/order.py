@@ -247,20 +247,12 @@ def timeline(
     actions: Sequence[Action],
     micro_batches: int,
     order: Order,
-    cores: int = 0,
-    costs: Sequence[float] = (),
-    replicas: int = 1,
-    updates: Mapping[int, float] = MappingProxyType({}),
+    cores: int = 0,  # that share the ipus of all replicas; 0: each ipu is a device (1 replica)
+    costs: Sequence[float] = (),  # the time of each action; by default 1
+    replicas: int = 1,  # that run the same actions
+    updates: Mapping[int, float] = MappingProxyType({}),  # by ipu, after all its tasks: the time of the update
 ) -> tuple[list[tuple[int, int]], Timeline]:
-    """Return (action's index, micro-batch) of each task of a step, by ascending key, and their timeline in virtual
-    time.
-
-    Args:
-        cores:    the number of cores that share the ipus of all replicas; 0: each ipu is a device (1 replica)
-        costs:    the time of each action; by default 1
-        replicas: the number of replicas that run the same actions
-        updates:  the time of the weight update of each ipu, which runs after all tasks of the ipu, and comes last
-    """
+    """Return (action's index, micro-batch) of each task of a step, by ascending key, and their timeline."""
     step = StepActions(tuple(actions), micro_batches, cores)
     bounds = order.all_bounds(step)
     after = [(*action.after, *bound) for action, bound in zip(actions, bounds, strict=True)]

@@ -1,12 +1,4 @@
-"""A piece: the code of one phase of one stage, as a list of operations, and as the Python that runs them:
-
-def piece(values):
-    x, weight, = values
-    values.clear()
-    t = aten_t_default(weight); weight = None
-    mm = aten_mm_default(x, t); x = t = None
-    return (mm, )
-"""
+"""A piece: the code of one phase of one stage, as a list of operations, and as the Python that runs them."""
 
 import re
 from dataclasses import dataclass

@@ -93,15 +93,11 @@ class Engine:
     # ---- running -----------------------------------------------------------------------------------------
 
     def run(self, inputs: Sequence[Tensor], hyper: Hyper | None, recorder: Recorder | None = None) -> Results:
-        """Run one call, all device iterations, and return its results. Warn once of overflowing gradients.
+        """Run one call, all device iterations, on combined batches, and return its results. Warn once of overflowing
+        gradients.
 
-        Args:
-            inputs: combined batches, each [iterations * accumulation * groups * micro-batch, ...]
-            hyper:  the rates of its weight updates; None in inference
-        Raises:
-            Error: a task or a peer failed. Weights, buffers and optimizer state are those of the last
-                finished update; `updates_done` updates of this call are finished
-            UnrecoverableError: an update failed halfway (the weights are lost), or a peer has ended
+        Raises: Error, if a task or a peer failed: `updates_done` updates of this call are finished, and all state is
+        that after them; UnrecoverableError, if an update failed halfway (the weights are lost), or a peer has ended
         """
         with self._call_lock:
             self._is_running = True

@@ -72,18 +72,14 @@ def direct_function(operation: OpOverload) -> Callable[..., Any]:
 
 def build(
     piece: Piece,
-    call: Callable[[OpOverload], Callable[..., Any]] = direct_function,
+    call: Callable[
+        [OpOverload], Callable[..., Any]
+    ] = direct_function,  # returns what the source calls for it
     device: torch.device = CPU,
-    after: str = "",
-    **more: Any,
+    after: str = "",  # a statement for the source, before the first operation and after each one: "; tick()"
+    **more: Any,  # further global variables of the source
 ) -> Code:
-    """Return the function of a piece: it takes a list of inputs, empties this list, and returns the outputs.
-
-    Args:
-        call:  returns the function that the piece's source calls for an operation
-        after: a statement to insert before the first line of the source and after each line, "; tick()"
-        more:  further global variables of the source, by name
-    """
+    """Return the function of a piece: it takes a list of inputs, empties this list, and returns the outputs."""
     names: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
     names |= {"draw": draw if device.type == "cpu" else functools.partial(draw, on=device), **more}
     for (name, is_drawn), written in piece.functions.items():
