@@ -250,7 +250,7 @@ def timeline(
     cores: int = 0,  # that share the ipus of all replicas; 0: each ipu is a device (1 replica)
     costs: Sequence[float] = (),  # the time of each action; by default 1
     replicas: int = 1,  # that run the same actions
-    updates: Mapping[int, float] = MappingProxyType({}),  # by ipu, after all its tasks: the time of the update
+    updates: Mapping[int, float] = MappingProxyType({}),  # by ipu: the time of its update, at the end
 ) -> tuple[list[tuple[int, int]], Timeline]:
     """Return (action's index, micro-batch) of each task of a step, by ascending key, and their timeline."""
     step = StepActions(tuple(actions), micro_batches, cores)
