@@ -13,8 +13,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse the words of a command. Exit if one is unknown, as the parser of each subcommand must do to
-        name its own options."""
+        """Parse the words of a command. Exit if one is unknown, so that a subcommand names its own options."""
         found, rest = super().parse_known_args(args, namespace or argparse.Namespace())
         if unknown := [word for word in rest if word.startswith("-")]:
             self.exit_for_unknown_option(unknown[0].partition("=")[0])

@@ -93,7 +93,7 @@ class Order:
 
 
 def _bounds_of_1f1b(step: StepActions, action: Action) -> Sequence[After]:
-    """A forward waits for a backward of its stage, with (stages - stage) micro-batches between both, or `cores` if
+    """A forward waits for a backward of its stage, with (stages - stage) micro-batches in between, or `cores` if
     more."""
     last = step.last_of(action.stage)
     if action.phase != "F" or last is None:

@@ -140,8 +140,7 @@ class Memory(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor that an ipu holds for each micro-batch, from its row `born` to `died` (in `Profile.tasks`; -1: the
-    end)."""
+    """A tensor that an ipu holds for each micro-batch, from its row `born` to `died` (-1: to the end of the step)."""
 
     ipu: int
     name: str
@@ -172,9 +171,7 @@ class Option(NamedTuple):
 class Event(namedtuple("Event", (*ProfiledTask._fields, *TaskRun._fields))):
     """A `TaskRun`, joined with the fields of its `ProfiledTask`."""
 
-    @property
-    def computes(self) -> bool:
-        return bool(self.phase) and self.kind not in _AROUND
+    computes = ProfiledTask.computes
 
     @property
     def cost(self) -> int:

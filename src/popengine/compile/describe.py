@@ -210,7 +210,7 @@ def _schedule_ticks(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:
 
 
 def _flop_count(node: fx.Node, parts: dict[Any, fx.Node]) -> int:
-    """Return the FLOPs of an operation by torch's rules; 0 without a rule. `parts`: its results that are used, by
+    """Return the FLOPs of an operation by torch's rules; 0 without one. `parts`: its results that are used, by
     index."""
     rules: Mapping[Any, Any] = flop_registry
     count = rules.get(getattr(node.target, "overloadpacket", None))
@@ -270,9 +270,8 @@ def bytes_held_for_backward(graph: Graph, partition: Partition) -> tuple[int, ..
 
 
 def peak_bytes_by_ipu(graph: Graph, plan: Plan, inside: Mapping[int, int]) -> list[int | None]:
-    """Return for each ipu, ascending, the peak of the bytes that it holds for micro-batches while it runs its program;
-    None if only a kernel knows the size of a value. `inside`: by piece, the peak of the bytes that the piece itself
-    allocates."""
+    """Return the peak of the bytes that each ipu, in ascending order, holds for micro-batches in its program; None if
+    only a kernel knows the size of a value. `inside`: by piece, the peak of the bytes that it allocates itself."""
     found, memories, unknown = list[int | None](), _memory_of_values(graph), set[int]()
     # By row, the change of the bytes when it begins, and when it ends.
     begin, end = Counter[int](), Counter[int]()

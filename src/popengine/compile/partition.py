@@ -237,8 +237,7 @@ def cut_pieces(partition: Partition, settings: Settings) -> Partition:
 
 def _cut_indices(piece: Piece, chained: frozenset[str], sizes: Mapping[str, int]) -> set[int]:
     """Return the indices of the lines before which a piece is cut: around gathers, before the first read of each buffer
-    in `chained` (one cut for reads within `_CLOSE` lines), and where the gradients since the last such cut reach
-    `BUCKET` bytes (`sizes`: bytes by name)."""
+    in `chained` (one cut for close reads), and where gradients, with these `sizes`, fill a `BUCKET`."""
     indices: set[int] = set()
     seen: set[str] = set()
     latest, size = -_CLOSE, 0

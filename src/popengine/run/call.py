@@ -25,9 +25,8 @@ _RETURNED = {torch.int64: torch.int32, torch.float64: torch.float32}
 
 
 class ResultBuffer:
-    """A tensor on the device with a row, like `like`, for each value that an output mode returns; and the times at
-    which the copies into each row began and ended (perf_counter). In mode "every_n" each `period`-th iteration has
-    rows."""
+    """A tensor on the device with a row, like `like`, for each value that an output mode returns (of "every_n" those of
+    each `period`-th iteration), and the times at which the copies into the rows began and ended (perf_counter)."""
 
     def __init__(
         self, counts: Counts, mode: Outputs, period: int, like: Slot | Result, device: torch.device

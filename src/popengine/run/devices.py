@@ -106,8 +106,7 @@ BYTES = 64  # alignment
 
 
 def with_aligned_micro_batches(batch: Tensor) -> Tensor:
-    """Return a CPU batch, [turns, groups, micro-batch, ...], or a copy with padding, so that micro-batches are
-    aligned."""
+    """Return a CPU batch, [turns, groups, micro-batch, ...], or a copy with padding that aligns the micro-batches."""
     size, (turns, groups) = batch.element_size(), batch.shape[:2]
     steps = [stride for stride, count in zip(batch.stride(), (turns, groups), strict=False) if count > 1]
     if not batch.numel() or not any(

@@ -104,8 +104,7 @@ class StepTasks:
         self.first = [number for number, needs in enumerate(before) if not needs]
 
     def _sort_key(self, task: BoundTask) -> tuple[Any, ...]:
-        """Return the sort key of a task: sums (they free memory), others by the plan's order, those of a step by
-        row."""
+        """Return the sort key of a task: sums first, then others by the plan's order, then those of a step by row."""
         row, own = self._plan.tasks[task.row], (task.index, task.row, task.replica)
         if row.index != "micro_batch":
             return 2, task.row, own
@@ -200,8 +199,7 @@ class ReadyQueue:
                 return answers.get(timeout=_WAIT)
 
     def close(self) -> None:
-        """End the threads, and wait at most `_PATIENCE` seconds for each: one that frees the last tensors while Python
-        finalizes would abort the process."""
+        """End the threads, and wait for each at most `_PATIENCE` seconds: while Python finalizes it could abort."""
         self._inbox.put(None)
         with self._changed:
             self._is_closed = True
@@ -285,8 +283,8 @@ class ReadyQueue:
 
     def _next_task(self, is_over: Callable[[], bool], core: int, done: int | None) -> int | None:
         """Mark the task `done` as finished, and return the number of a ready task; None if none is ready and
-        `is_over()`. One lock for both: this core, whose cache has the results of `done`, runs first what became ready
-        by it."""
+        `is_over()`. Under one lock, so that this core, whose cache has the results of `done`, runs what became ready by
+        it."""
         with self._changed:
             if done is not None:
                 self._mark_finished(done)

@@ -271,9 +271,8 @@ class RowFunctions:
     # ---- gathering -------------------------------------------------------------------------------------------
 
     def _gather_function(self, row: int, replica: int) -> Work:
-        """Return a function that stacks a value of all replicas of a group, [replicas, ...], and stores it (in an
-        exchange: each replica's row of all values) in all their frames. Only the group's first replica in this process
-        does so."""
+        """Return a function that stacks a value of all replicas of a group, [replicas, ...], in all their frames (in an
+        exchange: each replica's row of all values). Only the group's first replica in this process does so."""
         task, counts = self.plan.tasks[row], self.settings.counts
         line = self.plan.partition.pieces[task.piece].lines[0]
         value, size, exchanges = line.arguments[0].name, line.arguments[1], line.arguments[2:] == (True,)

@@ -208,8 +208,7 @@ class State:
 
     def bind(self, hyper: Hyper | None) -> None:
         """Set `values` and `optimizer` to the present tensors of model and optimizer (on an accelerator to copies), and
-        add missing optimizer state. Raises Error if a weight was removed or has another shape or dtype, or all are
-        lost."""
+        add missing optimizer state. Raises Error if weights are lost, or have another shape or dtype."""
         self.shared.check_not_lost()
         with torch.no_grad(), DisableTorchFunctionSubclass(), devices.as_current_device(self.device):
             present = self.shared.find_weights()

@@ -168,9 +168,8 @@ class Updates:
     # ---- the updates -----------------------------------------------------------------------------------------
 
     def _begin_updates(self, _: int) -> None:
-        """Compute the clipping factor and next loss factor, allocate all large tensors, then commit the step with all
-        processes, and lock the weights until `end_step`. No weight changes if a gradient overflowed by the automatic
-        loss scale."""
+        """Compute the clipping factor and next loss factor, allocate all large tensors, commit the step with all
+        processes, and lock the weights. With automatic loss scaling no weight changes if a gradient is not finite."""
         bound = self._optimizer.max_grad_norm
         if bound < math.inf:
             # torch's own epsilon. A factor of 1 changes no bits, so the host need not wait for the norm.

@@ -88,8 +88,7 @@ class Rule:
 
 
 def _has_torch_dampening(optimizer: Any) -> bool:
-    """Return whether an optimizer has a dampening that leaves the first update undampened, as torch.optim.SGD's
-    does."""
+    """Return whether an optimizer has a dampening that leaves the first update undampened, as torch.optim.SGD has."""
     dampened = any(group["dampening"] for group in optimizer.param_groups)
     return dampened and not getattr(optimizer, "dampens_first_step", False)
 

@@ -238,8 +238,7 @@ def make_functional_graph(
 
 def _result_kind(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None:
     """Return the kind of the result `value`, the new value of a placeholder that forward changes in place; None for a
-    constant, whose change is dropped. A frozen parameter becomes a buffer. Raise CaptureError for a trained
-    parameter."""
+    constant. A frozen parameter becomes a buffer; a trained one is an error."""
     role, key = node.meta["role"], node.meta["key"]
     if role == "parameter" and key in trained:
         raise CaptureError(

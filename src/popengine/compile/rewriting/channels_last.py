@@ -30,8 +30,7 @@ _ANY_LAYOUT: dict[Any, Any] = {aten.view.default: Tensor.reshape, aten._unsafe_v
 
 def in_wanted_layout(graph: Graph, wanted: str) -> tuple[Graph, str]:
     """Return the graph with convolutions in the wanted layout, and the layout: "preserve" or "channels_last". "auto" is
-    channels_last if the graph pools or resizes images of 8 or more channels, too: only the graph decides, so all
-    processes compute the same bits."""
+    channels_last if the graph, which is equal in all processes, pools or resizes images of 8 or more channels, too."""
     if wanted == "preserve" or not has_convolutions(graph) or (wanted == "auto" and not _has_pooling(graph)):
         return graph, "preserve"
     return in_channels_last(graph), "channels_last"

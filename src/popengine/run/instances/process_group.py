@@ -104,8 +104,8 @@ class ProcessGroup(Connections):
         return self._subgroups[key]
 
     def _barrier(self, what: str, fingerprint: Fingerprint) -> None:
-        """Exchange headers: the barrier's name, and a hash of the fingerprint. If peers read all shards instead
-        (`read_shards`), send this instance's shard, too, and exchange headers again; if `what` is the first such read,
+        """Exchange headers: the barrier's name, and a hash of the fingerprint. If peers read all shards
+        (`read_shards`), send this instance's, too, and exchange headers again; if `what` is the first such read,
         return."""
         mine = barrier_header(what, fingerprint)
         while True:
