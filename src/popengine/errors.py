@@ -9,8 +9,8 @@ from typing import Any
 def did_you_mean(
     name: str, known: Iterable[str], least: float = 0.67, shown: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """Return "; did you mean '...'?" with the known name that is most similar, in any case of letters; "" without one of
-    similarity `least` (0 to 1) or more. `shown`: texts that stand for known names in the message."""
+    """Return "; did you mean '...'?" with the known name that is most similar, in any case of letters; "" without one
+    of similarity `least` (0 to 1). `shown`: texts that stand for known names in the message."""
     by_lower = {word.lower(): shown.get(word, word) for word in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=least)
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
