@@ -134,9 +134,9 @@ def _memory_capacity(ipu_bytes: float) -> dict[str, Any]:
 
 
 def start_reporter(executor: Any, options: Options, training: bool, number: int) -> Reporter | None:
-    """Return a new reporter of one plan of an executor, or None if the options request no profile. It gets
-    the waits for loaders, and saves its profile also when the executor is garbage-collected, and at
-    SIGTERM unless the program handles SIGTERM. Plans after the first have a folder of their own."""
+    """Return a new reporter of one plan, or None if the options request no profile. It gets the waits for
+    loaders, and saves its profile also when the executor is garbage-collected, and at SIGTERM unless the
+    program handles SIGTERM."""
     directory = options._profile_directory(training)
     if directory is None:
         return None

@@ -121,7 +121,7 @@ class MissingArgument(Error, TypeError):
 
 def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> BoundCall:
     """Bind a call's arguments to forward's signature, as Python does, with defaults filled in. Raises
-    AssertionError or MissingArgument if they do not fit, and Error for a sparse, nested or meta tensor."""
+    AssertionError or MissingArgument if they do not fit, and Error for tensors that are not dense."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:

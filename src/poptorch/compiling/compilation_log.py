@@ -32,8 +32,8 @@ _PASSES = ("capture", "partition", "tasks", "load")
 
 @contextlib.contextmanager
 def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], None]]:
-    """Draw a progress bar, log each pass's time, and name the failed pass in a Capture- or PartitionError.
-    Yields a function, to be called with the name of each finished pass. `times` gets each pass's seconds."""
+    """Draw a progress bar, log each pass's time, and name the failed pass in an error. Yields a function, to
+    be called with the name of each finished pass; `times` gets each pass's seconds."""
     since = time.perf_counter()
     layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
     with tqdm(total=len(_PASSES), desc="Graph compilation", disable=not shown, bar_format=layout) as bar:

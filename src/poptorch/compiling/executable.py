@@ -37,12 +37,8 @@ from .tune import with_balanced_stages
 
 @dataclass(frozen=True)
 class Executable:
-    """A compiled model, without weights and state.
-
-    `template` is forward's return value, with an empty tensor on "meta" in place of each output, and
-    `outputs` their number. `graph`, the captured graph, is None in a file. `key` and `frozen` are those of
-    the `Run`.
-    """
+    """A compiled model, without weights and state. `template` is forward's return value, with an empty tensor
+    on "meta" in place of each of the `outputs`. `graph`, the captured graph, is None in a file."""
 
     plan: Plan
     settings: Settings
@@ -70,9 +66,8 @@ def compile_model(
     """Compile the plan of a run: capture the model, unless `earlier` has the graph, and lower the graph.
 
     `settings` are those of a complete combined batch. A plan has the stages of `earlier` plans and, if the
-    micro-batch is equal, their graph. If it `is_plan_only` it will not run: weights need no values, and other
-    instances do not compile now. Raises Error if the model can't be captured, or its stages, buffers or
-    anchors don't fit.
+    micro-batch is equal, their graph. If it `is_plan_only`, weights need no values, and other instances do
+    not compile.
     """
     if earlier:
         settings = replace(settings, strategy=earlier[0].settings.strategy)
@@ -108,8 +103,8 @@ def _capture_model(
     layout: str | None,
     is_plan_only: bool,
 ) -> Executable:
-    """Capture a model between the compile hooks, rewrite its graph for half precision and memory format
-    (`layout`, or else the option's), and return an executable with the graph, but without plan and inputs."""
+    """Capture a model between the compile hooks, and return an executable without plan and inputs. The graph
+    is rewritten for half precision and memory format (`layout`, or else the option's)."""
     forward = _TracedForward(model, call, options)
     _call_hooks("Pre")
     options._execution_strategy.onStartTracing()

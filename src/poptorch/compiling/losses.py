@@ -105,8 +105,7 @@ def _is_loss_candidate(value: Tensor) -> bool:
 
 
 def _named_output(returned: Any, name: str | int, where: str) -> Tensor:
-    """Return forward's output with this key, attribute or index; a path with dots names a nested output. Raise
-    CaptureError if there is none, or it is no floating point tensor that forward (at `where`) computed."""
+    """Return forward's output with this key, attribute or index; a path with dots names a nested output."""
     value = returned
     for part in str(name).split("."):
         try:

@@ -22,12 +22,12 @@ _WHOLE_STEP = StepPart()
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a plan, with the call's arguments cut to its rows.
+    """One run of a plan, with the call's arguments cut to its rows, and the `part` of an update that it
+    computes.
 
-    `part` is the part of a weight update that it computes. `iteration` is the number of device iterations
-    before it, for the last, incomplete step of a ragged batch with OutputMode.EveryN. `frozen` has in
-    training the names of the parameters that do not require gradients, `replaced` of those that the optimizer
-    does not hold.
+    `iteration` is the number of device iterations before it, for the last, incomplete step of a ragged batch
+    with OutputMode.EveryN. Parameters in `frozen` require no gradients, the optimizer does not hold those in
+    `replaced`.
     """
 
     call: BoundCall

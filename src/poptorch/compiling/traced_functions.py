@@ -32,9 +32,8 @@ from ..ops.ctc import ctc_loss
 
 @contextlib.contextmanager
 def replace_untraceable_functions() -> Iterator[None]:
-    """In the body of a `with`, replace torch functions that can't be traced (`_REPLACEMENTS`).
-    torch.distributions checks no arguments, nn.Transformer does not read masks, and BatchNorm computes the
-    momentum None with tensors."""
+    """In the body of a `with`, replace torch functions that can't be traced (`_REPLACEMENTS`), checks of
+    torch.distributions, the reading of masks in nn.Transformer, and the momentum None of BatchNorm."""
     kind: Any = BatchNorm
     forward = kind.forward
     kind.forward = lambda norm, input: _forward_of_batch_norm(forward, norm, input)
@@ -166,8 +165,8 @@ def _unpack_sequence(
 
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Return the bincount of `input`. With a `minlength`, that of a traced `input` has exactly `minlength`
-    elements, since a graph needs fixed shapes: then a larger value in `input` raises an error in a call."""
+    """Return the bincount of `input`, if it is traced with exactly `minlength` elements, since a graph needs
+    fixed shapes. Then a larger value raises an error in a call."""
     if minlength < 1 or not is_traced(input):
         return torch.bincount(input, weights, minlength)
     if weights is None:

@@ -219,8 +219,7 @@ def _gather_state(
     optimizer: Any,
     state_dict: Mapping[str, Any],
 ) -> dict[str, Any] | None:
-    """Return an optimizer's `state_dict` with the shards of all instances, of which this is instance `here`.
-    A hook of `state_dict()`, which raises Error if a shard has gone with the executor."""
+    """Return an optimizer's `state_dict` with the shards of all instances; raise Error if they have gone."""
     link = owner()
     if link is not None and link._is_connected and link.optimizer is optimizer:
         states = link._plans.optimizer_states()

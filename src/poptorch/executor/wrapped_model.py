@@ -49,8 +49,8 @@ class WrappedModel:
 
 
 class HostForward:
-    """A descriptor: `executor.forward` is the forward of the user's model, which runs on the host. The class
-    attribute `PoplarExecutor.forward` raises AttributeError: trainers read the signature of forward there."""
+    """A descriptor: `executor.forward` is the forward of the user's model. `PoplarExecutor.forward` raises
+    AttributeError, since trainers read the signature of forward there."""
 
     def __get__(self, executor: Any, kind: type) -> Any:
         if executor is not None:
