@@ -442,6 +442,31 @@ def test_a_wrong_state_that_a_torch_optimizer_has_already_is_refused_when_it_is_
         on_ipus(model, optimizer, [])
 
 
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_float32_states_of_a_half_model_are_loaded_with_their_bits(is_wrapped):
+    # torch casts states to the dtype of their parameter.
+    def started():
+        model, _ = made("adam")
+        optimizer = OURS["adam"](model.half().parameters())
+        return model, optimizer
+
+    batches = [batch.half() for batch in data(4)]
+    model, first = started()
+    executor = on_ipus(model, first, batches[:3])
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(first.state_dict())
+    executor(batches[3])
+    resumed, second = started()
+    resumed.load_state_dict(weights)
+    if not is_wrapped:
+        second.load_state_dict(state)
+    executor = on_ipus(resumed, second, [])
+    if is_wrapped:
+        second.load_state_dict(state)
+    executor(batches[3])
+    assert torch.equal(resumed.layer.weight, model.layer.weight)
+    assert second.state[resumed.layer.weight]["exp_avg"].dtype == torch.float32
+
+
 @pytest.mark.parametrize("has_names", [True, False])
 def test_a_state_of_another_model_is_refused_where_it_is_loaded(has_names):
     model, _ = made("adam")
