@@ -66,8 +66,10 @@ class Figures:
 
         self.compile_seconds = sum(entry.seconds for entry in profile.passes)
         self.needs, held_by = memory.memory_needs(profile, runs), facts.get("capacity") or {}
-        limit, self.wanted = memory.capacity_and_need(profile, self.needs)
-        self.capacity, self.fits = limit, self.wanted <= limit if limit and self.needs else None
+        totals, replicas = [need.total for need in self.needs], profile.counts.get("replicas", 1)
+        self.wanted = replicas * sum(totals) if held_by.get("shared") else max(totals, default=0)
+        self.capacity = held_by.get("bytes")  # None: unknown
+        self.fits = self.wanted <= self.capacity if self.capacity and self.needs else None
         self.capacity_of = held_by.get("of", "") + (", which all ipus share" if held_by.get("shared") else "")
 
         self.host = _host_seconds(profile)

@@ -18,13 +18,6 @@ from .machine import MachineError, load_machines, memory_by_kind
 from .plan import Estimates, compile_profiles
 from .report import find_profiles, summary, write_comparison, write_report
 
-_USAGE = """\
-popvision REPORT                     open a report in a browser; REPORT is the folder of enableProfiling(folder)
-       popvision summary REPORT             print the report's figures and advice
-       popvision compare REPORT OTHER       compare two runs
-       popvision export REPORT TRACE.json   write a trace for Perfetto or chrome://tracing (.json.gz: compressed)
-       popvision plan --on MACHINE,MACHINE... PROGRAM.py [ARGUMENT...]
-                                            estimate time and memory on machines that you do not have"""
 _REPORT = "a report's folder, or one profile.pop file in it"
 
 
@@ -55,7 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = CommandParser("popvision", usage=_USAGE, description="Show and compare profiles, and plan runs.")
+    about = (
+        "Show and compare profiles, and plan runs. `popvision REPORT` is short for `popvision report REPORT`."
+    )
+    parser = CommandParser("popvision", description=about)
     parser.add_argument("--version", action="version", version=f"popvision of Pando {pando_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", prog="popvision")
     parsers = {}
@@ -70,6 +66,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="PAGE", default=Path("comparison.html"), help="the page to write")
     add("--open", action="store_true", help="open the page in a browser")
     parsers["export"].add_argument("trace", type=Path, metavar="TRACE", help="the file to write")
+    parsers["plan"].usage = "popvision plan [-h] [OPTIONS] PROGRAM.py [ARGUMENT...]"
     add = parsers["plan"].add_argument
     add("--on", metavar="MACHINE,...", default="bow-pod16", help="names of machines, or paths of TOML files")
     add("--json", action="store_true", help="print the plan as JSON, and write no page")

@@ -60,15 +60,6 @@ def memory_table(needs: Sequence[Need]) -> list[list[str]]:
     return rows
 
 
-def capacity_and_need(profile: Profile, needs: Sequence[Need]) -> tuple[int | None, int]:
-    """Return two numbers of bytes: the capacity (None: unknown), and the need: of the ipu that needs most; if all
-    ipus share the memory, of all ipus and replicas."""
-    of_profile = profile.facts.get("capacity") or {}
-    totals = [need.total for need in needs]
-    shared = profile.counts.get("replicas", 1) * sum(totals)
-    return of_profile.get("bytes"), shared if of_profile.get("shared") else max(totals, default=0)
-
-
 def bytes_curve(profile: Profile, runs: Sequence[TaskRun], ipu: int) -> list[tuple[int, int]]:
     """Return the bytes that an ipu holds for micro-batches in a step of these `runs`, as points (ns, bytes).
 

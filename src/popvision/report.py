@@ -147,9 +147,7 @@ def write_comparison(first: Path, second: Path, target: Path) -> str:
         found.append({})
         for path in reversed(find_profiles(root)):
             profile = load(path)
-            is_inside = path.parent != root and path != root
-            label = f"{root.name}: {path.parent.name}" if is_inside else root.name
-            found[-1][profile.training] = label, profile
+            found[-1][profile.training] = str(path.parent), profile
     entries, comparisons, texts = [], [], []
     for kind in sorted(found[0].keys() & found[1].keys(), reverse=True):  # training first
         labels, profiles = zip(*(own[kind] for own in found), strict=True)

@@ -4,7 +4,7 @@ A cost is the CPU time of a thread, so that other programs do not count. Spans (
 the trace) are in wall-clock time.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles
@@ -40,35 +40,27 @@ class Usage:
     """The ns that a core spent in each activity, over all steps; or an ipu, in one step on separate devices."""
 
     place: int  # the index of a core, or an ipu
-    phases: Mapping[str, float]  # computations, by phase
-    update: float
-    other: float  # sums of gradients, gathers, and what begins and ends a step
+    # By phase of computations; "update"; "other": sums of gradients, gathers, the begin and the end of a step.
+    spent: Mapping[str, float]
     waiting: float
 
 
 def core_usages(events: Iterable[Event]) -> list[Usage]:
     """Return the usage of each core. A step lasts from its first computation to the end of its last task."""
-    window, spent = 0, defaultdict[int, defaultdict[str, int]](lambda: defaultdict(int))
+    window, spent = 0, defaultdict[int, Counter[str]](Counter)
     for own in group_by(events, lambda event: (event.call, event.step)).values():
         start = min((event.start for event in own if event.computes), default=own[0].start)
         window += max(event.end for event in own) - start
         for event in own:
-            if event.core >= 0:
-                kind = event.phase if event.computes else event.kind
-                spent[event.core][kind] += max(0, event.end - max(start, event.start))
-    found = []
-    for at, ns in sorted(spent.items()):
-        update, busy = ns.pop("update", 0), sum(ns.values())
-        phases = {kind: value for kind, value in ns.items() if len(kind) == 1}
-        other = busy - sum(phases.values())
-        found.append(Usage(at, phases, update, other, max(0, window - busy - update)))
-    return found
+            kind = event.phase if event.computes else "update" if event.kind == "update" else "other"
+            spent[event.core][kind] += max(0, event.end - max(start, event.start))
+    spent.pop(-1, None)  # the thread that talks to other processes
+    return [Usage(at, dict(ns), max(0, window - ns.total())) for at, ns in sorted(spent.items())]
 
 
 def waiting_share(found: Sequence[Usage]) -> float | None:
-    """Return the share of time in which the cores (or ipus) of `found` waited; None without any."""
-    waiting = sum(use.waiting for use in found)
-    busy = sum(sum(use.phases.values()) + use.update + use.other for use in found)
+    """Return the share of time in which the cores of `found` waited; None without any."""
+    waiting, busy = sum(use.waiting for use in found), sum(sum(use.spent.values()) for use in found)
     return waiting / (waiting + busy) if busy else None
 
 
@@ -139,15 +131,12 @@ def stage_times(
 
 def ipu_usages(stages: Sequence[StageTime], micro_batches: int, length: float) -> list[Usage]:
     """Return the usage of each ipu in a step of `length` ns on separate devices."""
-    found = []
-    for ipu, own in sorted(group_by(stages, lambda stage: stage.ipu).items()):
-        phases = defaultdict[str, float](float)
-        for phase, ns in (pair for stage in own for pair in stage.phases.items()):
-            phases[phase] += micro_batches * ns
-        update, other = sum(stage.update for stage in own), micro_batches * sum(stage.around for stage in own)
-        waiting = max(0.0, length - sum(phases.values()) - update - other)
-        found.append(Usage(ipu, dict(phases), update, other, waiting))
-    return found
+    spent = defaultdict[int, defaultdict[str, float]](lambda: defaultdict(float))
+    for stage in stages:
+        spent[stage.ipu]["update"] += stage.update
+        for kind, ns in {**stage.phases, "other": stage.around}.items():
+            spent[stage.ipu][kind] += micro_batches * ns
+    return [Usage(ipu, dict(ns), max(0.0, length - sum(ns.values()))) for ipu, ns in sorted(spent.items())]
 
 
 def update_costs(events: Iterable[Event]) -> dict[int, float]:

@@ -61,7 +61,7 @@ function stageBars(figures) {
 
 function usageBars(usages, kind) {
   const colours = { F: "#56b4e9", B: "#0072b2", W: "#9ad3b8", update: "#4d5a68", other: "#e69f00", waiting: "transparent" }, words = { ...PHASES, other: "sums and others" };
-  const shares = usages.slice(0, 64).map(({ place, phases, ...others }) => ({ place, spent: { ...phases, ...others } })), seen = Object.keys(colours).filter((name) => shares.some((use) => use.spent[name]));
+  const shares = usages.slice(0, 64).map(({ place, spent, waiting }) => ({ place, spent: { ...spent, waiting } })), seen = Object.keys(colours).filter((name) => shares.some((use) => use.spent[name]));
   return make("div", {}, make("div", { class: "bars" }, shares.flatMap(({ place, spent }) => {
     const whole = seen.reduce((sum, name) => sum + (spent[name] || 0), 0) || 1;
     return [
