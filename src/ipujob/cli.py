@@ -29,7 +29,7 @@ these stand-ins, so this is NOT a sandbox: a script that calls /usr/bin/apt call
 
 _FILE, _NAME, _DEVICE, _NAMESPACE = "file", "--name", "--device", "-n --namespace"
 _SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
-    _FILE: {"metavar": "FILE"},
+    _FILE: {"metavar": "FILE", "help": "a YAML file with one IPUJob; - is standard input"},
     _NAME: {"help": "the job's name, instead of the one in the file"},
     _DEVICE: {"choices": ("cpu", "cuda"), "default": "cpu", "help": "the device of jobs that name none"},
     _NAMESPACE: {"help": "by default the file's, or the kubeconfig's"},
@@ -78,7 +78,9 @@ def _make_parser() -> argparse.ArgumentParser:
     assignments: dict[str, Any] = {"type": _parse_assignment, "action": "append", "default": []}
 
     def command(name: str, run: Command, summary: str, *shared: str, more: str = "") -> Callable[..., Any]:
-        added = commands.add_parser(name, help=summary, description=more or summary)
+        added = commands.add_parser(
+            name, help=summary, description=more or f"{summary[0].upper()}{summary[1:]}."
+        )
         added.set_defaults(run=run)
         for option in shared:
             added.add_argument(*option.split(), **_SHARED[option])
@@ -89,7 +91,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
     summary = "print plain Kubernetes objects, for clusters without the operator"
     add = command("render", render_file, summary, _FILE, _NAME, _DEVICE)
-    add("--as", dest="way", choices=("job", "pod", "jobset"), default="job")
+    add("--as", dest="way", choices=("job", "pod", "jobset"), default="job", help="the kind of object (job)")
     add("--image", **assignments, metavar="OLD=NEW", help="replace an image; OLD can have *")
     add("--drop", default="", metavar="resources,security", help="remove these parts of the template")
 

@@ -20,6 +20,7 @@ def _refusing_method(name: str) -> Callable[..., NoReturn]:
             "  fix: leave the call out and use poprun's options, or poptorch.Options without poprun"
         )
 
+    refuse.__doc__ = "Refused: poprun's options set it. Raises RuntimeError."
     return refuse
 
 

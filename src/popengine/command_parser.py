@@ -10,6 +10,9 @@ from .errors import did_you_mean
 class CommandParser(argparse.ArgumentParser):
     """An argument parser whose errors are "PROGRAM: error: CAUSE", then a fix, with exit code 2."""
 
+    def __init__(self, *args: Any, allow_abbrev: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=allow_abbrev, **kwargs)
+
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
@@ -33,5 +36,6 @@ class CommandParser(argparse.ArgumentParser):
             )
 
     def error(self, message: str) -> NoReturn:
-        fix = "" if "\n  fix: " in message else f"\n  fix: {self.prog} --help lists all options"
+        what = "commands" if self._subparsers else "options"
+        fix = "" if "\n  fix: " in message else f"\n  fix: {self.prog} --help lists all {what}"
         self.exit(2, f"{self.prog}: error: {message}{fix}\n")

@@ -74,4 +74,5 @@ class RecoverableError(Error):
 
 
 class UnrecoverableError(Error):
-    """The error of a device or process that is lost."""
+    """The error of a device or process that is lost. The executor can't be called again: start the program again,
+    from `popdist.Checkpoint`."""

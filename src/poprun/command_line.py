@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,21 +128,28 @@ class _Parser(CommandParser):
     def __init__(self) -> None:
         super().__init__(
             prog="poprun",
+            allow_abbrev=True,
             formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34),
             usage="poprun [options] program [args...]",
             description="Run a training program in several processes (instances) that exchange gradients.",
-            epilog="To train on several nodes without ssh, start poprun on each node, with POPRUN_NUM_NODES, "
+            epilog="Example: poprun --num-instances 2 --num-replicas 2 python3 train.py. "
+            "To train on several nodes without ssh, start poprun on each node, with POPRUN_NUM_NODES, "
             "POPRUN_NODE_RANK, MASTER_ADDR and MASTER_PORT set. Each poprun starts its share of the instances.",
         )
         number = {"type": int, "metavar": "N"}
         several = {"action": "append", "default": []}
         switch = {"type": _parse_yes_or_no, "metavar": "yes|no"}
         add = self.add_argument
-        add("--num-replicas", **number, default=1, help="replicas in all instances together")
-        add("--num-instances", default="1", metavar="N", help="processes; a range with --checkpoint-dir: 2:8")
+        add("--num-replicas", **number, default=1, help="replicas in all instances together (1)")
+        add(
+            "--num-instances",
+            default="1",
+            metavar="N",
+            help="processes (1); a range with --checkpoint-dir: 2:8",
+        )
         add("--checkpoint-dir", metavar="DIR", help="the folder of popdist.Checkpoint, which all hosts share")
         add("--instances-per-node", **number, default=0, help="with a range: the most that this node runs")
-        add("--ipus-per-replica", **number, default=1, help="ipus that one replica of the model uses")
+        add("--ipus-per-replica", **number, default=1, help="ipus that one replica of the model uses (1)")
         add("-H", "--host", metavar="A,B,...", help="hosts that share the instances; ssh starts them")
         add("--max-restarts", **number, help="restarts after failures (0; with a range 3)")
         add("--hang-timeout", type=float, metavar="SECONDS", help="kill instances without progress (600)")
@@ -179,6 +187,10 @@ class _Parser(CommandParser):
                 own.append(word)
             elif action.type is _parse_yes_or_no and not equals:
                 has_value = bool(rest) and rest[0].lower() in (*YES, *NO)
+                if rest and not has_value and rest[0].isalpha() and shutil.which(rest[0]) is None:
+                    self.error(
+                        f"{name} takes yes or no, or stands alone; found {rest[0]!r}\n  fix: {name} yes"
+                    )
                 own.append(f"{action.option_strings[0]}={rest.pop(0) if has_value else 'yes'}")
             else:
                 if not equals and not rest:
@@ -205,7 +217,9 @@ class _Parser(CommandParser):
         try:
             values = json.loads(Path(path).read_text())
         except (OSError, ValueError, RecursionError) as error:
-            self.error(f"--import-config {path}: {error}")
+            self.error(
+                f"--import-config {path}: {error}\n  fix: name a file that --export-config has written"
+            )
         unknown = set(values) - {action.dest for action in self._actions}
         if not isinstance(values, dict) or unknown:
             self.error(f"--import-config {path}: no file of --export-config; unknown: {sorted(unknown)}")
@@ -226,8 +240,8 @@ class _Parser(CommandParser):
         if all(replicas % count for count in range(fewest or most, most + 1)):
             meant = f"any number from {fewest} to {most}" if fewest else f"--num-instances {most}"
             self.error(
-                f"--num-replicas {replicas} is not a multiple of {meant}: every instance runs the same number of"
-                f" replicas\n  fix: --num-replicas {-(-replicas // most) * most}"
+                f"--num-replicas {replicas}{' (the default)' * (replicas == 1)} is not a multiple of {meant}: every"
+                f" instance runs the same number of replicas\n  fix: --num-replicas {-(-replicas // most) * most}"
             )
         for name in ("only_output_from_instance", "only_stdout_from_instance"):
             chosen = getattr(options, name)

@@ -35,8 +35,8 @@ class autocast(contextlib.ContextDecorator):  # noqa: N801 the public name
 
     In plain PyTorch it has no effect. With `enabled=False` nothing is cast inside, as in torch.autocast.
 
-    with poptorch.autocast():
-        x = self.layer(x)
+    >>> with poptorch.autocast():
+    ...     x = self.layer(x)
     """
 
     def __init__(self, enabled: bool = True) -> None:

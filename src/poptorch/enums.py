@@ -44,7 +44,9 @@ class SharingStrategy(enum.IntEnum):
 
 
 class OutputMode(enum.IntEnum):
-    """The micro-batches whose outputs a call returns. Default: Final in training, All in inference."""
+    """Which outputs a call returns. All: those of every micro-batch. Final: those of each replica's last
+    micro-batch. Sum: the sum of each replica's outputs. EveryN: those of every n-th device iteration.
+    Default: Final in training, All in inference."""
 
     Final = 0
     EveryN = 1
@@ -57,8 +59,9 @@ AnchorMode = OutputMode  # the name in programs for PopTorch 2.4 and earlier
 
 
 class ConnectionType(enum.IntEnum):
-    """The time at which a device is attached: at compilation (Always, OnDemand), or never (compile only).
-    `loadExecutable` attaches it at once for Always; for OnDemand the first call does."""
+    """The time at which a device is attached: at compilation (Always, OnDemand), or never. With Never a model
+    can be compiled and saved, and a call raises AssertionError. After `loadExecutable` a device is attached at
+    once for Always, and by the first call for OnDemand."""
 
     Always = 0
     OnDemand = 1
@@ -113,7 +116,8 @@ class MultiConvPlanType(enum.IntEnum):
 
 
 class CommGroupType(enum.IntEnum):
-    """The replicas of a group: all, neighbours (Consecutive), every n-th (Orthogonal), one (NoGrouping)."""
+    """The groups of `inputReplicaGrouping` and `replicaGrouping`, for example of 4 replicas in groups of 2:
+    (0, 1), (2, 3) for Consecutive; (0, 2), (1, 3) for Orthogonal. All: one group; NoGrouping: 4 groups."""
 
     All = 0
     Consecutive = 1

@@ -12,10 +12,9 @@ __all__ = ["Channel"]
 class Channel:
     """A group of named ranges in a trace, whose names begin with the channel's name.
 
-    channel = poptorch.profiling.Channel("training")
-    with channel.tracepoint("epoch"):
-        ...
-    channel.instrument(loader, "__next__")
+    >>> channel = poptorch.profiling.Channel("training")
+    >>> with channel.tracepoint("epoch"):
+    ...     channel.instrument(loader, "__next__")
     """
 
     def __init__(self, name: str) -> None:
@@ -28,7 +27,8 @@ class Channel:
             yield
 
     def instrument(self, obj: Any, *methods: str) -> None:
-        """Replace methods of an object or a class, in place, by wrappers that record each call as a range.
+        """Wrap methods of an object's class, in place, so that torch.profiler shows each call as a range with
+        the name `<channel>.<class>.<method>`.
 
         Raises:
             AttributeError: the object lacks one of the methods; then no method is replaced

@@ -14,7 +14,7 @@ from popengine.errors import did_you_mean
 from popengine.profile import ProfileError, load
 
 from . import chrome
-from .machine import MachineError, load_machines, memory_by_kind
+from .machine import MachineError, load_machines, machine_names, memory_by_kind
 from .plan import Estimates, compile_profiles
 from .report import find_profiles, summary, write_comparison, write_report
 
@@ -63,18 +63,33 @@ def _make_parser() -> argparse.ArgumentParser:
     parsers["report"].add_argument("--no-browser", action="store_true", help="only write the page")
     add = parsers["compare"].add_argument
     add("other", type=Path, metavar="OTHER", help="the other run's folder")
-    add("--output", type=Path, metavar="PAGE", default=Path("comparison.html"), help="the page to write")
+    add(
+        "--output",
+        type=Path,
+        metavar="PAGE",
+        default=Path("comparison.html"),
+        help="the page (comparison.html)",
+    )
     add("--open", action="store_true", help="open the page in a browser")
     parsers["export"].add_argument("trace", type=Path, metavar="TRACE", help="the file to write")
     parsers["plan"].usage = "popvision plan [-h] [OPTIONS] PROGRAM.py [ARGUMENT...]"
     add = parsers["plan"].add_argument
-    add("--on", metavar="MACHINE,...", default="bow-pod16", help="names of machines, or paths of TOML files")
+    parsers["plan"].usage = "popvision plan [OPTIONS] PROGRAM.py [ARGUMENT...]"
+    machines = f"{', '.join(machine_names())}; or paths of TOML files"
+    add("--on", metavar="MACHINE,...", default="bow-pod16", help=f"machines (bow-pod16): {machines}")
     add("--json", action="store_true", help="print the plan as JSON, and write no page")
     choices: dict[str, Any] = {"type": _parse_integers, "metavar": "N,...", "default": []}
     add("--replicas", **choices, help="numbers of replicas to compare, such as 4,16,64")
     add("--accumulation", **choices, help="numbers of micro-batches to compare, such as 256,512")
-    add("--output", type=Path, metavar="PAGE", default=Path("plan.html"), help="the page to write")
-    add("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="a Python program and its arguments")
+    add(
+        "--output", type=Path, metavar="PAGE", default=Path("plan.html"), help="the page to write (plan.html)"
+    )
+    add(
+        "program",
+        nargs=argparse.REMAINDER,
+        metavar="PROGRAM",
+        help="a Python program, then its own arguments",
+    )
     return parser
 
 
@@ -116,7 +131,7 @@ def _export_trace(args: argparse.Namespace) -> None:
 
 def _plan_program(args: argparse.Namespace) -> None:
     if not args.program:
-        raise ProfileError("plan: the program is missing\n  fix: popvision plan train.py")
+        raise ProfileError("plan: the program is missing\n  fix: popvision plan [OPTIONS] train.py")
     if "--on" in args.program:
         raise ProfileError(
             "plan: what follows the program's name are its own arguments, and --on is there\n"

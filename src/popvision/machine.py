@@ -93,11 +93,16 @@ def load_machine(name: str) -> Machine:
         ) from error
 
 
+def machine_names() -> list[str]:
+    """Return the names of the machines that come with Pando."""
+    return sorted(Path(entry.name).stem for entry in _MACHINES.iterdir())
+
+
 def _read_machine_file(name: str) -> dict[str, Any]:
     """Return a machine's TOML file as a dictionary; its values replace those of the machine that it "extends"."""
     found = Path(name) if name.endswith(".toml") else _MACHINES / f"{name}.toml"
     if not found.is_file():
-        known = sorted(Path(entry.name).stem for entry in _MACHINES.iterdir())
+        known = machine_names()
         raise MachineError(
             f"there is no machine {name!r}{did_you_mean(name, known)}\n  known are {', '.join(known)}\n"
             "  fix: name one of these, or the path of a TOML file: --on my-machine.toml"

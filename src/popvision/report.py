@@ -41,7 +41,9 @@ def find_profiles(path: Path) -> list[Path]:
     found = [here] if here.is_file() else sorted(path.glob(f"*/{PROFILE}"))
     found.sort(key=lambda one: one.parent.name != "training")
     if not path.exists():
-        raise ProfileError(f"there is no file or folder {path}")
+        raise ProfileError(
+            f"there is no file or folder {path}\n  fix: the folder of options.enableProfiling(folder)"
+        )
     if not found:
         if reports := sorted({inner.parents[1] for inner in path.glob(f"*/*/{PROFILE}")}):
             names = "".join(f"\n  {inner}" for inner in reports)
@@ -50,8 +52,7 @@ def find_profiles(path: Path) -> list[Path]:
             )
         raise ProfileError(
             f"no {PROFILE} in {path}, nor in a folder there\n"
-            '  fix: run the program with POPLAR_ENGINE_OPTIONS=\'{"autoReport.all":"true",'
-            ' "autoReport.directory":"report"}\''
+            '  fix: options.enableProfiling("report") in the program, and popvision with that folder'
         )
     return found
 

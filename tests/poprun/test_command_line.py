@@ -144,9 +144,17 @@ def test_options_are_written_to_a_file_and_taken_from_one(tmp_path):
         ("--no-such-option python3", "unknown option --no-such-option"),
         ("--num-i 3 python3", "--num-i is ambiguous: --num-instances, --num-ilds"),
         ("--offline-mode=perhaps python3", "'perhaps' is neither yes nor no"),
+        (
+            "--numa-aware maybe python3",
+            "--numa-aware takes yes or no, or stands alone; found 'maybe'\n  fix: ",
+        ),
+        (
+            "--num-instances 2 python3",
+            "--num-replicas 1 (the default) is not a multiple of --num-instances 2",
+        ),
         ("--only-output-from-instance 1 python3", "--only-output-from-instance 1: the instances are 0 to 0"),
         ("--mpi-local-args=-x python3", "in --mpi-*-args: argument -x: expected one argument"),
-        ("--import-config /no/such/file python3", "No such file or directory"),
+        ("--import-config /no/such/file python3", "'/no/such/file'\n  fix: name a file that --export-config"),
     ],
 )
 def test_a_faulty_command_line_ends_with_code_2_and_the_reason(line, complaint, capsys):

@@ -49,6 +49,8 @@ def test_report_is_the_name_of_the_command_that_a_folder_stands_for(report, caps
         (["report", "--no-browsr", "x"], "unknown option --no-browsr; did you mean '--no-browser'?"),
         (["report"], "the following arguments are required: REPORT"),
         (["plan", "--replicas", "4;16", "x.py"], "'4;16' is no number, nor several such as 4,16"),
+        (["report", "--no-browse", "x"], "unknown option --no-browse; did you mean '--no-browser'?"),
+        ([], "required: COMMAND\n  fix: popvision --help lists all commands"),
         (["plan", "--jsno", "x.py"], "popvision plan: error: unknown option --jsno; did you mean '--json'?"),
     ],
 )
@@ -127,7 +129,7 @@ def test_a_damaged_profile_is_an_error_in_words(command, report, tmp_path, capsy
 def test_a_folder_without_profiles_is_an_error_that_says_how_to_make_one(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
     assert "no profile.pop in" in (error := capsys.readouterr().err)
-    assert "POPLAR_ENGINE_OPTIONS" in error
+    assert 'fix: options.enableProfiling("report")' in error
 
 
 def test_a_trace_has_arrows_operations_and_a_counter_and_may_be_zipped(report, tmp_path):

@@ -52,6 +52,7 @@ class Stage:
         return self
 
     def freeze(self) -> StagePlan:
+        """Return the value that the engine reads."""
         return StagePlan(tuple(self.blocks), self._ipu)
 
     def __repr__(self) -> str:
@@ -194,8 +195,10 @@ class PipelinedExecution(_StagedExecution):
     Args:
         args:     one `AutoStage` (default `SameAsIpu`) or `AutoBalance`; or the stages in the order of the data,
             numbered from 0: each a `Stage`, a block id, or a list of block ids
-        schedule: *Pando*: the order in which an ipu runs its micro-batches: "1f1b", or another name in
-            `popengine.order.ORDERS`, or an `Order` of your own. It does not change the results
+        schedule: *Pando*: the order in which an ipu runs its micro-batches; it does not change the results.
+            "1f1b" (default); "gpipe": all forwards first, so the activations of all micro-batches are stored;
+            "interleaved": an ipu with several stages alternates between them, which shortens the bubble;
+            "zero-bubble": gradients of weights fill the bubble; or a `popengine.order.Order` of your own
     Raises:
         AssertionError: an argument is not a stage, or a block is in two stages
         Error: (at compilation) the model has a block without a stage, or there are too few micro-batches

@@ -263,12 +263,13 @@ def _register_hook(time: Literal["Pre", "Post"], hook: Callable[[], Any]) -> Rem
 
 
 def registerPreCompileHook(hook: Callable[[], Any]) -> RemovableHandle:
-    """Register a hook that is called before each capture of a model; return its handle, with `remove()`."""
+    """Call `hook()`, without arguments, before each compilation of a model's forward; return a handle, whose
+    `remove()` takes the hook back. A plan for other replicas that reuses a compiled forward does not count."""
     return _register_hook("Pre", hook)
 
 
 def registerPostCompileHook(hook: Callable[[], Any]) -> RemovableHandle:
-    """Register a hook that is called after each capture, also a failed one; return its handle."""
+    """Call `hook()` after each compilation, also a failed one; else as `registerPreCompileHook`."""
     return _register_hook("Post", hook)
 
 

@@ -307,7 +307,7 @@ class PoplarExecutor(PublicNames):
         self._plans.detach()
 
     def destroy(self) -> None:
-        """Free devices and plans, if the model is compiled; in training also remove the model's mark."""
+        """Free devices and plans. Afterwards the model is an ordinary module, and the next call compiles again."""
         if self.isCompiled():
             self._release()
 

@@ -131,7 +131,11 @@ class PublicNames:
         return self._wrapped.user.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
-        """Load `state_dict` into the user's model; return missing and unexpected keys."""
+        """Load a `state_dict()` into the user's model, as torch does; the next call uses these weights.
+
+        Returns: torch's pair (missing_keys, unexpected_keys)
+        Raises: RuntimeError, for shapes that differ and, if `strict`, for keys that differ
+        """
         return self._wrapped.user.load_state_dict(state_dict, strict)
 
     @property

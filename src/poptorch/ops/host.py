@@ -257,14 +257,18 @@ def custom_op(
     example_outputs: Sequence[Tensor],
     attributes: dict[str, Any] | None = None,
 ) -> list[Tensor]:
-    """Return the outputs of a custom operation, by its registered or else its known implementation.
+    """Return the outputs of an operation that `registerCustomOp` registered, or that Pando knows.
+
+    >>> (cube,) = poptorch.custom_op([x], "Cube", "com.acme", 1, example_outputs=[x])
 
     Args:
+        inputs: the operands
+        name, domain, domain_version: those of the registration
         example_outputs: tensors with the shapes and dtypes of the outputs
         attributes: floats, integers, strings, or lists of one type; passed to the implementation by name
     Raises:
-        Error: there is no implementation (but outside a compiled model zeros are returned); or a float
-            attribute does not fit into 32 bits
+        Error: there is no implementation, in a compiled model (outside of it, the outputs are zeros); or a
+            float attribute does not fit into 32 bits
         ValueError: an attribute has another type, or text in it is not ASCII
     """
     attributes = {} if attributes is None else attributes

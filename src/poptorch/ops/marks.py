@@ -99,7 +99,8 @@ def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
 
 
 def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
-    """Return the tensors unchanged, and record `mode` as `set_overlap_for_input` does, for the way to the host."""
+    """Return the tensors unchanged, and record `mode` as `set_overlap_for_input` does, for the way to the host. A
+    tensor that forward does not return raises Error at compilation."""
     return _mark_tensors("set_overlap_for_output", output_tensors, mode)
 
 
@@ -119,8 +120,8 @@ def _mark_tensors(name: str, tensors: Any, mode: OverlapMode) -> Any:
 class NameScope:
     """Context manager that prefixes the names of operations in the compiled graph; scopes nest.
 
-    with poptorch.NameScope("embedding"):
-        x = self.table(tokens)
+    >>> with poptorch.NameScope("embedding"):
+    ...     x = self.table(tokens)
     """
 
     def __init__(self, name: str) -> None:

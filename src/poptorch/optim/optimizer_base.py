@@ -57,11 +57,12 @@ class VariableAttributes:
         return self._checked_name(name) not in self._variable
 
     def markAsConstant(self, name: str) -> None:
-        """Make `setOptimizer` refuse changes of the attribute, from the next compilation on."""
+        """Make `setOptimizer` refuse changes of a hyperparameter, such as "lr", from the next compilation on.
+        Raises AssertionError for an unknown name."""
         self._variable.discard(self._checked_name(name))
 
     def markAsVariable(self, name: str) -> None:
-        """Allow `setOptimizer` to change the attribute, from the next compilation on."""
+        """Allow `setOptimizer` to change a hyperparameter; otherwise as `markAsConstant`."""
         self._variable.add(self._checked_name(name))
 
     def _checked_name(self, name: str) -> str:

@@ -194,7 +194,8 @@ class ExecutionOptions(OptionsDict):
         return self._set_popart("updatableNamedBuffers", list(names))
 
     def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Self:
-        """Log unexpected attributes of optimizers at the level DEBUG instead of WARN."""
+        """Set at which level setOptimizer logs attributes and group entries of an optimizer that Pando does not
+        use, such as `optimizer.foo`: DEBUG (True), or WARN, which is the default."""
         self._relax_optimizer_checks = checked("relaxOptimizerAttributesChecks", relax, bool)
         return self
 
@@ -247,7 +248,8 @@ class DeviceOptions(OptionsDict):
         return self.connectionType(ConnectionType.Never)
 
     def connectionType(self, connection_type: ConnectionType) -> Self:
-        """Choose when the device is attached: at compilation (`Always`, `OnDemand`) or never (`Never`)."""
+        """Choose when the device is attached: at compilation (`Always`, the default, and `OnDemand`) or never
+        (`Never`): then `compile`, `compileAndExport` and `describe` work, and a call raises AssertionError."""
         return self.set(connection_type=checked("connectionType", connection_type, ConnectionType))
 
     def syncPattern(self, sync_pattern: SyncPattern) -> Self:

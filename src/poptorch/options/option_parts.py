@@ -164,8 +164,8 @@ class TensorLocationSettings(OptionsDict):
         return self.createOrSet(min_elements_for_off_chip=checked("minElementsForOffChip", min_elements, int))
 
     def minElementsForReplicatedTensorSharding(self, min_elements: int) -> Self:
-        """Set how many elements a parameter must have for its optimizer state to be sharded. Every instance
-        keeps the whole state of a smaller parameter."""
+        """Shard the optimizer state only of parameters with at least `min_elements` elements (default: all
+        parameters). Every instance keeps the whole state of a smaller one. Raises AssertionError unless int."""
         checked("minElementsForReplicatedTensorSharding", min_elements, int)
         return self.createOrSet(min_elements_for_replicated_tensor_sharding=min_elements)
 
@@ -211,7 +211,11 @@ class TensorLocations(OptionsDict):
         return self.set(location_weight=location)
 
     def setOptimizerLocation(self, location: TensorLocationSettings) -> Self:
-        """Set the location of the optimizer state. Only its replicated tensor sharding has an effect."""
+        """Set the location of the optimizer state. Only its replicated tensor sharding has an effect.
+
+        >>> sharded = poptorch.TensorLocationSettings().useReplicatedTensorSharding(True)
+        >>> options.TensorLocations.setOptimizerLocation(sharded)
+        """
         return self.set(location_optimizer=location)
 
     def setAccumulatorLocation(self, location: TensorLocationSettings) -> Self:
@@ -258,12 +262,13 @@ class Distributed(OptionsDict):
         return self._set_process(0, 1)
 
     def configureProcessId(self, process_id: int, num_processes: int) -> Self:
-        """Set the id of this process, from 0, and the number of processes."""
+        """Set the id of this process, from 0, and the number of processes, as loaders divide a dataset. It is
+        for programs that no launcher starts. Raises AssertionError unless 0 <= process_id < num_processes."""
         return self._set_process(process_id, num_processes)
 
     def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> Self:
-        """Read the number of processes and this process's id from two environment variables, at once. If
-        neither is set, this is process 0 of 1."""
+        """Read the number of processes and this process's id, at once, from the two environment variables with
+        these names. If neither is set, this is process 0 of 1. Raises ValueError if one is not an integer."""
         if not any(map(os.environ.get, (var_num_processes, var_process_id))):
             return self.disable()
         names = var_process_id, var_num_processes
