@@ -39,12 +39,9 @@ Command = Callable[[argparse.Namespace], int]  # returns the exit code
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code.
-
-    Args:    words: the arguments; None: those of this process
-    Returns: 0; 1, if a job failed, or the cluster refuses a request or can't be reached; 2, if a file or the
-        command line is wrong; 130 after Ctrl-C. `run` returns the exit code of the worker that failed.
-    """
+    """Run a command line and return its exit code: 0; 1, if a job failed, or the cluster refuses or can't be
+    reached; 2, if a file or the command line is wrong; 130 after Ctrl-C; for `run` that of the worker that
+    failed."""
     arguments = _make_parser().parse_args(words)
     try:
         return arguments.run(arguments)

@@ -213,12 +213,7 @@ class Reach(threading.Thread):
 
 
 class Nodes:
-    """This node among all nodes of the training.
-
-    Args:
-        private: this poprun's own temporary folder
-    Raises: TrainingLost, also by `wait_for_round` and `round_state`
-    """
+    """This node among all nodes of the training; `private` is a temporary folder. Methods may raise TrainingLost."""
 
     def __init__(self, request: CommandLine, node: Node, private: str) -> None:
         self.round = Round()  # the newest round in which this node has instances

@@ -151,11 +151,8 @@ def _step_seconds_on_host(profile: Profile, replicas: int, micro_batches: int) -
 
 
 def _extrapolated_seconds(rows: Sequence[Sequence[float]], micro_batches: int) -> float:
-    """Return the seconds of a step, extrapolated from `rows`: (micro-batches, seconds) of one or two measured steps.
-
-    One measured step is scaled in proportion; through two goes a line. With fewer micro-batches than the
-    first measured step the result is the larger of these two numbers.
-    """
+    """Return the seconds of a step from one or two measured (micro-batches, seconds): in proportion, or by a
+    line; for fewer micro-batches than measured the larger of both numbers."""
     first, taken = rows[0]
     in_proportion = taken * micro_batches / first
     if len(rows) == 1:

@@ -61,12 +61,9 @@ def memory_table(needs: Sequence[Need]) -> list[list[str]]:
 
 
 def bytes_curve(profile: Profile, runs: Sequence[TaskRun], ipu: int) -> list[tuple[int, int]]:
-    """Return the bytes that an ipu holds for micro-batches in a step of these `runs`, as points (ns, bytes).
-
-    A value that a row loads or receives is held from the row's start, a result from its end. There is also a
-    point at the end of each operation. Of more than `MOST_POINTS` points only the highest of each few neighbours is
-    returned, so peaks stay.
-    """
+    """Return the bytes that an ipu holds for micro-batches in a step of these `runs`, as points (ns, bytes). A
+    value that a row loads is held from the row's start, a result from its end. Of more than `MOST_POINTS` points
+    only the highest of each few neighbours is returned, so peaks stay."""
     at_start, at_end = defaultdict(int), defaultdict(int)  # by row, the change of the bytes
     for tensor in profile.tensors:
         if tensor.ipu == ipu:

@@ -70,13 +70,9 @@ def report_page(folder: Path) -> str:
 
 
 def viewer_page(title: str, entries: Sequence[dict[str, Any]], **more: Any) -> str:
-    """Return the HTML of a page that needs no other file.
-
-    Args:
-        entries: a dictionary for each profile, as `profile_entry` returns it
-        more:    "comparisons", a list of dictionaries: "first" and "second" are indices in `entries`, "rows" a
-            list of `analysis.Row`; or "plan": see `plan.Estimates.save`
-    """
+    """Return the HTML of a page that needs no other file. `entries`: from `profile_entry`; `more`: "comparisons",
+    a list of dictionaries ("first" and "second", indices in `entries`, and "rows"), or "plan": see
+    `plan.Estimates.save`."""
     viewer = files("popvision") / "viewer"
     content = {"title": title, "entries": entries, "comparisons": [], **more}
     data = json.dumps(content, separators=(",", ":"), default=asdict)

@@ -42,12 +42,8 @@ class StepModel:
 
     @classmethod
     def of(cls, profile: Profile, costs: Mapping[int, float], **more: Any) -> StepModel:
-        """Return the model of a profile's step.
-
-        Args:
-            costs: ns of one run of each row of the table; those of an action run one after another
-            more:  fields that the profile does not give
-        """
+        """Return the model of a profile's step. `costs`: ns of one run of each row; `more`: fields that it does
+        not give."""
         spent = defaultdict[tuple[str, int], float](float)
         for row, task in enumerate(profile.tasks):
             spent[task.phase, task.stage] += costs.get(row, 0.0)

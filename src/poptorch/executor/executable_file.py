@@ -159,12 +159,9 @@ def check_same_model(filename: str, saved: SavedExecutor, model: WrappedModel) -
 
 
 def training_state(executor: Any) -> TrainingState:
-    """Return the state of an executor that trains, as a dictionary for a checkpoint: the fields of
-    `KeptState`, "weights", "rates" of the parameter groups, and "shares_state": whether "optimizer" is
-    this instance's shard.
-
-    "weights", and an "optimizer" that is no shard, are equal in all instances, except per-replica parameters.
-    """
+    """Return the state of an executor that trains: the fields of `KeptState`, "weights", "rates" of parameter
+    groups, and "shares_state": whether "optimizer" is this instance's shard. All else is equal in all instances,
+    except for per-replica parameters."""
     plans, optimizer = executor._plans, executor._optimizer
     names, state = dict(executor._wrapped.traced.named_buffers()), plans.state
     with state.lock, torch.no_grad():

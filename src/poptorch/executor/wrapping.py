@@ -193,11 +193,8 @@ def arguments_of(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
 def _compile_arguments(
     model: Any, options: Options | None, batch: Any, training: bool
 ) -> Iterator[tuple[PoplarExecutor, tuple[nn.Module, Run, Options, Settings]]]:
-    """Yield an executor, and the arguments with which `compile_model` compiles its model for a batch.
-
-    The executor is `model` itself, else the one that trains `model`, else a temporary one, released at the
-    end. Args: options: by default the executor's
-    """
+    """Yield an executor (`model` itself, else the one that trains it, else a temporary one), and the arguments
+    with which `compile_model` compiles its model for a batch. `options`: by default the executor's."""
     executor, temporary = model, None
     if not isinstance(model, PoplarExecutor):
         model = _unwrap_module(model)
