@@ -74,7 +74,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parsers["export"].add_argument("trace", type=Path, metavar="TRACE", help="the file to write")
     parsers["plan"].usage = "popvision plan [-h] [OPTIONS] PROGRAM.py [ARGUMENT...]"
     add = parsers["plan"].add_argument
-    parsers["plan"].usage = "popvision plan [OPTIONS] PROGRAM.py [ARGUMENT...]"
+    parsers["plan"].usage = "popvision plan [-h] [OPTIONS] PROGRAM.py [ARGUMENT...]"
     machines = f"{', '.join(machine_names())}; or paths of TOML files"
     add("--on", metavar="MACHINE,...", default="bow-pod16", help=f"machines (bow-pod16): {machines}")
     add("--json", action="store_true", help="print the plan as JSON, and write no page")
