@@ -21,13 +21,12 @@ from . import local, operator, remote, skipped_programs
 from .client import Refused, Unreachable
 from .files import InputError, load_job, read_documents, with_overrides
 from .render import render as make_objects
-from .rules import crd, pluralize
+from .rules import DROPPABLE, Fault, crd, pluralize
 
 _LOCAL = """Run the file's workers here, as processes. The file needs no change: HOME is a new folder; apt, sudo, pip
 and conda print that they were skipped; `git clone URL` copies the folder that --clone URL=FOLDER names. PATH finds
 these stand-ins, so this is NOT a sandbox: a script that calls /usr/bin/apt calls the real program."""
 
-_FILE, _NAME, _DEVICE, _NAMESPACE = "file", "--name", "--device", "-n --namespace"
 _SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
     _FILE: {"metavar": "FILE", "help": "a YAML file with one IPUJob; - is standard input"},
     _NAME: {"help": "the job's name, instead of the one in the file"},
@@ -92,7 +91,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--image", **assignments, metavar="OLD=NEW", help="replace an image; OLD can have *")
     add("--drop", default="", metavar="resources,security", help="remove these parts of the template")
 
-    add = command("run", run_file, "run a file's workers here, as processes", _FILE, _NAME, more=_LOCAL)
+    add = command("run", run_file, "run a file's workers here, as processes", "file", "--name", more=_LOCAL)
     add("--local", action="store_true", help="on this machine (required)")
     add("--command", metavar="TEXT", help="run this bash command instead of the file's")
     add("--clone", **assignments, metavar="URL=FOLDER", help="copy FOLDER when the job clones URL")
@@ -101,32 +100,32 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--keep", action="store_true", help="keep the folder with the workers' homes and logs")
 
     summary = "print the CRD and the operator: ipujob manifest | kubectl apply -f -"
-    add = command("manifest", print_operator, summary, _DEVICE)
+    add = command("manifest", print_operator, summary, "--device")
     add("--namespace", default="ipujob-system", help="the operator's namespace")
     add("--image", default="pando:latest", help="a container image with Pando")
 
     summary = "create the jobs of a file in a cluster"
-    add = command("submit", remote.submit_file, summary, _FILE, _NAME, _NAMESPACE)
+    add = command("submit", remote.submit_file, summary, "file", "--name", "-n --namespace")
     add("--follow", action="store_true", help="print the log of worker 0 until the job ends")
     add("--wait", action="store_true", help="wait until the job ends: exit code 0 Completed, 1 Failed")
 
-    add = command("status", remote.print_status, "list the jobs, or describe one", _NAMESPACE)
+    add = command("status", remote.print_status, "list the jobs, or describe one", "-n --namespace")
     add("name", nargs="?", metavar="NAME")
     add("--watch", action="store_true", help="print again after each change")
 
-    add = command("logs", remote.print_logs, "print the output of workers", _NAMESPACE)
+    add = command("logs", remote.print_logs, "print the output of workers", "-n --namespace")
     add("name", metavar="NAME")
     add("--worker", type=int, default=0, metavar="K", help="the worker's number (0)")
     add("--all", action="store_true", help="all workers, with a name before each line")
     add("--follow", action="store_true", help="print new lines until the job ends")
     add("--previous", action="store_true", help="the output before the container's last restart")
 
-    add = command("delete", remote.delete_jobs, "delete jobs and their pods", _NAMESPACE)
+    add = command("delete", remote.delete_jobs, "delete jobs and their pods", "-n --namespace")
     add("names", nargs="+", metavar="NAME")
     add("--keep-pods", action="store_true", help="keep the pods, without an owner")
 
     summary = "run the IPUJobs of a cluster, until it is stopped"
-    add = command("operator", operator.run_operator, summary, _DEVICE)
+    add = command("operator", operator.run_operator, summary, "--device")
     where = commands.choices["operator"].add_mutually_exclusive_group()
     where.add_argument("--namespace", help="by default the kubeconfig's")
     where.add_argument("--all-namespaces", action="store_true")
@@ -141,35 +140,40 @@ def _make_parser() -> argparse.ArgumentParser:
 def check_files(arguments: argparse.Namespace) -> int:
     """Print a line for each valid job of the files; return 0. Raises: InputError, of all files together."""
     faults: list[str] = []
-    for file in arguments.files:
+
+    def collect(function: Callable[[Any], Any], argument: Any) -> Any:
         try:
-            documents = read_documents(file)
+            return function(argument)
         except InputError as error:
             faults.append(str(error))
-            continue
+            return None
+
+    for file in arguments.files:
+        documents = collect(read_documents, file) or ()
         for document in [each for each in documents if each.kind == "IPUJob"] or documents:
-            try:
-                job = load_job(document)
-            except InputError as error:
-                faults.append(str(error))
-                continue
-            print(
-                f"{file}: {job.name}: {pluralize(job.instances, 'instance')} of {pluralize(job.workers, 'worker')},"
-                f" in each worker {pluralize(job.replicas, 'replica')} of {pluralize(job.ipus_per_replica, 'ipu')},"
-                f" mode {job.mode}"
-            )
+            if job := collect(load_job, document):
+                print(
+                    f"{file}: {job.name}: {pluralize(job.instances, 'instance')} of"
+                    f" {pluralize(job.workers, 'worker')}, in each worker {pluralize(job.replicas, 'replica')} of"
+                    f" {pluralize(job.ipus_per_replica, 'ipu')}, mode {job.mode}"
+                )
     if faults:
-        raise InputError(faults)
+        raise InputError("\n".join(faults))
     return 0
+
+
+def _split_words(option: str, text: str, known: Sequence[str]) -> set[str]:
+    """Return the comma-separated words of an option. Raises: InputError, if one is not in `known`"""
+    words = set(filter(None, text.split(",")))
+    for word in sorted(words.difference(known)):
+        meant = did_you_mean(word, known)
+        raise InputError(f"ipujob: {option} {word}: only {', '.join(known)} are known{meant}")
+    return words
 
 
 def render_file(arguments: argparse.Namespace) -> int:
     """Print the objects of a file's jobs, and its documents of other kinds, as YAML; return 0."""
-    drops = set(filter(None, arguments.drop.split(",")))
-    if unknown := drops - {"resources", "security"}:
-        name = min(unknown)
-        meant = did_you_mean(name, ("resources", "security"))
-        raise InputError([f"ipujob: --drop {name}: only resources and security can be dropped{meant}"])
+    drops = _split_words("--drop", arguments.drop, DROPPABLE)
     printed: list[Any] = []
     for document in read_documents(arguments.file):
         if document.kind != "IPUJob":
@@ -181,14 +185,14 @@ def render_file(arguments: argparse.Namespace) -> int:
         try:
             objects, left_out = make_objects(job, arguments.way)
         except ValueError as error:
-            raise InputError([document.located_message(("spec", "restartPolicy"), str(error))]) from None
+            raise document.error([Fault("spec.restartPolicy", str(error))]) from None
         if namespace := document.value["metadata"].get("namespace"):
             for each in objects:
                 each["metadata"]["namespace"] = namespace
         printed += objects
         for text in left_out:
-            print(document.located_message((), f"warning: {text}"), file=sys.stderr)
-    print(_yaml_text(printed), end="")
+            print(document.located_message("", f"warning: {text}"), file=sys.stderr)
+    _print_yaml(printed)
     return 0
 
 
@@ -196,21 +200,17 @@ def run_file(arguments: argparse.Namespace) -> int:
     """Run a file's jobs here, one after another, until a job fails; return that job's exit code, else 0."""
     if not arguments.local:
         fix = "--local; or ipujob submit, which runs it in a cluster"
-        raise InputError([f"ipujob: run is for this machine\n  fix: {fix}"])
+        raise InputError(f"ipujob: run is for this machine\n  fix: {fix}")
     for _, folder in arguments.clone:
         if not Path(folder).is_dir():
-            raise InputError([f"ipujob: --clone: the folder {folder} doesn't exist"])
-    real = set(filter(None, arguments.real.split(",")))
-    if unknown := real - set(skipped_programs.ALL):
-        name, known = min(unknown), skipped_programs.ALL
-        meant = did_you_mean(name, known)
-        raise InputError([f"ipujob: --real {name}: only {', '.join(known)} have stand-ins{meant}"])
+            raise InputError(f"ipujob: --clone: the folder {folder} doesn't exist")
+    real = _split_words("--real", arguments.real, skipped_programs.ALL)
     variables, loaded = dict(arguments.env), []
     for document in read_documents(arguments.file):
         document = with_overrides(document, arguments.name, arguments.command)
         job = load_job(document, images=None)
         if faults := list(local.unsupported_fields(job, variables)):
-            raise InputError([document.located_message(*fault) for fault in faults])
+            raise document.error(faults)
         loaded.append((document, job))
     for document, job in loaded:  # all of the file is checked before the first job runs
         if not job.instances:
@@ -236,7 +236,7 @@ def print_operator(arguments: argparse.Namespace) -> int:
     """Print the objects that install the operator (with the CRD of IPUJobs) as YAML, and return 0."""
     text = resources.files("ipujob").joinpath("operator.yaml").read_text()
     words = {"NAMESPACE": arguments.namespace, "IMAGE": arguments.image, "DEVICE": arguments.device}
-    print(_yaml_text([crd(), *yaml.safe_load_all(Template(text).safe_substitute(words))]), end="")
+    _print_yaml([crd(), *yaml.safe_load_all(Template(text).safe_substitute(words))])
     return 0
 
 
@@ -246,13 +246,9 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
-    def represent_str(self, data: str) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+    def represent_scalar(self, tag: str, value: str, style: str | None = None) -> yaml.ScalarNode:
+        return super().represent_scalar(tag, value, "|" if "\n" in value else style)
 
 
-_Dumper.add_representer(str, _Dumper.represent_str)
-
-
-def _yaml_text(objects: Sequence[Any]) -> str:
-    """Return the text of a YAML file with these objects."""
-    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=10**6)
+def _print_yaml(objects: Sequence[Any]) -> None:
+    print(yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=10**6), end="")

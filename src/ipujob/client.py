@@ -10,12 +10,7 @@ from typing import Any
 
 from .pods import Object
 
-_API_PATHS = {  # by kind: the path of the API group, and the plural
-    "IPUJob": ("apis/graphcore.ai/v1alpha1", "ipujobs"),
-    "Pod": ("api/v1", "pods"),
-    "Service": ("api/v1", "services"),
-    "Event": ("api/v1", "events"),
-}
+_VERSIONS = {"IPUJob": "graphcore.ai/v1alpha1"}  # by kind; Kubernetes' own kinds have "v1"
 _TIMEOUT = 30  # seconds for an answer, except in watches and logs
 
 
@@ -63,14 +58,11 @@ class Cluster:
         """Return the objects of a kind that match the selectors, in one namespace or in all (None)."""
         params = {"labelSelector": labels, "fieldSelector": fields}
         found = self._call("GET", _kind_path(kind, namespace), params=params)
-        version = _API_PATHS[kind][0].partition("/")[2]
-        return [{"apiVersion": version, "kind": kind, **item} for item in found["items"]]
+        return [{"apiVersion": _VERSIONS.get(kind, "v1"), "kind": kind, **item} for item in found["items"]]
 
-    def watch(
-        self, kind: str, namespace: str | None = None, labels: str = "", seconds: int = 300
-    ) -> Iterator[str]:
-        """Yield a line of JSON for each object of a kind, then for each change, for up to `seconds`."""
-        params = {"watch": "1", "timeoutSeconds": str(seconds), "labelSelector": labels}
+    def watch(self, kind: str, namespace: str | None = None, labels: str = "") -> Iterator[str]:
+        """Yield a line of JSON for each object of a kind, then for each change, for up to five minutes."""
+        params = {"watch": "1", "timeoutSeconds": "300", "labelSelector": labels}
         with self._stream("GET", _kind_path(kind, namespace), params=params, timeout=self._forever) as answer:
             yield from answer.iter_lines()
 
@@ -138,8 +130,8 @@ def _refused_error(status: int, text: str) -> Refused:
 
 def _kind_path(kind: str, namespace: str | None) -> str:
     """Return the URL path of all objects of a kind, in one namespace or in all (None)."""
-    group, plural = _API_PATHS[kind]
-    return f"{group}/namespaces/{namespace}/{plural}" if namespace else f"{group}/{plural}"
+    api = f"apis/{_VERSIONS[kind]}" if kind in _VERSIONS else "api/v1"
+    return f"{api}/namespaces/{namespace}/{kind.lower()}s" if namespace else f"{api}/{kind.lower()}s"
 
 
 def _object_path(existing: Object) -> str:

@@ -2,26 +2,23 @@
 
 import copy
 import dataclasses
-import secrets
+import random
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from .pods import Object
-from .rules import Fault, Images, Job, KeyPath, job_warnings, parse
+from .rules import Fault, Images, Job, child_path, job_warnings, parse
 
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # an API server draws from the same letters for `generateName`
 
 
 class InputError(Exception):
     """An error that lists all faults in files, each as `FILE:LINE: message`, or in arguments."""
-
-    def __init__(self, lines: Sequence[str]) -> None:
-        super().__init__("\n".join(lines))
 
 
 @dataclass(frozen=True)
@@ -30,19 +27,22 @@ class Document:
 
     file: str
     value: Any
-    lines: dict[KeyPath, int] = field(repr=False)  # the line number of each node
-    faults: tuple[Fault, ...] = ()  # duplicate keys
+    lines: dict[str, int] = field(repr=False)  # the line number of each node, by its path
+    faults: list[Fault] = field(default_factory=list)  # duplicate keys
 
     @property
     def kind(self) -> str:
         return str(self.value.get("kind")) if isinstance(self.value, dict) else type(self.value).__name__
 
-    def located_message(self, path: KeyPath, message: str, fix: str = "") -> str:
+    def located_message(self, path: str, message: str, fix: str = "") -> str:
         """Return "FILE:LINE: message" and the fix. LINE is that of `path`, or of its nearest known parent."""
         while path not in self.lines:
-            path = path[:-1]
+            path = re.sub(r"(^|[.\[])[^.\[]*$", "", path)
         text = f"{self.file}:{self.lines[path]}: {message}"
         return f"{text}\n  fix: {fix}" if fix else text
+
+    def error(self, faults: Iterable[Fault]) -> InputError:
+        return InputError("\n".join(self.located_message(*fault) for fault in faults))
 
 
 def read_documents(file: str) -> list[Document]:
@@ -51,33 +51,30 @@ def read_documents(file: str) -> list[Document]:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it isn't text"
-        raise InputError([f"{file}: can't be read: {reason}"]) from None
-    loader = yaml.SafeLoader(text)
+        raise InputError(f"{file}: can't be read: {reason}") from None
     documents = []
     try:
-        while loader.check_node():
-            node = loader.get_node()
-            assert node is not None
-            lines: dict[KeyPath, int] = {}
-            duplicates = tuple(_collect_line_numbers(node, (), lines))
-            value = loader.construct_document(node)
+        for node in yaml.compose_all(text, yaml.SafeLoader):
+            lines: dict[str, int] = {}
+            duplicates = list(_collect_line_numbers(node, "", lines))
+            value = yaml.SafeLoader("").construct_document(node)
             if value is not None:
                 documents.append(Document(file, value, lines, duplicates))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
-        raise InputError([f"{file}:{line}: not YAML: {getattr(error, 'problem', None) or error}"]) from None
+        raise InputError(f"{file}:{line}: not YAML: {getattr(error, 'problem', None) or error}") from None
     if not documents:
-        raise InputError([f"{file}:1: the file is empty\n  fix: write an IPUJob into it"])
+        raise InputError(f"{file}:1: the file is empty\n  fix: write an IPUJob into it")
     return documents
 
 
-def _collect_line_numbers(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> Iterator[Fault]:
+def _collect_line_numbers(node: yaml.Node, path: str, lines: dict[str, int]) -> Iterator[Fault]:
     """Add the line number of each YAML node to `lines`, in place; yield a fault for each duplicate key."""
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            inner = (*path, str(key.value))
+            inner = child_path(path, str(key.value))
             if inner in lines and key.value != "<<":
                 message = f"{key.value} stands twice here, first on line {lines[inner]}"
                 yield Fault(inner, message, "keep one of them")
@@ -85,7 +82,7 @@ def _collect_line_numbers(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, i
             yield from _collect_line_numbers(value, inner, lines)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            yield from _collect_line_numbers(value, (*path, index), lines)
+            yield from _collect_line_numbers(value, child_path(path, index), lines)
 
 
 def load_job(document: Document, device: str = "cpu", images: Images | None = ()) -> Job:
@@ -93,33 +90,23 @@ def load_job(document: Document, device: str = "cpu", images: Images | None = ()
     `rules.parse`. Raises: InputError, with all faults of the document"""
     if not isinstance(document.value, dict):
         message = f"this is a {document.kind}, not an IPUJob"
-        raise InputError([document.located_message((), message, "kind: IPUJob")])
+        raise document.error([Fault("", message, "kind: IPUJob")])
     job, faults = parse(document.value, device, images)
-    faults = [*document.faults, *faults]
-    if faults or job is None:
-        raise InputError([document.located_message(*fault) for fault in faults])
+    if job is None or document.faults:
+        raise document.error(document.faults + faults)
     for path, text in job_warnings(job, document.value):
         print(document.located_message(path, f"warning: {text}"), file=sys.stderr)
     return job
 
 
-def with_job_name(value: Object, name: str | None = None) -> Object:
-    """Return an IPUJob with metadata.name set: to `name`, else its own, else its generateName with five
-    letters added. Without any of these, return the IPUJob unchanged."""
-    metadata = {**value["metadata"]}
-    start = metadata.pop("generateName", None)
-    if not (name or metadata.get("name") or start):
-        return value
-    drawn = "".join(secrets.choice(_LETTERS) for _ in range(5))
-    metadata["name"] = name or metadata.get("name") or start + drawn
-    return {**value, "metadata": metadata}
-
-
 def with_overrides(document: Document, name: str | None = None, command: str | None = None) -> Document:
-    """Return a document with a name (`with_job_name`), and with the bash script `command` in place of the commands
-    of worker and launcher; a malformed document is returned unchanged."""
+    """Return a document with metadata.name (`name`, else its own, else its generateName with five letters), and
+    the bash script `command` for worker and launcher; a malformed document is returned unchanged."""
+    value = copy.deepcopy(document.value)
     try:
-        value = with_job_name(copy.deepcopy(document.value), name)
+        metadata = value["metadata"]
+        start = metadata.pop("generateName", None)
+        metadata["name"] = name or metadata.get("name") or start + "".join(random.choices(_LETTERS, k=5))
         if command is not None:
             own = value["spec"]["workers"]["template"]["spec"]["containers"][0]
             own |= {"command": ["/bin/bash", "-c", command], "args": []}

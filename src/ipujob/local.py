@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import secrets
@@ -23,9 +24,8 @@ from .observe import observe
 from .pods import ATTEMPT, INSTANCE, PORT, Object
 from .rules import POD, Fault, Job
 
-_POLL = 0.05  # seconds between two checks of a job
-_POLL_END = 0.01  # seconds between two checks of processes that are being ended
-_FIELDS = r"metadata\.(name|namespace|labels\['.+'\])"
+_POLL = 0.02  # seconds between two checks of processes
+_FIELD = r"metadata\.(?:(name|namespace)|labels\['(.+)'\])"  # of a pod, in a fieldRef
 _IGNORED_FIELDS = ("nodeSelector", "affinity", "tolerations", "securityContext", "hostIPC", "initContainers")
 
 
@@ -74,10 +74,11 @@ class LocalJob:
         """Update the status of workers and job, and end and start workers as the operator would, or sleep. Return
         None while the job runs; at its end, the exit code (`run`)."""
         for worker in self.workers.values():
-            is_late = time.monotonic() > worker.deadline and worker.process.poll() is None
+            is_late = time.monotonic() > worker.deadline and worker.is_running()
             if is_late:
                 self._end_workers([worker])
-            worker.update_status(is_late)
+            if not worker.is_running():
+                worker.set_ended("DeadlineExceeded" if is_late else "")
         owned = [worker.pod for worker in self.workers.values()]
         decision = observe(self.value, [*owned, pods.headless_service(self.job)], datetime.now(UTC))
         self.status |= decision.status
@@ -99,16 +100,14 @@ class LocalJob:
         return None
 
     def _end_workers(self, workers: Sequence[Worker]) -> None:
-        """Send SIGTERM to workers. Kill their process groups when all have ended, after the longest grace
-        period, or when this process receives a second signal."""
+        """Send SIGTERM to workers; kill their process groups when all have ended, after the longest grace period,
+        or when this process receives a second signal."""
         for worker in workers:
             worker.signal(signal.SIGTERM)
-        grace = [worker.pod["spec"]["terminationGracePeriodSeconds"] for worker in workers]
-        deadline = time.monotonic() + max(grace, default=0)
-        while any(worker.process.poll() is None for worker in workers) and len(self.signals) < 2:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(_POLL_END)
+        grace = max((worker.pod["spec"]["terminationGracePeriodSeconds"] for worker in workers), default=0)
+        deadline = time.monotonic() + grace
+        while any(map(Worker.is_running, workers)) and len(self.signals) < 2 and time.monotonic() < deadline:
+            time.sleep(_POLL)
         for worker in workers:
             worker.kill()
 
@@ -140,22 +139,25 @@ class Worker:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._set_status("Running", {"running": {}})
+        self.pod["status"] = {"phase": "Running"}
         prefix = f"[{name}] ".encode() if run.job.instances * run.job.workers > 1 else b""
         copying = (run.folder / f"{name}.log", prefix)
         self._reader = threading.Thread(target=self._copy_output, args=copying, daemon=True)
         self._reader.start()
 
-    def update_status(self, is_late: bool) -> None:
-        """If the worker's process has ended (`is_late`: at its time limit), set the pod's status."""
-        code = self.process.poll()
-        if code is None or pods.phase(self.pod) != "Running":
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def set_ended(self, reason: str) -> None:
+        """Set the status of the pod, of which the process has ended, as a cluster does (once)."""
+        if pods.phase(self.pod) != "Running":
             return
         self.kill()  # as a container, in which all processes end with the first
+        code = self.process.returncode
         ended = {"exitCode": 128 - code if code < 0 else code, "finishedAt": datetime.now(UTC).isoformat()}
-        self._set_status("Failed" if code or is_late else "Succeeded", {"terminated": ended})
-        if is_late:
-            self.pod["status"]["reason"] = "DeadlineExceeded"
+        container = {"name": self.pod["spec"]["containers"][0]["name"], "state": {"terminated": ended}}
+        phase = "Failed" if code or reason else "Succeeded"
+        self.pod["status"] = {"phase": phase, "reason": reason, "containerStatuses": [container]}
 
     def kill(self) -> None:
         """Kill the worker's process group; wait for its process, and up to 2 s until its output is copied."""
@@ -167,26 +169,17 @@ class Worker:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
-    def _set_status(self, phase: str, state: Object) -> None:
-        """Set the pod's status to a phase and a container state."""
-        name = self.pod["spec"]["containers"][0]["name"]
-        self.pod["status"] = {"phase": phase, "containerStatuses": [{"name": name, "state": state}]}
-
     def _copy_output(self, file: Path, prefix: bytes) -> None:
         """Copy the worker's output to the log `file`, and to the terminal with `prefix` before each line."""
         pipe, terminal = self.process.stdout, sys.stdout.buffer
-        assert pipe is not None
-        terminal_is_open = True
+        assert isinstance(pipe, io.BufferedReader)
         with file.open("ab", buffering=0) as log:
-            while said := pipe.readline() if prefix else pipe.read1():  # pyright: ignore
+            while said := pipe.readline() if prefix else pipe.read1():
                 log.write(said)
                 end = b"\n" if prefix and not said.endswith(b"\n") else b""
-                try:
-                    if terminal_is_open:
-                        terminal.write(prefix + said + end)
-                        terminal.flush()
-                except OSError:  # `ipujob run ... | head`: the worker must not block on a full pipe
-                    terminal_is_open = False
+                with suppress(OSError):  # `ipujob run ... | head`: the worker must not block on a full pipe
+                    terminal.write(prefix + said + end)
+                    terminal.flush()
 
 
 def _worker_variables(
@@ -198,11 +191,8 @@ def _worker_variables(
     metadata = pod["metadata"]
     for variable in pod["spec"]["containers"][0]["env"]:
         name, text = variable["name"], str(variable.get("value") or "")
-        path = ((variable.get("valueFrom") or {}).get("fieldRef") or {}).get("fieldPath", "")
-        if label := re.fullmatch(r"metadata\.labels\['(.+)'\]", path):
-            text = metadata["labels"].get(label[1], "")
-        elif path:
-            text = metadata[path.removeprefix("metadata.")]
+        if field := re.fullmatch(_FIELD, _field_path(variable)):
+            text = metadata[field[1]] if field[1] else metadata["labels"].get(field[2], "")
         else:
             text = _expand_variables(here.get((name, text), text), environment)
         environment.setdefault(name, text)
@@ -214,23 +204,28 @@ def _expand_variables(text: str, known: Mapping[str, str]) -> str:
     return re.sub(r"\$\$|\$\(([^)]*)\)", lambda m: "$" if m[0] == "$$" else known.get(m[1], m[0]), text)
 
 
+def _field_path(variable: Object) -> str:
+    """Return the field of the pod that a variable's value comes from; "", if it comes from none."""
+    return ((variable.get("valueFrom") or {}).get("fieldRef") or {}).get("fieldPath", "")
+
+
 def unsupported_fields(job: Job, overrides: Mapping[str, str]) -> Iterator[Fault]:
     """Yield a fault for each field of a job that can't be kept here."""
-    path, container = (*POD, "containers", 0), job.container
+    path, container = f"{POD}.containers[0]", job.container
     if container.get("envFrom") and not overrides:
         message = "variables of a ConfigMap or Secret can't be had here"
-        yield Fault((*path, "envFrom"), message, "--env NAME=VALUE")
+        yield Fault(f"{path}.envFrom", message, "--env NAME=VALUE")
     for index, variable in enumerate(container.get("env", [])):
-        name, source = variable["name"], variable.get("valueFrom") or {}
-        field = (source.get("fieldRef") or {}).get("fieldPath", "")
-        if source and name not in overrides and not re.fullmatch(_FIELDS, field):
+        name, source = variable["name"], variable.get("valueFrom")
+        if source and name not in overrides and not re.fullmatch(_FIELD, _field_path(variable)):
             message = f"the value of {name} comes from {', '.join(source)} and can't be had here"
-            yield Fault((*path, "env", index), message, f"--env {name}=VALUE")
+            yield Fault(f"{path}.env[{index}]", message, f"--env {name}=VALUE")
     for index, mount in enumerate(container.get("volumeMounts", [])):
         where = mount.get("mountPath", "")
         if where.rstrip("/") != "/dev/shm" and not Path(where).exists():
             message = f"volume {mount.get('name')} is mounted at {where}, which doesn't exist here"
-            yield Fault((*path, "volumeMounts", index), message, f"mkdir -p {where}, or take the mount out")
+            fix = f"mkdir -p {where}, or take the mount out"
+            yield Fault(f"{path}.volumeMounts[{index}]", message, fix)
     if not (container.get("command") or job.launcher_command or job.ttl):
         yield Fault(path, "an image's own command can't be run here", "--command TEXT")
 

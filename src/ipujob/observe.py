@@ -34,8 +34,8 @@ class Decision:
     """The actions for a job, in this order: write the status, then delete, then create."""
 
     status: Object  # a merge patch; empty: nothing has changed
-    delete: tuple[Object, ...] = ()
-    create: tuple[Object, ...] = ()
+    delete: Sequence[Object] = ()
+    create: Sequence[Object] = ()
 
 
 def utc_stamp(time: datetime) -> str:
@@ -53,11 +53,11 @@ def observe(
 ) -> Decision:
     """Return the next actions for a job with the objects `owned`; an empty `Decision`, if the job is being deleted.
     `refusal`: the API server's message, if it refused to create an object; `device`, `images`: as in `rules.parse`"""
+    if is_terminating(value):
+        return Decision({})
     old = value.get("status") or {}
     own_pods = [each for each in owned if each["kind"] == "Pod"]
     services = [each for each in owned if each["kind"] == "Service"]
-    if value["metadata"].get("deletionTimestamp"):
-        return Decision({})
     job, faults = parse(value, device, images)
     if old.get("completionTime"):
         return _observe_ended_job(value, job, own_pods, services, now)
@@ -78,18 +78,15 @@ def observe(
         "Failed": message if word == "Failed" else "",
         "Invalid": "",
     }
-    ended = Counter(phase(pod) for pod in remaining if phase(pod) in ENDED)
+    phases = Counter(map(phase, remaining))
+    ended = {"succeeded": phases["Succeeded"], "failed": phases["Failed"]}
     status = {
         "launcherStatus": word,
         "currentReplicas": states["Running"] + states["Restarting"] + states["Lost"],
         "desiredReplicas": job.instances,
         "lastMessage": refusal if refusal and create else message,
         "restartCount": restarts,
-        "workersStatus": {
-            "active": len(remaining) - ended.total(),
-            "succeeded": ended["Succeeded"],
-            "failed": ended["Failed"],
-        },
+        "workersStatus": {"active": len(remaining) - sum(ended.values()), **ended},
         "iPUPartitionCreated": bool(remaining) or old.get("iPUPartitionCreated", False),
         "instances": instances,
         "conditions": _updated_conditions(old, conditions, now),
@@ -101,25 +98,25 @@ def observe(
         gone += [pod for pod in remaining if _should_delete(job, pod)] + services
     elif job.has_service and not services and job.instances:
         create.insert(0, pods.headless_service(job))
-    owned = tuple(pods.with_owner(each, value) for each in create)
-    return Decision(_status_patch(old, status, now), tuple(gone), owned)
+    create = [pods.with_owner(each, value) for each in create]
+    return Decision(_status_patch(old, status, now), gone, create)
 
 
 def _observe_ended_job(
     value: Object, job: Job | None, own_pods: Sequence[Object], services: Sequence[Object], now: datetime
 ) -> Decision:
-    """Return the actions for an ended job: delete its Service, pods that still run or that cleanPodPolicy
-    names, and after its time to live the IPUJob; set the condition Invalid if instances were added."""
+    """Return the actions for an ended job: what is left is deleted; added instances make it Invalid."""
     old = value["status"]
     new, had = value["spec"].get("jobInstances", 0), old.get("desiredReplicas", 0)
     message = f"the job has ended with {had} instances: create a new one for {new}" if new > had else ""
-    delete = [pod for pod in own_pods if phase(pod) not in ENDED or (job and _should_delete(job, pod))]
-    delete = [*(pod for pod in delete if not is_terminating(pod)), *services]
+    remaining = [pod for pod in own_pods if not is_terminating(pod)]
+    delete = [pod for pod in remaining if phase(pod) not in ENDED or (job and _should_delete(job, pod))]
+    delete += services
     if job and job.seconds_kept is not None:
         end = datetime.fromisoformat(old["completionTime"]) + timedelta(seconds=job.seconds_kept)
         delete += [value] if now >= end else []
     status = {"conditions": _updated_conditions(old, {"Invalid": message}, now)}
-    return Decision(_status_patch(old, status, now), tuple(delete))
+    return Decision(_status_patch(old, status, now), delete)
 
 
 def _spec_change_error(value: Object, own_pods: Sequence[Object]) -> str:
@@ -152,22 +149,15 @@ def _status_and_message(
 
 
 def _updated_conditions(old: Object, messages: Mapping[str, str], now: datetime) -> list[Object]:
-    """Return the conditions of the status `old`, updated by a message for each type: "" means "False", or
-    missing if the condition was never "True"."""
+    """Return the conditions of the status `old`, updated by a message for each type: "" means "False"."""
     conditions = {condition["type"]: condition for condition in old.get("conditions") or []}
     for kind, message in messages.items():
-        before = conditions.get(kind, {})
-        new = {
-            "type": kind,
-            "status": "True" if message else "False",
-            "reason": _REASONS[kind],
-            "message": message or "no longer",  # some API servers treat an empty string as a missing field
-        }
+        before, time = conditions.get(kind, {}), utc_stamp(now)
+        # Some API servers treat an empty string as a missing field.
+        new = {"status": str(bool(message)), "reason": _REASONS[kind], "message": message or "no longer"}
         if (before or message) and before != {**before, **new}:
-            is_same = before.get("status") == new["status"]
-            since = before.get("lastTransitionTime") if is_same else None
-            time = utc_stamp(now)
-            conditions[kind] = new | {"lastUpdateTime": time, "lastTransitionTime": since or time}
+            since = before["lastTransitionTime"] if before.get("status") == new["status"] else time
+            conditions[kind] = {"type": kind, **new, "lastUpdateTime": time, "lastTransitionTime": since}
     return list(conditions.values())
 
 

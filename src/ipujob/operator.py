@@ -34,11 +34,11 @@ _HINTS = {  # by a part of the API server's message in small letters, the annota
 
 
 class RefusedCreation(NamedTuple):
-    """A creation that the API server refused."""
+    """A creation that the API server refused: it is tried again after `delay` seconds, at the time `until`."""
 
     message: str
-    delay: float  # seconds from the refusal to the next try
-    until: float  # the time of the next try
+    delay: float
+    until: float
 
 
 @dataclass
@@ -90,19 +90,13 @@ class Operator:
             self._report_change(job, decision.status, utc_stamp(now))
         for each in decision.delete:
             self._log(job, f"delete {each['kind']} {each['metadata']['name']}")
-            try:
-                self.cluster.delete(each)
-            except Refused as error:
-                if error.status not in (404, 409):  # deleted, or a new object with that name
-                    raise
+            self.cluster.delete(each)  # 404, 409 (gone, or a new object has its name): the next round sees it
         for each in create:
             name = each["metadata"]["name"]
             self._log(job, f"create {each['kind']} {name}")
             try:
                 self.cluster.create(each)
             except Refused as error:
-                if error.status == 409 and each["kind"] == "Service":
-                    continue
                 hint = next((hint for mark, hint in _HINTS.items() if mark in str(error).lower()), "")
                 message = f"creating {name} was refused: {error}{hint}"
                 delay = min(refusal.delay * 2, _LONGEST_DELAY) if refusal else 1.0

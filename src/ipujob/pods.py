@@ -17,8 +17,8 @@ _MAX_CORES = 16  # the most cores requested for a worker, if the template reques
 _GRACE = 30  # seconds from SIGTERM to SIGKILL, if the template sets none
 _SHM = "/dev/shm"
 ENDED = ("Succeeded", "Failed")
-_DISRUPTIONS = {"Evicted", "Preempting", "NodeLost", "Shutdown", "NodeShutdown", "Terminated", "NodeAffinity"}
-_DISRUPTIONS |= {"UnexpectedAdmissionError"}
+_DISRUPTIONS = ("Evicted", "Preempting", "NodeLost", "Shutdown", "NodeShutdown", "Terminated", "NodeAffinity")
+_REFUSALS_BY_NODE = ("UnexpectedAdmissionError", "OutOf")  # OutOfcpu, OutOfmemory, ...: the node is full
 
 Object = dict[str, Any]
 
@@ -82,8 +82,7 @@ def _command_fields(job: Job) -> dict[str, list[str]]:
 
 
 def _environment(job: Job, instance: int, variables: Mapping[str, str | Object]) -> list[Object]:
-    """Return the environment of an instance's workers: Pando's variables, then those of the file, which can
-    refer to Pando's as $(NAME), or replace them."""
+    """Return the variables of an instance's workers; those of the file can refer to Pando's, or replace them."""
     partition = f"p-{job.name}-{job.namespace}-{instance}"
     added = {"IPUOF_VIPU_API_PARTITION_ID": partition, **variables}
     if job.mode == "single":  # the worker connects to no other
@@ -115,26 +114,28 @@ def _resources(job: Job, given: Object) -> Object:
 
 def headless_service(job: Job) -> Object:
     """Return the headless Service that gives each worker a host name, also before the worker is ready."""
-    spec = {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": True,
-        "selector": {JOB: job.name},
-        "ports": [{"name": "rendezvous", "port": PORT}],
-    }
-    metadata = {"name": job.name, "labels": {JOB: job.name}}
+    label = {JOB: job.name}
+    ports = [{"name": "rendezvous", "port": PORT}]
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": label, "ports": ports}
+    metadata = {"name": job.name, "labels": label}
     return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}
 
 
 def with_owner(new: Object, owner: Object) -> Object:
-    """Return a copy of an object with the namespace of the IPUJob `owner`, a reference to it as the owner,
-    and the hashes of its spec."""
-    named = {key: owner["metadata"][key] for key in ("name", "uid")}
-    kind = {key: owner[key] for key in ("apiVersion", "kind")}
-    reference = {**kind, **named, "controller": True, "blockOwnerDeletion": False}
-    annotations = {**(new["metadata"].get("annotations") or {}), SPEC: json.dumps(field_hashes(owner))}
-    namespace = owner["metadata"].get("namespace", "default")
-    added = {"namespace": namespace, "annotations": annotations, "ownerReferences": [reference]}
-    return {**new, "metadata": {**new["metadata"], **added}}
+    """Return a copy of an object that belongs to the IPUJob `owner`, with the hashes of the owner's spec."""
+    mine = owner["metadata"]
+    reference = {
+        "apiVersion": owner["apiVersion"],
+        "kind": owner["kind"],
+        "name": mine["name"],
+        "uid": mine["uid"],
+    }
+    added = {
+        "namespace": mine.get("namespace", "default"),
+        "annotations": {**new["metadata"].get("annotations", {}), SPEC: json.dumps(field_hashes(owner))},
+        "ownerReferences": [{**reference, "controller": True, "blockOwnerDeletion": False}],
+    }
+    return {**new, "metadata": new["metadata"] | added}
 
 
 def field_hashes(owner: Object) -> dict[str, str]:
@@ -193,19 +194,15 @@ def pending_reason(pods: Sequence[Object]) -> str:
 
 def first_failed_pod(pods: Sequence[Object]) -> Object | None:
     """Return the pod that failed first (at the same time: the lowest worker); None, if no pod has failed."""
-    failed = (pod for pod in pods if phase(pod) == "Failed")
-    return min(
-        failed,
-        key=lambda pod: (_terminated_state(pod).get("finishedAt") or "9999", int_label(pod, WORKER)),
-        default=None,
-    )
+    failed = [pod for pod in pods if phase(pod) == "Failed"]
+    failed.sort(key=lambda pod: int_label(pod, WORKER))
+    return min(failed, key=lambda pod: _terminated_state(pod).get("finishedAt") or "9999", default=None)
 
 
 def was_disrupted(pod: Object) -> bool:
     """Return whether the cluster ended a pod (by eviction, for example), and not its program."""
     reason = pod["status"].get("reason") or ""
-    # OutOfcpu, OutOfmemory, ...: the node was full when the pod arrived.
-    by_reason = reason in _DISRUPTIONS or reason.startswith("OutOf")
+    by_reason = reason in _DISRUPTIONS or reason.startswith(_REFUSALS_BY_NODE)
     return by_reason or _condition(pod, "DisruptionTarget")["status"] == "True"
 
 

@@ -162,8 +162,8 @@ def print_logs(arguments: argparse.Namespace) -> int:
             thread.join()  # one log after the other
     for thread in threads:
         thread.join()
-    if errors:
-        raise errors[0]
+    for error in errors:
+        raise error
     return 0
 
 

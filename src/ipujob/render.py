@@ -27,8 +27,7 @@ def render(job: Job, way: str = "job") -> tuple[list[Object], list[str]]:
 
 
 def _check_renderable(job: Job, way: str) -> None:
-    """Raise a ValueError if a host name would be too long, or if an Indexed Job (`way` "job") would have to
-    restart several workers together."""
+    """Raise a ValueError if a host name is too long, or an Indexed Job would have to restart several workers."""
     if way == "job" and job.workers > 1 and job.restart_policy != "Never":
         raise ValueError(
             f"a Job can't restart {job.workers} workers as one, and restartPolicy is {job.restart_policy}\n"
@@ -42,13 +41,14 @@ def _check_renderable(job: Job, way: str) -> None:
 
 def _render_warnings(job: Job, way: str) -> Iterator[str]:
     """Yield a warning for each field of a job that has no effect in the objects of kind `way`."""
+    restarts = job.restart_policy != "Never"
     if job.clean_policy != "None":
         yield f"cleanPodPolicy {job.clean_policy} needs the operator: these pods stay, or go by {TTL}"
-    if way != "pod" and job.restart_policy == "Always":
-        yield "restartPolicy Always needs the operator: what succeeded is not run again"
-    if way == "pod" and job.restart_policy != "Never":
+    if way == "pod" and restarts:
         yield f"restartPolicy {job.restart_policy} needs the operator: bare pods are not started again"
-    if way == "job" and job.restart_policy != "Never":
+    elif job.restart_policy == "Always":
+        yield "restartPolicy Always needs the operator: what succeeded is not run again"
+    if way == "job" and restarts:
         yield "PANDO_RESTARTS is not set: a Job's pods can't read how often they were started"
     if way == "pod" and job.seconds_kept is not None:
         yield f"{TTL} needs the operator, or --as job: bare pods stay"
@@ -60,11 +60,10 @@ def _instance_name(job: Job, instance: int) -> str:
 
 
 def _kubernetes_object(job: Job, instance: int, api: str, kind: str, name: str, spec: Object) -> Object:
-    """Return an object for an instance; set its time to live in `spec`, in place."""
+    """Return an object for an instance, with a time to live in its spec."""
     metadata = {"name": name, "labels": {JOB: job.name, INSTANCE: str(instance)}}
-    if job.seconds_kept is not None:
-        spec["ttlSecondsAfterFinished"] = job.seconds_kept
-    return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": spec}
+    ttl = {} if job.seconds_kept is None else {"ttlSecondsAfterFinished": job.seconds_kept}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": spec | ttl}
 
 
 def _indexed_job(job: Job, instance: int) -> Object:

@@ -16,17 +16,16 @@ from popengine.errors import did_you_mean
 MAX_HOST = 63  # characters of a host name
 _MAX_NAME = 50  # characters; pods are called NAME-worker-K
 _IMAGE, TTL = "pando/image", "pando/ttl-seconds-after-finished"
-_KEEP = {"type": "string", "enum": ["keep", "drop"]}
+DROPPABLE = ("resources", "security")
 _ANNOTATIONS = {
     "pando/device": {"type": "string", "enum": ["cpu", "cuda"]},
     "pando/ipus-per-gpu": {"type": "string", "pattern": "^[1-9][0-9]{0,3}$"},
-    "pando/resources": _KEEP,
-    "pando/security": _KEEP,
+    **{f"pando/{word}": {"type": "string", "enum": ["keep", "drop"]} for word in DROPPABLE},
     _IMAGE: {"type": "string", "pattern": r"^\S+$"},
     TTL: {"type": "string", "pattern": "^[0-9]{1,9}$"},
 }
 _MPI_LAUNCHERS = ("mpirun", "mpiexec", "horovodrun")
-POD = ("spec", "workers", "template", "spec")
+POD = "spec.workers.template.spec"
 _NO_TEMPLATE = {"spec": {"containers": [{"image": "", "command": ["true"]}]}}
 
 Images = Sequence[tuple[str, str]]  # (pattern, image): the first match replaces the template's image
@@ -46,7 +45,7 @@ class Job:
     image: str = ""  # of the worker; empty, if it is not used
     device: str = "cpu"  # or cuda
     ipus_per_gpu: int = 1
-    dropped: tuple[str, ...] = ()  # of "resources", "security": fields of the template that pods don't get
+    dropped: tuple[str, ...] = ()  # of DROPPABLE: fields of the template that pods don't get
     mode: str = "single"  # or joined (poprun runs the command), launched (the launcher's command runs)
     launcher_command: tuple[str, ...] = ()
     launcher_env: tuple[dict[str, Any], ...] = ()
@@ -80,15 +79,17 @@ def pluralize(number: int, word: str) -> str:
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
-KeyPath = tuple[str | int, ...]  # of a value in a document: keys and indices, from the top
-
-
 class Fault(NamedTuple):
     """An error in a document."""
 
-    path: KeyPath  # of the faulty value
+    path: str  # of the faulty value, as `child_path` makes it
     message: str
     fix: str = ""  # "": none is known
+
+
+def child_path(path: str, key: str | int) -> str:
+    """Return the path of an item of the value at `path`: "spec.workers", "spec.launcher.command[0]"."""
+    return f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}".lstrip(".")
 
 
 def parse(
@@ -98,16 +99,16 @@ def parse(
     names one; `images`: replacements of the template's image (None: no image is used)"""
     if value.get("kind") != "IPUJob":
         fix = "kind: IPUJob; ipujob render passes other kinds through"
-        return None, [Fault(("kind",), f"kind {value.get('kind')} isn't an IPUJob", fix)]
+        return None, [Fault("kind", f"kind {value.get('kind')} isn't an IPUJob", fix)]
     faults: list[Fault] = []
     # The rules between fields are checked on the valid fields, so that all faults are found at once.
-    valid = _drop_invalid(value, _schema(), (), faults)
+    valid = _drop_invalid(value, _schema(), "", faults)
     given, metadata, spec = value.get("metadata"), valid.get("metadata", {}), valid.get("spec", {})
     if isinstance(given, dict) and not (given.get("name") or given.get("generateName")):
         fix = "give it metadata.name, or metadata.generateName"
-        faults.append(Fault(("metadata",), "the job has no name", fix))
+        faults.append(Fault("metadata", "the job has no name", fix))
     job = _to_job(metadata, spec, device, images)
-    faults += _check_job(job, metadata, spec)
+    faults += [*_check_job(job, metadata, spec), *_check_name(job, metadata)]
     return (None, faults) if faults else (job, [])
 
 
@@ -134,9 +135,7 @@ def _to_job(metadata: Mapping[str, Any], spec: Mapping[str, Any], device: str, i
         image="" if images is None else annotations.get(_IMAGE) or next(matching, written),
         device=annotations.get("pando/device", device),
         ipus_per_gpu=int(annotations.get("pando/ipus-per-gpu", 1)),
-        dropped=tuple(
-            word for word in ("resources", "security") if annotations.get(f"pando/{word}") == "drop"
-        ),
+        dropped=tuple(word for word in DROPPABLE if annotations.get(f"pando/{word}") == "drop"),
         mode="launched" if launcher else "joined" if workers > 1 else "single",
         launcher_command=tuple(launcher.get("command", ())),
         launcher_env=tuple(launcher.get("env", ())),
@@ -160,69 +159,63 @@ def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -
     """Yield a fault for each broken rule between fields, and for each unknown annotation of Pando."""
     for key in metadata.get("annotations", {}):
         if str(key).startswith("pando/") and key not in _ANNOTATIONS:
-            path = ("metadata", "annotations", key)
-            meant = did_you_mean(str(key), _ANNOTATIONS)
-            yield Fault(path, f"annotation {key} is unknown{meant}", f"one of {', '.join(_ANNOTATIONS)}")
-    yield from _check_name(job, "name" if metadata.get("name") else "generateName")
-    other = spec.get("workersPerJobInstance")
+            message = f"annotation {key} is unknown{did_you_mean(str(key), _ANNOTATIONS)}"
+            yield Fault(f"metadata.annotations.{key}", message, f"one of {', '.join(_ANNOTATIONS)}")
+    other, shares = spec.get("workersPerJobInstance"), job.workers * job.replicas
     if other and job.workers != int(other):
         message = f"workers.replicas {job.workers} and workersPerJobInstance {other} differ"
-        yield Fault(("spec", "workers", "replicas"), message, "keep one of them")
-    elif job.ipus % (job.workers * job.replicas):
+        yield Fault("spec.workers.replicas", message, "keep one of them")
+    elif job.ipus % shares:
         over = f"{pluralize(job.workers, 'worker')} with {pluralize(job.replicas, 'replica')} each"
         message = f"ipusPerJobInstance {job.ipus} can't be shared out over {over}"
-        fix = f"a multiple of {job.workers * job.replicas}"
-        yield Fault(("spec", "ipusPerJobInstance"), message, fix)
+        yield Fault("spec.ipusPerJobInstance", message, f"a multiple of {shares}")
     if job.restart_policy == "ExitCode" and not spec["restartPolicy"].get("exitCodes"):
         fix = "exitCodes: 1,3-5 names those that mean restart"
-        yield Fault(("spec", "restartPolicy"), "restartPolicy ExitCode needs exitCodes", fix)
+        yield Fault("spec.restartPolicy", "restartPolicy ExitCode needs exitCodes", fix)
     if job.ttl is not None and job.restart_policy != "Never":
-        yield Fault(("spec", "interactive"), "an interactive job isn't restarted", "take restartPolicy out")
+        yield Fault("spec.interactive", "an interactive job isn't restarted", "take restartPolicy out")
     if job.launcher_command and job.launcher_command[0].rpartition("/")[2] in _MPI_LAUNCHERS:
         message = "there is no MPI here: write poprun --num-instances N --num-replicas R ..."
         fix = f"poprun in place of {job.launcher_command[0]}: every worker runs it, and it starts its worker's share"
-        yield Fault(("spec", "launcher", "command", 0), message, fix)
+        yield Fault("spec.launcher.command[0]", message, fix)
     if job.mode == "joined" and not job.container.get("command") and job.ttl is None:
         message = "several workers need a command in their template: an image's own can't be put under poprun"
-        yield Fault((*POD, "containers", 0), message, "write the container's command")
+        yield Fault(f"{POD}.containers[0]", message, "write the container's command")
 
 
-def _check_name(job: Job, named: str) -> Iterator[Fault]:
-    """Yield a fault if the job's name (field `named`) can't be in the names of its pods and Service."""
-    path, name, said = ("metadata", named), job.name, f'name "{job.name}"'
-    if named == "generateName":  # an API server adds five letters
-        name, said = name + "bcdfg", f"{said} with five letters added"
+def _check_name(job: Job, metadata: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield a fault if the job's name can't be in the names of its pods and Service."""
+    path, name, said = "metadata.name", job.name, f'name "{job.name}"'
+    if not metadata.get("name"):  # an API server adds five letters to generateName
+        path, name, said = "metadata.generateName", name + "bcdfg", f"{said} with five letters added"
     last = f"{name}-worker-{max(job.instances * job.workers - 1, 0)}"
     if len(name) > _MAX_NAME or len(last) > MAX_HOST:
         message = f"{said} has {len(name)} characters: pods are called NAME-worker-0, and a host name holds {MAX_HOST}"
         yield Fault(path, message, f"at most {_MAX_NAME} characters")
     elif not re.fullmatch("[a-z0-9]([-a-z0-9]*[a-z0-9])?", name):
-        yield Fault(
-            path, f"{said} can't be a host's", "small letters, digits and dashes, no dash at the ends"
-        )
+        fix = "small letters, digits and dashes, no dash at the ends"
+        yield Fault(path, f"{said} can't be a host's", fix)
     elif job.has_service and not name[0].isalpha():
         yield Fault(path, f"{said} must begin with a letter: a Service bears it", "begin with a letter")
 
 
-def job_warnings(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+def job_warnings(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (path, warning) for each field of an IPUJob that has no effect here, or should be changed."""
-    spec, ipus = value["spec"], job.ipus
-    if ipus & (ipus - 1) or ipus > 64:
-        message = f"{ipus} ipus are no power of two up to 64: IPUs would not run this"
-        yield ("spec", "ipusPerJobInstance"), message
+    spec, ipus, restarts = value["spec"], job.ipus, job.restart_policy
     policy = job.template["spec"].get("restartPolicy", "Never")
+    if ipus & (ipus - 1) or ipus > 64:
+        yield "spec.ipusPerJobInstance", f"{ipus} ipus are no power of two up to 64: IPUs would not run this"
     if policy != "Never":
-        message = f"the template's restartPolicy {policy} is not used: the job's own is {job.restart_policy}"
-        yield (*POD, "restartPolicy"), message
+        message = f"the template's restartPolicy {policy} is not used: the job's own is {restarts}"
+        yield f"{POD}.restartPolicy", message
     if spec["workers"].get("strategy"):
-        yield ("spec", "workers", "strategy"), "workers.strategy has no effect: pods of a job don't change"
-    if job.restart_policy != "ExitCode" and (spec.get("restartPolicy") or {}).get("exitCodes"):
-        message = f"exitCodes have no effect with restartPolicy {job.restart_policy}"
-        yield ("spec", "restartPolicy", "exitCodes"), message
+        yield "spec.workers.strategy", "workers.strategy has no effect: pods of a job don't change"
+    if job.exit_codes and restarts != "ExitCode":
+        yield "spec.restartPolicy.exitCodes", f"exitCodes have no effect with restartPolicy {restarts}"
     if job.image.startswith(("graphcore/", "docker.io/graphcore/")):
         fix = f"name one with Pando by {_IMAGE} or --image"
         message = f"image {job.image} holds Graphcore's PopTorch, which looks for IPUs: {fix}"
-        yield (*POD, "containers", 0, "image"), message
+        yield f"{POD}.containers[0].image", message
 
 
 # ---- the schema ----------------------------------------------------------------------------------------------------
@@ -255,60 +248,52 @@ def _schema() -> dict[str, Any]:
     return {"type": "object", "required": ["apiVersion", "metadata", "spec"], "properties": properties}
 
 
-def _drop_invalid(value: Any, schema: dict[str, Any], path: KeyPath, faults: list[Fault]) -> Any:
+def _drop_invalid(value: Any, schema: dict[str, Any], path: str, faults: list[Fault]) -> Any:
     """Return a copy of a value without its null and invalid fields; None, if the value itself is invalid. Append
     the `faults`: fields that an API server would refuse or drop."""
     before, kind = len(faults), schema.get("type")
-    if wrong := _schema_violation(value, schema):
-        message, fix = wrong
-        faults.append(Fault(path, f"{_path_text(path)} {message}", fix))
+    if message := _schema_violation(value, schema):
+        fix = "write it in quotes" if kind == "string" and isinstance(value, (int, float)) else ""
+        faults.append(Fault(path, f"{path} {message}", fix))
         return None
     if kind == "array":
-        items = [
-            _drop_invalid(item, schema["items"], (*path, index), faults) for index, item in enumerate(value)
-        ]
+        inner = schema["items"]
+        items = [_drop_invalid(each, inner, child_path(path, k), faults) for k, each in enumerate(value)]
         return items if len(faults) == before else None
     if kind != "object":
         return value
     missing = [key for key in schema.get("required", ()) if value.get(key) is None]
-    faults += [Fault(path, f"{_path_text((*path, key))} is missing") for key in missing]
+    faults += [Fault(path, f"{child_path(path, key)} is missing") for key in missing]
     known, others = schema.get("properties", {}), schema.get("additionalProperties")
     valid = {}
     for key, item in value.items():
-        inner, allowed = (*path, str(key)), known.get(key, others)
+        inner, allowed = child_path(path, str(key)), known.get(key, others)
         if allowed is None and schema.get(_OPEN):
             valid[key] = item
         elif allowed is None:
             fix, meant = "remove it: a cluster would ignore it", did_you_mean(str(key), known)
             if key in _RENAMED:
                 fix, meant = "use modelReplicasPerWorker, ipusPerJobInstance", ""
-            faults.append(Fault(inner, f"{_path_text(inner)} is not a field of an IPUJob{meant}", fix))
+            faults.append(Fault(inner, f"{inner} is not a field of an IPUJob{meant}", fix))
         elif item is not None and (part := _drop_invalid(item, allowed, inner, faults)) is not None:
             valid[key] = part
     return None if missing and path else valid
 
 
-def _schema_violation(value: Any, schema: dict[str, Any]) -> tuple[str, str] | None:
-    """Return (message, fix) if a value itself, without items and fields, breaks a schema, else None."""
+def _schema_violation(value: Any, schema: dict[str, Any]) -> str:
+    """Return how a value itself, without items and fields, breaks a schema; "" if it is valid."""
     kind, pattern, shown = schema.get("type", ""), schema.get("pattern", ""), reprlib.repr(value)
     least, most = schema.get("minimum", 0), schema.get("maximum", 2**31 - 1)
     if schema.get("x-kubernetes-int-or-string"):
         is_valid = re.search(pattern, str(value))
-        return None if is_valid else (f"must be a whole number that matches {pattern}, and is {shown}", "")
+        return "" if is_valid else f"must be a whole number that matches {pattern}, and is {shown}"
     if not isinstance(value, _TYPES[kind]) or isinstance(value, bool):
-        fix = "write it in quotes" if kind == "string" and isinstance(value, (int, float)) else ""
-        return f"must be of type {kind}, and is {shown}", fix
+        return f"must be of type {kind}, and is {shown}"
     if "enum" in schema and value not in schema["enum"]:
-        return f"{shown} is none of {', '.join(schema['enum'])}{did_you_mean(value, schema['enum'])}", ""
+        return f"{shown} is none of {', '.join(schema['enum'])}{did_you_mean(value, schema['enum'])}"
     if kind == "string" and not re.search(pattern, value):
-        return f"{shown} doesn't match {pattern}", ""
+        return f"{shown} doesn't match {pattern}"
     if kind == "integer" and not least <= value <= most:
-        return f"is {value}, and must be within {least} to {most}", ""
-    if not value and (schema.get("minItems") or schema.get("minLength")):
-        return "must not be empty", ""
-    return None
-
-
-def _path_text(path: KeyPath) -> str:
-    """Return a path as messages show it, such as "spec.workers.template.spec.containers[0]"."""
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).lstrip(".")
+        return f"is {value}, and must be within {least} to {most}"
+    needs_content = schema.get("minItems") or schema.get("minLength")
+    return "must not be empty" if needs_content and not value else ""

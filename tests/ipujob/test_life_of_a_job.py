@@ -225,8 +225,8 @@ def test_a_finished_job_goes_after_its_time():
     world.run()
     value = world.cluster.objects["IPUJob", "train"]
     now = datetime.now(UTC)
-    assert observe(value, [], now).delete == ()
-    assert observe(value, [], now + timedelta(seconds=61)).delete == (value,)
+    assert observe(value, [], now).delete == []
+    assert observe(value, [], now + timedelta(seconds=61)).delete == [value]
 
 
 def test_what_breaks_a_rule_is_told_and_makes_no_pod():

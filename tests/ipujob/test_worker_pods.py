@@ -4,7 +4,6 @@ import pytest
 from jobs import job, seed
 
 from ipujob import pods
-from ipujob.files import with_job_name
 from ipujob.rules import parse
 
 
@@ -14,6 +13,12 @@ def made(value, number=0, attempt=0, images=()):
     return pods.worker_pod(parsed, number, attempt)
 
 
+def named_seed():
+    value = seed("bert")
+    value["metadata"] = {"name": "bert"}
+    return value
+
+
 def environment(pod):
     return {
         each["name"]: each.get("value", each.get("valueFrom")) for each in pod["spec"]["containers"][0]["env"]
@@ -21,7 +26,7 @@ def environment(pod):
 
 
 def test_a_tutorials_pod_keeps_its_template():
-    value = with_job_name(seed("bert"), "bert")
+    value = named_seed()
     pod = made(value)
     template = value["spec"]["workers"]["template"]["spec"]
     own = {"IPUOF_VIPU_API_PARTITION_ID": "p-bert-default-0", "PANDO_RESTARTS": "0"}
@@ -115,7 +120,7 @@ def test_more_ipus_than_sixteen_ask_for_sixteen_cores():
 
 
 def test_what_serves_rdma_to_ipus_can_be_dropped():
-    value = with_job_name(seed("bert"), "bert")
+    value = named_seed()
     value["metadata"]["annotations"] = {"pando/security": "drop"}
     pod = made(value)
     assert "hostIPC" not in pod["spec"]
