@@ -28,10 +28,10 @@ and conda print that they were skipped; `git clone URL` copies the folder that -
 these stand-ins, so this is NOT a sandbox: a script that calls /usr/bin/apt calls the real program."""
 
 _SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
-    _FILE: {"metavar": "FILE", "help": "a YAML file with one IPUJob; - is standard input"},
-    _NAME: {"help": "the job's name, instead of the one in the file"},
-    _DEVICE: {"choices": ("cpu", "cuda"), "default": "cpu", "help": "the device of jobs that name none"},
-    _NAMESPACE: {"help": "by default the file's, or the kubeconfig's"},
+    "file": {"metavar": "FILE", "help": "a YAML file with one IPUJob; - is standard input"},
+    "--name": {"help": "the job's name, instead of the one in the file"},
+    "--device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "the device of jobs that name none"},
+    "-n --namespace": {"help": "by default the file's, or the kubeconfig's"},
 }
 
 Command = Callable[[argparse.Namespace], int]  # returns the exit code
@@ -86,7 +86,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("files", nargs="+", metavar="FILE", help="a YAML file; - is standard input")
 
     summary = "print plain Kubernetes objects, for clusters without the operator"
-    add = command("render", render_file, summary, _FILE, _NAME, _DEVICE)
+    add = command("render", render_file, summary, "file", "--name", "--device")
     add("--as", dest="way", choices=("job", "pod", "jobset"), default="job", help="the kind of object (job)")
     add("--image", **assignments, metavar="OLD=NEW", help="replace an image; OLD can have *")
     add("--drop", default="", metavar="resources,security", help="remove these parts of the template")
