@@ -21,12 +21,6 @@ from .pods import ATTEMPT, ENDED, INSTANCE, WORKER, Object, int_label, is_termin
 from .rules import Images, Job, job_warnings, parse
 
 _WORDS = {"Restarting": "restarting", "Lost": "starting again after pods were lost", "Failed": "failed"}
-_REASONS = {
-    "Running": "InstancesRun",
-    "Succeeded": "AllDone",
-    "Failed": "InstancesFailed",
-    "Invalid": "SpecRefused",
-}
 
 
 @dataclass(frozen=True)
@@ -154,7 +148,7 @@ def _updated_conditions(old: Object, messages: Mapping[str, str], now: datetime)
     for kind, message in messages.items():
         before, time = conditions.get(kind, {}), utc_stamp(now)
         # Some API servers treat an empty string as a missing field.
-        new = {"status": str(bool(message)), "reason": _REASONS[kind], "message": message or "no longer"}
+        new = {"status": str(bool(message)), "reason": kind, "message": message or "no longer"}
         if (before or message) and before != {**before, **new}:
             since = before["lastTransitionTime"] if before.get("status") == new["status"] else time
             conditions[kind] = {"type": kind, **new, "lastUpdateTime": time, "lastTransitionTime": since}

@@ -124,16 +124,12 @@ def headless_service(job: Job) -> Object:
 def with_owner(new: Object, owner: Object) -> Object:
     """Return a copy of an object that belongs to the IPUJob `owner`, with the hashes of the owner's spec."""
     mine = owner["metadata"]
-    reference = {
-        "apiVersion": owner["apiVersion"],
-        "kind": owner["kind"],
-        "name": mine["name"],
-        "uid": mine["uid"],
-    }
+    kinds = {key: owner[key] for key in ("apiVersion", "kind")}
+    names = {key: mine[key] for key in ("name", "uid")}
     added = {
         "namespace": mine.get("namespace", "default"),
         "annotations": {**new["metadata"].get("annotations", {}), SPEC: json.dumps(field_hashes(owner))},
-        "ownerReferences": [{**reference, "controller": True, "blockOwnerDeletion": False}],
+        "ownerReferences": [{**kinds, **names, "controller": True, "blockOwnerDeletion": False}],
     }
     return {**new, "metadata": new["metadata"] | added}
 

@@ -38,10 +38,6 @@ class StoreError(RuntimeError):
     """The error of a server that can't be reached or doesn't answer, or of a key that is not set in time."""
 
 
-class SecretError(StoreError):
-    """The error of an address at which the server has another secret, or is not a store."""
-
-
 class _SignedConnection:
     """A connected socket that sends and receives signed JSON messages until `deadline` (None: no limit)."""
 
@@ -68,18 +64,18 @@ class _SignedConnection:
         self._socket.sendall(struct.pack("!I", len(body)) + self._next_signature(0, body) + body)
 
     def receive(self) -> Any:
-        """Return the next message. Raises: OSError; SecretError, if it is too large or wrongly signed"""
+        """Return the next message. Raises: OSError; StoreError, if it is too large or wrongly signed"""
         head = self._receive_bytes(4)
         (size,) = struct.unpack("!I", head)
         if head == _REFUSED or size > (_LARGEST if self._counts[1] else _FIRST):
-            raise SecretError(
+            raise StoreError(
                 "it refuses this process's secret" if head == _REFUSED else f"sends {size} bytes"
             )
         signature, body = self._receive_bytes(hashlib.sha256().digest_size), self._receive_bytes(size)
         if not hmac.compare_digest(signature, self._next_signature(1, body)):
             with suppress(OSError):
                 self._socket.sendall(_REFUSED)
-            raise SecretError("a message with another secret")
+            raise StoreError("a message with another secret")
         return json.loads(body)
 
     def _next_signature(self, direction: int, body: bytes) -> bytes:
@@ -102,23 +98,16 @@ class _SignedConnection:
 
 
 class Server:
-    """A store that threads of this process serve until `close`.
-
-    Args:
-        host:    the name or address to listen on
-        port:    0: any free port
-        secret:  the secret that callers must know; "": every caller is served
-        is_open: other hosts connect, so if `host` is a loopback address, also listen on `own_address(host)`
-    Raises: OSError, if the address is not one of this host, or is in use
-    """
+    """A store that threads of this process serve until `close`, at a name or address of this host (port 0: any free
+    port). Callers must know `secret`; if it is "", every caller is served. With `is_open` other hosts connect: if
+    `host` has a loopback address, the server also listens at `own_address(host)`. Raises: OSError"""
 
     def __init__(self, host: str, port: int, secret: str, is_open: bool = False) -> None:
         self._secret = secret
         self._values: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._sockets: set[socket.socket] = set()
-        # Callers that have not shown the secret, oldest first.
-        self._strangers: dict[socket.socket, None] = {}
+        self._listening: list[socket.socket] = []
+        self._callers: dict[socket.socket, bool] = {}  # oldest first: whether it has shown the secret
         family, address = _resolve_host(host)
         addresses = {address, own_address(host)} if is_open and is_loopback(address) else {address}
         self.warning = ""  # for the caller's log
@@ -129,13 +118,13 @@ class Server:
             )
         for each in addresses:
             listening = socket.create_server((each, port), family=family, backlog=1024)
-            self._sockets.add(listening)
+            self._listening.append(listening)
             self.port: int = listening.getsockname()[1]
             threading.Thread(target=self._accept_connections, args=(listening,), daemon=True).start()
 
     def close(self) -> None:
         """Stop listening, and close all connections."""
-        for each in list(self._sockets):
+        for each in (*self._listening, *self._callers.copy()):
             _shut_down(each)
             each.close()
 
@@ -145,11 +134,11 @@ class Server:
             try:
                 connected, _ = listening.accept()
                 with self._lock:
-                    self._strangers[connected] = None
-                    if len(self._strangers) > _STRANGERS:
-                        oldest = next(iter(self._strangers))
-                        del self._strangers[oldest]
-                        _shut_down(oldest)
+                    self._callers[connected] = False
+                    strangers = [each for each, is_known in self._callers.items() if not is_known]
+                    if len(strangers) > _STRANGERS:
+                        del self._callers[strangers[0]]
+                        _shut_down(strangers[0])
                 threading.Thread(target=self._serve_connection, args=(connected,), daemon=True).start()
             except (OSError, RuntimeError):  # closed; or too many open files or threads in this process
                 time.sleep(0.05)
@@ -157,7 +146,6 @@ class Server:
     def _serve_connection(self, connected: socket.socket) -> None:
         """Answer a client's messages until the connection ends or a message is invalid; then delete its held keys."""
         held: set[str] = set()
-        self._sockets.add(connected)
         with connected, suppress(OSError, StoreError, ValueError, TypeError, RecursionError):
             deadline = time.monotonic() + _HANDSHAKE
             channel = _SignedConnection(connected, self._secret, is_server=True, deadline=deadline)
@@ -165,22 +153,18 @@ class Server:
                 message = channel.receive()
                 channel.deadline = None
                 with self._lock:
-                    self._strangers.pop(connected, None)
+                    self._callers[connected] = True
                     answer = _execute_message(self._values, held, message)
                 channel.send(answer)
         with self._lock:
-            self._sockets.discard(connected)
-            self._strangers.pop(connected, None)
+            self._callers.pop(connected, None)
             for key in held:
                 self._values.pop(key, None)
 
 
 def _execute_message(values: dict[str, str], held: set[str], message: Sequence[Any]) -> Any:
-    """Return the answer to a client's message, which reads or changes the store's `values` in place.
-
-    Args: held: keys that are deleted when the client's connection ends; the message "hold" adds a key
-    Raises: ValueError, if the message is unknown
-    """
+    """Return the answer to a client's message, which reads or changes the store's `values` in place. "hold" also adds
+    the key to `held`, the keys that are deleted when the client's connection ends."""
     match message:
         case "get", keys:
             return [values.get(key) for key in keys]
@@ -217,14 +201,13 @@ class SignedStore(dist.Store):
     Args:
         patience: seconds to wait until the server listens, and in `get` and `wait` until keys are set
         timeout:  seconds to wait for each answer; None: no limit
-    Raises: StoreError, if no server answers in time; SecretError, if it has another secret or is no store
+    Raises: StoreError, if no server answers in time, or if it has another secret or is no store
     """
 
     def __init__(
         self, host: str, port: int, secret: str, patience: float, timeout: float | None = None
     ) -> None:
         super().__init__()
-        self.address = f"{host}:{port}"
         self._patience, self._timeout, self._lock = patience, timeout, threading.Lock()
         until = time.monotonic() + patience
         while True:
@@ -238,9 +221,9 @@ class SignedStore(dist.Store):
             except OSError as error:  # also of a server that disconnects the oldest of too many strangers
                 if time.monotonic() > until:
                     raise StoreError(str(error)) from None
-            except SecretError as error:
-                raise SecretError(
-                    f"{self.address} does not take this process's secret, or serves something else ({error})"
+            except StoreError as error:
+                raise StoreError(
+                    f"{host}:{port} does not take this process's secret, or serves something else ({error})"
                 ) from None
             time.sleep(0.05)
 
@@ -314,11 +297,8 @@ def _resolve_host(host: str) -> tuple[socket.AddressFamily, str]:
 
 
 def own_address(host: str = _OUTSIDE_ADDRESS) -> str:
-    """Return this host's IP address on the route to `host`, by default on the default route.
-
-    `host` need not answer. Debian's hosts file maps the host's own name to a loopback address: for a name
-    with a loopback address, other than "localhost", return the address on the default route.
-    """
+    """Return this host's IP address on the route to `host`, which need not answer. For a name with a loopback address
+    other than "localhost", to which Debian maps a host's own name, return that on the default route."""
     family, address = _resolve_host(host)
     if is_loopback(address) and host not in ("localhost", address):
         with suppress(OSError):

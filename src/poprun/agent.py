@@ -12,9 +12,8 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
@@ -25,9 +24,9 @@ from popengine.environment import SECRET, STACK, STORE, Launch, path_with_aliase
 from . import instance as instance_program
 from .command_line import CommandLine
 from .guard import shell_exit_code
-from .hangs import HangDetector, stack_path
+from .hangs import HangDetector
 from .hosts import CONSEQUENCE, WATCH
-from .nodes import Nodes, Round
+from .nodes import Nodes
 from .shared_folder import TrainingLost
 from .topology import Node, numa_cores
 
@@ -39,11 +38,9 @@ _LAST_LINES = 20
 
 
 def run_node(request: CommandLine, node: Node, folder: str) -> int:
-    """Connect this node to the others, and run its instances in all rounds.
-
-    Returns poprun's exit code: 0 after success; 128 + n after signal n; CONSEQUENCE if the training has failed on
-    another host, under `run_on_hosts`; else that of an instance of this node or of a `TrainingLost`.
-    """
+    """Connect this node to the others, and run its instances in all rounds. Return poprun's exit code: 0 after success;
+    128 + n after signal n; CONSEQUENCE if the training has failed on another host, under `run_on_hosts`; else that
+    of an instance of this node or of a `TrainingLost`. `folder` is a temporary folder of this poprun."""
     if request.verbosity < 2:
         logging.disable(logging.CRITICAL)  # elastic logs what poprun prints itself
     for stream in (sys.stdout, sys.stderr):  # elastic copies the instances' output to these
@@ -52,9 +49,8 @@ def run_node(request: CommandLine, node: Node, folder: str) -> int:
     nodes, is_end = None, False  # after a signal the other nodes may wait for this node to come back
     try:
         nodes = Nodes(request, node, folder)
-        agent = Agent(request, nodes, folder)
-        while code != 0 and (current := nodes.wait_for_round()) is not None:
-            code = agent.run_round(current)
+        while code != 0 and nodes.wait_for_round():
+            code = _run_round(nodes)
         is_end = True
         return 0
     except TrainingLost as error:
@@ -70,128 +66,114 @@ def run_node(request: CommandLine, node: Node, folder: str) -> int:
             nodes.close(is_end)
 
 
-@dataclass(frozen=True)
-class Agent:
-    """The agent of this node, which runs the node's instances in each round."""
+def _run_round(nodes: Nodes) -> int | None:
+    """Start this node's instances, wait until they or the round end, and end those that still run. Return 0 if all
+    instances of all nodes have succeeded, the exit code of a failed instance of this node, else None."""
+    current, request, log = nodes.round, nodes.request, nodes.request.log
+    if request.is_elastic:
+        counts = ", ".join(f"{count} on {name}" for name, count in current.counts.items())
+        log.warning(f"round {current.number} of {current.instances} instances begins: {counts}")
+    elif current.number:
+        times = f"{current.number} of at most {request.max_restarts} times"
+        log.warning(f"all instances start again, {times}")
+    with Instances(nodes) as instances:
+        for instance, pid in instances.running.items():
+            log.debug(f"instance {instance} is process {pid}")
+        detector = HangDetector(nodes)
+        while (failed := instances.first_failure(detector.has_lost_peer)) is None:
+            detector.kill_hanging(instances.running)
+            state = nodes.round_state(is_done=not instances.running and not instances.failed)
+            if state == "finished":
+                return 0
+            if state != "runs":
+                instances.wait(0)
+                if not instances.failed:
+                    return None
+                failed = instances.failed[0]
+                break
+            instances.wait(_POLL)
+        first_node = nodes.record_failure()
+    return _report_failure(nodes, instances, failed, first_node)
 
-    request: CommandLine
-    nodes: Nodes
-    folder: str  # for files with the output and the stacks of instances
 
-    def run_round(self, current: Round) -> int | None:
-        """Start this node's instances, wait until they or the round end, and end those that still run.
+def _instance_variables(nodes: Nodes, local: int) -> dict[str, str]:
+    """Return the environment variables to add for the instance with index `local` among this node's."""
+    current, request, name = nodes.round, nodes.request, nodes.name
+    replicas, count = request.replicas // current.instances, current.counts[name]
+    instance = current.first_instance(name) + local
+    master, _, port = current.address.rpartition(":")
+    cores = numa_cores(local, count) if request.numa_aware else []
+    threads = max(1, len(cores) or len(os.sched_getaffinity(0)) // count)
+    given = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **dict(request.variables)}
+    launch = Launch(
+        total_replicas=request.replicas,
+        local_replicas=replicas,
+        ipus_per_replica=request.ipus_per_replica,
+        replica_offset=instance * replicas,
+        local_instance=local,
+        instances=current.instances,
+        instance=instance,
+    )
+    return {
+        **launch.variables(),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": str(list(current.counts).index(name)),
+        "GROUP_WORLD_SIZE": str(len(current.counts)),
+        "MASTER_ADDR": master,
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        **given,
+        "PYTHONPATH": path_with_aliases(given["PYTHONPATH"]),
+        "POPRUN_CORES": ",".join(map(str, cores)),
+        "TORCHELASTIC_RUN_ID": "poprun",
+        # The round's number, equal on all nodes: `popdist.init` puts it into its keys of the store.
+        "TORCHELASTIC_RESTART_COUNT": str(current.number),
+        "PANDO_RESTARTS": str(int(os.environ.get("PANDO_RESTARTS", "0")) + current.number),
+        STORE: current.store,
+        **({SECRET: nodes.secret} if nodes.secret else {}),
+        STACK: nodes.stack_path(instance),
+    }
 
-        Returns: 0 if all instances of all nodes have succeeded; an exit code if an instance of this node has
-            failed; None if the round has ended for another reason
-        """
-        log = self.request.log
-        if self.request.is_elastic:
-            counts = ", ".join(f"{count} on {name}" for name, count in current.counts.items())
-            log.warning(f"round {current.number} of {current.instances} instances begins: {counts}")
-        elif current.number:
-            times = f"{current.number} of at most {self.request.max_restarts} times"
-            log.warning(f"all instances start again, {times}")
-        local_count = current.counts[self.nodes.name]
-        variables = [self._instance_variables(current, local) for local in range(local_count)]
-        first = current.first_instance(self.nodes.name)
-        with Instances(self.request, first, variables, self.folder) as instances:
-            for instance, pid in instances.running.items():
-                log.debug(f"instance {instance} is process {pid}")
-            detector = HangDetector(self.nodes, current, self.folder, self.request)
-            while (failed := instances.first_failure(detector.has_lost_peer)) is None:
-                detector.kill_hanging(instances.running)
-                state = self.nodes.round_state(is_done=not instances.running and not instances.failed)
-                if state == "finished":
-                    return 0
-                if state != "runs":
-                    instances.wait(0)
-                    if not instances.failed:
-                        return None
-                    failed = instances.failed[0]
-                    break
-                instances.wait(_POLL)
-            first_node = self.nodes.record_failure()
-        return self._report_failure(current, instances, failed, first_node)
 
-    def _instance_variables(self, current: Round, local: int) -> dict[str, str]:
-        """Return the environment variables to add for the instance with index `local` among this node's."""
-        name = self.nodes.name
-        replicas, count = self.request.replicas // current.instances, current.counts[name]
-        instance = current.first_instance(name) + local
-        master, _, port = current.address.rpartition(":")
-        cores = numa_cores(local, count) if self.request.numa_aware else []
-        threads = max(1, len(cores) or len(os.sched_getaffinity(0)) // count)
-        given = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **dict(self.request.variables)}
-        launch = Launch(
-            total_replicas=self.request.replicas,
-            local_replicas=replicas,
-            ipus_per_replica=self.request.ipus_per_replica,
-            replica_offset=instance * replicas,
-            local_instance=local,
-            instances=current.instances,
-            instance=instance,
-        )
-        return {
-            **launch.variables(),
-            "LOCAL_WORLD_SIZE": str(count),
-            "GROUP_RANK": str(list(current.counts).index(name)),
-            "GROUP_WORLD_SIZE": str(len(current.counts)),
-            "MASTER_ADDR": master,
-            "MASTER_PORT": port,
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-            **given,
-            "PYTHONPATH": path_with_aliases(given["PYTHONPATH"]),
-            "POPRUN_CORES": ",".join(map(str, cores)),
-            "TORCHELASTIC_RUN_ID": "poprun",
-            # The round's number, equal on all nodes: `popdist.init` puts it into its keys of the store.
-            "TORCHELASTIC_RESTART_COUNT": str(current.number),
-            "PANDO_RESTARTS": str(int(os.environ.get("PANDO_RESTARTS", "0")) + current.number),
-            STORE: current.store,
-            **({SECRET: self.nodes.secret} if self.nodes.secret else {}),
-            STACK: stack_path(self.folder, current, instance),
-        }
-
-    def _report_failure(self, current: Round, instances: Instances, failed: int, first_node: str) -> int:
-        """Log which instance of this node `failed` first, and its last lines if silenced; return poprun's exit code.
-        `first_node` is the node that recorded the round's first failure."""
-        code, total, log = instances.exit_codes[failed], current.instances, self.request.log
-        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        before = takewhile(failed.__ne__, instances.exit_codes)
-        early = [str(instance) for instance in before if not instances.exit_codes[instance]]
-        is_consequence = first_node != self.nodes.name
-        if is_consequence:
-            log.error(f"instance {failed} failed with {how}, after an instance of node {first_node}")
-        elif early:  # perhaps the cause: a peer that makes fewer calls ends too early
-            several = "s" if len(early) > 1 else ""
-            ends = f"instance{several} {', '.join(early)} of {total} ended first, with exit code 0"
-            log.error(f"{ends}; then instance {failed} failed, with {how}")
-        else:
-            log.error(f"instance {failed} of {total} failed first, with {how}")
-        if lines := instances.last_silenced_lines(failed):
-            log.error(f"the last lines of instance {failed}:")
-            print(*lines, sep="\n", file=sys.stderr, flush=True)
-        return CONSEQUENCE if is_consequence and WATCH in os.environ else shell_exit_code(code)
+def _report_failure(nodes: Nodes, instances: Instances, failed: int, first_node: str) -> int:
+    """Log which instance of this node `failed` first, and its last lines if silenced; return poprun's exit code.
+    `first_node` is the node that recorded the round's first failure."""
+    code, total, log = instances.exit_codes[failed], nodes.round.instances, nodes.request.log
+    how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    before = takewhile(failed.__ne__, instances.exit_codes)
+    early = [str(instance) for instance in before if not instances.exit_codes[instance]]
+    is_consequence = first_node != nodes.name
+    if is_consequence:
+        log.error(f"instance {failed} failed with {how}, after an instance of node {first_node}")
+    elif early:  # perhaps the cause: a peer that makes fewer calls ends too early
+        several = "s" if len(early) > 1 else ""
+        ends = f"instance{several} {', '.join(early)} of {total} ended first, with exit code 0"
+        log.error(f"{ends}; then instance {failed} failed, with {how}")
+    else:
+        log.error(f"instance {failed} of {total} failed first, with {how}")
+    if lines := instances.last_silenced_lines(failed):
+        log.error(f"the last lines of instance {failed}:")
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
+    return CONSEQUENCE if is_consequence and WATCH in os.environ else shell_exit_code(code)
 
 
 class Instances:
-    """The processes of this node's instances in one round, started at once. Leaving the `with` ends them.
+    """The processes of this node's instances in one round, started at once. Leaving the `with` ends them."""
 
-    Args: first: index of the first one; variables: to add, by instance; folder: for their silenced output
-    """
-
-    def __init__(
-        self, request: CommandLine, first: int, variables: Sequence[dict[str, str]], folder: str
-    ) -> None:
-        indices = range(len(variables))
-        self._first, self._silent = first, {i: _silenced_streams(request, first + i) for i in indices}
+    def __init__(self, nodes: Nodes) -> None:
+        request, indices = nodes.request, range(nodes.round.counts[nodes.name])
+        self._first = first = nodes.round.first_instance(nodes.name)
+        self._silent = {i: _silenced_streams(request, first + i) for i in indices}
         tee = Std.ALL if request.tags_output else Std.NONE
         program = ("-I", "-S", instance_program.__file__, os.getpid(), *request.program)
         self._context = start_processes(
             name="instance",
             entrypoint=sys.executable,
             args=dict.fromkeys(indices, program),
-            envs=dict(enumerate(variables)),
-            logs_specs=DefaultLogsSpecs(folder, self._silent, {i: tee & ~self._silent[i] for i in indices}),
+            envs={i: _instance_variables(nodes, i) for i in indices},
+            logs_specs=DefaultLogsSpecs(
+                nodes.folder, self._silent, {i: tee & ~self._silent[i] for i in indices}
+            ),
             log_line_prefixes={i: f"[{first + i}] " for i in indices},
         )
         self.running = {first + i: pid for i, pid in self._context.pids().items()}

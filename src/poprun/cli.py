@@ -6,12 +6,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 from popengine.environment import NUM_NODES
 
 from . import guard, hosts
 from .command_line import CommandLine, parse
-from .shared_folder import remove_record
+from .shared_folder import record_path
 from .topology import local_instance_count, node_from_variables, topology_table
 
 
@@ -50,7 +51,8 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="poprun-", ignore_cleanup_errors=True) as folder:
         code = guard.run_guarded(run_agent)
         if request.is_elastic:
-            remove_record(request.checkpoint_dir, folder)
+            with suppress(OSError):  # so that the other nodes need not wait for its counter
+                record_path(request.checkpoint_dir, folder).unlink()
         return code
 
 
@@ -67,8 +69,7 @@ def _print_summary(request: CommandLine, names: Sequence[str]) -> None:
 
 
 def _terminate_at_stdin_end() -> None:
-    """Wait until standard input ends, then send SIGTERM to this process. (The poprun that started this
-    process holds the other end of the pipe.)"""
+    """Wait until the poprun that started this process closes its standard input; then send this process SIGTERM."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

@@ -58,10 +58,8 @@ class CommandLine:
 
 
 def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> CommandLine:
-    """Return a parsed command line; write the file of --export-config. After an error exit with code 2.
-
-    Args: environment: where an option `-x NAME` without a value finds the variable's value
-    """
+    """Return a parsed command line; write the file of --export-config. After an error exit with code 2. An option
+    `-x NAME` without a value takes the variable's value from `environment`."""
     parser = _Parser()
     own, program = parser.split_program(words)
     options = parser.parse_args(own)

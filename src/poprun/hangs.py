@@ -7,12 +7,13 @@ prints the line of the program at which the instance hangs, and kills it. This c
 """
 
 import json
+import math
 import os
 import re
 import signal
 import sysconfig
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +21,8 @@ from typing import Any
 
 from popengine.environment import STACK_SIGNAL, STATUS
 
-from .command_line import CommandLine
 from .guard import child_pids
-from .nodes import Nodes, Round
+from .nodes import Nodes
 
 _STALE = 5.0  # seconds after which an unchanged record of a wait is ignored: its writer may hang
 _TICKS = os.sysconf("SC_CLK_TCK")  # clock ticks of processor time per second
@@ -35,38 +35,29 @@ _LIBRARIES = (
 )
 
 
-def stack_path(folder: str, current: Round, instance: int) -> str:
-    """Return the path of the file to which an instance writes the stacks of its threads."""
-    return f"{folder}/stack-{current.number}-{instance}"
-
-
 @dataclass
 class HangDetector:
     """Finds and kills hanging instances of this node during one round."""
 
     nodes: Nodes
-    round: Round
-    folder: str  # with the instances' stack files
-    request: CommandLine
     # By instance: the time of its last progress, and its processor time then.
     progress: dict[int, tuple[float, float]] = field(default_factory=dict)
     next_check: float = 0.0
 
     def kill_hanging(self, running: Mapping[int, int]) -> None:
-        """Kill each instance that has made no progress for `hang_timeout`, and log at which line it hangs.
-
-        Without `ends_idle` an instance is killed only if a peer waits for it. A call less than a second after the
-        last check does nothing. Args: running: process ids, by instance
-        """
-        now, limit = time.monotonic(), self.request.hang_timeout
-        if not limit or now < self.next_check:
+        """Kill each instance that has made no progress for `hang_timeout` (without `ends_idle`, only if a peer waits
+        for it), and log at which line it hangs. `running`: process ids, by instance"""
+        now, request = time.monotonic(), self.nodes.request
+        limit = request.hang_timeout
+        if not limit or now < self.next_check:  # once a second is enough
             return
         self.next_check = now + min(1.0, limit / 4)
-        self.nodes.waits = self._read_waits(running)
+        statuses = {instance: self._read_status(instance, _STALE) for instance in running}
+        self.nodes.waits = {instance: status for instance, status in statuses.items() if "for" in status}
         waits = self.nodes.peer_waits()
         for instance, pid in running.items():
             peers = [peer for peer, wait in waits.items() if wait["for"] == instance]
-            if instance in waits or not (peers or self.request.ends_idle):
+            if instance in waits or not (peers or request.ends_idle):
                 self.progress.pop(instance, None)
                 continue
             family = _process_tree(pid)
@@ -77,12 +68,12 @@ class HangDetector:
                 self.progress[instance] = (now, used)
             elif now - since >= limit and "R" not in states:
                 how = next((f" (it is {_STATES[state]})" for state in states if state in _STATES), "")
-                how += _blocked_line_text(Path(stack_path(self.folder, self.round, instance)), family)
+                how += _blocked_line_text(Path(self.nodes.stack_path(instance)), family)
                 if peers:
                     verb = "instances {} wait" if len(peers) > 1 else "instance {} waits"
                     names = ", ".join(map(str, peers))
                     how += f", and {verb.format(names)} for it at {waits[peers[0]]['what']}"
-                self.request.log.error(
+                request.log.error(
                     f"instance {instance} has made no progress for {limit:g} s{how}: it is killed\n"
                     "  fix: see what it printed last; --hang-timeout SECONDS sets the limit, 0 is none"
                 )
@@ -94,38 +85,24 @@ class HangDetector:
         """Return whether an instance has lost the connection to a peer that failed or ended."""
         return "lost" in self._read_status(instance)
 
-    def _read_waits(self, running: Iterable[int]) -> dict[int, dict[str, Any]]:
-        """Return the waits for peers that this node's instances have written in the last `_STALE` seconds, by the
-        instance that waits: {"for": index of the peer, "what": the operation}."""
-        found: dict[int, dict[str, Any]] = {}
-        for instance in running:
-            status = self._read_status(instance)
-            if "for" in status and time.time() - self._status_path(instance).stat().st_mtime < _STALE:
-                found[instance] = status
-        return found
-
-    def _status_path(self, instance: int) -> Path:
-        return Path(stack_path(self.folder, self.round, instance) + STATUS)
-
-    def _read_status(self, instance: int) -> dict[str, Any]:
-        """Return what an instance has written with `write_status`; {} if it has written nothing."""
+    def _read_status(self, instance: int, longest: float = math.inf) -> dict[str, Any]:
+        """Return what an instance has written with `write_status` in the last `longest` seconds; else {}."""
+        path = Path(self.nodes.stack_path(instance) + STATUS)
         with suppress(OSError, ValueError):
-            return json.loads(self._status_path(instance).read_text())
+            if time.time() - path.stat().st_mtime < longest:
+                return json.loads(path.read_text())
         return {}
 
 
 def _blocked_line_text(path: Path, family: list[int]) -> str:
-    """Return ", at FILE:LINE in FUNCTION": where in the user's code an instance is; "" if unknown.
-
-    In the instance, `popdist` has written its process id into the stack file, and registered a signal handler
-    that appends the stacks of all threads, the main thread's last. A stopped process runs no handler.
-    """
+    """Return ", at FILE:LINE in FUNCTION": where in the user's code an instance is; "" if unknown. Its `popdist` has
+    written its process id to the file, and at the signal appends all threads' stacks, the main thread's last."""
     with suppress(OSError, ValueError):
         pid = int(path.read_text().split()[0])
         if pid not in family or STACK_SIGNAL is None:
             return ""
         os.kill(pid, STACK_SIGNAL)
-        os.kill(pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)  # a stopped process handles no signal
         until = time.monotonic() + _STACK_PATIENCE
         while "<module>" not in (stacks := path.read_text()) and time.monotonic() < until:
             time.sleep(0.02)

@@ -43,9 +43,7 @@ _LONGEST_STEP = 5.0  # seconds by which the reader's clock advances at most betw
 _UNREACHED = 15.0  # seconds in which tests fail to reach a node, after which the round ends
 _RENEWAL = 1.0  # seconds between two writes of a record, and between two tests of other nodes
 _RECORD_PATIENCE = 30.0  # seconds for the record of a lost node of the same number to vanish
-_LEAVE_PATIENCE = (
-    120.0  # seconds that node 0 serves its store after the end, for nodes that are slow or stopped
-)
+_LEAVE_PATIENCE = 120.0  # seconds that node 0 serves its store after the end, for slow nodes
 _FIRST_ROUND_PATIENCE = 10.0  # seconds that the first round of an elastic training waits for expected nodes
 
 # A node's record, with the keys that `Nodes._write_record` writes.
@@ -114,10 +112,7 @@ class OneNode:
 
 
 class NodeZeroStore:
-    """The board of several hosts, in the store of node 0; node 0 starts the store's server.
-
-    Raises: TrainingLost, if node 0 can't be reached in time, or can't listen at its address
-    """
+    """The board of several hosts, in the store of node 0; node 0 starts the store's server. Raises: TrainingLost"""
 
     def __init__(self, request: CommandLine, node: Node, secret: str) -> None:
         self._rank, until = str(node.rank), time.monotonic() + node.patience
@@ -185,11 +180,18 @@ def _start_server(request: CommandLine, node: Node, secret: str, until: float) -
 
 
 class Reach(threading.Thread):
-    """Tests each second which nodes of an elastic training this node can reach, at their stores."""
+    """Serves the store of a node of an elastic training, and tests each second which other nodes' stores it reaches."""
 
-    def __init__(self, secret: str) -> None:
+    def __init__(self, id: str, secret: str) -> None:
         super().__init__(daemon=True)
         self._secret = secret
+        try:
+            host = own_address(os.environ.get("MASTER_ADDR", "localhost"))
+        except OSError:  # the name of a pod that has ended
+            host = own_address()
+        server = Server(host, 0, secret)
+        SignedStore(host, server.port, secret, 10.0).set("id", id)
+        self.store = f"{host}:{server.port}"
         self.addresses: dict[str, str] = {}  # to test, by the random ids of the nodes
         self.errors: dict[str, str] = {}  # of the last test, by id; "" after success
         self.start()
@@ -213,52 +215,41 @@ class Reach(threading.Thread):
 
 
 class Nodes:
-    """This node among all nodes of the training; `private` is a temporary folder. Methods may raise TrainingLost."""
+    """This node among all nodes of the training; `folder` is a temporary folder. Methods may raise TrainingLost."""
 
-    def __init__(self, request: CommandLine, node: Node, private: str) -> None:
+    def __init__(self, request: CommandLine, node: Node, folder: str) -> None:
         self.round = Round()  # the newest round in which this node has instances
         self.waits: dict[int, Any] = {}  # by instance of this node: the peer that it waits for (`hangs.py`)
         self.name, self.secret = str(node.rank), os.environ.get(SECRET, "") if node.count > 1 else ""
-        self._request, self._node, self._log, self._private = request, node, request.log, private
+        self.request, self.folder, self._node, self._log = request, folder, node, request.log
         self._id, self._state, self._count = secrets.token_hex(8), "stopped", 0
         self._command = hashlib.sha256(json.dumps([request.replicas, request.program]).encode()).hexdigest()
         self._clock = 0.0  # seconds in which this node could read the board
-        self._seen: dict[
-            str, tuple[Record, float]
-        ] = {}  # by node: its record, and `_clock` at its last change
+        # By node: its record, and `_clock` at the record's last change.
+        self._seen: dict[str, tuple[Record, float]] = {}
         self._reached: dict[str, float] = {}  # by the id of a node: `_clock` when it could be reached
         self._text = ""  # of the state that was read last
         self._left_over: str | None = None  # the state in which an earlier training has ended
         self._polled = self._changed = time.monotonic()  # the last poll, and the last change of `_text`
         self._next_write = self._next_warning = 0.0
         self._grow_after: int | None = None  # calls before the checkpoint that was newest when a node came
-        self._host, self._store, self._reach = node.address, "", None
+        self._store, self._reach = "", None
         self._board: OneNode | NodeZeroStore | SharedFolder = OneNode()
         if request.is_elastic:
-            self._board = folder = SharedFolder(request.checkpoint_dir, private)
-            self.name, self.secret = folder.name, folder.secret
-            self._start_store()
-            self._reach = Reach(self.secret)
+            self._board = shared = SharedFolder(request.checkpoint_dir, folder)
+            self.name, self.secret = shared.name, shared.secret
+            self._reach = Reach(self._id, self.secret)
+            self._store = self._reach.store
         elif node.count > 1:
             self._connect_to_node_zero()
 
-    def _start_store(self) -> None:
-        """Start the store of a node of an elastic training."""
-        try:
-            self._host = own_address(os.environ.get("MASTER_ADDR", "localhost"))
-        except OSError:  # the name of a pod that has ended
-            self._host = own_address()
-        server = Server(self._host, 0, self.secret)
-        SignedStore(self._host, server.port, self.secret, 10.0).set("id", self._id)
-        self._store = f"{self._host}:{server.port}"
-
     def _connect_to_node_zero(self) -> None:
-        self._board = board = NodeZeroStore(self._request, self._node, self.secret)
+        self._board = board = NodeZeroStore(self.request, self._node, self.secret)
         self._store = board.address
 
-    def wait_for_round(self) -> Round | None:
-        """Wait for the next round with instances on this node, and return it; return None if the training has
-        succeeded. If the connection to node 0 is lost, connect again."""
+    def wait_for_round(self) -> bool:
+        """Wait for the next `round` with instances on this node; return False if the training has succeeded. If the
+        connection to node 0 is lost, connect again."""
         self._set_state("stopped")
         while True:
             newest = self._poll()
@@ -269,23 +260,21 @@ class Nodes:
                 self._log.warning(f"{_lost_message('0')}; {_wait_message(self._node.patience)}")
                 self._connect_to_node_zero()
             elif newest.state == "finished":
-                return None
+                return False
             elif newest.state == "given up":
                 other = f"another node has given up: the poprun of node {newest.node} says why"
                 raise TrainingLost(newest.why or ("" if newest.node == self.name else other))
             elif newest.state == "runs" and self._is_in(newest) and newest.number > self.round.number:
                 self.round = newest
                 self._set_state("running")
-                return newest
+                return True
             elif newest.state == "runs" and not self._is_in(newest):
                 self._warn_if_left_out(newest)
             time.sleep(_POLL)
 
     def round_state(self, is_done: bool) -> str:
-        """Return the state of `round`; "lost", if another one follows or if node 0 is lost.
-
-        Args: is_done: whether all instances of this node have succeeded
-        """
+        """Return the state of `round`; "lost", if another one follows or if node 0 is lost. `is_done`: whether all
+        instances of this node have succeeded"""
         if is_done and self._state != "done":
             self._set_state("done")
         newest = self._poll()
@@ -301,6 +290,10 @@ class Nodes:
                 newest = self._replace_state(replace(newest, state=state, node=self.name))
             return newest.node or self.name
         return self.name
+
+    def stack_path(self, instance: int) -> str:
+        """Return the path of the file to which an instance of `round` writes the stacks of its threads."""
+        return f"{self.folder}/stack-{self.round.number}-{instance}"
 
     def peer_waits(self) -> dict[int, Any]:
         """Return for each waiting instance the wait for a peer (`hangs.py`), of all nodes of this round."""
@@ -322,7 +315,7 @@ class Nodes:
         return newest.ids.get(self.name) == self._id
 
     def _is_last(self, newest: Round) -> bool:
-        return not self._request.is_elastic and newest.number >= self._request.max_restarts
+        return not self.request.is_elastic and newest.number >= self.request.max_restarts
 
     def _poll(self) -> Round:
         """Renew this node's record; return the newest round, and first end it or begin the next one if that is
@@ -341,7 +334,7 @@ class Nodes:
         except StoreError:
             return Round(state="lost")
         except OSError as error:
-            self._warn(f"can't use {self._request.checkpoint_dir}: {error}; this node tries again")
+            self._warn(f"can't use {self.request.checkpoint_dir}: {error}; this node tries again")
             return Round() if self._state == "stopped" else self.round
 
     def _warn(self, text: str) -> None:
@@ -374,13 +367,14 @@ class Nodes:
         self._count += 1
         with socket.socket() as free:
             free.bind(("", 0))
-            address = f"{self._host}:{free.getsockname()[1]}"
+            host = self._store.rpartition(":")[0] or self._node.address
+            address = f"{host}:{free.getsockname()[1]}"
         record = {
             "id": self._id,
             "count": self._count,
             "command": self._command,
             "rank": self._node.rank,
-            "slots": local_instance_count(self._request, self._node.count),
+            "slots": local_instance_count(self.request, self._node.count),
             "address": address,
             "store": self._store,
             "round": self.round.number,
@@ -391,11 +385,8 @@ class Nodes:
         self._board.write_record(json.dumps(record))
 
     def _read_records(self, newest: Round) -> dict[str, Record]:
-        """Return the records of the nodes that are not lost, in the order in which they get instances; {} while
-        nodes of another training, to which the round `newest` belongs, may be alive.
-
-        Raises: TrainingLost, if one of these is alive
-        """
+        """Return the records of the nodes that are not lost, in the order in which they get instances; {} while nodes
+        of another training, to which the round `newest` belongs, may be alive. Raises: TrainingLost, if one is"""
         texts = self._board.read_records()
         for name, text in texts.items():
             before, _ = self._seen.get(name, ({}, 0.0))
@@ -404,7 +395,7 @@ class Nodes:
                 if (record["id"], record["count"]) != (before.get("id"), before.get("count")):
                     self._seen[name] = record, self._clock
         self._seen = {name: seen for name, seen in self._seen.items() if name in texts}
-        standstill = _STANDSTILL if self._request.is_elastic else max(self._node.patience, _STANDSTILL)
+        standstill = _STANDSTILL if self.request.is_elastic else max(self._node.patience, _STANDSTILL)
         live = [
             (name, record, since)
             for name, (record, since) in self._seen.items()
@@ -414,7 +405,7 @@ class Nodes:
             rivals = [since for _, record, since in live if record["command"] == newest.command]
             if any(rivals):  # later than this node's first poll
                 raise TrainingLost(
-                    f"{self._request.checkpoint_dir} is in use by a training with another command\n"
+                    f"{self.request.checkpoint_dir} is in use by a training with another command\n"
                     "  fix: the same --num-replicas and program on all nodes, or another --checkpoint-dir",
                     code=2,
                 )
@@ -502,10 +493,10 @@ class Nodes:
         lost = newest.lost_nodes(records)
         if newest.state == "failed" and lost:
             self._log.warning(_lost_message(lost))
-        elif newest.state == "failed" and self._request.is_elastic:
+        elif newest.state == "failed" and self.request.is_elastic:
             call = self._newest_checkpoint()
             failures = failures + 1 if call == newest.newest_call else 1
-            if failures > self._request.max_restarts:
+            if failures > self.request.max_restarts:
                 times = f"{failures} times without a new checkpoint (--max-restarts)"
                 self._log.error(f"instances have failed {times}")
                 return replace(newest, state="given up", node=self.name)
@@ -517,7 +508,7 @@ class Nodes:
             "runs",
             self._command,
             address=first["address"],
-            store=first["store"] or f"file:{self._private}/store-{number}",
+            store=first["store"] or f"file:{self.folder}/store-{number}",
             counts=counts,
             ids={name: records[name]["id"] for name in counts},
             failures=failures,
@@ -542,18 +533,18 @@ class Nodes:
 
     def _counts(self, group: Iterable[str], records: Mapping[str, Record]) -> dict[str, int]:
         """Return the number of instances by node, if these nodes run a round."""
-        return instances_by_node(self._request, {name: records[name]["slots"] for name in group})
+        return instances_by_node(self.request, {name: records[name]["slots"] for name in group})
 
     def _newest_checkpoint(self) -> int:
         """Return the number of the call after which the newest checkpoint was written; -1: no checkpoint."""
-        return max(map(call_number, complete_checkpoints(Path(self._request.checkpoint_dir))), default=-1)
+        return max(map(call_number, complete_checkpoints(Path(self.request.checkpoint_dir))), default=-1)
 
     def _report_missing(self, newest: Round, records: Mapping[str, Record], room: int) -> Round:
         """Warn each minute that the nodes have room for `room` instances only, and which nodes are missing.
         Return `newest`; after `Node.patience` seconds "given up"."""
         waited = min(time.monotonic() - self._changed, self._node.patience)
-        if self._request.is_elastic:
-            why = f"there is room for {room} instances, and {self._request.fewest_instances} are the fewest"
+        if self.request.is_elastic:
+            why = f"there is room for {room} instances, and {self.request.fewest_instances} are the fewest"
         else:
             missing = ", ".join(str(rank) for rank in range(self._node.count) if str(rank) not in records)
             why = f"of {self._node.count} nodes these have not come in {waited:.0f} s: {missing}"
@@ -576,7 +567,7 @@ class Nodes:
 
 
 def _lost_message(names: str) -> str:
-    """Return a message about lost nodes, whose names are joined by commas."""
+    """Return a message about the lost nodes with these names, which are joined by commas."""
     several = "s" if "," in names else ""
     return f"node{several} {names} lost: poprun has ended there, it is stopped, or the host does not answer"
 

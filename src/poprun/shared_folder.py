@@ -30,15 +30,12 @@ class TrainingLost(Exception):
 
 class SharedFolder:
     """The board of an elastic training: the folder in `checkpoint_dir`, which is created if it is missing. The random
-    name of `private`, poprun's temporary folder, becomes part of the node's name.
-
-    Raises: TrainingLost, if the folder can't be used
-    """
+    name of `private`, poprun's temporary folder, becomes part of the node's name. Raises: TrainingLost"""
 
     def __init__(self, checkpoint_dir: str, private: str) -> None:
         self._folder = Path(checkpoint_dir) / ".poprun"
-        record = _record_path(checkpoint_dir, private)
-        self.name, self._record, self._number = record.name.removeprefix("node-"), record, -1
+        self._record, self._number = record_path(checkpoint_dir, private), -1
+        self.name = self._record.name.removeprefix("node-")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if SECRET not in os.environ:
@@ -119,12 +116,7 @@ class SharedFolder:
         return True
 
 
-def _record_path(checkpoint_dir: str, private: str) -> Path:
+def record_path(checkpoint_dir: str, private: str) -> Path:
+    """Return the path of the record of the node whose poprun has the temporary folder `private`."""
     suffix = Path(private).name.rpartition("-")[2]
     return Path(checkpoint_dir) / ".poprun" / f"node-{socket.gethostname()}-{suffix}"
-
-
-def remove_record(checkpoint_dir: str, private: str) -> None:
-    """Remove the record of a poprun that has ended, so that the other nodes need not wait for its counter."""
-    with suppress(OSError):
-        _record_path(checkpoint_dir, private).unlink(missing_ok=True)
