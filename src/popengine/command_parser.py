@@ -36,6 +36,5 @@ class CommandParser(argparse.ArgumentParser):
             )
 
     def error(self, message: str) -> NoReturn:
-        what = "commands" if self._subparsers else "options"
-        fix = "" if "\n  fix: " in message else f"\n  fix: {self.prog} --help lists all {what}"
+        fix = "" if "\n  fix: " in message else f"\n  fix: see {self.prog} --help"
         self.exit(2, f"{self.prog}: error: {message}{fix}\n")

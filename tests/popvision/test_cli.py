@@ -50,7 +50,7 @@ def test_report_is_the_name_of_the_command_that_a_folder_stands_for(report, caps
         (["report"], "the following arguments are required: REPORT"),
         (["plan", "--replicas", "4;16", "x.py"], "'4;16' is no number, nor several such as 4,16"),
         (["report", "--no-browse", "x"], "unknown option --no-browse; did you mean '--no-browser'?"),
-        ([], "required: COMMAND\n  fix: popvision --help lists all commands"),
+        ([], "required: COMMAND\n  fix: see popvision --help"),
         (["plan", "--jsno", "x.py"], "popvision plan: error: unknown option --jsno; did you mean '--json'?"),
     ],
 )

@@ -131,8 +131,9 @@ def with_nodes_replaced(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, A
     """Return the graph with each node replaced by the operations that `run` runs (see `replay_graph`)."""
     code = replay_graph(graph.code, graph.constants, run).graph
     drop_aliases_and_dead_code(code)
-    nodes: Any = code.output_node().args[0]
-    results = [replace(result, name=node.name) for result, node in zip(graph.results, nodes, strict=True)]
+    outputs: list[Any] = [each.output_node().args[0] for each in (graph.code, code)]
+    names = {old.name: new.name for old, new in zip(*outputs, strict=True)}
+    results = [replace(result, name=names[result.name]) for result in graph.results]  # an anchor's too
     return replace(graph, code=code, results=tuple(results))
 
 
