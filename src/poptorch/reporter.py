@@ -93,6 +93,7 @@ class Reporter:
             "step_tasks": recorder.step_tasks,
             "ns_in_calls": recorder.ns_in_calls,
             "detailed_step": None if detail is None else [detail.call, detail.step],
+            "capacity": _memory_capacity(settings.strategy.capacity),
             "threads": torch.get_num_threads() // inside,
             "threads_inside": inside,
             "versions": {
@@ -122,6 +123,14 @@ class Reporter:
             tensors=tuple(held_tensors(engine.plan, executable.graph)),
             options=tuple(_changed_options(options, settings.training)),
         )
+
+
+def _memory_capacity(ipu_bytes: float) -> dict[str, Any]:
+    """Return the entry "capacity" of a profile's facts: the memory of an ipu, or (infinite) of this machine."""
+    if ipu_bytes < math.inf:
+        return {"bytes": int(ipu_bytes), "of": "the capacity of an ipu", "shared": False}
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {"bytes": machine, "of": "this machine's memory", "shared": True}
 
 
 def start_reporter(executor: Any, options: Options, training: bool, number: int) -> Reporter | None:

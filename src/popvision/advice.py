@@ -6,7 +6,7 @@ from popengine.order import ORDERS
 
 from .analysis import Figures
 from .times import whole_steps
-from .units import plural
+from .units import plural, size_text
 from .virtual import promised_speedup
 
 _IDLE = 0.25  # that cores wait is a note if they wait for at least this share of a step
@@ -45,7 +45,13 @@ def stages_sentence(figures: Figures) -> str:
 
 
 def _fault_sentences(figures: Figures) -> Iterator[str]:
-    """Yield a sentence if calls have failed."""
+    """Yield a sentence for each of these faults that the run has: too little memory, failed calls."""
+    if figures.fits is False and figures.capacity:
+        yield (
+            f"Does not fit: {size_text(figures.wanted)} are needed, and {figures.capacity_of} is"
+            f' {size_text(figures.capacity)}. Recomputation (options._Popart.set("autoRecomputation", 3)), a smaller'
+            " micro-batch or more stages need less."
+        )
     if failed := figures.profile.facts.get("failed_calls", 0):
         yield f"{plural(failed, 'call')} failed. The figures leave {'them' if failed > 1 else 'it'} out."
 

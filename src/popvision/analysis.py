@@ -65,9 +65,12 @@ class Figures:
         self.devices = replace(profile, runs=tuple(runs))
 
         self.compile_seconds = sum(entry.seconds for entry in profile.passes)
-        self.needs = memory.memory_needs(profile, runs)
-        replicas = profile.counts.get("replicas", 1)
-        self.memory = replicas * sum(need.total for need in self.needs)  # bytes of all ipus, at most
+        self.needs, held_by = memory.memory_needs(profile, runs), facts.get("capacity") or {}
+        totals, replicas = [need.total for need in self.needs], profile.counts.get("replicas", 1)
+        self.wanted = replicas * sum(totals) if held_by.get("shared") else max(totals, default=0)
+        self.capacity = held_by.get("bytes")  # None: unknown
+        self.fits = self.wanted <= self.capacity if self.capacity and self.needs else None
+        self.capacity_of = held_by.get("of", "") + (", which all ipus share" if held_by.get("shared") else "")
 
         self.host = _host_seconds(profile)
 

@@ -19,7 +19,7 @@ from popengine.profile import PHASES, Profile, ProfileError, TaskRun, load
 from .advice import advice_sentences, machine_sentence, stages_sentence
 from .analysis import Figures, compare_figures, comparison_text
 from .memory import bytes_curve, memory_table
-from .units import cores_text, layout_text, plural, rate_text, seconds_text, share_text, table_text
+from .units import cores_text, layout_text, plural, rate_text, seconds_text, share_text, size_text, table_text
 
 PROFILE = "profile.pop"
 _SCRIPTS = [  # in this order
@@ -240,6 +240,9 @@ def summary(profile: Profile) -> str:
         for rows in (_stage_table(found), memory_table(found.needs))
         if len(rows) > 1
     ]
+    if found.capacity and found.needs:
+        verdict = "fits into" if found.fits else "DOES NOT FIT into"
+        lines.append(f"  {verdict} {size_text(found.capacity)}: {found.capacity_of}")
     lines += [f"  ! {warning}" for warning in advice_sentences(found)]
     return "\n".join(lines) + "\n"
 

@@ -88,6 +88,7 @@ def simulated(
             "step_tasks": len(shared),
             "ns_in_calls": steps * length,
             "detailed_step": [0, 0],
+            "capacity": {"bytes": 1 << 30, "of": "a device", "shared": False},
             "cores": 64,
             "threads": cores,
             "device": "cpu",

@@ -14,7 +14,7 @@ from popvision.advice import advice_sentences, machine_sentence, stages_sentence
 from popvision.analysis import Figures, compare_figures
 from popvision.chrome import chrome_trace
 from popvision.report import page_data, summary
-from popvision.units import cores_text
+from popvision.units import cores_text, size_text
 from popvision.virtual import StepModel, promised_speedup
 
 
@@ -225,10 +225,23 @@ def test_memory_held_follows_the_tensors_in_a_step_on_separate_devices():
     assert [size for at, size in curve if at == 3 * MS] == [1024 + 512, 0, 0]  # the backward ends
 
 
-def test_memory_is_that_of_all_replicas():
+def test_what_does_not_fit_is_said_first():
+    profile = simulated(2, 4)
+    small = {"bytes": 1000, "of": "a device", "shared": False}
+    found = Figures(replace(profile, facts={**profile.facts, "capacity": small}))
+    assert found.fits is False
+    assert advice_sentences(found)[0].startswith("Does not fit")
+
+
+def test_memory_that_replicas_share_is_needed_by_each_of_them():
     profile = simulated(2, 4)
     one = sum(need.total for need in Figures(profile).needs)
-    assert Figures(replace(profile, counts={**profile.counts, "replicas": 3})).memory == 3 * one > 0
+    shared = {"bytes": 3 * one - 1, "of": "this machine's memory", "shared": True}
+    counts, facts = {**profile.counts, "replicas": 3}, {**profile.facts, "capacity": shared}
+    large = replace(profile, counts=counts, facts=facts)
+    found = Figures(large)
+    assert (found.fits, found.wanted) == (False, 3 * one)
+    assert f"Does not fit: {size_text(3 * one)} are needed" in advice_sentences(found)[0]
 
 
 def test_few_micro_batches_for_the_stages_are_warned_about():

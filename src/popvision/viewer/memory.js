@@ -1,12 +1,14 @@
-// Memory: what each ipu needs, and what it holds while a step runs.
+// Memory: what each ipu needs against its capacity, and what it holds while a step runs.
 
 function memoryView(entry) {
   const { figures, profile } = entry;
   if (!figures.needs.length) return emptyCard("No memory was measured", "The model was never put on its devices.");
   const kinds = memoryKinds(figures.needs);
+  const verdict = figures.fits === null ? "" : figures.fits ? "Fits into " : "Does not fit into ";
   return make("div", {},
     make("section", { class: "card" },
       make("h2", {}, "What each ipu needs at the most"),
+      figures.capacity ? make("p", { class: figures.fits === false ? "bad" : "good", style: { marginBottom: "10px" } }, `${verdict}${units.bytes(figures.capacity)}: ${figures.capacity_of}`) : null,
       memoryBars(figures.needs, kinds), legend(kinds), make("div", { style: { marginTop: "12px" } }, memoryTable(figures.needs, kinds)),
       make("p", { class: "hint", style: { marginTop: "8px" } }, "between: sent by another ipu and not received yet.")),
     liveness(entry, profile));

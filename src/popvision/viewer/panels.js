@@ -22,7 +22,7 @@ function headlineView(entry, page) {
     figures.step_apart === null ? null : tile("A step on separate devices", units.time(figures.step_apart * 1e9), "simulated with the recorded costs"),
     tile("A step on these cores", units.time(figures.step_seconds * 1e9), `${figures.cores} ran all ipus${figures.idle_here === null ? "" : `, and waited for ${units.share(figures.idle_here)}`}`),
     slow ? tile("Slowest stage", `${slow.stage}`, `${slow.blocks}: ${units.time(slow.total)} a micro-batch`) : null,
-    tile("Memory", units.bytes(figures.memory), "all ipus, at the most"));
+    tile("Memory", units.bytes(figures.wanted), figures.fits === null ? "all ipus, at the most" : figures.fits ? `fits into ${units.bytes(figures.capacity)}` : `does not fit into ${units.bytes(figures.capacity)}`, figures.fits === false ? "bad" : ""));
   const trace = new Trace(entry, { compact: true, on: page.on });
   page.miniature = trace;
   const machine = figures.machine_says ? make("p", { id: "machine", style: { marginBottom: "12px" } }, figures.machine_says) : null;
