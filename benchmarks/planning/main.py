@@ -14,7 +14,7 @@ from pathlib import Path
 
 from popvision.estimate import Estimate
 from popvision.machine import load_machine
-from popvision.plan import compile_program
+from popvision.plan import compile_profiles
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BERT = (str(EXAMPLES / "bert_pretraining/run_pretraining.py"), "--dataset", "generated", "--config")
@@ -143,7 +143,7 @@ def main() -> None:
     )
     parser.add_argument("--fit", action="store_true")
     does_fit = parser.parse_args().fit
-    planned = {row.program: compile_program(row.program) for row in ROWS}
+    planned = {row.program: compile_profiles(row.program, math.inf)[""] for row in ROWS}
 
     def predict(row: Row, own: dict[str, float]) -> float:
         profile, found = planned[row.program], load_machine(row.machine)

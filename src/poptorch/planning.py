@@ -3,9 +3,12 @@
 A plan needs the shapes of weights and not their values, so the parameters of a model may be on the meta device.
 """
 
+import contextlib
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,13 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from popengine.compile import compile_graph
 from popengine.compile.describe import describe, peak_bytes_by_ipu
 from popengine.environment import PLAN_WISH
+from popengine.errors import Error
 from popengine.ir import Graph, Plan
 from popengine.order import ORDERS
 from popengine.profile import Profile
 from popengine.run.state import State, TrainState
-from popengine.settings import Settings
+from popengine.settings import Settings, StagePlan
 
 from .compiling.executable import compile_model
 from .compiling.runs import Run
@@ -27,14 +32,22 @@ from .options import Options
 
 
 def exit_if_only_planning(*program: Any) -> None:
-    """If `popvision plan` runs this program, write the profile to the file that it names, and raise SystemExit."""
-    if path := os.environ.get(PLAN_WISH):
-        make_profile(*program).save(Path(path))
+    """If `popvision plan` runs this program, write the profiles that it requests and raise SystemExit."""
+    if wish := os.environ.get(PLAN_WISH):
+        wanted = json.loads(wish)
+        for number, profile in enumerate(make_profiles(*program, capacity=wanted["capacity"]).values()):
+            profile.save(Path(wanted["folder"]) / f"{number}.pop")
         raise SystemExit(0)
 
 
-def make_profile(model: nn.Module, run: Run, options: Options, settings: Settings) -> Profile:
-    """Compile a model for accelerators, one for each ipu, and return the profile of the plan."""
+def make_profiles(
+    model: nn.Module, run: Run, options: Options, settings: Settings, capacity: float
+) -> dict[str, Profile]:
+    """Compile a model for accelerators, one for each ipu, and return the profile of the plan, by "".
+
+    If it needs more bytes than the `capacity` of an ipu, the result also has plans that may need less, such as one with
+    recomputation, by the change of the program; `facts["planned"]` is the key.
+    """
     kernels = torch.backends.cuda
     may_reduce_in_half = kernels.fp16_bf16_reduction_math_sdp_allowed()
     # Attention is products and a softmax, without casts to float32.
@@ -47,12 +60,53 @@ def make_profile(model: nn.Module, run: Run, options: Options, settings: Setting
     assert graph is not None
     groups = counts.groups * counts.instances
     counts = replace(counts, replicas=counts.global_replicas, groups=groups, instances=1, instance=0)
+    settings = replace(found.settings, counts=counts)
     location = options.TensorLocations.location_optimizer.toDict()
     facts = {
         "optimizer_off_chip": location.get("on_chip_storage") is False,
         "shards_optimizer": bool(location.get("replicated_tensor_sharding", False)),
     }
-    return planned_profile(found.plan, replace(found.settings, counts=counts), graph, facts)
+    made = planned_profile(found.plan, settings, graph, {**facts, "planned": ""})
+    profiles = {"": made}
+    if _largest_need(made) > capacity:
+        for change, other in _settings_that_need_less(settings, made):
+            with contextlib.suppress(Error):  # such as too few micro-batches for more stages
+                plan = compile_graph(graph, other)
+                profiles[change] = planned_profile(plan, other, graph, {**facts, "planned": change})
+    return profiles
+
+
+def _largest_need(made: Profile) -> int:
+    """Return the bytes that the ipu with the largest need holds."""
+    held = zip(made.facts["activations"], made.facts["between"], strict=True)
+    needs = zip(made.memory, held, strict=True)
+    return max(sum(row[2:]) + (kept or 0) + passing for row, (kept, passing) in needs)
+
+
+def _settings_that_need_less(settings: Settings, made: Profile) -> Iterator[tuple[str, Settings]]:
+    """Yield (change, settings) of plans that may need less memory of an ipu: with recomputation; with even
+    stages on as many ipus, on twice and on four times as many, with and without recomputation."""
+    recomputation = 'options._Popart.set("autoRecomputation", 3)'
+    can_recompute = settings.training and not settings.recompute
+    if can_recompute:
+        yield recomputation, replace(settings, recompute=True)
+    blocks = [block for block in made.blocks if block.parameters]
+    for count in (len(made.devices) * factor for factor in (1, 2, 4)):
+        if not 1 < count <= len(blocks):
+            continue
+        ends = list(accumulate(block.parameters for block in blocks))
+        stages = [list[str]() for _ in range(count)]
+        for block, end in zip(blocks, ends, strict=True):
+            middle = (end - block.parameters / 2) / ends[-1]
+            stages[int(middle * count)].append(block.name)
+        if not all(stages):
+            continue
+        cut = tuple(StagePlan(tuple(names), ipu) for ipu, names in enumerate(stages))
+        changed = replace(settings, strategy=replace(settings.strategy, auto=None, stages=cut))
+        change = f"{count} stages that begin with the blocks {', '.join(names[0] for names in stages)}"
+        yield change, changed
+        if can_recompute:
+            yield f"{change}; and {recomputation}", replace(changed, recompute=True)
 
 
 def planned_profile(

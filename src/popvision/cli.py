@@ -14,8 +14,8 @@ from popengine.errors import did_you_mean
 from popengine.profile import ProfileError, load
 
 from . import chrome
-from .machine import MachineError, load_machines, machine_names
-from .plan import Estimates, compile_program
+from .machine import MachineError, load_machines, machine_names, smallest_memory
+from .plan import Estimates, compile_profiles
 from .report import find_profiles, summary, write_comparison, write_report
 
 _REPORT = "a report's folder, or one profile.pop file in it"
@@ -137,7 +137,8 @@ def _plan_program(args: argparse.Namespace) -> None:
             f"  fix: popvision plan --on MACHINE,... {args.program[0]}"
         )
     chosen = load_machines(args.on)
-    found = Estimates(compile_program(args.program), chosen, args.replicas, args.accumulation)
+    profiles = compile_profiles(args.program, smallest_memory(chosen))
+    found = Estimates(profiles, chosen, args.replicas, args.accumulation)
     if args.json:
         print(found.to_json())
         return

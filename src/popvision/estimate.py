@@ -17,7 +17,7 @@ class Estimate:
     """The estimated time and memory of a program on a machine.
 
     Args:
-        profile: a plan, as `compile_program` returns it
+        profile: a plan, as `compile_profiles` returns it
         accumulation: micro-batches of a step and replica
     """
 

@@ -50,6 +50,11 @@ def load_machines(names: str | Sequence[str]) -> list[Machine]:
     return [load_machine(str(name).strip()) for name in parts]
 
 
+def smallest_memory(machines: Sequence[Machine]) -> float:
+    """Return the bytes of the smallest memory of a chip."""
+    return min(machine.memory for machine in machines)
+
+
 def load_machine(name: str) -> Machine:
     """Return the machine with this name; for a name that ends with ".toml", the machine in that file.
 

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -19,13 +19,15 @@ from .analysis import operation_sums
 from .estimate import Estimate
 from .machine import Machine
 from .report import step_data, viewer_page
-from .units import layout_text, table_text
+from .units import layout_text, size_text, table_text, three_digits
 
 _DRAWN = 600  # actions; in a wider picture they are too small to see
-_NEEDS_LESS = (
-    'Recomputation (options._Popart.set("autoRecomputation", 3)), more stages, fewer replicas, and optimizer state that'
-    " is sharded (useReplicatedTensorSharding) or streamed (useOnChipStorage(False)) need less memory."
-)
+_LOCATION = "options.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings()."
+# Facts that put optimizer state elsewhere, by the code that sets them.
+_OPTIMIZER_PLACES = {
+    f"{_LOCATION}useReplicatedTensorSharding(True))": {"shards_optimizer": True},
+    f"{_LOCATION}useOnChipStorage(False))": {"optimizer_off_chip": True},
+}
 
 
 class Estimates:
@@ -33,18 +35,20 @@ class Estimates:
     machine; the estimates of a machine begin with the best.
 
     Args:
-        profile: that of a plan, as `compile_program` returns it
+        profiles: by change of the program, as `compile_profiles` returns them; "": the program as it is
         replicas, accumulation: numbers to compare; empty: the program's own number
     """
 
     def __init__(
         self,
-        profile: Profile,
+        profiles: Mapping[str, Profile],
         machines: Iterable[Machine],
         replicas: Sequence[int] = (),
         accumulation: Sequence[int] = (),
     ) -> None:
+        self._profiles = profiles
         self.estimates: list[Estimate] = []
+        profile = profiles[""]
         for machine in machines:
             choices = [
                 Estimate(profile, machine, count, micro_batches)
@@ -73,14 +77,37 @@ class Estimates:
         return next((one for one in self.estimates if one.fits), self.estimates[0])
 
     def advice(self) -> list[str]:
-        """Return sentences: why an estimate does not fit; then, if the estimate `drawn` fits, its busiest ipu, and
-        each change that makes a step at least 3 % faster."""
-        too_large = [
-            f"{one.choice} does not fit: {'; '.join(one.problems)}. {_NEEDS_LESS}"
-            for one in self.estimates
-            if not one.fits
-        ]
+        """Return sentences: what would fit, for each estimate that does not; then, if the estimate `drawn` fits,
+        its busiest ipu, and each change that makes a step at least 3 % faster."""
+        too_large = [self._what_fits(one) for one in self.estimates if not one.fits]
         return too_large + (self._speed_advice(self.drawn) if self.drawn.fits else [])
+
+    def _what_fits(self, one: Estimate) -> str:
+        """Return a sentence with up to three changes of the program with which an estimate fits."""
+        found: list[tuple[list[str], Estimate]] = []
+        places = {"": {}, **(_OPTIMIZER_PLACES if one.profile.training else {})}
+        for change, profile in self._profiles.items():
+            replicas = min(one.replicas, one.machine.chips // len(profile.devices))
+            if not replicas:
+                continue
+            fewer = f"options.replicationFactor({replicas})" if replicas < one.replicas else ""
+            for place, facts in places.items():
+                other = replace(profile, facts=profile.facts | facts)
+                tried = Estimate(other, one.machine, replicas, one.accumulation)
+                if tried.fits:
+                    found.append((list(filter(None, (*change.split("; and "), place, fewer))), tried))
+        said = f"{one.choice} does not fit: {'; '.join(one.problems)}."
+        if not found:
+            tried = "recomputation, other stages, sharded or streamed optimizer state, fewer replicas"
+            return f"{said} Nothing that was tried makes it fit: {tried}."
+        found.sort(key=lambda entry: (len(entry[0]), -entry[1].items_per_second))
+        ways = [
+            f"{' and '.join(changes)} (largest ipu {size_text(max(fits.memory_per_ipu))},"
+            f" {three_digits(fits.items_per_second)} items/s)"
+            for changes, fits in found[:3]
+            if len(changes) == len(found[0][0])
+        ]
+        return f"{said} It fits with {'; or with '.join(ways)}."
 
     def _speed_advice(self, drawn: Estimate) -> list[str]:
         loads = {ipu: sum(spent.values()) for ipu, spent in drawn.costs.by_ipu.items()}
@@ -117,22 +144,25 @@ def _step_entry(one: Estimate) -> dict[str, Any]:
     return step_data(replace(profile, schedule=(), facts=facts), runs, operation_sums(profile), figures)
 
 
-def compile_program(program: Sequence[str]) -> Profile:
-    """Run a program until its first model is compiled, and return the profile of the plan. The model is not trained.
+def compile_profiles(program: Sequence[str], capacity: float) -> dict[str, Profile]:
+    """Run a program until its first model is compiled, and return a profile of the model, by ""; if it needs more than
+    `capacity`, also profiles of changed programs: see `make_profiles`. The model is not trained.
 
-    Args: program: the path of a Python file, and its arguments
+    Args:
+        program: the path of a Python file, and its arguments
+        capacity: the bytes of a chip's memory
     Raises: ProfileError, if there is no such file, or the program ended before it compiled a model
     """
     if not Path(program[0]).is_file():
         raise ProfileError(f"there is no file {program[0]}\n  fix: popvision plan [OPTIONS] PROGRAM.py")
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.pop"
+        wish = json.dumps({"folder": folder, "capacity": capacity})
         # Its output goes to standard error, since another program may read the plan on standard output.
         code = subprocess.run(
-            [sys.executable, *program], env={**os.environ, PLAN_WISH: str(path)}, stdout=2, check=False
+            [sys.executable, *program], env={**os.environ, PLAN_WISH: wish}, stdout=2, check=False
         ).returncode
-        if not code and path.exists():
-            return load(path)
+        if not code and (paths := sorted(Path(folder).glob("*.pop"))):
+            return {profile.facts["planned"]: profile for profile in map(load, paths)}
     if code:
         raise ProfileError(f"{program[0]} failed before it compiled a model (exit code {code}): see above")
     raise ProfileError(

@@ -18,7 +18,7 @@ from ..compiling.runs import Run
 from ..logs import logger
 from ..options import Options
 from ..options.freeze_options import resolve_options
-from ..planning import make_profile
+from ..planning import make_profiles
 from . import executable_file, wrapped_model
 from .executor import PoplarExecutor
 from .public_names import outside_inference_mode
@@ -173,12 +173,12 @@ def plan(
         Error: the model can't be compiled for such a batch
         ValueError: a machine is not known
     """
-    from popvision.machine import load_machines
+    from popvision.machine import load_machines, smallest_memory
     from popvision.plan import Estimates
 
     chosen = load_machines(on)
     with _compile_arguments(model, options, batch, training) as program:
-        found = make_profile(*program)
+        found = make_profiles(*program, smallest_memory(chosen))
     return Estimates(found, chosen, replicas, accumulation)
 
 
