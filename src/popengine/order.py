@@ -247,25 +247,26 @@ def timeline(
     actions: Sequence[Action],
     micro_batches: int,
     order: Order,
-    cores: int = 0,  # that share all ipus; 0: each ipu is a device
+    cores: int = 0,  # that share the ipus of all replicas; 0: each ipu is a device (1 replica)
     costs: Sequence[float] = (),  # the time of each action; by default 1
+    replicas: int = 1,  # that run the same actions
     updates: Mapping[int, float] = MappingProxyType({}),  # by ipu: the time of its update, at the end
 ) -> tuple[list[tuple[int, int]], Timeline]:
     """Return (action's index, micro-batch) of each task of a step, by ascending key, and their timeline."""
     step = StepActions(tuple(actions), micro_batches, cores)
     bounds = order.all_bounds(step)
     after = [(*action.after, *bound) for action, bound in zip(actions, bounds, strict=True)]
-    tasks = [*product(range(len(actions)), range(micro_batches))]
-    tasks.sort(key=lambda task: (order.key(step, actions[task[0]], task[1]), task[1], task[0]))
+    tasks = [*product(range(len(actions)), range(micro_batches), range(replicas))]
+    tasks.sort(key=lambda task: (order.key(step, actions[task[0]], task[1]), task[1], task[0], task[2]))
     index_of = {task: index for index, task in enumerate(tasks)}
     edges = [[(edge.row, edge.behind) for edge in own if edge.behind is not None] for own in after]
-    needs = [[index_of[other, m - n] for other, n in edges[row] if n <= m] for row, m in tasks]
-    each = [float(costs[row]) if costs else 1.0 for row, _ in tasks]
-    owners = [actions[row].ipu for row, _ in tasks]
+    needs = [[index_of[other, m - n, r] for other, n in edges[row] if n <= m] for row, m, r in tasks]
+    each = [float(costs[row]) if costs else 1.0 for row, _, _ in tasks]
+    owners = [actions[row].ipu for row, _, _ in tasks]
     for ipu, cost in updates.items():
         needs.append([number for number in range(len(tasks)) if owners[number] == ipu])
         each.append(cost)
-    return tasks, simulate(needs, each, cores or [*owners, *updates])
+    return [task[:2] for task in tasks], simulate(needs, each, cores or [*owners, *updates])
 
 
 def step_duration(

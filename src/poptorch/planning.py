@@ -1,20 +1,28 @@
 """Profiles of models that have not run, from which popvision and `poptorch.plan` estimate for other machines.
 
 A plan needs the shapes of weights and not their values, so the parameters of a model may be on the meta device.
+
+For this machine a small model runs short steps on the engine, with generated weights and inputs. The times of a large
+model are computed from its FLOPs and bytes, at rates that are measured.
 """
 
 import contextlib
 import json
+import math
+import operator
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from statistics import median
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from popengine.compile import compile_graph
 from popengine.compile.describe import describe, peak_bytes_by_ipu
@@ -23,57 +31,99 @@ from popengine.errors import Error
 from popengine.ir import Graph, Plan
 from popengine.order import ORDERS
 from popengine.profile import Profile
+from popengine.run.engine import Engine
+from popengine.run.piece_costs import seconds_on_all_threads
+from popengine.run.ready_queue import JUDGED
 from popengine.run.state import State, TrainState
-from popengine.settings import Settings, StagePlan
+from popengine.settings import Hyper, Settings, StagePlan
+from popengine.torch_private import OpOverload
+from popengine.update.optimizer_rules import RULES
 
-from .compiling.executable import compile_model
+from .compiling.executable import Executable, compile_model
 from .compiling.runs import Run
 from .options import Options
+
+_BASE_BYTES = 600 << 20  # bytes of Python, torch and the program's other libraries
+# Bytes of state, FLOPs of a micro-batch: the engine runs steps of a smaller model within a second or two.
+_SMALL = 2**29, 5e10
+_SECONDS = 1.5  # no round begins after this time
+_ROUNDS = 9
+
+
+def available_memory() -> int:
+    """Return the bytes that the machine, and this process's control group, still allow to allocate."""
+    rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(rows["MemAvailable"].split()[0]) * 1024
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            files = (int((Path("/sys/fs/cgroup") / name).read_text()) for name in (limit, used))
+            free = min(free, next(files) - next(files))
+    return free
 
 
 def exit_if_only_planning(*program: Any) -> None:
     """If `popvision plan` runs this program, write the profiles that it requests and raise SystemExit."""
     if wish := os.environ.get(PLAN_WISH):
         wanted = json.loads(wish)
-        for number, profile in enumerate(make_profiles(*program, capacity=wanted["capacity"]).values()):
+        for number, profile in enumerate(make_profiles(*program, kinds=wanted["kinds"]).values()):
             profile.save(Path(wanted["folder"]) / f"{number}.pop")
         raise SystemExit(0)
 
 
 def make_profiles(
-    model: nn.Module, run: Run, options: Options, settings: Settings, capacity: float
+    model: nn.Module,
+    run: Run,
+    options: Options,
+    settings: Settings,
+    hyper: Hyper | None,
+    kinds: Mapping[str, float],
 ) -> dict[str, Profile]:
-    """Compile a model for accelerators, one for each ipu, and return the profile of the plan, by "".
+    """Compile a model for each kind of machine: "apart" (each ipu is an accelerator) or "here" (this
+    machine), and return the profiles of the plans. `kinds`: by kind, the bytes of a chip's memory.
 
-    If it needs more bytes than the `capacity` of an ipu, the result also has plans that may need less, such as one with
-    recomputation, by the change of the program; `facts["planned"]` is the key.
+    If they are too few, the result also has plans that may need less, such as one with recomputation. Their
+    keys are the kind, a colon and the change of the program; `facts["planned"]` is the key.
     """
-    kernels = torch.backends.cuda
-    may_reduce_in_half = kernels.fp16_bf16_reduction_math_sdp_allowed()
-    # Attention is products and a softmax, without casts to float32.
-    kernels.allow_fp16_bf16_reduction_math_sdp(True)
-    try:
-        found = compile_model(model, run, options, replace(settings, device="cuda"), is_plan_only=True)
-    finally:
-        kernels.allow_fp16_bf16_reduction_math_sdp(may_reduce_in_half)
-    counts, graph = found.settings.counts, found.graph
-    assert graph is not None
-    groups = counts.groups * counts.instances
-    counts = replace(counts, replicas=counts.global_replicas, groups=groups, instances=1, instance=0)
-    settings = replace(found.settings, counts=counts)
     location = options.TensorLocations.location_optimizer.toDict()
-    facts = {
-        "optimizer_off_chip": location.get("on_chip_storage") is False,
-        "shards_optimizer": bool(location.get("replicated_tensor_sharding", False)),
-    }
-    made = planned_profile(found.plan, settings, graph, {**facts, "planned": ""})
-    profiles = {"": made}
-    if _largest_need(made) > capacity:
-        for change, other in _settings_that_need_less(settings, made):
-            with contextlib.suppress(Error):  # such as too few micro-batches for more stages
-                plan = compile_graph(graph, other)
-                profiles[change] = planned_profile(plan, other, graph, {**facts, "planned": change})
-    return profiles
+    found = {}
+    for kind, capacity in kinds.items():
+        chosen, kernels = settings, torch.backends.cuda
+        may_reduce_in_half = kernels.fp16_bf16_reduction_math_sdp_allowed()
+        if kind == "apart":  # attention is products and a softmax
+            chosen = replace(settings, device="cuda")
+            kernels.allow_fp16_bf16_reduction_math_sdp(True)  # attention has no casts to float32
+        try:
+            executable = compile_model(model, run, options, chosen, is_plan_only=True)
+        finally:
+            kernels.allow_fp16_bf16_reduction_math_sdp(may_reduce_in_half)
+        counts = executable.settings.counts
+        groups = counts.groups * counts.instances
+        one = replace(counts, replicas=counts.global_replicas, groups=groups, instances=1, instance=0)
+        executable = replace(executable, settings=replace(executable.settings, counts=one))
+        graph = executable.graph
+        facts = {
+            "processes": settings.counts.instances,
+            "optimizer_off_chip": location.get("on_chip_storage") is False,
+            "shards_optimizer": bool(location.get("replicated_tensor_sharding", False)),
+            "device": settings.device,
+            "base": _BASE_BYTES,
+            "available": available_memory(),
+        }
+        assert graph is not None
+        made = planned_profile(executable.plan, executable.settings, graph, {**facts, "planned": kind})
+        if kind == "here":
+            made.facts["measured"] = measure_times(executable, hyper, made)
+        found[kind] = made
+        if kind == "apart" and _largest_need(made) > capacity:
+            for change, other in _settings_that_need_less(executable.settings, made):
+                with contextlib.suppress(Error):  # such as too few micro-batches for more stages
+                    key = f"{kind}: {change}"
+                    plan = compile_graph(graph, other)
+                    found[key] = planned_profile(plan, other, graph, {**facts, "planned": key})
+    return found
 
 
 def _largest_need(made: Profile) -> int:
@@ -151,3 +201,85 @@ def _most_bytes_in_transit(found: Profile, ipu: int) -> int:
             count = min(micro_batches, ahead if found.training else found.facts["in_flight"])
         total += count * part.bytes
     return total
+
+
+def measure_times(found: Executable, hyper: Hyper | None, planned: Profile) -> dict[str, Any]:
+    """Measure a model on this machine; return "steps", of (micro-batches of all replicas, seconds), if it is
+    small, else the seconds on one core, while all work, of "pieces" for a micro-batch and of "updates"."""
+    graph = found.graph
+    assert graph is not None
+    state, flops = sum(slot.nbytes for slot in graph.slots), sum(row.flops for row in planned.operations)
+    with torch.random.fork_rng():
+        if state < _SMALL[0] and flops < _SMALL[1] and not _calls_user_code(graph):
+            return {"steps": _measure_steps(found, graph, hyper)}
+        return _times_from_rates(found, planned)
+
+
+def _calls_user_code(graph: Graph) -> bool:
+    """Return whether a graph calls functions that are no aten or prims operations, such as the user's."""
+    called = {node.target for node in graph.code.nodes if node.op == "call_function"} - {operator.getitem}
+    return not all(isinstance(t, OpOverload) and t.namespace in ("aten", "prims") for t in called)
+
+
+def _random_values(shape: Sequence[int], dtype: torch.dtype, key: str = "") -> Tensor:
+    """Return random values for a weight with this key, or (key "") for an input; integers are 1, or 0."""
+    if not dtype.is_floating_point or key.endswith("running_var"):
+        return torch.ones(shape, dtype=dtype) if key else torch.zeros(shape, dtype=dtype)
+    return torch.randn(shape, dtype=torch.float32).mul_(1 / math.sqrt(max(1, math.prod(shape[1:])))).to(dtype)
+
+
+def _measure_steps(found: Executable, graph: Graph, hyper: Hyper | None) -> list[tuple[int, float]]:
+    """Run two shortened steps, or a short one whole; return (micro-batches of all replicas, seconds)."""
+    settings, whole = found.settings, found.plan.micro_batches
+    few = max(2 * found.plan.partition.stages, torch.get_num_threads())
+    rows = []
+    for count in (few, 3 * few) if whole > 3 * few else (whole,):
+        factors = {"accumulation": count, "iterations": 1} if settings.training else {"iterations": count}
+        short = replace(settings, counts=replace(settings.counts, **factors))
+        plan, product = compile_graph(graph, short), short.counts.product
+        signature = plan.partition.signature
+        weights = {s.key: _random_values(s.shape, s.dtype, s.key) for s in signature.parameters_and_buffers}
+        inputs = {int(slot.key): slot for slot in signature.slots if slot.role == "input"}
+        shapes = [(s.shape[0] * product, *s.shape[1:]) if s.shape else () for _, s in sorted(inputs.items())]
+        batch = [_random_values(shape, inputs[index].dtype) for index, shape in enumerate(shapes)]
+        # Only after its first tasks does the engine know whether it should use several cores.
+        warm = math.ceil(2 * JUDGED / (product * len(plan.partition.pieces)))
+        with contextlib.closing(Engine(plan, short, TrainState(weights.copy))) as engine:
+            seconds = _median_seconds(partial(engine.run, batch, hyper), warm)
+        rows.append((count * short.counts.replicas, seconds))
+    return rows
+
+
+def _median_seconds(work: Callable[[], Any], warm: int) -> float:
+    """Call `work` `warm` times as a warm-up, then up to `_ROUNDS` times; return the median of the seconds."""
+    for _ in range(warm):
+        work()
+    began, found = time.perf_counter(), list[float]()
+    while len(found) < _ROUNDS and (not found or time.perf_counter() - began < _SECONDS):
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return median(found)
+
+
+def _times_from_rates(found: Executable, planned: Profile) -> dict[str, list[float]]:
+    """Return the entries "pieces" and "updates" of `measure_times`, computed from FLOPs and bytes at measured rates."""
+    threads, side, elements = torch.get_num_threads(), 1024, 1 << 24
+    square, row = torch.rand(side, side), torch.rand(elements)
+    flops, read = (
+        amount / min(seconds_on_all_threads(work, threads) for _ in range(3))
+        for amount, work in ((2 * side**3, lambda: square @ square), (8 * elements, lambda: row @ row))
+    )
+    torch.set_num_threads(threads)  # some libraries have one number of threads for the process
+    pieces = [0.0 for _ in planned.pieces]
+    for operation in planned.operations:
+        pieces[operation.piece] += max(operation.flops / flops, operation.bytes / read)
+    optimizer, partition = found.settings.optimizer, found.plan.partition
+    updates = dict.fromkeys(sorted(set(partition.ipus)), 0.0)
+    if optimizer is not None:
+        states = sum(1 for state in RULES[optimizer.kind].states_of(optimizer) if state.dtype)
+        for slot in partition.signature.slots:
+            if slot.key in optimizer.group_of and slot.name in partition.home:
+                # An update reads the gradient, and reads and writes the weight and the states.
+                updates[partition.ipus[partition.home[slot.name]]] += (3 + 2 * states) * slot.nbytes / read
+    return {"pieces": pieces, "updates": list(updates.values())}

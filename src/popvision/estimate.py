@@ -1,5 +1,6 @@
 """Estimates: the time and memory that a planned program needs on a machine."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -7,17 +8,19 @@ from popengine.order import ORDERS
 from popengine.profile import Profile, ProfileError
 
 from . import virtual
-from .costs import CATEGORIES, Costs
+from .costs import CATEGORIES, Costs, Spent
 from .machine import Machine
 from .memory import Need, memory_needs
 from .units import seconds_text, share_text, size_text, three_digits
+
+_CORE_FLOPS, _CORE_BYTES = 50e9, 10e9  # FLOPs and bytes per second of a core, roughly
 
 
 class Estimate:
     """The estimated time and memory of a program on a machine.
 
     Args:
-        profile: a plan, as `compile_profiles` returns it
+        profile: a plan, as `compile_profiles` returns it for this kind of machine
         accumulation: micro-batches of a step and replica
     """
 
@@ -29,30 +32,48 @@ class Estimate:
             )
         self.profile, self.machine = profile, machine
         self.replicas, self.accumulation = replicas, accumulation
-        self.costs = Costs(profile, machine, replicas, accumulation)
-        ns = virtual.simulated_ns(self.costs.step)
-        taken, self.bubble = ns / 1e9, self.costs.step.bubble(ns)  # the share of time in which the ipus wait
-        # Seconds of the busiest ipu, by category.
-        self.spent = max(self.costs.by_ipu.values(), key=lambda spent: sum(spent.values())).copy()
-        # A chip has its program, and of the optimizer's state only what the options keep there.
-        shards = replicas if profile.facts.get("shards_optimizer") else 1
-        is_on_chip = not profile.facts.get("optimizer_off_chip")
+        self.costs: Costs | None = None  # None on this host
         needs = memory_needs(profile)  # of a replica
-        needs = [replace(need, optimizer=is_on_chip * -(-need.optimizer // shards)) for need in needs]
-        # Bytes that each ipu holds at most, by kind.
-        self.memory = {f"ipu {need.ipu}": _held(need) | {"program": round(machine.code)} for need in needs}
-        self.memory_per_ipu = [sum(kinds.values()) for kinds in self.memory.values()]
+        # Bytes by kind of what each memory holds at most, and the bytes that it can hold.
+        self.memory: dict[str, dict[str, int]]
+        self.capacity: float
         self.problems: list[str] = []  # reasons why the program would fail on the machine; empty: it fits
         if any(need.activations is None for need in needs):
             self.problems.append("a kernel needs memory of a size that only it knows")
-        if (chips := len(needs) * replicas) > machine.chips:
-            self.problems.append(f"needs {chips} chips, and has {machine.chips}")
         loaded = accumulation * sum(part.bytes for part in profile.instructions if part.kind == "load")
-        if loaded / machine.host > taken:  # a replica's rows reach its first ipu
-            taken = self.spent["host input"] = loaded / machine.host
+        # `bubble`: share of time in which the ipus (on this host: the cores) wait. `spent`: seconds of the
+        # busiest ipu (on this host: of a core), by category.
+        if machine.kind == "here":
+            taken, self.bubble, self.spent = _step_seconds_on_host(profile, replicas, accumulation)
+            facts, processes = profile.facts, profile.facts.get("processes", 1)
+            held = _held(needs, processes, replicas)
+            held["activations"] *= 2  # in depth-first order up to twice as many micro-batches wait
+            held["program"] = processes * facts["base"]  # a process and its libraries
+            # The loader also holds the rows of the next call.
+            held["inputs"] = replicas * 2 * loaded * profile.counts.get("iterations", 1)
+            self.memory = {"the program": held}
+            self.capacity = facts["available"]
+            self.memory_per_ipu = [need.total for need in needs]
+        else:
+            self.costs = Costs(profile, machine, replicas, accumulation)
+            ns = virtual.simulated_ns(self.costs.step)
+            taken, self.bubble = ns / 1e9, self.costs.step.bubble(ns)
+            self.spent = max(self.costs.by_ipu.values(), key=lambda spent: sum(spent.values())).copy()
+            # A chip has its program, and of the optimizer's state only what the options keep there.
+            shards = replicas if profile.facts.get("shards_optimizer") else 1
+            is_on_chip = not profile.facts.get("optimizer_off_chip")
+            needs = [replace(need, optimizer=is_on_chip * -(-need.optimizer // shards)) for need in needs]
+            code = {"program": round(machine.code)}
+            self.memory = {f"ipu {need.ipu}": _held([need]) | code for need in needs}
+            self.capacity = machine.memory
+            self.memory_per_ipu = [sum(kinds.values()) for kinds in self.memory.values()]
+            if (chips := len(needs) * replicas) > machine.chips:
+                self.problems.append(f"needs {chips} chips, and has {machine.chips}")
+            if loaded / machine.host > taken:  # a replica's rows reach its first ipu
+                taken = self.spent["host input"] = loaded / machine.host
         needed, name = max((sum(kinds.values()), name) for name, kinds in self.memory.items())
-        if needed > machine.memory:
-            has = f"{size_text(machine.memory)} available"
+        if needed > self.capacity:
+            has = f"{size_text(self.capacity)} available"
             self.problems.append(f"{name} needs up to {size_text(needed)}, with {has}")
         counts = profile.counts
         # With a group for each replica, other numbers of replicas have as many groups.
@@ -76,7 +97,7 @@ class Estimate:
     def memory_entry(self) -> dict[str, Any]:
         """Return what each memory holds, and its limit, as a dictionary for the page's scripts."""
         needs = [{"name": name, "total": sum(kinds.values()), **kinds} for name, kinds in self.memory.items()]
-        return {"name": self.choice, "fits": self.fits, "limit": self.machine.memory, "needs": needs}
+        return {"name": self.choice, "fits": self.fits, "limit": self.capacity, "needs": needs}
 
     def table_row(self) -> dict[str, str]:
         """Return the estimate's row of `Estimates.table`: texts with units, by column name."""
@@ -93,12 +114,49 @@ class Estimate:
         }
 
 
-def _held(need: Need) -> dict[str, int]:
-    """Return the bytes that an ipu holds, by kind."""
+def _held(needs: Sequence[Need], processes: int = 1, replicas: int = 1) -> dict[str, int]:
+    """Return the bytes of ipus that share a memory, by kind."""
     return {
-        "weights": need.weights + need.buffers,
-        "gradients": need.gradients,
-        "optimizer": need.optimizer,
-        "activations": need.activations or 0,
-        "between": need.between,
+        "weights": processes * sum(need.weights + need.buffers for need in needs),
+        "gradients": replicas * sum(need.gradients for need in needs),
+        "optimizer": processes * sum(need.optimizer for need in needs),
+        "activations": replicas * sum(need.activations or 0 for need in needs),
+        "between": replicas * sum(need.between for need in needs),
     }
+
+
+# ---- this machine ----------------------------------------------------------------------------------------
+
+
+def _step_seconds_on_host(profile: Profile, replicas: int, micro_batches: int) -> tuple[float, float, Spent]:
+    """Return a step's seconds on this host, the idle share of its cores, and a core's rough seconds by category:
+    extrapolated from measured steps, with an idle share of 0; or simulated with the measured costs of pieces."""
+    measured, spent = profile.facts["measured"], Spent(float)
+    for operation in profile.operations:  # only to compare the two categories
+        spent["compute"] += operation.flops / _CORE_FLOPS
+        spent["memory bandwidth"] += operation.bytes / _CORE_BYTES
+    if "steps" in measured:
+        return _extrapolated_seconds(measured["steps"], micro_batches * replicas), 0.0, spent
+    pieces = measured["pieces"]
+    step = virtual.StepModel.of(
+        profile,
+        {row: 1e9 * pieces[task.piece] for row, task in enumerate(profile.tasks) if task.computes},
+        updates={ipu: 1e9 * t for ipu, t in zip(profile.devices, measured["updates"], strict=True)},
+        micro_batches=micro_batches,
+        replicas=replicas,
+        cores=profile.facts.get("threads", 1),
+    )
+    ns = virtual.simulated_ns(step)
+    return ns / 1e9, step.bubble(ns), spent
+
+
+def _extrapolated_seconds(rows: Sequence[Sequence[float]], micro_batches: int) -> float:
+    """Return the seconds of a step from one or two measured (micro-batches, seconds): in proportion, or by a
+    line; for fewer micro-batches than measured the larger of both numbers."""
+    first, taken = rows[0]
+    in_proportion = taken * micro_batches / first
+    if len(rows) == 1:
+        return in_proportion
+    each = max(0.0, rows[1][1] - taken) / (rows[1][0] - first)
+    on_line = taken + each * (micro_batches - first)
+    return max(in_proportion, on_line) if micro_batches < first else on_line

@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,26 +18,30 @@ class MachineError(ValueError):
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine with one chip per ipu, each with its own memory. All rates are per chip."""
+    """A machine with one chip per ipu, each with its own memory (kind "apart"), or this host ("here").
+
+    All rates are per chip. For this host the constants have no meaning, since its speed is measured.
+    """
 
     name: str
     description: str
-    chips: int
-    tiles: int  # of a chip
-    half: float  # FLOPs per second of products in half precision
-    single: float  # the same in float32
-    memory: float  # bytes of a chip's own memory
-    code: float  # bytes of it that the program takes
-    local: float  # bytes per second of the chip's own memory
-    exchange: float  # bytes per second between tiles
-    links: float  # bytes per second between chips of a rack
-    gateway: float  # bytes per second between racks
-    rack: int  # chips that links connect
-    streaming: float  # bytes per second of the memory beside the chip
-    host: float  # bytes per second from the host
-    launch: float  # seconds that an operation takes to begin
-    message: float  # seconds of latency between chips
-    efficiency: Mapping[str, float]  # by kind of operation: see `efficiency_of`
+    kind: str = "apart"
+    chips: int = 1
+    tiles: int = 1  # of a chip
+    half: float = 0.0  # FLOPs per second of products in half precision
+    single: float = 0.0  # the same in float32
+    memory: float = 0.0  # bytes of a chip's own memory
+    code: float = 0.0  # bytes of it that the program takes
+    local: float = 0.0  # bytes per second of the chip's own memory
+    exchange: float = 0.0  # bytes per second between tiles
+    links: float = 0.0  # bytes per second between chips of a rack
+    gateway: float = 0.0  # bytes per second between racks
+    rack: int = 1  # chips that links connect
+    streaming: float = 0.0  # bytes per second of the memory beside the chip
+    host: float = 0.0  # bytes per second from the host
+    launch: float = 0.0  # seconds that an operation takes to begin
+    message: float = 0.0  # seconds of latency between chips
+    efficiency: Mapping[str, float] = field(default_factory=dict)  # by kind of operation: see `efficiency_of`
 
     def efficiency_of(self, kind: str) -> float:
         """Return the fraction of the chip's rate that operations of a kind reach; 1 for an unknown kind."""
@@ -50,9 +54,10 @@ def load_machines(names: str | Sequence[str]) -> list[Machine]:
     return [load_machine(str(name).strip()) for name in parts]
 
 
-def smallest_memory(machines: Sequence[Machine]) -> float:
-    """Return the bytes of the smallest memory of a chip."""
-    return min(machine.memory for machine in machines)
+def memory_by_kind(machines: Sequence[Machine]) -> dict[str, float]:
+    """Return, by kind of machine, the smallest memory of a chip in bytes."""
+    kinds = dict.fromkeys(machine.kind for machine in machines)
+    return {kind: min(machine.memory for machine in machines if machine.kind == kind) for kind in kinds}
 
 
 def load_machine(name: str) -> Machine:
@@ -61,15 +66,17 @@ def load_machine(name: str) -> Machine:
     Raises: MachineError, if the machine is not known, or its file is incomplete
     """
     data = _read_machine_file(name)
+    made = Machine(Path(name).stem, str(data.get("description", "")), data.get("kind", "apart"))
+    if made.kind == "here":
+        return made
     try:
         chip, pod, efficiency = (
             {constant: entry["value"] for constant, entry in data[part].items()}
             for part in ("chip", "pod", "efficiency")
         )
         cycles = chip["tiles"] * chip["clock"]
-        return Machine(
-            name=Path(name).stem,
-            description=str(data.get("description", "")),
+        return replace(
+            made,
             half=2 * cycles * chip["half_products"],
             single=2 * cycles * chip["float_products"],
             launch=chip["launch_cycles"] / chip["clock"],

@@ -35,7 +35,7 @@ class Estimates:
     machine; the estimates of a machine begin with the best.
 
     Args:
-        profiles: by change of the program, as `compile_profiles` returns them; "": the program as it is
+        profiles: by kind of machine, and by kind and change, as `compile_profiles` returns them
         replicas, accumulation: numbers to compare; empty: the program's own number
     """
 
@@ -48,8 +48,8 @@ class Estimates:
     ) -> None:
         self._profiles = profiles
         self.estimates: list[Estimate] = []
-        profile = profiles[""]
         for machine in machines:
+            profile = profiles[machine.kind]
             choices = [
                 Estimate(profile, machine, count, micro_batches)
                 for count in replicas or [profile.counts.get("replicas", 1)]
@@ -62,33 +62,39 @@ class Estimates:
 
     def save(self, path: str | Path) -> None:
         """Write an HTML page to the file `path`: machines, advice, memory, and the step of the estimate `drawn`."""
+        drawn = self.drawn
+        shown = drawn or self.estimates[0]
         plan = {
             "table": self.table(),
             "advice": self.advice(),
-            "drawn": self.drawn.machine.name,
+            "drawn": drawn and drawn.machine.name,
             "memory": [one.memory_entry() for one in self.estimates],
         }
-        page = viewer_page(f"Plan: {layout_text(self.drawn.profile)}", [_step_entry(self.drawn)], plan=plan)
+        page = viewer_page(f"Plan: {layout_text(shown.profile)}", [_step_entry(shown)], plan=plan)
         Path(path).write_text(page)
 
     @property
-    def drawn(self) -> Estimate:
-        """Return the estimate whose step the page draws: the first one, preferably one that fits."""
-        return next((one for one in self.estimates if one.fits), self.estimates[0])
+    def drawn(self) -> Estimate | None:
+        """Return the estimate whose step the page draws: the first one on a machine with a chip per ipu,
+        preferably one that fits. Return None without such a machine."""
+        apart = [one for one in self.estimates if one.costs]
+        return next((one for one in apart if one.fits), apart[0] if apart else None)
 
     def advice(self) -> list[str]:
         """Return sentences: what would fit, for each estimate that does not; then, if the estimate `drawn` fits,
         its busiest ipu, and each change that makes a step at least 3 % faster."""
         too_large = [self._what_fits(one) for one in self.estimates if not one.fits]
-        return too_large + (self._speed_advice(self.drawn) if self.drawn.fits else [])
+        return too_large + (self._speed_advice(self.drawn) if self.drawn and self.drawn.fits else [])
 
     def _what_fits(self, one: Estimate) -> str:
         """Return a sentence with up to three changes of the program with which an estimate fits."""
         found: list[tuple[list[str], Estimate]] = []
-        places = {"": {}, **(_OPTIMIZER_PLACES if one.profile.training else {})}
-        for change, profile in self._profiles.items():
-            replicas = min(one.replicas, one.machine.chips // len(profile.devices))
-            if not replicas:
+        places = {"": {}, **(_OPTIMIZER_PLACES if one.costs and one.profile.training else {})}
+        for key, profile in self._profiles.items():
+            kind, _, change = key.partition(": ")
+            most = one.machine.chips // len(profile.devices) if one.costs else one.replicas
+            replicas = min(one.replicas, most)
+            if kind != one.machine.kind or not replicas:
                 continue
             fewer = f"options.replicationFactor({replicas})" if replicas < one.replicas else ""
             for place, facts in places.items():
@@ -99,7 +105,7 @@ class Estimates:
         said = f"{one.choice} does not fit: {'; '.join(one.problems)}."
         if not found:
             tried = "recomputation, other stages, sharded or streamed optimizer state, fewer replicas"
-            return f"{said} Nothing that was tried makes it fit: {tried}."
+            return f"{said} Nothing that was tried makes it fit" + (f": {tried}." if one.costs else ".")
         found.sort(key=lambda entry: (len(entry[0]), -entry[1].items_per_second))
         ways = [
             f"{' and '.join(changes)} (largest ipu {size_text(max(fits.memory_per_ipu))},"
@@ -110,14 +116,16 @@ class Estimates:
         return f"{said} It fits with {'; or with '.join(ways)}."
 
     def _speed_advice(self, drawn: Estimate) -> list[str]:
-        loads = {ipu: sum(spent.values()) for ipu, spent in drawn.costs.by_ipu.items()}
+        costs = drawn.costs
+        assert costs is not None
+        loads = {ipu: sum(spent.values()) for ipu, spent in costs.by_ipu.items()}
         slowest, mean = max(loads, key=lambda ipu: loads[ipu]), fmean(loads.values())
         return [
             f"ipu {slowest} has the most to do: {loads[slowest] / (mean or 1):.2f} times the average ipu."
             f" On {drawn.machine.name} ipus wait {drawn.bubble:.0%} of the time."
         ] + [
             f"{change.what} would make it {change.apart:.2f} times as fast there. Then {change.also}."
-            for change in virtual.advised_changes(drawn.costs.profile, drawn.costs.step, 0.0)
+            for change in virtual.advised_changes(costs.profile, costs.step, 0.0)
             if change.apart > 1.03
         ]
 
@@ -134,6 +142,8 @@ class Estimates:
 
 def _step_entry(one: Estimate) -> dict[str, Any]:
     """Return the profile of an estimate's step, and its figures, as a dictionary for the page's scripts."""
+    if one.costs is None:
+        return step_data(one.profile, [], {}, {"stages": []})
     profile, step, rows = one.costs.profile, one.costs.step, one.costs.rows
     runs = virtual.runs_on_devices(profile, step, rows, most=_DRAWN)
     stages = times.stage_times(profile, rows, step.updates)
@@ -144,19 +154,21 @@ def _step_entry(one: Estimate) -> dict[str, Any]:
     return step_data(replace(profile, schedule=(), facts=facts), runs, operation_sums(profile), figures)
 
 
-def compile_profiles(program: Sequence[str], capacity: float) -> dict[str, Profile]:
-    """Run a program until its first model is compiled, and return a profile of the model, by ""; if it needs more than
-    `capacity`, also profiles of changed programs: see `make_profiles`. The model is not trained.
+def compile_profiles(program: Sequence[str], kinds: Mapping[str, float]) -> dict[str, Profile]:
+    """Run a program until its first model is compiled, and return a profile of the model by kind of machine.
+    If a chip's memory is too small, there are also profiles of changed programs: see `make_profiles`.
+
+    The model is not trained.
 
     Args:
         program: the path of a Python file, and its arguments
-        capacity: the bytes of a chip's memory
+        kinds: by kind of machine, "apart" or "here", the bytes of a chip's memory
     Raises: ProfileError, if there is no such file, or the program ended before it compiled a model
     """
     if not Path(program[0]).is_file():
         raise ProfileError(f"there is no file {program[0]}\n  fix: popvision plan [OPTIONS] PROGRAM.py")
     with tempfile.TemporaryDirectory() as folder:
-        wish = json.dumps({"folder": folder, "capacity": capacity})
+        wish = json.dumps({"folder": folder, "kinds": kinds})
         # Its output goes to standard error, since another program may read the plan on standard output.
         code = subprocess.run(
             [sys.executable, *program], env={**os.environ, PLAN_WISH: wish}, stdout=2, check=False

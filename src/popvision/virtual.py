@@ -2,7 +2,7 @@
 
 Each ipu is a device of its own: it does one thing at a time, in the order of the schedule. The costs are those that
 a run has recorded, or that a plan estimates. To find what a change of the program gains, a changed `StepModel`
-is simulated and compared.
+is simulated and compared. A plan for this host uses the same model with cores that share all ipus.
 """
 
 from __future__ import annotations
@@ -32,8 +32,13 @@ class StepModel:
     order: str  # a key of `popengine.order.ORDERS`, or the name of a user's own schedule
     # (index of an action, micro-batch) of all tasks of a user's own schedule.
     program: tuple[tuple[int, int], ...] = ()
-    # Whether an ipu runs its tasks in a fixed order; False: those first that are ready.
-    keeps_order: bool = True
+    keeps_order: bool = (
+        True  # whether an ipu runs its tasks in a fixed order; False: those first that are ready
+    )
+    cores: int = (
+        0  # the number of cores that share the ipus of all replicas; 0: an ipu is a device (1 replica)
+    )
+    replicas: int = 1
 
     @classmethod
     def of(cls, profile: Profile, costs: Mapping[int, float], **more: Any) -> StepModel:
@@ -58,8 +63,8 @@ class StepModel:
     def bubble(self, length: float) -> float:
         """Return the share of time in which the devices wait, in a step of `length` ns."""
         work = self.micro_batches * sum(self.costs) + sum(self.updates.values())
-        devices = len({action.ipu for action in self.actions})
-        return max(0.0, 1 - work / (length * devices)) if length else 0.0
+        devices = self.cores or len({action.ipu for action in self.actions})
+        return max(0.0, 1 - self.replicas * work / (length * devices)) if length else 0.0
 
 
 def simulated_ns(step: StepModel) -> float:
@@ -70,7 +75,7 @@ def simulated_ns(step: StepModel) -> float:
 
     if step.program:
         return run(step.micro_batches)
-    return step_duration(step.actions, step.micro_batches, run, _MOST_TASKS)
+    return step_duration(step.actions, step.micro_batches, run, _MOST_TASKS // step.replicas)
 
 
 def simulate_step(step: StepModel) -> tuple[list[tuple[int, int]], Timeline]:
@@ -79,12 +84,12 @@ def simulate_step(step: StepModel) -> tuple[list[tuple[int, int]], Timeline]:
 
     The fixed order of an ipu is that of `step.program`, or that in which its tasks begin if each takes one tick.
     """
-    updates = {ipu: cost for ipu, cost in step.updates.items() if cost}
+    updates = {ipu: cost for ipu, cost in step.updates.items() if cost}  # one for all replicas
     program, after = list(step.program), [action.after for action in step.actions]
     if not program:
         order, count = ORDERS[step.order], step.micro_batches
-        if not step.keeps_order:
-            return timeline(step.actions, count, order, costs=step.costs, updates=updates)
+        if step.cores or not step.keeps_order:
+            return timeline(step.actions, count, order, step.cores, step.costs, step.replicas, updates)
         tasks, ticks = timeline(step.actions, count, order)
         program = [tasks[number] for number in ticks.order]
         bounds = order.all_bounds(StepActions(step.actions, count))

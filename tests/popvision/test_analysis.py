@@ -53,6 +53,7 @@ def test_a_long_step_is_as_long_as_all_its_micro_batches():
     step = StepModel.of(profile, rows, updates={}, micro_batches=5000)
     # The slowest ipu, of 6 a micro-batch, waits for the first forward of the one before and ends before its backward.
     assert virtual.simulated_ns(step) == pytest.approx(5000 * 6 + 4, abs=12)
+    assert virtual.simulated_ns(replace(step, cores=2)) == pytest.approx(17 * 5000 / 2, rel=0.01)
 
 
 def test_the_slowest_stage_is_named_with_its_time():

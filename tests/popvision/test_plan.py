@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -63,7 +64,7 @@ def heavy(*args, **more):
 
 
 def apart(profile, name="bow-pod4", **choices):
-    return Estimates({"": profile}, load_machines(name), **choices)
+    return Estimates({"apart": profile}, load_machines(name), **choices)
 
 
 def data_of(found, tmp_path):
@@ -163,10 +164,10 @@ def test_a_program_is_run_until_its_first_model_is_compiled(program, capfd):
 
 
 def test_json_is_a_list_of_fixed_keys_and_nothing_else_is_printed(program, capfd):
-    assert main(["plan", "--on", "bow-pod4,mk2-pod16", "--json", "train.py", "--accumulation", "4"]) == 0
+    assert main(["plan", "--on", "bow-pod4,this-machine", "--json", "train.py", "--accumulation", "4"]) == 0
     rows = json.loads(capfd.readouterr().out)
     assert [list(row) for row in rows] == [KEYS, KEYS]
-    assert [row["machine"] for row in rows] == ["bow-pod4", "mk2-pod16"]
+    assert [row["machine"] for row in rows] == ["bow-pod4", "this-machine"]
     assert all(row["fits"] is True and len(row["memory_per_ipu"]) == 2 for row in rows)
     assert all(
         row["items_per_second"] * row["seconds_per_update"] == pytest.approx(4 * 2 / 4 * 4) for row in rows
@@ -249,15 +250,51 @@ def test_choices_of_accumulation_are_planned_without_another_compilation():
     assert bubbles == sorted(bubbles)
 
 
+def test_a_large_model_is_planned_on_all_cores_of_this_machine():
+    """Its mode was passed as a bool, and the simulation found no order for it."""
+    profile = heavy(2, 4)
+    measured = {"pieces": [0.01] * 4, "updates": [0.0] * 2}
+    facts = profile.facts | {"measured": measured, "threads": 2, "base": 0, "available": 10**12}
+    found = Estimate(dataclasses.replace(profile, facts=facts), load_machine("this-machine"), 1, 4)
+    assert found.seconds_per_update == pytest.approx(4 * 4 * 0.01 / 2)
+    assert (found.bubble, found.problems) == (pytest.approx(0.0), [])
+
+
 def test_the_replicas_of_several_processes_are_planned_as_those_of_one():
-    def found(processes=1, replicas=1):
+    def found(*machines, processes=1, replicas=1):
         options = poptorch.Options().replicationFactor(replicas)
         options.Training.gradientAccumulation(5)
         options.Distributed.configureProcessId(0, processes)
         batch = torch.randn(5 * ROWS * replicas, WIDTH)
-        return poptorch.plan(Model(), options, batch, on="bow-pod4").to_json()
+        return poptorch.plan(Model(), options, batch, on=machines)
 
-    assert found(processes=2) == found(replicas=2)
+    assert found("bow-pod4", processes=2).to_json() == found("bow-pod4", replicas=2).to_json()
+    (here,) = found("this-machine", processes=2).estimates
+    assert here.replicas == 2 and here.items_per_second > 0
+
+
+def test_a_model_larger_than_this_machine_is_planned_and_does_not_fit(tmp_path):
+    with torch.device("meta"):
+        model = torch.nn.Linear(2**18, 2**18)  # 256 GiB of weights
+
+    class Large(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return poptorch.identity_loss(self.model(x), "mean")
+
+    found = poptorch.plan(Large(), poptorch.Options(), torch.empty(4, 2**18), on="this-machine")
+    (here,) = found.estimates
+    assert not here.fits
+    assert re.match(r"the program needs up to [\d,]{5} GiB, with .* available", here.problems[0])
+    (sentence,) = found.advice()  # more would be about another machine
+    assert sentence.endswith("Nothing that was tried makes it fit.")
+    data = data_of(found, tmp_path)
+    (entry,), plan = data["entries"], data["plan"]
+    assert plan["drawn"] is None and not entry["devices"]["rows"]  # it was the step of a Bow Pod16
+    assert plan["memory"][0]["needs"][0]["weights"] >= 256 * 2**30
 
 
 # ---- machines ------------------------------------------------------------------------------------------------
@@ -279,7 +316,7 @@ def test_users_add_machines_as_files(tmp_path):
     assert load_machine(str(own)).half == 2 * load_machine("bow-pod4").half
     with pytest.raises(MachineError, match=r"there is no machine 'bow-pod8'[^$]*known are bow, bow-pod16"):
         load_machines("bow-pod4,bow-pod8")
-    own.write_text('chip.tiles = { value = 4, source = "" }')
+    own.write_text('kind = "apart"\nchip.tiles = { value = 4, source = "" }')
     with pytest.raises(MachineError, match=r"lacks the constant 'pod'\n  fix: .*extends"):
         load_machine(str(own))
 

@@ -5,6 +5,8 @@ The times are inputs of a cost model: each is the fastest of a few rounds, witho
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from statistics import fmean
+from threading import Barrier
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -40,6 +42,21 @@ class Sample:
                 values.update(pair for pair in zip(piece.writes, made, strict=True) if pair[0] in self._last)
                 del made
         return found
+
+
+def seconds_on_all_threads(work: Callable[[], Any], threads: int) -> float:
+    """Return the seconds that one thread takes for `work` while so many threads do the same work: the mean over
+    threads of one round. Threads share memory and Python's lock, so this takes longer than alone."""
+    barrier = Barrier(threads)
+
+    def run_together(_: int) -> float:
+        barrier.wait()
+        start = perf_counter()
+        work()
+        return perf_counter() - start
+
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return fmean(pool.map(run_together, range(threads)))
 
 
 def call_in_one_thread(work: Callable[[], T]) -> T:

@@ -220,7 +220,7 @@ class PoplarExecutor(PublicNames):
             wrapped_model.mark_model(self._user_model, self)  # destroy() unmarks the model
         options, model, plans = self.options, self._wrapped.traced, self._plans
         settings = self._checked_settings(run, options)
-        exit_if_only_planning(model, run, options, settings)
+        exit_if_only_planning(model, run, options, settings, self._optimizer_link.hyper)
         before, number = plans.current, self._compiled_plans + 1
         reporter = self._make_reporter(number)
         times = {} if reporter is None else reporter.passes

@@ -144,7 +144,7 @@ def describe(
         training: for a module: compile as `trainingModel` does; False: as `inferenceModel` does
     Raises: Error, if the model can't be compiled for such a batch
     """
-    with _compile_arguments(model, options, batch, training) as program:
+    with _compile_arguments(model, options, batch, training) as (_, program):
         compiled = compile_model(*program, is_plan_only=True)
         return Overview(compiled.plan, compiled.settings, compiled.graph)
 
@@ -162,23 +162,23 @@ def plan(
 ) -> "Estimates":
     """*Pando*: return estimates of the time and memory that a model needs on these machines.
 
-    >>> print(poptorch.plan(model, options, (images, labels), on=["bow-pod16", "bow-pod64"]))
+    >>> print(poptorch.plan(model, options, (images, labels), on=["bow-pod16", "this-machine"]))
 
     Args:
         model, options, batch, training: as for `describe`; the model's parameters may be on the meta device
-        on:           names of machines, or paths of TOML files
+        on:           names of machines, or paths of TOML files; "this-machine" is measured
         replicas:     numbers of replicas to plan with; by default the number in the options
         accumulation: gradient accumulations to plan with; by default that of the options
     Raises:
         Error: the model can't be compiled for such a batch
         ValueError: a machine is not known
     """
-    from popvision.machine import load_machines, smallest_memory
+    from popvision.machine import load_machines, memory_by_kind
     from popvision.plan import Estimates
 
     chosen = load_machines(on)
-    with _compile_arguments(model, options, batch, training) as program:
-        found = make_profiles(*program, smallest_memory(chosen))
+    with _compile_arguments(model, options, batch, training) as (executor, program):
+        found = make_profiles(*program, executor._optimizer_link.hyper, memory_by_kind(chosen))
     return Estimates(found, chosen, replicas, accumulation)
 
 
@@ -192,9 +192,9 @@ def arguments_of(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
 @contextlib.contextmanager
 def _compile_arguments(
     model: Any, options: Options | None, batch: Any, training: bool
-) -> Iterator[tuple[nn.Module, Run, Options, Settings]]:
-    """Yield the arguments with which `compile_model` compiles the model of an executor for a batch: of `model` itself,
-    else of the one that trains it, else of a temporary one. `options`: by default the executor's."""
+) -> Iterator[tuple[PoplarExecutor, tuple[nn.Module, Run, Options, Settings]]]:
+    """Yield an executor (`model` itself, else the one that trains it, else a temporary one), and the arguments
+    with which `compile_model` compiles its model for a batch. `options`: by default the executor's."""
     executor, temporary = model, None
     if not isinstance(model, PoplarExecutor):
         model = _unwrap_module(model)
@@ -206,7 +206,7 @@ def _compile_arguments(
         wrapped, (args, kwargs) = executor._wrapped, arguments_of(batch)
         own = resolve_options(options, wrapped.training, wrapped.user) if options else wrapped.options
         run = Run(bind(executor._signature, args, kwargs), own._counts())
-        yield wrapped.traced, run, own, executor._checked_settings(run, own)
+        yield executor, (wrapped.traced, run, own, executor._checked_settings(run, own))
     finally:
         if temporary is not None:
             temporary._release()

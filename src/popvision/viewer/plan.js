@@ -4,9 +4,9 @@ function planView(entry, page) {
   const { table, advice, memory, drawn } = DATA.plan, [head, ...body] = table;
   const marked = body.map((row) => row.map((cell) => (cell === "NO" ? make("strong", { class: "bad" }, cell) : cell)));
   return make("div", {}, make("section", { class: "card" }, make("h2", {}, "Machines"), plainTable(head, marked, head.length)), warningList(advice),
-    stepCard(entry, page, drawn),
+    drawn ? stepCard(entry, page, drawn) : null,
     plannedMemory(memory),
-    make("div", { class: "columns" }, stageCard(entry.figures), usageCard(entry.figures, "devices")));
+    drawn ? make("div", { class: "columns" }, stageCard(entry.figures), usageCard(entry.figures, "devices")) : null);
 }
 
 function stepCard(entry, page, drawn) {
