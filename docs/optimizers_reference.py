@@ -3,15 +3,26 @@
 import inspect
 from typing import Any
 
+import torch
+
 from popengine.update.optimizer_rules import RULES
 from poptorch import optim
 
 _HOST = ("no effect", "only for `step()` on the host")
-_STATE = ("real", "the dtype of this optimizer state")
+_STATE = ("real", "the dtype of this optimizer state: torch.float16 or torch.float32")
 
 # The answer and the remark for each argument of a constructor; arguments that are left out are real.
 _ARGUMENTS: dict[str, tuple[str, str]] = {
-    "lr": ("real", "the learning rate; SGD and LARS need it here or in every group"),
+    "params": ("real", '`model.parameters()`, or a list of groups: dictionaries with a key "params"'),
+    "lr": ("real", "the learning rate"),
+    "momentum": ("real", "the share of the previous velocity in the new one"),
+    "nesterov": ("real", "True uses Nesterov's momentum"),
+    "maximize": ("real", "True makes steps that increase the loss"),
+    "betas": ("real", "the decay rates of the two moments"),
+    "alpha": ("real", "the decay rate of the square average"),
+    "eps": ("real", "is added to the denominator, which could be 0"),
+    "weight_decay": ("real", "λ: adds λ·w to the gradient of a weight w"),
+    "bias_correction": ("real", "False uses the moments without dividing them by 1 − β^step"),
     "amsgrad": ("refused", "True is an error when a model is wrapped"),
     "centered": ("real", "must be equal in all groups"),
     "foreach": _HOST,
@@ -34,29 +45,33 @@ _ARGUMENTS: dict[str, tuple[str, str]] = {
 # Remarks that hold for one class alone.
 _REMARKS = {
     (optim.SGD, "dampening"): "from the first step on; with `torch.optim.SGD` from the second, as in PyTorch",
-    (optim.LARS, "weight_decay"): "5e-5 by default; has no effect on weights with fewer than two dimensions",
-    (optim.LARS, "momentum"): "0.9 by default",
+    (optim.SGD, "lr"): "the learning rate; mandatory, here or in every group",
+    (optim.LARS, "lr"): "the learning rate; mandatory, here or in every group",
+    (optim.AdamW, "weight_decay"): "λ: subtracts lr·λ·w from a weight w",
+    (optim.LAMB, "weight_decay"): "λ: adds λ·w to the step of a weight w",
+    (optim.LARS, "weight_decay"): "has no effect on weights with fewer than two dimensions",
+    (optim.LAMB, "max_weight_norm"): "the bound of a weight's norm; can also be set in a parameter group",
 }
 _MEMBERS = """
 ## `poptorch.optim.Optimizer`
 
 | name | answer | here |
 |---|---|---|
-| accum_type | real | an attribute |
+| accum_type | real | the constructor's argument, as an attribute |
 | load_state_dict | real | loads a state that `state_dict()` of a poptorch optimizer returned |
-| loss_scaling | real | an attribute |
-| max_grad_norm | real | an attribute |
+| loss_scaling | real | the constructor's argument; the next `setOptimizer` passes a change to the executor |
+| max_grad_norm | real | the constructor's argument; the next `setOptimizer` passes a change to the executor |
 | state | real | torch's dictionary, which executors update |
 | state_dict | real | torch's format, with the additional keys `ipu_state` and `ipu_param` |
-| variable_attrs | real | a `VariableAttributes` |
+| variable_attrs | real | a `VariableAttributes`: which hyperparameters may change after compilation |
 
 ## `poptorch.optim.VariableAttributes`
 
 | name | answer | here |
 |---|---|---|
 | isConstant | real | returns whether a change after compilation is an error |
-| markAsConstant | real | |
-| markAsVariable | real | |
+| markAsConstant | real | makes `setOptimizer` refuse changes of a hyperparameter, such as "lr" |
+| markAsVariable | real | allows `setOptimizer` to change a hyperparameter |
 """
 
 
@@ -65,23 +80,33 @@ def page() -> str:
     kinds = [getattr(optim, name) for name in optim.__all__]
     kinds = [kind for kind in kinds if kind not in (optim.Optimizer, optim.VariableAttributes)]
     names = ", ".join(rule.torch_class.__name__ for rule in RULES.values() if rule.torch_class is not None)
-    head = "# Optimizers\n\n<!-- Made by `python docs/optimizers_reference.py`. -->\n\n"
-    head += "Every argument can be None (torch's default). Pando has update rules for these optimizers,"
-    head += (
-        f" and for {names} of `torch.optim`.\nOther optimizers update the weights with their own `step()`;"
+    head = (
+        "# Optimizers\n\n<!-- Made by `python docs/optimizers_reference.py`. -->\n\n"
+        "Every argument can be None, which means its default. Switches are off by default, except `bias_correction`.\n"
+        f"Pando has update rules for these optimizers, and for {names} of `torch.optim`.\n"
+        "Other optimizers update the weights with their own `step()`;"
     )
     head += " LBFGS and SparseAdam are errors ([guide](../guide/optimizers.md)).\n"
     return head + "".join(map(_section, kinds)) + _MEMBERS
 
 
 def _section(kind: Any) -> str:
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     rows = []
     for name in inspect.signature(kind).parameters:
         answer, remark = _ARGUMENTS.get(name, ("real", ""))
         remark = _REMARKS.get((kind, name), remark)
-        rows.append(f"| {name} | {answer} | {remark}{' ' if remark else ''}|\n")
-    head = f"\n## `poptorch.optim.{kind.__name__}` arguments\n\n| name | answer | here |\n|---|---|---|\n"
-    return head + "".join(rows)
+        assert remark, f"{kind.__name__} has the argument {name}, which this page does not explain"
+        default = optimizer.defaults.get(name, getattr(optimizer, name, None))
+        if name == "lr":
+            default = (
+                None if "mandatory" in remark else kind([torch.nn.Parameter(torch.zeros(1))]).defaults["lr"]
+            )
+        is_shown = isinstance(default, (int, float, tuple)) and not isinstance(default, bool)
+        shown = f"`{default if isinstance(default, tuple) else f'{default:g}'}`" if is_shown else ""
+        rows.append(f"| {name} | {answer} | {shown} | {remark} |\n")
+    head = f"\n## `poptorch.optim.{kind.__name__}` arguments\n\n"
+    return f"{head}| name | answer | default | here |\n|---|---|---|---|\n{''.join(rows)}"
 
 
 if __name__ == "__main__":

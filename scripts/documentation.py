@@ -75,7 +75,7 @@ def on_files(files: Files, config: Any) -> Files:
                     files.append(File(name, str(ROOT), config.site_dir, use_directory_urls=False))
     files.append(File.generated(config, "reference/api.md", content=(api := api_page())))
     _names.update(re.findall(r"{:? ?#([\w.]+) ?}$", api, re.MULTILINE))
-    for command in ("popvision", "poprun", "ipujob"):
+    for command in _COMMANDS:
         files.append(File.generated(config, f"reference/{command}.md", content=command_page(command)))
     for program in sorted(ROOT.glob("examples/*/*.py")):  # as pages, for the links to them
         name = program.relative_to(ROOT).as_posix()
@@ -183,6 +183,23 @@ def _with_linked_rows(text: str) -> str:
     return "\n".join(lines)
 
 
+_COMMANDS = {  # what the help texts don't have: exit codes, and files that are written
+    "popvision": """\
+Exit codes: 0; 1, after a message, if a file can't be read or written, or a machine is unknown; 2, if an argument is
+wrong. Files: `report` writes `report.html` into the report's folder. `compare` writes `comparison.html`, and `plan`
+writes `plan.html`, both into the current folder and over a file of that name, unless `--output` names another file.
+`export` writes the file that you name.""",
+    "poprun": """\
+Exit codes: 0; that of the instance that failed first; 128 + n after signal n, so 130 after Ctrl-C; 127, if the program
+can't be started; 2, if an argument is wrong. Files: only those of `--export-config`, and of `popdist.Checkpoint` in
+`--checkpoint-dir`. [The guide](../guide/poprun.md) explains the options.""",
+    "ipujob": """\
+Exit codes: 0; 1, if a job failed, or the cluster refuses or can't be reached; 2, if a file or an argument is wrong;
+130 after Ctrl-C; for `run` that of the worker that failed. Files: `run` makes a temporary folder with homes and logs,
+and removes it unless `--keep` is given. All other commands print.
+[The guide](../guide/kubernetes.md) has examples.""",
+}
+
 # Modules whose names users call, and names that a module imports at their first use.
 _MODULES = {
     "poptorch": (),
@@ -233,7 +250,7 @@ def api_page() -> str:
 def command_page(command: str) -> str:
     """Return the page of a command: its help text, and the help text of each of its subcommands."""
     subcommands = re.findall(r"^    ([a-z]+) ", _help(command).partition("COMMAND\n")[2], re.MULTILINE)
-    sections = [f"# {command}\n\n```text\n{_help(command)}```\n"]
+    sections = [f"# {command}\n\n{_COMMANDS[command]}\n\n```text\n{_help(command)}```\n"]
     sections += [f"## {command} {name}\n\n```text\n{_help(command, name)}```\n" for name in subcommands]
     return "\n".join(sections)
 
@@ -271,7 +288,8 @@ def _described(path: str, thing: Any, paths: dict[int, str], is_member: bool = F
     """
     shown = path.removeprefix(f"{next(m for m in sorted(_MODULES, key=len)[::-1] if path.startswith(m))}.")
     text = ["", f"**`{shown}`**", f"{{: #{path} }}"] if is_member else ["", f"### {shown} {{#{path}}}"]
-    text += ["", "```py", f"{path}{_signature(thing)}", "```", ""]
+    is_enum = inspect.isclass(thing) and issubclass(thing, enum.Enum)
+    text += ["", "```py", f"{path}{'' if is_enum else _signature(thing)}", "```", ""]
     text += _paragraphs(inspect.getdoc(thing) or "")
     if not inspect.isclass(thing) or path.startswith("lightning"):  # Lightning calls the members
         return text
@@ -331,7 +349,7 @@ def _signature(thing: Any) -> str:
         for name, parameter in signature.parameters.items()
         if name != "self"
     ]
-    result = _plain(signature.return_annotation)
+    result = signature.empty if inspect.isclass(thing) else _plain(signature.return_annotation)
     text = str(signature.replace(parameters=parameters, return_annotation=result))
     text = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", text)
     text = re.sub(r"<([\w.]+): [^>]*>", r"\1", text)  # members of enums
