@@ -110,25 +110,25 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--wait", action="store_true", help="wait until the job ends: exit code 0 Completed, 1 Failed")
 
     add = command("status", remote.print_status, "list the jobs, or describe one", "-n --namespace")
-    add("name", nargs="?", metavar="NAME")
+    add("name", nargs="?", metavar="NAME", help="a job; by default all")
     add("--watch", action="store_true", help="print again after each change")
 
     add = command("logs", remote.print_logs, "print the output of workers", "-n --namespace")
-    add("name", metavar="NAME")
+    add("name", metavar="NAME", help="the job")
     add("--worker", type=int, default=0, metavar="K", help="the worker's number (0)")
     add("--all", action="store_true", help="all workers, with a name before each line")
     add("--follow", action="store_true", help="print new lines until the job ends")
     add("--previous", action="store_true", help="the output before the container's last restart")
 
     add = command("delete", remote.delete_jobs, "delete jobs and their pods", "-n --namespace")
-    add("names", nargs="+", metavar="NAME")
+    add("names", nargs="+", metavar="NAME", help="a job")
     add("--keep-pods", action="store_true", help="keep the pods, without an owner")
 
     summary = "run the IPUJobs of a cluster, until it is stopped"
     add = command("operator", operator.run_operator, summary, "--device")
     where = commands.choices["operator"].add_mutually_exclusive_group()
     where.add_argument("--namespace", help="by default the kubeconfig's")
-    where.add_argument("--all-namespaces", action="store_true")
+    where.add_argument("--all-namespaces", action="store_true", help="all namespaces of the cluster")
     add("--images", metavar="FILE", help="a file of lines OLD=NEW that replace images")
     add("--alive", metavar="FILE", help="touch this file in each round")
     return parser
@@ -199,8 +199,8 @@ def render_file(arguments: argparse.Namespace) -> int:
 def run_file(arguments: argparse.Namespace) -> int:
     """Run a file's jobs here, one after another, until a job fails; return that job's exit code, else 0."""
     if not arguments.local:
-        fix = "--local; or ipujob submit, which runs it in a cluster"
-        raise InputError(f"ipujob: run is for this machine\n  fix: {fix}")
+        fix = "ipujob run --local FILE; or ipujob submit FILE, which runs it in a cluster"
+        raise InputError(f"ipujob: run starts the workers on this machine, not in a cluster\n  fix: {fix}")
     for _, folder in arguments.clone:
         if not Path(folder).is_dir():
             raise InputError(f"ipujob: --clone: the folder {folder} doesn't exist")

@@ -63,7 +63,10 @@ def read_documents(file: str) -> list[Document]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
-        raise InputError(f"{file}:{line}: not YAML: {getattr(error, 'problem', None) or error}") from None
+        reason = getattr(error, "problem", None) or error
+        raise InputError(
+            f"{file}:{line}: not YAML: {reason}\n  fix: correct this line; a file of IPUJobs is YAML"
+        ) from None
     if not documents:
         raise InputError(f"{file}:1: the file is empty\n  fix: write an IPUJob into it")
     return documents

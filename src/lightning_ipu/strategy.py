@@ -30,7 +30,7 @@ class StrategyPart:
 
     Args:
         device_iterations: number of weight updates (in inference: micro-batches of each replica) per call
-        autoreport: whether to write a profile and its page; True if `autoreport_dir` is given
+        autoreport: whether to write a profile and its page; True if `autoreport_dir` (its folder) is given
         training_opts, inference_opts: poptorch.Options, used unchanged: `device_iterations` and the Trainer's
             `devices` and `accumulate_grad_batches` then have no effect
     """

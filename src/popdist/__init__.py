@@ -53,7 +53,7 @@ def getNumLocalReplicas() -> int:
 
 
 def getNumIpusPerReplica() -> int:
-    """Return the number of ipus of a replica: that of `poprun --ipus-per-replica`, by default 1."""
+    """Return the number of ipus of a replica: the value of `poprun --ipus-per-replica`, by default 1."""
     return _read_launch().ipus_per_replica
 
 
@@ -68,12 +68,12 @@ def getNumInstances() -> int:
 
 
 def getInstanceIndex() -> int:
-    """Return the index of this process among those that train together."""
+    """Return the index of this process, from 0, among those that train together."""
     return _read_launch().instance
 
 
 def getLocalInstanceIndex() -> int:
-    """Return the index of this instance among those of its host."""
+    """Return the index of this instance, from 0, among those of its host."""
     return _read_launch().local_instance
 
 
@@ -131,8 +131,8 @@ def execute_on_instances(instances: Iterable[int], fn: Callable[..., Any], *args
     >>> popdist.execute_on_instances([0], download, "https://example.org/data.tar")
 
     Args:
-        instances: indices of instances
-        args, kwargs: the arguments of `fn`
+        instances: indices of instances, from 0
+        fn:        called with `args` and `kwargs`
     """
     chosen = sorted(set(instances))
     if getInstanceIndex() not in chosen:

@@ -71,8 +71,8 @@ class Checkpoint:
 
     @classmethod
     def every(cls, calls: int, directory: str | Path | None = None, keep: int = 2) -> Checkpoint:
-        """Return a `Checkpoint` of every `calls` calls, by default in `poprun --checkpoint-dir` (else in the
-        folder "checkpoints")."""
+        """Return a `Checkpoint` that saves after every `calls` calls, in the folder `directory`: by default that of
+        `poprun --checkpoint-dir`, else "checkpoints"."""
         return cls(directory or os.environ.get(CHECKPOINTS, "checkpoints"), calls, keep)
 
     def restore(self, model: Any, loader: Any = None, **others: Any) -> int:

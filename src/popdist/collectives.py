@@ -118,7 +118,7 @@ def _to_bytes(value: Tensor) -> Tensor:
 
 
 def barrier(what: str = "popdist.collectives.barrier()") -> None:
-    """Wait until all instances have called this. `what` names the call in error messages."""
+    """Wait, as `popdist.synchronize`, until all instances have called this. Errors name the call by `what`."""
     group = _current_group()
     if group is not None:
         group.barrier(what)
@@ -144,7 +144,8 @@ def _current_group() -> ProcessGroup | None:
 
 @contextmanager
 def restrict_to_instances(chosen: Sequence[int]) -> Iterator[None]:
-    """Restrict collectives inside the `with` statement to the instances `chosen`, which are sorted indices."""
+    """Restrict collectives inside the `with` statement to the instances `chosen`: sorted indices, with this
+    instance's. (`popdist.execute_on_instances` calls this.)"""
     global _chosen
     before, _chosen = _chosen, chosen
     try:

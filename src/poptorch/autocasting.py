@@ -11,8 +11,7 @@ __all__ = ["Policy", "autocast", "default"]
 
 
 class Policy:
-    """The rules of `autocast`: those of torch.autocast. Raises Error for `rules` of your own: lists of functions
-    named fp16, fp32, promote and demote."""
+    """The rules of `autocast`: those of torch.autocast. Raises Error for rules of your own (fp16=[...], ...)."""
 
     def __init__(self, *rules: Any, **named_rules: Any) -> None:
         if any((*rules, *named_rules.values())):

@@ -19,7 +19,7 @@ def member_by_name(kind: type[enum.Enum], value: Any) -> Any:
 
 
 class MeanReductionStrategy(enum.IntEnum):
-    """The time at which gradients are divided for a mean: while they are summed (Running) or after (Post)."""
+    """When gradients are divided for a mean: while they are summed (Running), or after (Post, the default)."""
 
     Running = 0
     Post = 1
@@ -27,7 +27,8 @@ class MeanReductionStrategy(enum.IntEnum):
 
 
 class DataLoaderMode(enum.IntEnum):
-    """The process that loads batches: the caller's (Sync), or another, which can regroup rows of workers."""
+    """Where batches are loaded: in this process (Sync, the default), or ahead, in a worker process (Async),
+    which also joins incomplete batches of an IterableDataset's `num_workers` (AsyncRebatched)."""
 
     Sync = 0
     Async = 1
@@ -35,7 +36,8 @@ class DataLoaderMode(enum.IntEnum):
 
 
 class SharingStrategy(enum.IntEnum):
-    """The way in which a loading process receives its dataset and returns tensors."""
+    """How a worker process receives its dataset: pickled (ForkServer, the default, and FileSystem), with tensors in
+    shared memory (SharedMemory), or as a copy of this process (Fork, which pickles nothing)."""
 
     SharedMemory = 0
     FileSystem = 1
@@ -77,7 +79,7 @@ class HalfFloatCastingBehavior(enum.IntEnum):
 
 
 class ReductionType(enum.IntEnum):
-    """The reduction of gradients over micro-batches and replicas. No option accepts NoReduction."""
+    """How gradients are reduced: their Mean (the default) or Sum. No option accepts NoReduction."""
 
     Sum = 0
     Mean = 1
@@ -85,7 +87,7 @@ class ReductionType(enum.IntEnum):
 
 
 class SyncPattern(enum.IntEnum):
-    """The ipus that wait for each other at the end of a step. Without effect here."""
+    """Which ipus wait for each other at the end of a step. Has no effect; kept for compatibility."""
 
     Full = 0
     SinglePipeline = 1
@@ -93,7 +95,7 @@ class SyncPattern(enum.IntEnum):
 
 
 class Liveness(enum.IntEnum):
-    """The time for which the tensors of a phase stay on the device. Without effect here."""
+    """How long the tensors of a phase stay on the device. Has no effect; kept for compatibility."""
 
     AlwaysLive = 0
     OffChipAfterFwd = 1
@@ -102,14 +104,14 @@ class Liveness(enum.IntEnum):
 
 
 class AutoStage(enum.IntEnum):
-    """The rule for a block's stage: the number of its ipu (SameAsIpu), or a new stage for each block id."""
+    """The stage of a block: its ipu's number (SameAsIpu, the default), or a new one for each id (AutoIncrement)."""
 
     SameAsIpu = 0
     AutoIncrement = 1
 
 
 class MultiConvPlanType(enum.IntEnum):
-    """The way in which the convolutions of a MultiConv share the device. Without effect here."""
+    """How the convolutions of a `MultiConv` share the device. Has no effect; kept for compatibility."""
 
     Parallel = 0
     Serial = 1
@@ -126,14 +128,16 @@ class CommGroupType(enum.IntEnum):
 
 
 class VariableRetrievalMode(enum.IntEnum):
-    """The replicas from which a per-replica weight is copied to the host: the first of each group, or all."""
+    """Which replicas' values of a per-replica parameter the host receives: that of the first replica of each group
+    (OnePerGroup), or all (AllReplicas)."""
 
     OnePerGroup = 0
     AllReplicas = 2  # 1 was never used
 
 
 class MatMulSerializationMode(enum.Enum):
-    """The dimension along which a matrix product is split into smaller ones."""
+    """The dimension along which `serializedMatMul(lhs, rhs)` cuts the product: the rows of lhs (InputChannels),
+    the dimension that is summed (ReducingDim), the columns of rhs (OutputChannels), or none (Disabled)."""
 
     InputChannels = "input_channels"
     ReducingDim = "reducing_dim"
@@ -142,7 +146,7 @@ class MatMulSerializationMode(enum.Enum):
 
 
 class OverlapMode(enum.Enum):
-    """The loop whose computation the transfer of an input or output may overlap. Without effect here."""
+    """Which loop's computation a transfer overlaps. Has no effect; kept for compatibility."""
 
     NoOverlap = "no_overlap"
     OverlapAccumulationLoop = "overlap_accumulation_loop"

@@ -28,7 +28,15 @@ from popengine.errors import Error
 
 
 class ICustomArgParser(ABC):
-    """The interface of a parser for a user's type: it finds a value's tensors and rebuilds it with others."""
+    """The interface of a parser for a user's type: it finds a value's tensors and rebuilds it with others.
+
+    >>> class PairParser(poptorch.ICustomArgParser):
+    ...     def yieldTensors(self, struct):
+    ...         yield from (struct.left, struct.right)
+    ...     def reconstruct(self, original_structure, tensor_iterator):
+    ...         return Pair(next(tensor_iterator), next(tensor_iterator))
+    >>> poptorch.registerCustomArgParser(Pair, PairParser())
+    """
 
     @abstractmethod
     def yieldTensors(self, struct: Any) -> Iterator[torch.Tensor]:

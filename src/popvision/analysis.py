@@ -221,4 +221,5 @@ def comparison_text(rows: Sequence[Row], names: tuple[str, str]) -> str:
         ]
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         lines.append([row.name[:40], *cells, ratio, f"± {row.spread:.0%}" if row.spread >= 0.005 else ""])
-    return table_text(lines) + "\n"
+    foot = "< is better; spread: between equal steps (a smaller difference says nothing)"
+    return f"{table_text(lines)}\n{foot}\n"

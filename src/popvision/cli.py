@@ -71,7 +71,9 @@ def _make_parser() -> argparse.ArgumentParser:
         help="the page (comparison.html)",
     )
     add("--open", action="store_true", help="open the page in a browser")
-    parsers["export"].add_argument("trace", type=Path, metavar="TRACE", help="the file to write")
+    parsers["export"].add_argument(
+        "trace", type=Path, metavar="TRACE", help="the file to write: JSON, compressed if it ends in .gz"
+    )
     add = parsers["plan"].add_argument
     parsers["plan"].usage = "popvision plan [-h] [OPTIONS] PROGRAM.py [ARGUMENT...]"
     machines = f"{', '.join(machine_names())}; or paths of TOML files"

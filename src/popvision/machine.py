@@ -105,7 +105,7 @@ def _read_machine_file(name: str) -> dict[str, Any]:
         known = machine_names()
         raise MachineError(
             f"there is no machine {name!r}{did_you_mean(name, known)}\n  known are {', '.join(known)}\n"
-            "  fix: name one of these, or the path of a TOML file: --on my-machine.toml"
+            "  fix: name one of these, or the path of a TOML file, such as my-machine.toml"
         )
     try:
         data = tomllib.loads(found.read_text())

@@ -105,6 +105,8 @@ class Estimates:
         said = f"{one.choice} does not fit: {'; '.join(one.problems)}."
         if not found:
             tried = "recomputation, other stages, sharded or streamed optimizer state, fewer replicas"
+            used, chips = len(one.profile.devices) * one.replicas, one.machine.chips
+            tried += f". It uses {used} of {chips} chips: poptorch.split can use more" * (used < chips)
             return f"{said} Nothing that was tried makes it fit" + (f": {tried}." if one.costs else ".")
         found.sort(key=lambda entry: (len(entry[0]), -entry[1].items_per_second))
         ways = [
@@ -176,7 +178,10 @@ def compile_profiles(program: Sequence[str], kinds: Mapping[str, float]) -> dict
         if not code and (paths := sorted(Path(folder).glob("*.pop"))):
             return {profile.facts["planned"]: profile for profile in map(load, paths)}
     if code:
-        raise ProfileError(f"{program[0]} failed before it compiled a model (exit code {code}): see above")
+        own = [word for word in program[1:] if word in ("--output", "--replicas", "--accumulation", "--json")]
+        fix = f"\n  fix: {', '.join(own)} before {program[0]}, where popvision's own options are"
+        said = f"{program[0]} failed before it compiled a model (exit code {code}): see above"
+        raise ProfileError(said + fix * (code == 2 and bool(own)))
     raise ProfileError(
         f"{program[0]} ended before it compiled a model\n"
         "  fix: call an executor, or its compile(...), in that program"

@@ -25,7 +25,7 @@ REFUSED = {
     "a_weight_removed": r"the model has lost second\.bias",
     "a_weight_tied": r"the model has lost norm\.bias",
     "a_whole_model_frozen": r"no parameter",
-    "a_group_added": r"the optimizer holds parameters that aren't parameters of the model",
+    "a_group_added": r"the optimizer holds tensors that aren't parameters of the model",
 }
 # Ways to change a mode. Compilation fixes modes: a plain loop does the same if it keeps those of its first step.
 TOLD = {

@@ -200,13 +200,14 @@ class RowFunctions:
         if call.hyper is not None and call.done:
             done = f"{call.done} of the {call.steps} weight updates of this call were done"
             left = f"{done}, and the weights are those after them"
+        fix = "\n  fix: n rows or classes have the indices 0 to n - 1" * isinstance(error, IndexError)
         names = self.plan.partition.names[task.stage]
         blocks = f" (blocks {names})" if names != "no block" else ""
         return RunError(
             f"{task.kind} of stage {task.stage}{blocks} failed on ipu {task.ipu},"
             f" micro-batch {micro_batch}, replica {replica}: {type(error).__name__}: {error}\n"
             f"  at {user_line(piece, error)}\n"
-            f"  {left}; the executor can be called again"
+            f"  {left}; the executor can be called again{fix}"
         )
 
     # ---- sums and results ------------------------------------------------------------------------------------

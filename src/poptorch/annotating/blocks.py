@@ -98,7 +98,7 @@ torch.serialization.add_safe_globals([BeginBlockHook])  # for `torch.load` of a 
 
 
 class LegacyBeginBlockFn:
-    """A callable that opens a block and then calls the wrapped function."""
+    """The result of `BeginBlock` of a function: a callable that opens a block and then calls the function."""
 
     def __init__(
         self, layer_to_call: Callable[..., Any], user_id: str | None = None, ipu_id: int | None = None
@@ -378,8 +378,9 @@ def _modules_of_key(key: str | type, model: nn.Module) -> list[nn.Module]:
             near = did_you_mean(pattern, [*names, *(re.sub(r"\d+", "*", name) for name in names)])
             raise Error(
                 f"poptorch.annotate: no module is named {pattern!r}{f', of {key!r}' if span else ''}{near}\n"
-                "  fix: a name of model.named_modules(), in which 0-5 stands for these numbers and * for any part:"
-                f" {', '.join(names[:9])}{', ...' if names[9:] else ''}"
+                f"  the model's modules: {', '.join(names[:9])}{', ...' if names[9:] else ''}\n"
+                "  fix: use one of model.named_modules(); in it, 0-5 stands for each number and * for any text without"
+                " a dot"
             )
         found += matching
     return list(dict.fromkeys(map(model.get_submodule, found)))

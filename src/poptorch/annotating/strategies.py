@@ -24,13 +24,13 @@ _RULES: dict[AutoStage, AutoRule] = {
 class Stage:
     """Blocks that run one after another on one ipu. A strategy takes stages, in the order of the data.
 
+    Without `ipu(...)`, the stage runs on the ipu with the number of the stage.
+
     >>> stages = [poptorch.Stage("embedding", "layer0").ipu(0), poptorch.Stage("layer1").ipu(1)]
     >>> options.setExecutionStrategy(poptorch.PipelinedExecution(*stages))
 
     Args: the ids of the stage's blocks, each a string: the `user_id` of a `Block`, or a key of `annotate`
     Raises: AssertionError, if an id is not a string
-
-    Without `ipu(...)`, the stage runs on the ipu with the number of the stage.
     """
 
     blocks: list[str]

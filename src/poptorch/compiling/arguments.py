@@ -162,10 +162,12 @@ def check_batch(call: BoundCall, counts: Counts) -> None:
         if tensor.numel() == 0:
             raise Error(f"Zero-sized tensors are unsupported (Got shape {tuple(tensor.shape)} for {path})")
         rows = tensor.shape[0] if tensor.dim() else 1
+        below = rows - rows % counts.product
+        near = f"{below} or {below + counts.product}" if below else f"{counts.product}"
         assert rows % counts.product == 0, (
             f"Invalid batch dimension: {path} has shape {tuple(tensor.shape)}, and its first dimension must be a"
             f" multiple of {counts.product} = {factors_in_words(counts)}\n"
-            "  fix: load such batches with poptorch.DataLoader(options, dataset, batch_size=<micro-batch>)"
+            f"  fix: {near} rows; poptorch.DataLoader(options, dataset, batch_size=<micro-batch>) loads such batches"
         )
 
 
@@ -175,7 +177,7 @@ def warn_about_inputs(call: BoundCall, counts: Counts, has_float64: bool) -> Non
     if others := loaded - {factors_in_words(counts)}:
         logger.warning(
             "the DataLoader and the model have different options: batches are loaded for %s, and the model"
-            " reads them as %s: its micro-batches have other sizes\n"
+            " reads them as %s: so a micro-batch does not have batch_size rows\n"
             "  fix: give poptorch.DataLoader the options of the model that it loads for",
             others.pop(),
             factors_in_words(counts),

@@ -28,7 +28,7 @@ from popengine.run.call import Results
 from popengine.settings import Anchor
 
 from ..enums import OutputMode
-from ..logs import logger
+from ..logs import listed, logger
 from ..nested_values import constants_of, tensors_of, with_tensors
 from ..options import Options
 from ..options.freeze_options import OUTPUTS
@@ -67,7 +67,7 @@ def resolve_anchors(
         if not source or (source == "output" and short not in indices):
             raise Error(
                 f"anchorTensor({short!r}, {long_name!r}): no tensor has that name{did_you_mean(long_name, sources)}\n"
-                f"  fix: one of these names: {', '.join(sources)}"
+                f"  fix: a name of executor.getTensorNames() of a model without it: {listed(list(sources))}"
             )
         if source == "gradient":
             gradient, key = gradients[key], str(len(results))

@@ -49,7 +49,10 @@ class AsynchronousDataAccessor:
     tensors of later batches that don't fit are pickled, which is slower. An `iter()` in the middle of an
     epoch drops the rest of this epoch, and begins the next epoch.
 
+    >>> for images, labels in poptorch.AsynchronousDataAccessor(loader): ...
+
     Args:
+        dataset: an iterable of batches, such as a DataLoader, or a map-style dataset with batches as items
         buffer_size: number of slots; 1 means 2, since the latest batch occupies a slot
         miss_sleep_time_in_ms: checked, without effect: a waiting process sleeps until a message arrives
         load_indefinitely: load the next epoch's first batches as soon as an epoch has ended

@@ -288,7 +288,7 @@ class PoplarExecutor(PublicNames):
     def attachToDevice(self) -> None:
         """Start the devices' threads.
 
-        Raises: Error, if the model is not compiled, or is attached; AssertionError for ConnectionType.Never
+        Raises: Error, if the model is not compiled, or is attached already; AssertionError for ConnectionType.Never
         """
         self._plans.require_executable()
         if self.isAttachedToDevice():

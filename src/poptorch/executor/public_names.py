@@ -73,13 +73,17 @@ class PublicNames:
     # ---- weights, optimizer, random state ----------------------------------------------------------------
 
     def setOptimizer(self, optimizer: Any) -> None:
-        """Train with this optimizer and its present rates from the next call on.
+        """Train with this optimizer and its current lr, momentum, betas, weight decay, ... from the next call on.
 
         An optimizer without state continues with the state of the previous optimizer, which keeps a copy. After
-        compilation it must be of the same kind.
+        compilation the optimizer must have the same class, with the same parameter groups.
+
+        >>> optimizer.param_groups[0]["lr"] *= 0.1
+        >>> trainer.setOptimizer(optimizer)
 
         Raises:
-            Error: a property that is compiled in has changed, or the model is for inference
+            Error: the class, the groups, a dtype (`accum_type`, ...) or an attribute that is marked constant
+                (`variable_attrs`) has changed since compilation; or the model is for inference
             AssertionError, ValueError: the optimizer is not supported
         """
         self._optimizer_link.set_optimizer(optimizer)
@@ -93,14 +97,14 @@ class PublicNames:
         self._host_weights_version += 1
 
     def copyWeightsToDevice(self) -> None:
-        """Check that the model is attached, and its weights. Each call uses the model's present weights.
+        """Check that the model is attached, and its weights. Each call uses the model's current weights.
 
         Raises: Error, if the model is not compiled or not attached, or its weights do not fit any more
         """
         self._plans.require_engine().state.bind(None)
 
     def copyNamedBuffersToDevice(self) -> None:
-        """Check `Options.updatableNamedBuffers`. Each call uses the model's present buffers.
+        """Check `Options.updatableNamedBuffers`. Each call uses the model's current buffers.
 
         Raises: Error, if the option names none, or the model is not compiled or not attached
         """
@@ -230,32 +234,34 @@ class PublicNames:
     # ---- the latest call ---------------------------------------------------------------------------------
 
     def getPerfCounters(self) -> dict[str, Times]:
-        """Return the times of the latest call, by key: for each input or output tensor a list of seconds.
+        """Return when inputs and outputs of the latest call were copied: {key: [tensor][micro-batch]}, in seconds.
 
-        "input" and "input_complete": when staging of each micro-batch began and ended. "output" and
-        "output_complete": when each output that the output mode keeps began to arrive, and had arrived.
-        The times are those of the host's clock, with an arbitrary zero.
+        "input" and "input_complete": when the copy of a micro-batch's input began and ended. "output" and
+        "output_complete": when the copy of an output that the output mode keeps began and ended. The times
+        are those of the host's clock, with an arbitrary zero.
         """
         return copy.deepcopy(self._latest.counters)
 
     def getLatency(self) -> Latency:
-        """Return (min, max, mean) seconds from the start of a micro-batch's staging to its last output."""
+        """Return (min, max, mean) seconds over the micro-batches of the latest call, from the copy of the first
+        input to the last output; zeros before a call."""
         return self._latest.latency("input", min, "output_complete")
 
     def getHostIpuLatency(self) -> Latency:
-        """Return (min, max, mean) seconds of staging a micro-batch."""
+        """Return (min, max, mean) seconds in which the inputs of a micro-batch were copied, as `getLatency`."""
         return self._latest.latency("input", min, "input_complete")
 
     def getComputeLatency(self) -> Latency:
-        """Return (min, max, mean) seconds from a micro-batch's staging until its outputs begin to arrive."""
+        """Return (min, max, mean) seconds from a micro-batch's last input to its first output, as `getLatency`."""
         return self._latest.latency("input_complete", max, "output")
 
     def getIpuHostLatency(self) -> Latency:
-        """Return (min, max, mean) seconds that the outputs of a micro-batch took to arrive."""
+        """Return (min, max, mean) seconds in which the outputs of a micro-batch were copied, as `getLatency`."""
         return self._latest.latency("output", min, "output_complete")
 
     def getAnchoredTensor(self, short_name: str) -> Tensor:
-        """Return the latest call's value of the tensor that `Options.anchorTensor` calls `short_name`.
+        """Return the latest call's values of the tensor that `Options.anchorTensor` calls `short_name`: those of
+        the micro-batches that the anchor's output mode keeps, concatenated along dimension 0.
 
         Raises: AssertionError, if the latest call has no such tensor, or there was no call
         """
@@ -276,7 +282,8 @@ class PublicNames:
 
     @property
     def notes(self) -> list[tuple[Any, Any]]:
-        """Return (key, value) of each note of forward (`poptorch.notes`), with the latest call's values."""
+        """*Pando*: return (key, value) of each note of forward (`poptorch.notes`) in the latest call. The values of
+        micro-batches are concatenated along dimension 0; those of scalars have the shape [micro-batches]."""
         return list(self._latest.notes)
 
     def cycleCount(self) -> int:

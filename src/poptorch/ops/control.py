@@ -31,6 +31,8 @@ def cond(
     tensors, of the same shapes and dtypes. A body may read tensors of the surrounding forward. In-place
     changes of its inputs are lost, since the inputs are copies.
 
+    >>> (y,) = poptorch.cond(x.sum() > 0, lambda x: x * 2, [x], lambda x: x - 1, [x])
+
     Args:
         condition: a bool tensor with one element
     Raises:
@@ -69,6 +71,8 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
 
     The body returns as many tensors as it takes, of the same shapes and dtypes. In-place changes of its
     inputs are lost, since the inputs are copies. `count` is an integer, known at compile time.
+
+    >>> (y,) = poptorch.for_loop(3, lambda x: x * 2, [x])
 
     Raises:
         ValueError: `inputs` is not a list of tensors

@@ -21,7 +21,7 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
     Args:
         num_features: channels; inputs are [rows, channels, height, width]
         group_size:   number of replicas in a group; it must divide the number of replicas of all instances
-        others:       arguments of `nn.BatchNorm2d`
+        args, kwargs: other arguments of `nn.BatchNorm2d`
     """
 
     def __init__(self, num_features: int, group_size: int, *args: Any, **kwargs: Any) -> None:
@@ -34,6 +34,7 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
         self.group_size = group_size
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return the normalized `input`, [rows, channels, height, width]."""
         uses_batch_statistics = self.training or self.running_mean is None
         if self.group_size == 1 or not uses_batch_statistics or current() is None:
             return super().forward(input)
@@ -54,6 +55,7 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
         return made
 
     def extra_repr(self) -> str:
+        """Return the arguments, which `repr` prints."""
         return f"{super().extra_repr()}, group_size={self.group_size}"
 
 

@@ -188,6 +188,10 @@ class CPU:
     The function returns a tensor, or a list or tuple of tensors, whose shapes and dtypes depend only on those
     of the inputs. To find them, compilation calls the function with fake tensors, or if that fails with
     zeros. Compilation for training raises Error. The constructor freezes a layer's parameters.
+
+    Args:
+        layer_to_call: a module, or a function of tensors
+        ID:            the operation's name in error messages
     """
 
     def __init__(self, layer_to_call: Callable[..., Any], ID: str) -> None:
@@ -235,6 +239,8 @@ def registerCustomOp(
     backward: Callable[..., Any] | None = None,
 ) -> None:
     """Register the implementation of `custom_op(..., name, domain, version, ...)`, or replace it.
+
+    >>> poptorch.registerCustomOp("Cube", "com.acme", 1, lambda x: x**3)
 
     Both functions run on the host, on copies of the tensors, each time the graph runs. A change of an input
     raises Error.

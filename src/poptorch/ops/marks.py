@@ -201,7 +201,7 @@ class MultiConv:
 
     A setter returns the object. Its argument is one value for all convolutions, or None for no value; the
     first three setters also take a list with a value for each convolution. The end of the `with` raises Error
-    if there was no convolution in it, or if a list has not one value for each. Nesting raises Error.
+    if there was no convolution in it, or if a list's length differs from their number. Nesting raises Error.
     """
 
     def __init__(self) -> None:

@@ -19,6 +19,8 @@ _INDEX_TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int = 1) -> Tensor:
     """Return `tensor[start : start + size : step]` along `dim`.
 
+    >>> poptorch.dynamic_slice(x, 1, torch.tensor([2]), 3)  # x[:, 2:5]
+
     Args:
         start: integer tensor with one element; a slice that exceeds the dimension raises an error at run time
         size:  number of elements that the slice spans, known at compile time

@@ -160,7 +160,7 @@ def _group_indices(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> d
                 unknown.append(f"group {group_index}, parameter {index}, shape {list(parameter.shape)}")
     if unknown:
         raise UnknownParameterError(
-            f"the optimizer holds parameters that aren't parameters of the model:\n  {listed(unknown)}\n"
+            f"the optimizer holds tensors that aren't parameters of the model:\n  {listed(unknown)}\n"
             "  fix: build the optimizer from the parameters() of the model that is wrapped, after any change of its"
             " layers; in place of a function wrap an nn.Module that has the layers as attributes"
         )

@@ -41,6 +41,8 @@ class SGD(Optimizer, torch.optim.SGD):
 
     Executors apply the dampening d from the first step on, while `torch.optim.SGD` starts at the second.
 
+    >>> optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, loss_scaling=1024)
+
     Args: lr: mandatory, here or in every parameter group
           loss_scaling: factor of the loss before backward; gradients are divided by it before the update
           use_combined_accum, velocity_scaling: have no effect; kept for compatibility
@@ -98,6 +100,7 @@ class _Moments(Optimizer):
 
 class Adam(_Moments, torch.optim.Adam):
     """Adam, with weight decay as an L2 penalty in the gradient. `SGD` describes the common arguments.
+    Defaults: lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.
 
     Args: first_order_momentum_accum_type, second_order_momentum_accum_type: dtypes of the two moments
     """
@@ -130,6 +133,7 @@ class Adam(_Moments, torch.optim.Adam):
 
 class AdamW(_Moments, torch.optim.AdamW):
     """Adam with decoupled weight decay. `Adam` and `SGD` describe the common arguments.
+    Defaults: as for `Adam`, but weight_decay=1e-2.
 
     Args: bias_correction: False uses the moments without dividing them by 1 − β^step
     """
@@ -166,6 +170,7 @@ class AdamW(_Moments, torch.optim.AdamW):
 
 class RMSprop(_Moments, torch.optim.RMSprop):
     """RMSprop, centered or not. `SGD` describes the common arguments; there is none for clipping.
+    Defaults: lr=1e-2, alpha=0.99, eps=1e-8, weight_decay=0, momentum=0, centered=False.
 
     Args: use_tf_variant: use TensorFlow's rule: the square average starts at 1, eps is inside the root, and
               the learning rate inside the momentum buffer

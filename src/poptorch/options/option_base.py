@@ -55,7 +55,8 @@ class Freezable:
         if self._is_frozen:
             raise AttributeError(
                 "Can't modify frozen Options: a model or a data loader uses them already\n"
-                "  fix: set them before, or wrap the model with a changed copy: options = options.clone()"
+                "  fix: set them before; or change a copy, options = options.clone(), destroy() the executor, and wrap"
+                " the model with the copy"
             )
 
     def clone(self) -> Self:

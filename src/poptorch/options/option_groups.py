@@ -43,11 +43,11 @@ class ExecutionOptions(OptionsDict):
     replication_factor: int = 1
 
     def deviceIterations(self, device_iterations: int) -> Self:
-        """Set the number of weight updates per call; in inference, of micro-batches per call and replica."""
+        """Set the number of weight updates per call (default: 1); in inference, of micro-batches per replica."""
         return self.set(device_iterations=device_iterations)
 
     def replicationFactor(self, replication_factor: int) -> Self:
-        """Set the number of copies of the model in this process, each with its own rows of the batch."""
+        """Set the number of copies of the model in this process (default: 1), each with its own rows."""
         return self.set(replication_factor=replication_factor)
 
     def inputReplicaGrouping(self, input_group_size: int, input_group_type: CommGroupType) -> Self:
@@ -78,7 +78,7 @@ class ExecutionOptions(OptionsDict):
         return self.set(broadcast_buffers=broadcast_buffers)
 
     def setExecutionStrategy(self, strategy: ExecutionStrategy) -> Self:
-        """Set the strategy: which blocks form a stage, and in which order the stages run."""
+        """Set which blocks form a stage, and in which order the stages run (default: `PipelinedExecution()`)."""
         assert isinstance(strategy, ExecutionStrategy), (
             "setExecutionStrategy takes a strategy, such as poptorch.PipelinedExecution(...); an AutoStage "
             f"goes into one: poptorch.ShardedExecution(poptorch.AutoStage.SameAsIpu). Found {strategy!r}"
@@ -104,11 +104,14 @@ class ExecutionOptions(OptionsDict):
     ) -> None:
         """Make each call keep the values of a tensor, which `getAnchoredTensor(short_name)` returns.
 
-        Without a mode, the model's output mode applies. As in PopTorch, this is allowed for frozen options.
+        >>> options.anchorTensor("slope", "Gradient___first.weight", poptorch.OutputMode.All)
+
+        As in PopTorch, this is allowed for frozen options.
 
         Args:
-            long_name: a name of `getTensorNames()`
-            output_return_period: device iterations, for EveryN
+            long_name: a name of `getTensorNames()`; another one raises Error at compilation
+            output_mode: which values are kept; by default the model's output mode applies
+            output_return_period: the n of EveryN, in device iterations
         """
         mode = OutputMode.Default if output_mode is None else checked("anchorTensor", output_mode, OutputMode)
         period = 1 if mode != OutputMode.EveryN else _return_period(mode, output_return_period)
@@ -189,7 +192,7 @@ class ExecutionOptions(OptionsDict):
         return self._set_popart("enableStableNorm", checked("enableStableNorm", enabled, bool))
 
     def updatableNamedBuffers(self, buffers: list[str]) -> Self:
-        """Choose the buffers that `copyNamedBuffersToDevice` uploads."""
+        """Name the buffers for `copyNamedBuffersToDevice`, which copies nothing: calls use the current buffers."""
         names = checked("updatableNamedBuffers", buffers, list)
         return self._set_popart("updatableNamedBuffers", list(names))
 
@@ -253,12 +256,11 @@ class DeviceOptions(OptionsDict):
         return self.set(connection_type=checked("connectionType", connection_type, ConnectionType))
 
     def syncPattern(self, sync_pattern: SyncPattern) -> Self:
-        """Has no effect; kept for compatibility: there are no synchronization patterns."""
+        """Has no effect; kept for compatibility: threads wait only for the values that they need."""
         return self.set(sync_pattern=checked("syncPattern", sync_pattern, SyncPattern))
 
     def setAvailableMemoryProportion(self, available_memory_proportion: dict[str, float]) -> Self:
-        """Has no effect; kept for compatibility: all ipus share the memory of the machine. `{"IPU0": 0.5}`
-        means half of ipu 0's."""
+        """Has no effect; kept for compatibility: all ipus share the memory of the machine."""
         given = checked("setAvailableMemoryProportion", available_memory_proportion, dict)
         for key, value in given.items():
             is_ipu = isinstance(key, str) and key.startswith("IPU") and key[3:].isdecimal()

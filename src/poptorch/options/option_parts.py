@@ -32,8 +32,8 @@ class Training(OptionsDict):
     mean_accumulation_and_replication_reduction_strategy: int = MeanReductionStrategy.Post.value
 
     def gradientAccumulation(self, gradient_accumulation: int) -> Self:
-        """Set the number of micro-batches per weight update, on each replica. A pipeline of n forward stages
-        needs at least 2n - 1 of them."""
+        """Set the number of micro-batches per weight update, on each replica (default: 1). A pipeline of n
+        forward stages needs at least 2n - 1 of them."""
         return self.set(gradient_accumulation=gradient_accumulation)
 
     def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> Self:
@@ -131,7 +131,7 @@ class Precision(OptionsDict):
 
 
 class Jit(OptionsDict):
-    """Deprecated options of tracing."""
+    """Deprecated: options of TorchScript tracing, which Pando does not use."""
 
     trace_model: bool = False
 
@@ -149,7 +149,7 @@ class Jit(OptionsDict):
 class TensorLocationSettings(OptionsDict):
     """Settings for the memory of one kind of tensor, such as weights. They never change a result.
 
-    >>> TensorLocationSettings().useOnChipStorage(False).useReplicatedTensorSharding(True)
+    >>> poptorch.TensorLocationSettings().useOnChipStorage(False).useReplicatedTensorSharding(True)
     """
 
     io_tiles_to_load: bool

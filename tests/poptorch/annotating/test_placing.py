@@ -126,7 +126,7 @@ def test_layers_per_ipu_takes_all_stacks_in_turn_where_one_is_not_enough():
     ("marks", "message"),
     [
         ({"layer.0": 0}, "no module is named 'layer.0'; did you mean 'layers.0'"),
-        ({"encoder": 0}, r"(?s)no module is named 'encoder'.*any part: .*layers.0, "),
+        ({"encoder": 0}, r"(?s)no module is named 'encoder'.*the model's modules: .*layers.0, "),
         ({"layer.*": 0}, r"no module is named 'layer.\*'; did you mean 'layers.\*'"),
         ({"layers.4-6": 0}, "no module is named 'layers.6', of 'layers.4-6'; did you mean 'layers.5'"),
         ({nn.Conv2d: 0}, "no module is a Conv2d; there are Foreign, Layer, Linear, ModuleList"),

@@ -234,5 +234,5 @@ def test_a_device_has_a_number_from_0():
 
 def test_docstrings_name_what_has_no_effect():
     text = " ".join(Options.syncPattern.__doc__.split())
-    assert text.startswith("Has no effect; kept for compatibility: there are no synchronization patterns")
+    assert text.startswith("Has no effect; kept for compatibility: threads wait only")
     assert "no effect" not in Options().Precision.enableStochasticRounding.__doc__  # which is carried out

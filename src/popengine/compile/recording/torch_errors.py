@@ -7,6 +7,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from ...errors import CaptureError, Error
 from ...torch_private import FAKE_TENSOR_LOG
 from .graph_recorder import TORCH, VALUE_READS, user_line
@@ -69,13 +71,13 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
     try:
         yield
     except VALUE_READS as error:
+        why = f"the shape of what {error.func} returns depends on data"
+        if error.func is torch.ops.aten._local_scalar_dense.default:
+            why = "only constants have the value that `tensor.item()`, `.tolist()` or `if tensor:` needs (or one_hot"
+            why += " without num_classes: num classes must be specified)"
         raise CaptureError(
             f"{user_line(error)}: the forward reads a value out of a tensor, which has none while the model is"
-            " compiled\n"
-            "  why: one graph is compiled for all inputs. So these can't be in it, unless the value comes from"
-            " constants alone: `tensor.item()`, `.tolist()`, `if tensor:`, and shapes that depend on data"
-            " (nonzero, a boolean mask, one_hot without num_classes: num classes must be specified)."
-            f" Here {error.func} reads the value\n"
+            f" compiled\n  why: one graph is compiled for all inputs, and {why}\n"
             "  fix: compute with tensors (torch.where, masks that keep the shape), branch with poptorch.cond, or"
             " pass the number as a Python argument of forward; to print it, poptorch.ipu_print_tensor(tensor)"
         ) from None
