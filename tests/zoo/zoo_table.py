@@ -41,7 +41,7 @@ def main() -> None:
         lines.append([kind.library, name, *answers(name)])
         print(" | ".join(lines[-1]), flush=True)
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    PAGE.write_text(_TABLE.sub(lambda _: table + "\n", PAGE.read_text()))
+    PAGE.write_text(_TABLE.sub(lambda _: table, PAGE.read_text()))
 
 
 if __name__ == "__main__":
