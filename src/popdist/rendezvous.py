@@ -105,9 +105,7 @@ def _open_store(launch: Launch, address: str, port: int, seconds: float) -> Any:
             store = dist.TCPStore(address, port, None, False, timeout=limit, wait_for_workers=False)
         else:
             if launch.instance == 0 and not of_poprun:
-                server = Server(address, port, secret, is_open=not is_on_one_host())
-                if server.warning:
-                    logger.warning(server.warning)
+                Server(address, port, secret, is_open=not is_on_one_host(), warn=logger.warning)
             store = SignedStore(address, port, secret, seconds)
     except OSError as error:
         raise Error(

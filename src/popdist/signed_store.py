@@ -15,7 +15,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -98,39 +99,37 @@ class _SignedConnection:
 
 
 class Server:
-    """A store that threads of this process serve until `close`, at a name or address of this host (port 0: any free
+    """A store that threads of this process serve until it ends, at a name or address of this host (port 0: any free
     port). Callers must know `secret`; if it is "", every caller is served. With `is_open` other hosts connect: if
     `host` has a loopback address, the server also listens at `own_address(host)`. Raises: OSError"""
 
-    def __init__(self, host: str, port: int, secret: str, is_open: bool = False) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: str,
+        is_open: bool = False,
+        warn: Callable[[str], object] = warnings.warn,
+    ) -> None:
         self._secret = secret
         self._values: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._listening: list[socket.socket] = []
         self._callers: dict[socket.socket, bool] = {}  # oldest first: whether it has shown the secret
         family, address = _resolve_host(host)
         addresses = {address, own_address(host)} if is_open and is_loopback(address) else {address}
-        self.warning = ""  # for the caller's log
+        for each in addresses:
+            listening = socket.create_server((each, port), family=family, backlog=1024)
+            self.port: int = listening.getsockname()[1]
+            threading.Thread(target=self._accept_connections, args=(listening,), daemon=True).start()
         if not secret and not all(map(is_loopback, addresses)):
-            self.warning = (
+            warn(
                 f"the store at {host} serves every caller: {SECRET} is not set\n"
                 f"  fix: export {SECRET}=$(openssl rand -hex 32), with the same value in all processes"
             )
-        for each in addresses:
-            listening = socket.create_server((each, port), family=family, backlog=1024)
-            self._listening.append(listening)
-            self.port: int = listening.getsockname()[1]
-            threading.Thread(target=self._accept_connections, args=(listening,), daemon=True).start()
-
-    def close(self) -> None:
-        """Stop listening, and close all connections."""
-        for each in (*self._listening, *self._callers.copy()):
-            _shut_down(each)
-            each.close()
 
     def _accept_connections(self, listening: socket.socket) -> None:
-        """Accept connections, each served by a thread of its own, until the listening socket is closed."""
-        while listening.fileno() >= 0:
+        """Accept connections, each served by a thread of its own."""
+        while True:
             try:
                 connected, _ = listening.accept()
                 with self._lock:
@@ -140,7 +139,7 @@ class Server:
                         del self._callers[strangers[0]]
                         _shut_down(strangers[0])
                 threading.Thread(target=self._serve_connection, args=(connected,), daemon=True).start()
-            except (OSError, RuntimeError):  # closed; or too many open files or threads in this process
+            except (OSError, RuntimeError):  # too many open files or threads in this process
                 time.sleep(0.05)
 
     def _serve_connection(self, connected: socket.socket) -> None:

@@ -157,16 +157,13 @@ class NodeZeroStore:
             while is_end and self._server and time.monotonic() < until and len(self.read_records()) > 1:
                 time.sleep(_POLL)
         self._store.close()
-        if self._server is not None:
-            self._server.close()
 
 
 def _start_server(request: CommandLine, node: Node, secret: str, until: float) -> Server:
     """Start the store of node 0. Until the time `until`, the node's name may have no address."""
     while True:
         try:
-            server = Server(node.address, node.port, secret, is_open=True)
-            break
+            return Server(node.address, node.port, secret, is_open=True, warn=request.log.warning)
         except OSError as error:
             if not isinstance(error, socket.gaierror) or time.monotonic() > until:
                 raise TrainingLost(
@@ -174,9 +171,6 @@ def _start_server(request: CommandLine, node: Node, secret: str, until: float) -
                     "  fix: MASTER_ADDR and MASTER_PORT are an address of this host and a free port"
                 ) from None
             time.sleep(0.5)  # the name of a pod may not resolve yet
-    if server.warning:
-        request.log.warning(server.warning)
-    return server
 
 
 class Reach(threading.Thread):

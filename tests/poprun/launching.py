@@ -47,6 +47,7 @@ class Poprun:
         code = 70
         try:
             os.setsid()
+            os.closerange(3, 1 << 16)  # such as sockets at which other tests listen
             if name := variables.pop("TEST_NETWORK", ""):  # a network namespace
                 with open(f"/run/netns/{name}") as file:
                     if ctypes.CDLL(None).setns(file.fileno(), 0x40000000):
