@@ -129,12 +129,6 @@ class JoinedBatches:
         return calls + (self._keep_tail and left > 0)
 
 
-def row_count(batch: Any) -> int | None:
-    """Return the rows of a batch; None if its tensors have different numbers of them."""
-    counts = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(batch)}
-    return counts.pop() if len(counts) == 1 else None
-
-
 def resize_batch(value: Any, before: int, after: int) -> Any:
     """Return a value in which tensors of `before` rows have `after` rows: cut, or padded with the last row."""
     if before == after:

@@ -17,10 +17,11 @@ import popdist
 import poptorch
 from popdist import collectives
 from popengine.torch_private import tree_map_only
+from poptorch.data.rows import row_count_of
 from poptorch.logs import logger
 from poptorch.nested_values import tensors_of, with_tensors
 
-from .loaders import convert_loader, micro_batch_count, resize_batch, row_count
+from .loaders import convert_loader, micro_batch_count, resize_batch
 from .prepare import Lightning, check_before_setup, check_optimizers, make_options, write_reports
 from .recording import StepModule, set_until_closed
 
@@ -170,7 +171,7 @@ class StrategyPart:
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the predictions for a batch. A short last batch is padded, and the predictions are cut."""
-        rows = row_count(batch)
+        rows = row_count_of(batch)
         if rows is None:
             return self._step(self._current_stage, batch, *args, **kwargs)
         loader_index = args[1] if len(args) > 1 and isinstance(args[1], int) else 0

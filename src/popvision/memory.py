@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from popengine.profile import Memory, Operation, Profile, TaskRun
 
+from .times import group_by
 from .units import size_text
 
 MOST_POINTS = 20_000  # of one curve
@@ -89,11 +90,8 @@ def bytes_curve(profile: Profile, runs: Sequence[TaskRun], ipu: int) -> list[tup
 def operation_end_shares(profile: Profile) -> dict[int, list[tuple[float, Operation]]]:
     """Return, by piece, a list of (share, operation) in the order of the operations; `share` is the fraction of the
     piece's time that has passed when the operation ends."""
-    rows = defaultdict(list)
-    for operation in profile.operations:
-        rows[operation.piece].append(operation)
     found = {}
-    for piece, operations in rows.items():
+    for piece, operations in group_by(profile.operations, lambda operation: operation.piece).items():
         ends = list(accumulate(operation.ns for operation in operations))
         found[piece] = [(end / (ends[-1] or 1), row) for end, row in zip(ends, operations, strict=True)]
     return found

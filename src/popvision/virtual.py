@@ -32,12 +32,10 @@ class StepModel:
     order: str  # a key of `popengine.order.ORDERS`, or the name of a user's own schedule
     # (index of an action, micro-batch) of all tasks of a user's own schedule.
     program: tuple[tuple[int, int], ...] = ()
-    keeps_order: bool = (
-        True  # whether an ipu runs its tasks in a fixed order; False: those first that are ready
-    )
-    cores: int = (
-        0  # the number of cores that share the ipus of all replicas; 0: an ipu is a device (1 replica)
-    )
+    # Whether an ipu runs its tasks in a fixed order; False: those first that are ready.
+    keeps_order: bool = True
+    # The number of cores that share the ipus of all replicas; 0: an ipu is a device (1 replica).
+    cores: int = 0
     replicas: int = 1
 
     @classmethod

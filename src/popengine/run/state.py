@@ -120,7 +120,7 @@ class TrainState:
         self.buffers.extend({} for _ in range(replicas - len(self.buffers)))
         for key in keys:
             value = weights[key].detach()
-            is_written = key not in self.buffers[0] or not _has_same_bits(self.buffers[0][key], value)
+            is_written = key not in self.buffers[0] or not has_same_bits(self.buffers[0][key], value)
             for own in self.buffers:
                 if is_written or key not in own:
                     own[key] = value.clone()
@@ -407,6 +407,6 @@ class State:
         return Memory(replica, ipu, weights, sum(sizes.values()) - weights, gradients, states)
 
 
-def _has_same_bits(one: Tensor, other: Tensor) -> bool:
+def has_same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of one shape and dtype have the same bits; unlike `torch.equal` with NaNs."""
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -40,6 +40,12 @@ def rebatch_rows(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterator
     missing = size
     for batch in batches:
         start, rows = 0, row_count_of(batch)
+        if rows is None:
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_of(batch)) or "no tensors"
+            raise DataError(
+                f"a batch can't be cut into rows: dimension 0 must be the same in all tensors, found {shapes}\n"
+                f"  fix: give every tensor a batch dimension, or load without AsyncRebatched / rebatched_size"
+            )
         while start < rows:
             taken = min(rows - start, missing)
             cut = (tensor.narrow(0, start, taken) for tensor in tensors_of(batch))
@@ -52,13 +58,7 @@ def rebatch_rows(batches: Iterable[Any], size: int, keep_tail: bool) -> Iterator
         yield concatenate_batches(parts)
 
 
-def row_count_of(batch: Any) -> int:
-    """Return the size of dimension 0 of a batch's tensors. Raises DataError unless all have the same size."""
+def row_count_of(batch: Any) -> int | None:
+    """Return the size of dimension 0 of a batch's tensors; None unless all have the same size."""
     counts = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(batch)}
-    if len(counts) != 1 or None in counts:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_of(batch)) or "no tensors"
-        raise DataError(
-            f"a batch can't be cut into rows: dimension 0 must be the same in all tensors, found {shapes}\n"
-            f"  fix: give every tensor a batch dimension, or load without AsyncRebatched / rebatched_size"
-        )
-    return counts.pop()  # type: ignore[return-value]
+    return counts.pop() if len(counts) == 1 else None

@@ -18,7 +18,7 @@ from ..enums import MeanReductionStrategy
 from ..logs import listed, logger
 from ..optim import Optimizer as PoptorchOptimizer
 from ..optim.freeze_optimizer import OptimizerGuard, refuse_step_hooks
-from ..optim.optimizer_base import check_torch_state, rates_of
+from ..optim.optimizer_base import check_torch_state, parameters_of, rates_of
 from .loaded_plans import LoadedPlans
 from .wrapped_model import WrappedModel
 
@@ -90,7 +90,7 @@ class OptimizerLink:
 
     def _step(self, gradients: Mapping[str, Tensor]) -> None:
         """Run the optimizer's own `step()` with these gradients; attributes `grad` stay the program's."""
-        parameters = [value for group in self.optimizer.param_groups for value in group["params"]]
+        parameters = parameters_of(self.optimizer)
         kept, names = [parameter.grad for parameter in parameters], self._names()
         try:
             for parameter in parameters:
@@ -104,7 +104,7 @@ class OptimizerLink:
     def replaced_parameters(self) -> tuple[str, ...]:
         """Return, with a warning, the names of parameters that the optimizer does not hold after a
         replacement."""
-        held = {id(value) for group in self.optimizer.param_groups for value in group["params"]}
+        held = set(map(id, parameters_of(self.optimizer)))
         present = self._model.parameter_names()
         if held <= present.keys():
             return ()
@@ -141,8 +141,7 @@ class OptimizerLink:
     def _name_parameters(self) -> None:
         """Set `_parameters` by the present names. One that the program has replaced in the model keeps its name."""
         names = self._names() | self._model.parameter_names()
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        self._parameters = {names[id(parameter)]: parameter for parameter in parameters}
+        self._parameters = {names[id(parameter)]: parameter for parameter in parameters_of(self.optimizer)}
         self._plans.state.use_optimizer(self.optimizer, self._parameters)
 
     def connect_optimizer(self) -> None:
@@ -209,7 +208,7 @@ class OptimizerLink:
 
 def _states_of(optimizer: Any) -> list[dict[str, Any]]:
     """Return the state of each parameter of an optimizer, in the order of the groups; {} for none."""
-    return [optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]]
+    return [optimizer.state.get(parameter, {}) for parameter in parameters_of(optimizer)]
 
 
 def _gather_state(

@@ -21,6 +21,7 @@ from popengine.compile.recording.current_capture import current, hidden_from_cap
 from popengine.errors import Error
 from popengine.ir import Plan
 from popengine.operations import called_operations
+from popengine.run.state import has_same_bits
 
 from .known_operations import KNOWN, compute_known_operation
 from .library import check_tensors, raise_in_training, register_computed, shapes_of, shapes_text
@@ -100,7 +101,7 @@ def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
                 "  fix: return the new value, and copy it into the weight in forward: `weight.copy_(returned)`"
             )
         for i in range(call.scratch, len(inputs)):
-            if not _has_same_bits(given[i], inputs[i]):
+            if not has_same_bits(given[i], inputs[i].cpu()):
                 raise Error(
                     f"{name} changes its input {i} in place, and the change would be lost\n"
                     "  why: the graph gives a function on the host copies of its tensors\n"
@@ -118,11 +119,6 @@ def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
 def _version_counters(call: HostCall) -> dict[str, int]:
     """Return the version counter of each weight of the model on the host, by name; a write increments it."""
     return {name: value._version for name, link in call.weights if (value := link()) is not None}
-
-
-def _has_same_bits(value: Tensor, before: Tensor) -> bool:
-    """Return whether two tensors hold the same bits; unlike `torch.equal`, equal NaNs are the same."""
-    return torch.equal(value.reshape(-1).view(torch.uint8), before.cpu().reshape(-1).view(torch.uint8))
 
 
 def _fake_outputs(inputs: list[Tensor], handle: int) -> list[Tensor]:

@@ -74,9 +74,8 @@ class _GradientRule(torch.autograd.Function):
         return ctx.compute_gradient(gradient), None, None
 
 
-def _with_gradient(x: Tensor, compute: _Function, compute_gradient: _Function) -> Any:
-    """Return `compute(x)`; the gradient of `x` is `compute_gradient` of the result's gradient."""
-    return _GradientRule.apply(x, compute, compute_gradient)  # type: ignore[return-value]
+# Called with (x, compute, compute_gradient): `compute(x)`, where `compute_gradient` computes the gradient of `x`.
+_with_gradient: Any = _GradientRule.apply
 
 
 def _unchanged(gradient: Tensor) -> Tensor:

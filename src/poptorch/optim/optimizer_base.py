@@ -187,7 +187,7 @@ class Optimizer:
         self._names = names
         if ipu_state is None:
             return
-        for index, parameter in enumerate(self._parameters()):
+        for index, parameter in enumerate(parameters_of(self)):
             if state := torch_part["state"].get(index):  # torch casts states to the dtype of their parameter
                 self.state[parameter] = {name: value.detach().clone() for name, value in state.items()}
         if (factor := ipu_state.get(LOSS_FACTOR)) is not None:
@@ -197,15 +197,12 @@ class Optimizer:
             self.loss_scaling = float(scaling)
             self._has_loaded_rates = True
 
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]  # type: ignore[attr-defined]
-
     def _joined_states(
         self, names: Sequence[str], states: Mapping[int, Any], ipu_state: Mapping[str, Tensor]
     ) -> dict[int, dict[str, Tensor]]:
         """Return each parameter's state, by index: from "ipu_state", else from `states`, else the present
         one. Log a warning of present states that "ipu_state" lacks."""
-        present = {name: self.state.get(p, {}) for name, p in zip(names, self._parameters(), strict=False)}
+        present = {name: self.state.get(p, {}) for name, p in zip(names, parameters_of(self), strict=False)}
         if missing := sorted(to_ipu_state(self._kind, present).keys() - ipu_state.keys()):
             logger.warning("the loaded optimizer state has nothing for %s: kept as it is", ", ".join(missing))
         loaded = from_ipu_state(self._kind, ipu_state)
@@ -226,6 +223,11 @@ class Optimizer:
 
 
 # rates ------------------------------------------------------------------------------------------------
+
+
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of an optimizer, group by group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def rates_of(kind: str, optimizer: Any) -> Hyper:
@@ -341,8 +343,7 @@ def check_torch_state(kind: str, optimizer: Any, state_dict: Mapping[str, Any]) 
     rule_states = RULES[kind].states
     always = {each.name for each in rule_states if each.dtype and not each.when}
     known = {"step", *(each.name for each in rule_states)}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in enumerate(parameters):
+    for index, parameter in enumerate(parameters_of(optimizer)):
         state = state_dict["state"].get(index, {})
         tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
         if tensors and not always <= set(tensors) <= known:

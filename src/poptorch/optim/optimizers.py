@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from popengine.update.group_update import init_state, update
 from poptorch.logs import logger
 from poptorch.optim.freeze_optimizer import freeze_optimizer
-from poptorch.optim.optimizer_base import MAX_WEIGHT_NORM, Optimizer, VariableAttributes
+from poptorch.optim.optimizer_base import MAX_WEIGHT_NORM, Optimizer, VariableAttributes, parameters_of
 
 __all__ = ["LAMB", "LARS", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]
 
@@ -25,7 +25,7 @@ def step_by_engine_rule(optimizer: torch.optim.Optimizer, closure: Callable[[], 
     Return the result of `closure`, which is called first; None without a closure."""
     with torch.enable_grad():
         loss = None if closure is None else closure()
-    names = {id(value): str(id(value)) for group in optimizer.param_groups for value in group["params"]}
+    names = {id(value): str(id(value)) for value in parameters_of(optimizer)}
     rule, hyper = freeze_optimizer(optimizer, names)
     for group, rates in zip(optimizer.param_groups, hyper.groups, strict=True):
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
