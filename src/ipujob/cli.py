@@ -30,8 +30,12 @@ these stand-ins, so this is NOT a sandbox: a script that calls /usr/bin/apt call
 _SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
     "file": {"metavar": "FILE", "help": "a YAML file with one IPUJob; - is standard input"},
     "--name": {"help": "the job's name, instead of the one in the file"},
-    "--device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "the device of jobs that name none"},
-    "-n --namespace": {"help": "by default the file's, or the kubeconfig's"},
+    "--device": {
+        "choices": ("cpu", "cuda"),
+        "default": "cpu",
+        "help": "the device of jobs that name none (cpu)",
+    },
+    "-n --namespace": {"help": "the jobs' namespace; by default the file's, or the kubeconfig's"},
 }
 
 Command = Callable[[argparse.Namespace], int]  # returns the exit code

@@ -29,6 +29,8 @@ from .recording import StepModule, set_until_closed
 class StrategyPart:
     """Lightning's strategy for ipus.
 
+    >>> Trainer(accelerator="ipu", devices=4, strategy=IPUStrategy(device_iterations=8))
+
     Args:
         device_iterations: number of weight updates (in inference: micro-batches of each replica) per call
         autoreport: whether to write a profile and its page; True if `autoreport_dir` (its folder) is given

@@ -153,11 +153,16 @@ class _Parser(CommandParser):
         add("--hang-timeout", type=float, metavar="SECONDS", help="kill instances without progress (600)")
         add("-x", **several, metavar="NAME[=VALUE]", help="set an environment variable in all instances")
         add("--executable-cache-path", metavar="DIR", help="the folder of compiled models")
-        add("--tag-output", **switch, default=False, help="begin each line with the number of its instance")
+        add("--tag-output", **switch, default=False, help="begin each line with its instance's number (no)")
         add("--only-output-from-instance", **number, help="show the output of this instance only")
         add("--only-stdout-from-instance", **number, help="show the standard output of this instance only")
-        add("--numa-aware", **switch, default=False, help="run each instance on the cores of one NUMA node")
-        add("--print-topology", **switch, default=False, help="print which replicas each instance runs")
+        add(
+            "--numa-aware",
+            **switch,
+            default=False,
+            help="run each instance on the cores of one NUMA node (no)",
+        )
+        add("--print-topology", **switch, default=False, help="print which replicas each instance runs (no)")
         for name in ("--mpi-global-args", "--mpi-local-args"):
             add(name, **several, metavar="TEXT", help="only -x and --tag-output in it have an effect")
         add("--import-config", metavar="FILE", help="read options from a file; those of the command line win")

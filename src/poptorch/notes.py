@@ -2,10 +2,6 @@
 
 A forward is captured once, so Python side effects (logging a value, appending it to a list) are not in the
 graph. `note` adds a value as an output: each call returns it for every micro-batch, in any output mode.
-
-    >>> poptorch.notes.note("accuracy", accuracy)  # in forward, while it is captured; elsewhere it does nothing
-    >>> executor.notes                             # after a call of n micro-batches
-    [("accuracy", tensor of shape [n])]
 """
 
 from typing import Any
@@ -16,7 +12,11 @@ __all__ = ["note"]
 
 
 def note(what: Any, value: Any) -> None:
-    """Add `value` to the notes that each call returns. Outside a capture this does nothing.
+    """Add `value` to the notes that each call returns. In plain PyTorch this does nothing.
+
+    >>> poptorch.notes.note("accuracy", accuracy)  # in forward
+    >>> executor.notes                             # after a call of n micro-batches
+    [("accuracy", tensor of shape [n])]
 
     Args:
         what:  the note's key; it must pickle, since it becomes a part of the compiled model

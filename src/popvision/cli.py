@@ -68,7 +68,7 @@ def _make_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="PAGE",
         default=Path("comparison.html"),
-        help="the page (comparison.html)",
+        help="the page to write (comparison.html)",
     )
     add("--open", action="store_true", help="open the page in a browser")
     parsers["export"].add_argument(
@@ -80,8 +80,8 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--on", metavar="MACHINE,...", default="bow-pod16", help=f"machines (bow-pod16): {machines}")
     add("--json", action="store_true", help="print the plan as JSON, and write no page")
     choices: dict[str, Any] = {"type": _parse_integers, "metavar": "N,...", "default": []}
-    add("--replicas", **choices, help="numbers of replicas to compare, such as 4,16,64")
-    add("--accumulation", **choices, help="numbers of micro-batches to compare, such as 256,512")
+    add("--replicas", **choices, help="numbers of replicas to compare, such as 4,16,64 (the program's)")
+    add("--accumulation", **choices, help="numbers of micro-batches to compare (the program's)")
     add(
         "--output", type=Path, metavar="PAGE", default=Path("plan.html"), help="the page to write (plan.html)"
     )

@@ -10,7 +10,7 @@ from popengine.profile import Profile, ProfileError
 from . import virtual
 from .costs import CATEGORIES, Costs, Spent
 from .machine import Machine
-from .memory import Need, memory_needs
+from .memory import IpuMemory, memory_needs
 from .units import seconds_text, share_text, size_text, three_digits
 
 _CORE_FLOPS, _CORE_BYTES = 50e9, 10e9  # FLOPs and bytes per second of a core, roughly
@@ -114,7 +114,7 @@ class Estimate:
         }
 
 
-def _held(needs: Sequence[Need], processes: int = 1, replicas: int = 1) -> dict[str, int]:
+def _held(needs: Sequence[IpuMemory], processes: int = 1, replicas: int = 1) -> dict[str, int]:
     """Return the bytes of ipus that share a memory, by kind."""
     return {
         "weights": processes * sum(need.weights + need.buffers for need in needs),

@@ -14,7 +14,7 @@ MOST_POINTS = 20_000  # of one curve
 
 
 @dataclass(frozen=True)
-class Need:
+class IpuMemory:
     """The most bytes that one ipu holds, by kind."""
 
     ipu: int
@@ -35,7 +35,7 @@ class Need:
         return self.always + (self.activations or 0) + self.between
 
 
-def memory_needs(profile: Profile, runs: Sequence[TaskRun] = ()) -> list[Need]:
+def memory_needs(profile: Profile, runs: Sequence[TaskRun] = ()) -> list[IpuMemory]:
     """Return the bytes that each ipu of replica 0 needs: at the peaks of a step on separate devices, whose tasks are
     `runs`; for a plan, whose profile has no recorded tensors, by the upper bounds in its facts."""
     fixed, facts = {row.ipu: row for row in profile.memory if row.replica == 0}, profile.facts
@@ -48,11 +48,11 @@ def memory_needs(profile: Profile, runs: Sequence[TaskRun] = ()) -> list[Need]:
         passing = peak, waiting.get(ipu, 0)
         if "activations" in facts:
             passing = facts["activations"][index], facts["between"][index]
-        found.append(Need(ipu, row.weights, row.buffers, row.gradients, row.optimizer, *passing))
+        found.append(IpuMemory(ipu, row.weights, row.buffers, row.gradients, row.optimizer, *passing))
     return found
 
 
-def memory_table(needs: Sequence[Need]) -> list[list[str]]:
+def memory_table(needs: Sequence[IpuMemory]) -> list[list[str]]:
     """Return a table with a row for each ipu's memory, after a row of column names."""
     rows = [["ipu", "weights", "gradients", "optimizer", "activations", "between", "total"]]
     for need in needs:

@@ -66,7 +66,7 @@ class Block(nn.Module):
 
     @staticmethod
     def start(user_id: str | None = None, ipu_id: int | None = None) -> None:
-        """Open a block, which ends where the next block opens. Outside of a capture, do nothing."""
+        """Open a block, which ends where the next block opens. In plain PyTorch, do nothing."""
         ipu_id, capture = _checked_ipu(ipu_id), current()
         if capture is not None:
             capture.enter_block(user_id or str(next(_auto_ids)), ipu_id)

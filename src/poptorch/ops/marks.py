@@ -150,7 +150,7 @@ def pop_name_scope() -> None:
 
 
 class Attribute:
-    """Context manager that sets attributes of the graph's nodes that are recorded inside it.
+    """Context manager that sets attributes of the operations in the graph that run inside it.
 
         with poptorch.Attribute(__outline={"layer": "embedding"}):
             x = self.table(tokens)

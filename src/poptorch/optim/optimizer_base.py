@@ -76,8 +76,8 @@ class VariableAttributes:
 class Optimizer:
     """Mixin of poptorch's optimizers: each inherits from this class and from a torch optimizer.
 
-    The rates are torch's `param_groups`, so learning rate schedulers work; an executor reads them at
-    `setOptimizer` only. The state (momenta, step counts) is torch's `state`, which executors update.
+    The hyperparameters are torch's `param_groups`, so learning rate schedulers work; an executor reads them
+    at `setOptimizer` only. The state (momenta, step counts) is torch's `state`, which executors update.
     """
 
     _kind: str  # key of the class's rule in `RULES`
@@ -138,7 +138,7 @@ class Optimizer:
     # State ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's dictionary, with the state as "ipu_state" too, and the rates as "ipu_param".
+        """Return torch's dictionary, with the state as "ipu_state" too, and the hyperparameters as "ipu_param".
 
         Both are None before compilation, unless they were loaded. Their tensors are those that updates change.
         Raises Error if the state was sharded over instances and the executor has ended.
@@ -157,7 +157,7 @@ class Optimizer:
         return {"ipu_state": ipu_state, "ipu_param": ipu_param, **whole}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict()`: rates and state.
+        """Load a `state_dict()`: hyperparameters and state.
 
         "ipu_state" and "ipu_param" may be None: then the dictionary is that of a torch optimizer with the same rule.
         A state in "ipu_state" replaces the one in torch's part. States that both lack stay, and a warning names

@@ -161,7 +161,7 @@ class Capture:
         if self.block == ENDED:
             raise CaptureError(
                 "No active Block, all the ops must belong to a Block\n"
-                f"  {where} runs {func}, after the end of a `with poptorch.Block(...)`\n"
+                f"  {where} runs {str(func).split('.')[1].strip('_')}, after the end of a `with poptorch.Block(...)`\n"
                 "  fix: move it into a block, or open the next one before it"
             )
         place = {"phase": "F", "block": self.block, "where": where, "module": self.module}
