@@ -67,7 +67,7 @@ def resolve_anchors(
         if not source or (source == "output" and short not in indices):
             raise Error(
                 f"anchorTensor({short!r}, {long_name!r}): no tensor has that name{did_you_mean(long_name, sources)}\n"
-                f"  fix: a name of executor.getTensorNames() of a model without it: {listed(list(sources))}"
+                f"  fix: {listed(list(sources))}; without this anchor, executor.getTensorNames() returns all names"
             )
         if source == "gradient":
             gradient, key = gradients[key], str(len(results))
