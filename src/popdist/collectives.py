@@ -144,8 +144,7 @@ def _current_group() -> ProcessGroup | None:
 
 @contextmanager
 def restrict_to_instances(chosen: Sequence[int]) -> Iterator[None]:
-    """Restrict collectives inside the `with` statement to the instances `chosen`: sorted indices, with this
-    instance's. (`popdist.execute_on_instances` calls this.)"""
+    """Restrict collectives inside the `with` to the instances `chosen`: sorted indices, with this one's."""
     global _chosen
     before, _chosen = _chosen, chosen
     try:

@@ -128,8 +128,7 @@ class CommGroupType(enum.IntEnum):
 
 
 class VariableRetrievalMode(enum.IntEnum):
-    """Which replicas' values of a per-replica parameter the host receives: that of the first replica of each group
-    (OnePerGroup), or all (AllReplicas)."""
+    """Which replicas' values of a parameter the host receives: each group's first (OnePerGroup), or AllReplicas."""
 
     OnePerGroup = 0
     AllReplicas = 2  # 1 was never used

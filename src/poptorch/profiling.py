@@ -30,8 +30,7 @@ class Channel:
         """Wrap methods of an object's class, in place, so that torch.profiler shows each call as a range with
         the name `<channel>.<class>.<method>`.
 
-        Raises:
-            AttributeError: the object lacks one of the methods; then no method is replaced
+        Raises: AttributeError, if the object lacks one of the methods; then no method is replaced
         """
         functions = {method: getattr(obj, method) for method in methods}
         owner = obj if isinstance(obj, type) else type(obj)

@@ -83,8 +83,7 @@ def compare(
         optimizer: with the parameters of `model`; by default SGD with lr 0.01
         update:    makes the update instead of an executor: called with a copy of the model, a copy of the
             optimizer, and the rows of one update, returns the loss, and leaves gradients in `.grad`
-    Raises:
-        Error: the model can't be compiled, or returns no loss
+    Raises: Error, if the model can't be compiled, or returns no loss
     """
     options = Options() if options is None else options
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01) if optimizer is None else optimizer

@@ -57,8 +57,7 @@ class GroupableParameter(nn.Parameter):
         Args:
             shards: replicas per group; ignored for All and NoGrouping
             variable_retrieval_mode: whether the host gets one value per group or per replica
-        Raises:
-            Error: the model is compiled already, or an argument has a wrong type
+        Raises: Error, if the model is compiled already, or an argument has a wrong type
         """
         name, groupings = self._grouping_target
         if groupings is None:

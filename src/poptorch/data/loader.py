@@ -173,8 +173,7 @@ class DataLoader(torch.utils.data.DataLoader):
         from between two epochs fits any number of processes and size of calls. Inside an epoch these may
         differ only if rows belong to replicas (`Options.Distributed.rowsByReplica`) or one process reads all.
 
-        Raises:
-            DataError: the value is not a loader's state, or this loader can't go on from it
+        Raises: DataError, if the value is not a loader's state, or this loader can't go on from it
         """
         state = state_for_loader(state_dict, self)
         if self._accessor is None:

@@ -198,8 +198,7 @@ class PublicNames:
 
     @property
     def memory_format(self) -> str:
-        """*Pando*: return "preserve" or "channels_last", the memory format of compiled convolutions. Raises
-        Error before compilation."""
+        """*Pando*: return "preserve" or "channels_last", of convolutions; raises Error before compilation."""
         return self._plans.require_executable().memory_format
 
     def isCompiled(self) -> bool:
@@ -243,8 +242,7 @@ class PublicNames:
         return copy.deepcopy(self._latest.counters)
 
     def getLatency(self) -> Latency:
-        """Return (min, max, mean) seconds over the micro-batches of the latest call, from the copy of the first
-        input to the last output; zeros before a call."""
+        """Return (min, max, mean) seconds of the latest call's micro-batches, from first input to last output."""
         return self._latest.latency("input", min, "output_complete")
 
     def getHostIpuLatency(self) -> Latency:

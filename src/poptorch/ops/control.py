@@ -33,8 +33,7 @@ def cond(
 
     >>> (y,) = poptorch.cond(x.sum() > 0, lambda x: x * 2, [x], lambda x: x - 1, [x])
 
-    Args:
-        condition: a bool tensor with one element
+    Args: condition: a bool tensor with one element
     Raises:
         ValueError: `then_inps` or `else_inps` is not a list
         Error: the model is compiled for training; or the bodies' outputs differ in number, shape or dtype

@@ -65,8 +65,7 @@ def recomputationCheckpoint(*tensors: Any) -> Any:
     Args:
         tensors: one tensor (returns a tensor), several (returns a tuple), or one list or tuple (returns
             the same type)
-    Raises:
-        ValueError: an argument is not a tensor
+    Raises: ValueError, if an argument is not a tensor
     """
     many = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors
     check_tensors("All inputs must be tensors of recomputationCheckpoint", *many, error=ValueError)

@@ -49,8 +49,7 @@ def ipu_print_tensor(
         max_line_width: characters after which rows are broken (0: never)
         digits: significant digits (0: as many as identify the number)
         float_format: "auto", "fixed", "scientific" or "none" (as Python prints it)
-    Raises:
-        KeyError: the float format is unknown
+    Raises: KeyError, if the float format is unknown
     """
     check_tensors("ipu_print_tensor takes a tensor", tensor)
     if float_format not in _FORMATS:

@@ -103,10 +103,9 @@ class ExecutionOptions(OptionsDict):
         output_return_period: int | None = 1,
     ) -> None:
         """Make each call keep the values of a tensor, which `getAnchoredTensor(short_name)` returns.
+        As in PopTorch, this is allowed for frozen options.
 
         >>> options.anchorTensor("slope", "Gradient___first.weight", poptorch.OutputMode.All)
-
-        As in PopTorch, this is allowed for frozen options.
 
         Args:
             long_name: a name of `getTensorNames()`; another one raises Error at compilation
