@@ -353,6 +353,8 @@ def _signature(thing: Any) -> str:
     text = str(signature.replace(parameters=parameters, return_annotation=result))
     text = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", text)
     text = re.sub(r"<([\w.]+): [^>]*>", r"\1", text)  # members of enums
+    if hasattr(thing, "__wrapped__"):  # of contextlib.contextmanager
+        text = text.replace("-> Iterator[None]", "-> ContextManager[None]")
     if len(text) < 80 or not signature.parameters:
         return text
     parts, depth, start, is_quoted = [], 0, 1, False
