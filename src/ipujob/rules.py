@@ -271,7 +271,8 @@ def _drop_invalid(value: Any, schema: dict[str, Any], path: str, faults: list[Fa
         if allowed is None and schema.get(_OPEN):
             valid[key] = item
         elif allowed is None:
-            fix, meant = "remove it: a cluster would ignore it", did_you_mean(str(key), known)
+            meant = did_you_mean(str(key), known)
+            fix = f"{'rename' if meant else 'remove'} it: a cluster would ignore it"
             if key in _RENAMED:
                 fix, meant = "use modelReplicasPerWorker, ipusPerJobInstance", ""
             faults.append(Fault(inner, f"{inner} is not a field of an IPUJob{meant}", fix))
