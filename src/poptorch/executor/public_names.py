@@ -235,9 +235,8 @@ class PublicNames:
     def getPerfCounters(self) -> dict[str, Times]:
         """Return when inputs and outputs of the latest call were copied: {key: [tensor][micro-batch]}, in seconds.
 
-        "input" and "input_complete": when the copy of a micro-batch's input began and ended. "output" and
-        "output_complete": when the copy of an output that the output mode keeps began and ended. The times
-        are those of the host's clock, with an arbitrary zero.
+        "input" and "input_complete": when the copy of a micro-batch's input began and ended; "output" and
+        "output_complete": of an output that the output mode keeps. The host's clock has an arbitrary zero.
         """
         return copy.deepcopy(self._latest.counters)
 
