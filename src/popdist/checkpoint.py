@@ -142,7 +142,7 @@ class Checkpoint:
         if writing.is_alive():
             logger.warning("the checkpoint of call %d is not complete, and is left", self._saved_call)
         elif self._failure:
-            text = "the checkpoint of call %d could not be written: %s; the training goes on, older checkpoints stay"
+            text = "the checkpoint of call %d could not be written: %s; the training continues, older checkpoints stay"
             logger.warning(text, self._saved_call, self._failure)
 
     def _describe_run(self) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def state_for_loader(state: Mapping[str, Any], loader: Any) -> LoaderState:
                 f"and here are {_layout_text(here)}: rows would be read twice, and others never\n"
                 f"  why: a process with a share of its own counts the batches of that share\n"
                 f"  fix: go on as before until the epoch has ended, or load a state from between two epochs; with "
-                f"popdist.poptorch.Options rows belong to replicas, and any number of processes goes on"
+                f"popdist.poptorch.Options rows belong to replicas, and any number of processes continues"
             )
         position = rows // here["rows"]
     return {**state, **here, "position": position}
