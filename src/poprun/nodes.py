@@ -408,7 +408,7 @@ class Nodes:
         own = {name: record for name, record, _ in live if record["command"] == self._command}
         if self._reach is not None:
             self._reach.addresses = {r["id"]: r["store"] for name, r in own.items() if name != self.name}
-        order = list(self.round.counts)  # nodes keep their places
+        order = list(newest.counts)  # nodes keep their places
         place = {name: order.index(name) if name in order else len(order) for name in own}
         return dict(sorted(own.items(), key=lambda item: (place[item[0]], item[1]["rank"], item[0])))
 

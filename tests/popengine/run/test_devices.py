@@ -68,7 +68,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     monkeypatch.setattr(devices, "in_pinned_memory", lambda value, device: value)
     monkeypatch.setattr(random_draws, "generator", generator)
-    monkeypatch.setattr(state, "_has_same_bits", lambda one, other: True)  # of the host's buffers
+    monkeypatch.setattr(state, "has_same_bits", lambda one, other: True)  # of the host's buffers
 
 
 def devices_of(engine):
