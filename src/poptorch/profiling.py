@@ -14,7 +14,8 @@ class Channel:
 
     >>> channel = poptorch.profiling.Channel("training")
     >>> with channel.tracepoint("epoch"):
-    ...     channel.instrument(loader, "__next__")
+    ...     trainer(x, y)
+    >>> channel.instrument(loader, "__iter__")
     """
 
     def __init__(self, name: str) -> None:

@@ -126,7 +126,12 @@ def _compare_reports(args: argparse.Namespace) -> None:
 
 def _export_trace(args: argparse.Namespace) -> None:
     text = chrome.chrome_trace([load(path) for path in find_profiles(args.report)]).encode()
-    args.trace.write_bytes(gzip.compress(text) if args.trace.suffix == ".gz" else text)
+    try:
+        args.trace.write_bytes(gzip.compress(text) if args.trace.suffix == ".gz" else text)
+    except OSError as error:
+        raise ProfileError(
+            f"can't write {args.trace}: {error.strerror}\n  fix: a file in a folder that exists"
+        ) from None
     print(args.trace)
 
 

@@ -36,7 +36,7 @@ def cond(
     Args: condition: a bool tensor with one element
     Raises:
         ValueError: `then_inps` or `else_inps` is not a list
-        Error: the model is compiled for training; or the bodies' outputs differ in number, shape or dtype
+        Error: in a compiled model: it is for training, or the bodies' outputs differ in number, shape or dtype
     """
     _raise_unless_list("then_inps", then_inps)
     _raise_unless_list("else_inps", else_inps)

@@ -198,9 +198,10 @@ class MultiConv:
         with poptorch.MultiConv().planType(poptorch.MultiConvPlanType.Parallel):
             a, b = self.left(x), self.right(y)
 
-    A setter returns the object. Its argument is one value for all convolutions, or None for no value; the
-    first three setters also take a list with a value for each convolution. The end of the `with` raises Error
-    if there was no convolution in it, or if a list's length differs from their number. Nesting raises Error.
+    A setter returns the object. Its argument is one value for all convolutions, or None for no value;
+    those with a plural name, and `enableConvDithering`, also take a list with a value for each convolution. The
+    end of the `with` raises Error if there was no convolution in it, or if a list's length differs from their
+    number. Nesting raises Error.
     """
 
     def __init__(self) -> None:

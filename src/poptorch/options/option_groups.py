@@ -304,8 +304,9 @@ class ReportingOptions(OptionsDict):
         return self._set_popart("instrumentWithHardwareCycleCounter", is_on)
 
     def enableProfiling(self, profile_dir: str | os.PathLike[str] | None = None) -> Self:
-        """Write a profile and a report page into a folder of `profile_dir` (default: the current directory).
-        The folder has the name of the model (`modelName`), else "training" or "inference"."""
+        """Write a report page, `report.html`, into the folder `profile_dir` (default: the current directory), and a
+        profile into a folder in it. This folder has the name of the model (`modelName`), else "training" or
+        "inference"."""
         directory = os.fspath("." if profile_dir is None else profile_dir)
         wanted = {"autoReport.all": "true", "autoReport.directory": directory}
         if clash := ", ".join(sorted(wanted.keys() & _engine_options_of_environment().keys())):

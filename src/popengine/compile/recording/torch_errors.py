@@ -33,6 +33,10 @@ _HINTS = {
         "indices and class numbers are integers",
         "pass them as integers: `labels.long()`",
     ),
+    "not NoneType": (
+        "an argument of the operation is None: perhaps an optional argument of forward that the call leaves out",
+        "pass this argument in the call of the model",
+    ),
     "must be Tensor, not|must be tuple of Tensors, not|must be Tensor or|received an invalid combination": (
         "an argument that is no tensor is a constant of the compiled model",
         "pass tensors: torch.from_numpy(array), torch.tensor(numbers)",
