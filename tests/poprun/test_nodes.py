@@ -59,12 +59,18 @@ def test_a_missing_first_node_is_named_by_its_address(poprun):
     assert "node 0 is not to be reached at 127.0.0.1:" in run.said()
 
 
-def test_a_failure_on_one_node_ends_the_other_and_restarts_count_for_both(poprun):
+def test_a_failure_on_one_node_ends_the_other_and_restarts_count_for_both(poprun, tmp_path):
     """Nobody on node 0 fails; it is told, though its instance never speaks to the other."""
     program = (
-        "import os, sys, time\n"
+        "import os, pathlib, time\n"
+        f"started = pathlib.Path({str(tmp_path)!r}, 'attempt-' + os.environ['PANDO_RESTARTS'])\n"
         "print('attempt', os.environ['PANDO_RESTARTS'], 'of', os.environ['RANK'], flush=True)\n"
-        "sys.exit(4) if os.environ['RANK'] == '1' else time.sleep(1000)"
+        "if os.environ['RANK'] == '0':\n"
+        "    started.touch()\n"
+        "    time.sleep(1000)\n"
+        "while not started.exists():\n"
+        "    time.sleep(0.01)\n"
+        "raise SystemExit(4)"
     )
     words = ("--num-replicas=2", "--num-instances=2", "--max-restarts=1", *PYTHON, program)
     first, second = nodes(poprun, 2, words)
