@@ -1,5 +1,9 @@
 """Options.compiler, and the environment variable that stands behind it."""
 
+import shutil
+import subprocess
+import sys
+
 import pytest
 
 import poptorch
@@ -27,3 +31,17 @@ def test_an_unknown_backend_is_refused_with_those_that_there_are(monkeypatch):
     monkeypatch.setenv("POPTORCH_BACKEND", "gcc")
     with pytest.raises(poptorch.Error, match="POPTORCH_BACKEND is 'gcc'"):
         backend_of(poptorch.Options())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_the_first_piece_that_a_process_compiles_may_hold_any_operation():
+    # Inductor's functions use modules of inductor that it imports later, such as that of max_pool2d's.
+    program = """if True:
+        import warnings, torch, poptorch
+        warnings.simplefilter("error", RuntimeWarning)
+        model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.MaxPool2d(2)).eval()
+        executor = poptorch.inferenceModel(model, poptorch.Options().compiler("inductor"))
+        batch = torch.randn(1, 1, 6, 6)
+        torch.testing.assert_close(executor(batch), model(batch))
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
