@@ -213,6 +213,8 @@ _MODULES = {
     "popdist.collectives": (),
     "popdist.poptorch": (),
     "lightning_graphcore": ("IPUAccelerator", "IPUPrecision", "IPUStrategy"),
+    "poptorch.compiling.compilation_log": ("Overview",),  # what `describe` and `plan` return
+    "popvision.plan": ("Estimates",),
 }
 _PACKAGES = ("poptorch", "popdist", "popengine", "popvision", "lightning_ipu", "lightning_graphcore")
 
@@ -386,7 +388,7 @@ def _paragraphs(doc: str) -> list[str]:
     """Return a docstring as Markdown: sections and examples keep their lines."""
     text = []
     for paragraph in doc.split("\n\n"):
-        kept = re.match(r"(Args|Returns|Raises|Yields|Example)s?:|>>>|\s", paragraph)
+        kept = re.match(r"(Arg|Attribute|Return|Raise|Yield|Example)s?:|>>>|\s", paragraph)
         kind = "pycon" if paragraph.startswith(">>>") else "text"
         text += [f"```{kind}", textwrap.dedent(paragraph), "```", ""] if kept else [paragraph, ""]
     return text

@@ -268,7 +268,7 @@ def _drop_invalid(value: Any, schema: dict[str, Any], path: str, faults: list[Fa
     valid = {}
     for key, item in value.items():
         inner, allowed = child_path(path, str(key)), known.get(key, others)
-        if allowed is None and schema.get(_OPEN):
+        if allowed is None and schema.get(_OPEN) and not did_you_mean(str(key), known, least=0.8):
             valid[key] = item
         elif allowed is None:
             meant = did_you_mean(str(key), known)
@@ -286,8 +286,12 @@ def _schema_violation(value: Any, schema: dict[str, Any]) -> str:
     kind, pattern, shown = schema.get("type", ""), schema.get("pattern", ""), reprlib.repr(value)
     least, most = schema.get("minimum", 0), schema.get("maximum", 2**31 - 1)
     if schema.get("x-kubernetes-int-or-string"):
-        is_valid = re.search(pattern, str(value))
-        return "" if is_valid else f"must be a whole number that matches {pattern}, and is {shown}"
+        most = 999 if "{0,2}" in pattern else 9999
+        return (
+            ""
+            if re.search(pattern, str(value))
+            else f"must be a whole number from 1 to {most}, and is {shown}"
+        )
     if not isinstance(value, _TYPES[kind]) or isinstance(value, bool):
         return f"must be of type {kind}, and is {shown}"
     if "enum" in schema and value not in schema["enum"]:

@@ -52,6 +52,7 @@ class AcceleratorPart:
 
     @staticmethod
     def auto_device_count() -> int:
+        """Return 4, the number of devices for `devices="auto"`."""
         return _AUTO
 
     @staticmethod
@@ -77,6 +78,7 @@ class PrecisionPart:
         self.precision = precision
 
     def convert_module(self, module: Any) -> Any:
+        """Return the module, with "16-true" after its parameters and buffers were cast to float16."""
         return module.half() if self.precision == "16-true" else module
 
     def cast(self, batch: Any) -> Any:

@@ -57,6 +57,7 @@ class Counts:
 
     @property
     def global_replicas(self) -> int:
+        """Return the number of replicas in all instances."""
         return self.replicas * self.instances
 
 

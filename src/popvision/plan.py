@@ -37,6 +37,10 @@ class Estimates:
     Args:
         profiles: by kind of machine, and by kind and change, as `compile_profiles` returns them
         replicas, accumulation: numbers to compare; empty: the program's own number
+
+    Attributes:
+        estimates: a list of objects with `machine` (its `name`, ...), `replicas`, `accumulation`, `items_per_second`,
+            `seconds_per_update`, `memory_per_ipu` (bytes), `fits`, `problems` (why it does not fit), `bound_by`
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Estimates:
             self.estimates += sorted(choices, key=lambda one: (not one.fits, -one.items_per_second))
 
     def to_json(self) -> str:
+        """Return the estimates as a JSON list, as `popvision plan --json` prints it."""
         return json.dumps([one.to_dict() for one in self.estimates], indent=1)
 
     def save(self, path: str | Path) -> None:

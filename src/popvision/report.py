@@ -250,10 +250,10 @@ def summary(profile: Profile) -> str:
 def _stage_table(found: Figures) -> list[list[str]]:
     """Return a table with a row for each stage's costs, after a row of column names."""
     phases = found.profile.phases
-    rows = [["stage", "ipu", *(PHASES[phase] for phase in phases), "update", "blocks"]]
+    rows = [["stage", "ipu", *(PHASES[phase] for phase in phases), "update", "sums and others", "blocks"]]
     for stage in found.stages:
         mark = "  <- slowest" if stage.stage == found.slowest and len(found.stages) > 1 else ""
-        times = [*(stage.phases.get(phase, 0.0) for phase in phases), stage.update]
+        times = [*(stage.phases.get(phase, 0.0) for phase in phases), stage.update, stage.around]
         cells = [seconds_text(ns / 1e9 if ns else None) for ns in times]
         rows.append([str(stage.stage), str(stage.ipu), *cells, stage.blocks + mark])
     return rows

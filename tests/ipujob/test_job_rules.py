@@ -71,7 +71,7 @@ REFUSED = {
     ),
     "spec.jobInstances must be of type integer, and is 'one'": job(jobInstances="one"),
     "spec.jobInstances is 1001, and must be within 0 to 1000": job(jobInstances=1001),
-    "spec.ipusPerJobInstance must be a whole number": job(ipusPerJobInstance="four"),
+    "spec.ipusPerJobInstance must be a whole number from 1 to 9999": job(ipusPerJobInstance="four"),
     "spec.cleanPodPolicy 'Some' is none of None, Workers, All": job(cleanPodPolicy="Some"),
     "spec.restartPolicy.type 'Sometimes' is none of Always, OnFailure, Never, ExitCode": job(
         restartPolicy={"type": "Sometimes"}
@@ -80,6 +80,9 @@ REFUSED = {
     "spec.interactive.ttl is missing": job(interactive={}),
     "spec.launcher.command must not be empty": job(launcher={"command": []}),
     "containers[0].image is missing": job(container={"image": None}),
+    "containers[0].comand is not a field of an IPUJob; did you mean 'command'?": job(
+        container={"comand": []}
+    ),
     "containers[0].env must be of type array": job(container={"env": {"A": "b"}}),
     "annotations.pando/device 'ipu' is none of cpu, cuda": job(annotations={"pando/device": "ipu"}),
     "annotation pando/devise is unknown": job(annotations={"pando/devise": "cpu"}),
@@ -141,6 +144,20 @@ spec:
 def test_what_is_no_power_of_two_is_only_warned_of(check):
     code, said = check(job(ipusPerJobInstance="6"))
     assert code == 0 and "warning: 6 ipus are no power of two up to 64" in said
+
+
+def test_all_fields_that_kubernetes_has_may_stand_in_a_template(check):
+    of_container = """ports envFrom resizePolicy restartPolicy volumeDevices livenessProbe readinessProbe startupProbe
+        lifecycle workingDir terminationMessagePath terminationMessagePolicy imagePullPolicy stdin stdinOnce tty"""
+    of_pod = """ephemeralContainers activeDeadlineSeconds dnsPolicy dnsConfig nodeSelector serviceAccountName nodeName
+        serviceAccount automountServiceAccountToken hostNetwork hostPID hostIPC hostUsers shareProcessNamespace subdomain
+        securityContext imagePullSecrets hostname affinity schedulerName tolerations hostAliases priorityClassName
+        priority preemptionPolicy overhead readinessGates runtimeClassName enableServiceLinks os schedulingGates
+        topologySpreadConstraints setHostnameAsFQDN resourceClaims resources"""
+    value = job(container=dict.fromkeys(of_container.split(), "any"))
+    value["spec"]["workers"]["template"]["spec"].update(dict.fromkeys(of_pod.split(), "any"))
+    code, said = check(value)
+    assert code == 0 and "not a field" not in said
 
 
 def test_names_that_a_cluster_completes_leave_room_for_its_letters(check):

@@ -70,7 +70,7 @@ class DataLoader(torch.utils.data.DataLoader):
     def __init__(
         self,
         options: Options,
-        dataset: Any,
+        dataset: Any = None,
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         num_workers: int = 0,
@@ -83,8 +83,9 @@ class DataLoader(torch.utils.data.DataLoader):
         batch_sampler: Any = None,
         **kwargs: Any,
     ) -> None:
-        assert isinstance(options, Options), (
-            f"the first argument of a DataLoader is a poptorch.Options, got {type(options).__name__}"
+        assert isinstance(options, Options) and dataset is not None, (
+            "a DataLoader takes poptorch.Options, then a dataset; the first argument found is of type"
+            f" {type(options).__name__}, the second {type(dataset).__name__}"
             "\n  fix: poptorch.DataLoader(options, dataset, batch_size=16)"
         )
         options._freeze()

@@ -151,7 +151,6 @@ class ExecutionOptions(OptionsDict):
 
         Each new combination of shapes compiles another plan for the same weights, optimizer state and random
         state. The `plans` most recently used plans are kept. The log (INFO) has the time of each compilation.
-        See docs/guide/shapes.md.
         """
         assert type(plans) is int and plans > 0, f"allowNewShapes takes an int from 1; found {plans!r}"
         return self.createOrSet(new_shapes=plans)
