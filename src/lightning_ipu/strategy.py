@@ -228,12 +228,12 @@ class StrategyPart:
 
     @cached_property
     def training_opts(self) -> poptorch.Options:
-        """Return the options of training; those given, or made from the Trainer's arguments."""
+        """Return the options of training; those given, or made from the Trainer."""
         return make_options(self, training=True)
 
     @cached_property
     def inference_opts(self) -> poptorch.Options:
-        """Return the options of validation, tests and predictions; those given, or made from the Trainer's arguments."""
+        """Return the options of validation, tests and predictions; those given, or made from the Trainer."""
         return make_options(self, training=False)
 
     def options_for(self, stage: Any) -> poptorch.Options:

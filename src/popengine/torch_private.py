@@ -151,7 +151,7 @@ def has_cpp_compiler() -> bool:
 
 def decompositions() -> Mapping[Any, Any]:
     """Return the table of operations that inductor decomposes while a function is traced."""
-    from torch._inductor import compile_fx  # noqa: F401  # 2.0; the table's functions use modules that it imports
+    from torch._inductor import compile_fx  # 2.0; the table's functions use modules that it imports
     from torch._inductor.decomposition import select_decomp_table  # 2.0
 
     return select_decomp_table()

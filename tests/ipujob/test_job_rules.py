@@ -150,7 +150,8 @@ def test_all_fields_that_kubernetes_has_may_stand_in_a_template(check):
     of_container = """ports envFrom resizePolicy restartPolicy volumeDevices livenessProbe readinessProbe startupProbe
         lifecycle workingDir terminationMessagePath terminationMessagePolicy imagePullPolicy stdin stdinOnce tty"""
     of_pod = """ephemeralContainers activeDeadlineSeconds dnsPolicy dnsConfig nodeSelector serviceAccountName nodeName
-        serviceAccount automountServiceAccountToken hostNetwork hostPID hostIPC hostUsers shareProcessNamespace subdomain
+        serviceAccount automountServiceAccountToken hostNetwork hostPID hostIPC hostUsers subdomain
+        shareProcessNamespace
         securityContext imagePullSecrets hostname affinity schedulerName tolerations hostAliases priorityClassName
         priority preemptionPolicy overhead readinessGates runtimeClassName enableServiceLinks os schedulingGates
         topologySpreadConstraints setHostnameAsFQDN resourceClaims resources"""
