@@ -113,7 +113,7 @@ def main() -> None:
         [
             "SIGKILL to an instance: s to the next update",
             f"{statistics.median(k[0] for k in kills):.1f}",
-            "15",
+            "2",
         ],
         ["calls made again, at most", str(max(k[1] for k in kills)), str(EVERY)],
         [

@@ -79,7 +79,7 @@ def chain(stages: int) -> tuple[Graph, Strategy]:
         poptorch.BeginBlock(part, name, ipu_id=ipu)
     graph = capture(model, lambda inputs: [model(*inputs)], [torch.ones(1, 1)], training=True)
     plans = tuple(StagePlan((name,), ipu) for ipu, name in enumerate(blocks(model)))
-    return graph, Strategy("pipelined", None, plans)
+    return graph, Strategy("1f1b", None, plans)
 
 
 def passes(ipus: int, micro_batches: int, repeats: int) -> list[str]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -30,6 +29,7 @@ def test_a_plan_for_64_ipus_and_1024_micro_batches_is_built():
     assert re.search(r"^\| 64 +\| +1024 \| +131,072 \|", output, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_two_processes_are_measured_against_ddp_and_their_sum_of_gradients_against_all_reduce():
     flags = ("--accumulation", "1", "--processes", "2", "--megabytes", "1", "--rounds", "1")
     output = run("instances", "--cases", "bert", *flags)
@@ -37,10 +37,10 @@ def test_two_processes_are_measured_against_ddp_and_their_sum_of_gradients_again
     assert re.search(r"the sum of 1 MB in 2 processes: [\d.]+ ms, all_reduce [\d.]+ ms", output)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
 def test_lightnings_trainers_make_the_same_updates():
     output = run("lightning", "--rounds", "1", "--calls", "1", "--only", "ipu2", "loop2")
     assert re.search(r"^\| Trainer, CPU, 2 threads .* 1\.00× \|", output, re.MULTILINE)
     found = re.search(r"losses of the contenders differ by at most (\S+)", output)
     assert found and float(found[1]) < 1e-3
-    assert "weights were copied to the host 1 time(s)" in output
