@@ -1,4 +1,4 @@
-"""Large weight updates after few micro-batches: AdamW on 25 million parameters in 24 layers, one update a call."""
+"""Large weight updates after few micro-batches: 25 million parameters in 24 layers, one update a call."""
 
 import argparse
 import sys
@@ -18,7 +18,8 @@ from harness import (  # pyright: ignore[reportMissingImports]
 )
 
 WIDTH, LAYERS, ROWS = 1020, 24, 8
-MOVED = 7  # an update reads weight, gradient and two moments, and writes all but the gradient
+# An update moves so many tensors of a weight's size: it reads weight, gradient and states, and writes all but gradient.
+MOVED = {"AdamW": 7, "Adam": 7, "SGD": 5}
 
 
 class Layers(nn.Module):
@@ -32,16 +33,18 @@ class Layers(nn.Module):
         return (nn.functional.mse_loss(self.layers(rows), wanted),)
 
 
-def made(width: int, threads: int, **optimizer):
+def made(width: int, threads: int, kind: str, **arguments):
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = Layers(width)
     data = torch.randn(ROWS, width), torch.randn(ROWS, width)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, **optimizer), data
+    if kind == "SGD":
+        arguments["momentum"] = 0.9
+    return model, getattr(torch.optim, kind)(model.parameters(), lr=1e-4, **arguments), data
 
 
-def plain(rank: int, width: int, threads: int, updates: bool = True, **optimizer):
-    model, step, data = made(width, threads, **optimizer)
+def plain(rank: int, width: int, threads: int, kind: str, updates: bool = True, **arguments):
+    model, step, data = made(width, threads, kind, **arguments)
 
     def unit() -> float:
         step.zero_grad()
@@ -54,10 +57,10 @@ def plain(rank: int, width: int, threads: int, updates: bool = True, **optimizer
     return unit
 
 
-def ours(rank: int, width: int, threads: int, **optimizer):
+def ours(rank: int, width: int, threads: int, kind: str, **arguments):
     import poptorch
 
-    model, step, data = made(width, threads, **optimizer)
+    model, step, data = made(width, threads, kind, **arguments)
     options = poptorch.Options().showCompilationProgressBar(False)
     trainer = poptorch.trainingModel(model, options, step)
     return lambda: trainer(*data)[-1].flatten()[-1].item()
@@ -80,6 +83,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--patience", type=int, default=1)
     parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--optimizer", choices=MOVED, default="AdamW")
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
     given = parser.parse_args()
     print(environment(), flush=True)
@@ -92,13 +96,12 @@ def main() -> None:
             "plain PyTorch, fused=True": partial(plain, fused=True),
             "Pando, fused=True": partial(ours, fused=True),
         }
-        taking_part = [
-            Contender(name, partial(way, width=given.width, threads=threads)) for name, way in ways.items()
-        ]
+        sizes = {"width": given.width, "threads": threads, "kind": given.optimizer}
+        taking_part = [Contender(name, partial(way, **sizes)) for name, way in ways.items()]
         found = {m.name: m for m in measure(taking_part, given.rounds, patience=given.patience, warm=3)}
         speed = bandwidth(threads)
         parameters = sum(value.numel() for value in Layers(given.width).parameters())
-        bound = found["forward and backward alone"].median + 4 * MOVED * parameters / speed
+        bound = found["forward and backward alone"].median + 4 * MOVED[given.optimizer] * parameters / speed
         print(f"{threads} thread(s): the memory moves {speed / 1e9:.1f} GB/s; the bound is {bound:.3f} s")
         for name, it in found.items():
             base = found["plain PyTorch, fused=True" if "fused" in name else "plain PyTorch"]
