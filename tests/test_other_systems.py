@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 HIDE = """
 import os, sys, sysconfig, torch
 sysconfig.get_config_vars()  # read from a file that is named after the real system
@@ -11,6 +13,27 @@ for name in ("sched_getaffinity", "sched_setaffinity", "pidfd_open", "waitid", "
         delattr(os, name)
 sys.modules["fcntl"] = None  # an import raises ImportError
 sys.platform = "darwin"
+"""
+WINDOWS = """
+import ctypes, signal
+for name in [name for name in dir(os) if name.startswith("RTLD_")] + [
+    "fork", "forkpty", "register_at_fork", "getuid", "geteuid", "killpg", "setsid", "getpgid", "mkfifo",
+    "sched_yield", "sysconf", "uname", "wait", "waitpid", "set_blocking", "getloadavg",
+]:
+    if hasattr(os, name):
+        delattr(os, name)
+for name in ("SIGKILL", "SIGCHLD", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGSTOP", "SIGCONT", "SIGPIPE",
+             "pthread_sigmask", "sigwait", "pthread_kill", "set_wakeup_fd", "setitimer"):
+    delattr(signal, name)
+for name in ("resource", "pwd", "grp", "termios"):
+    sys.modules[name] = None
+real = ctypes.CDLL.__init__
+def of_a_name(self, name, *args, **kwargs):
+    if name is None:
+        raise TypeError("expected str, bytes or os.PathLike object, not NoneType")  # as on Windows
+    real(self, name, *args, **kwargs)
+ctypes.CDLL.__init__ = of_a_name
+sys.platform = "win32"
 """
 IMPORT = """
 import pkgutil
@@ -56,8 +79,14 @@ def test_every_module_is_imported_and_a_pipeline_trains_without_what_only_linux_
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
 
 
-def test_poprun_says_what_the_system_lacks():
-    done = run(LAUNCH)
+def test_a_pipeline_trains_without_what_windows_lacks():
+    done = run(WINDOWS, TRAIN)
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+
+
+@pytest.mark.parametrize("system", [(), (WINDOWS,)], ids=["macos", "windows"])
+def test_poprun_says_what_the_system_lacks(system):
+    done = run(*system, LAUNCH)
     assert done.returncode == 2 and done.stdout == ""
     assert "poprun: error: this system lacks pidfd_open and prctl" in done.stderr
     assert "fix: use Linux 5.3 or newer" in done.stderr

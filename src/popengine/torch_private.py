@@ -138,13 +138,13 @@ def optimized_module_type() -> Any:
 
 
 def has_cpp_compiler() -> bool:
-    """Return whether inductor finds a C++ compiler."""
+    """Return whether inductor finds a C++ compiler that it can run."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # 2.5
     from torch._inductor.exc import InvalidCxxCompiler  # 2.0
 
     try:
         get_cpp_compiler()
-    except InvalidCxxCompiler:
+    except (InvalidCxxCompiler, OSError):  # such as a file g++ that isn't executable
         return False
     return True
 

@@ -10,6 +10,7 @@ pieces receive begin at a multiple of 64 bytes, as torch's own allocations do.
 import ctypes
 import functools
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any
@@ -48,8 +49,8 @@ def check_available(kind: DeviceKind, processes: int = 1) -> None:
 def keep_freed_memory() -> None:
     """Make glibc keep up to 2 GB of freed memory, unless an environment variable sets its limits: the kernel clears
     each page that the next micro-batch allocates again, a tenth of a step of ResNet-18."""
-    libc = ctypes.CDLL(None)
     names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "gnu_get_libc_version") and not any(name in os.environ for name in names):
         for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
             libc.mallopt(parameter, 2**31 - 1)

@@ -40,7 +40,7 @@ def end_openmp_threads() -> None:
 @cache
 def _gnu_openmp() -> ctypes.CDLL | None:
     """Return GNU's OpenMP library, if it is loaded and has the function to end threads; otherwise None."""
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):  # Windows has no RTLD_NOLOAD
         library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         return library if hasattr(library, "omp_pause_resource_all") else None
     return None
