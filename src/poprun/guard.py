@@ -16,7 +16,9 @@ from pathlib import Path
 from types import FrameType
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_FORWARDED = [  # Windows lacks two of them, and imports this file to say that poprun can't start
+    signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
+]
 
 
 def run_guarded(work: Callable[[], int]) -> int:
