@@ -172,7 +172,8 @@ def removeBlocks(module: nn.Module) -> None:
     Args: module: a model; its submodules are included. An executor that is compiled already does not change
     Raises: AssertionError, if the argument is not a module
     """
-    assert isinstance(module, nn.Module), f"removeBlocks takes a torch.nn.Module; found {module!r}"
+    if not isinstance(module, nn.Module):
+        raise AssertionError(f"removeBlocks takes a torch.nn.Module; found {module!r}")
     for child in module.modules():
         hooks = child._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if isinstance(hook, BeginBlockHook)]:

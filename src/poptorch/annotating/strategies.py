@@ -37,17 +37,17 @@ class Stage:
 
     def __init__(self, *block_ids: str) -> None:
         for block in block_ids:
-            assert isinstance(block, str), (
-                f"Block ids are strings; found {block!r} in a Stage (an AutoStage stands alone)"
-            )
+            if not isinstance(block, str):
+                raise AssertionError(
+                    f"Block ids are strings; found {block!r} in a Stage (an AutoStage stands alone)"
+                )
         self.blocks = list(block_ids)
         self._ipu: int | None = None
 
     def ipu(self, ipu: int) -> Self:
         """Set the number of the stage's ipu, from 0, and return the stage. Several stages can be on one ipu."""
-        assert isinstance(ipu, int) and ipu >= 0, (
-            f"Stage.ipu takes the number of an ipu, from 0; found {ipu!r}"
-        )
+        if not isinstance(ipu, int) or ipu < 0:
+            raise AssertionError(f"Stage.ipu takes the number of an ipu, from 0; found {ipu!r}")
         self._ipu = ipu
         return self
 
@@ -72,21 +72,22 @@ class Phase:
     def __init__(self, *arg: Stage | str) -> None:
         stages = [member for member in arg if isinstance(member, Stage)]
         blocks = [member for member in arg if isinstance(member, str)]
-        assert arg and len(arg) in (len(stages), len(blocks)), (
-            f"A phase is made of stages only, or of block ids only; found {list(arg)!r}"
-        )
+        if not arg or len(arg) not in (len(stages), len(blocks)):
+            raise AssertionError(f"A phase is made of stages only, or of block ids only; found {list(arg)!r}")
         self.stages = stages or [Stage(*blocks)]
 
     def stage(self, index: int) -> Stage:
         """Return the stage with this index, from 0. Raises AssertionError if there is no such stage."""
-        assert 0 <= index < len(self.stages), f"Phase has stages 0 to {len(self.stages) - 1}; found {index}"
+        if not 0 <= index < len(self.stages):
+            raise AssertionError(f"Phase has stages 0 to {len(self.stages) - 1}; found {index}")
         return self.stages[index]
 
     def ipus(self, *ipus: int) -> Self:
         """Set the ipu of each stage, and return the phase. Raises AssertionError for another number of ipus."""
-        assert len(ipus) == len(self.stages), (
-            f"Phase.ipus takes one ipu for each stage: {len(self.stages)} expected, {len(ipus)} found"
-        )
+        if len(ipus) != len(self.stages):
+            raise AssertionError(
+                f"Phase.ipus takes one ipu for each stage: {len(self.stages)} expected, {len(ipus)} found"
+            )
         for stage, ipu in zip(self.stages, ipus, strict=True):
             stage.ipu(ipu)
         return self
@@ -113,17 +114,19 @@ class ExecutionStrategy:
         self._stages: dict[str, Stage] = {}
         for stage in self._order:
             for block in stage.blocks:
-                assert block not in self._stages, (
-                    f"Block {block!r} is associated with more than one stage. Name it once only."
-                )
+                if block in self._stages:
+                    raise AssertionError(
+                        f"Block {block!r} is associated with more than one stage. Name it once only."
+                    )
                 self._stages[block] = stage
 
     def stage(self, block_id: str) -> Stage:
         """Return the stage of a block. Raises AssertionError for an unknown block."""
         known = ", ".join(map(repr, self._stages)) or "none, since the stages are automatic"
-        assert block_id in self._stages, (
-            f"Unknown block {block_id!r}; this strategy has {known}{did_you_mean(block_id, self._stages)}"
-        )
+        if block_id not in self._stages:
+            raise AssertionError(
+                f"Unknown block {block_id!r}; this strategy has {known}{did_you_mean(block_id, self._stages)}"
+            )
         return self._stages[block_id]
 
     def onStartTracing(self) -> None:
@@ -159,9 +162,8 @@ class AutoBalance:
     capacity: float = math.inf
 
     def __post_init__(self) -> None:
-        assert isinstance(self.ipus, int) and self.ipus > 0, (
-            f"AutoBalance takes a number of ipus from 1; found {self.ipus!r}"
-        )
+        if not isinstance(self.ipus, int) or self.ipus <= 0:
+            raise AssertionError(f"AutoBalance takes a number of ipus from 1; found {self.ipus!r}")
 
 
 class _StagedExecution(ExecutionStrategy):
@@ -254,10 +256,11 @@ class _PhasedExecution(ExecutionStrategy):
 
     def __init__(self, *phases: Phase | Stage | str | Sequence[Stage] | Sequence[str]) -> None:
         automatic = not phases or any(isinstance(phase, AutoStage) for phase in phases)
-        assert not automatic, (
-            "There is no AutoStage for PhasedExecution: name the blocks of each phase, as in "
-            'SerialPhasedExecution("a", ["b", "c"])'
-        )
+        if automatic:
+            raise AssertionError(
+                "There is no AutoStage for PhasedExecution: name the blocks of each phase, as in "
+                'SerialPhasedExecution("a", ["b", "c"])'
+            )
         self._phases = [_as(Phase, phase) for phase in phases]
         self._separate_backward_phase = False
         self._liveness = Liveness.AlwaysLive
@@ -265,14 +268,16 @@ class _PhasedExecution(ExecutionStrategy):
 
     def phase(self, index: int) -> Phase:
         """Return the phase with this index, from 0. Raises AssertionError if there is no such phase."""
-        assert 0 <= index < len(self._phases), (
-            f"Phase {index} does not exist: {type(self).__name__} has phases 0 to {len(self._phases) - 1}"
-        )
+        if not 0 <= index < len(self._phases):
+            raise AssertionError(
+                f"Phase {index} does not exist: {type(self).__name__} has phases 0 to {len(self._phases) - 1}"
+            )
         return self._phases[index]
 
     def useSeparateBackwardPhase(self, use: bool = True) -> Self:
         """Has no effect; kept for compatibility: the last phase's backward is not a phase of its own."""
-        assert isinstance(use, bool), f"useSeparateBackwardPhase takes a bool; found {use!r}"
+        if not isinstance(use, bool):
+            raise AssertionError(f"useSeparateBackwardPhase takes a bool; found {use!r}")
         self._separate_backward_phase = use
         return self
 
@@ -302,7 +307,8 @@ class SerialPhasedExecution(_PhasedExecution):
 
     def setTensorsLiveness(self, liveness: Liveness) -> Self:
         """Has no effect; kept for compatibility: tensors stay in the memory of this machine."""
-        assert isinstance(liveness, Liveness), f"setTensorsLiveness takes a Liveness; found {liveness!r}"
+        if not isinstance(liveness, Liveness):
+            raise AssertionError(f"setTensorsLiveness takes a Liveness; found {liveness!r}")
         self._liveness = liveness
         return self
 
@@ -321,7 +327,8 @@ class ParallelPhasedExecution(_PhasedExecution):
 
     def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> Self:
         """Has no effect; kept for compatibility: tensors stay in the memory of this machine."""
-        assert isinstance(off_chip, bool), f"sendTensorsOffChipAfterFwd takes a bool; found {off_chip!r}"
+        if not isinstance(off_chip, bool):
+            raise AssertionError(f"sendTensorsOffChipAfterFwd takes a bool; found {off_chip!r}")
         self._liveness = Liveness.OffChipAfterFwd if off_chip else Liveness.AlwaysLive
         return self
 

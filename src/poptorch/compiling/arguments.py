@@ -164,11 +164,13 @@ def check_batch(call: BoundCall, counts: Counts) -> None:
         rows = tensor.shape[0] if tensor.dim() else 1
         below = rows - rows % counts.product
         near = f"{below} or {below + counts.product}" if below else f"{counts.product}"
-        assert rows % counts.product == 0, (
-            f"Invalid batch dimension: {path} has shape {tuple(tensor.shape)}, and its first dimension must be a"
-            f" multiple of {counts.product} = {factors_in_words(counts)}\n"
-            f"  fix: {near} rows; poptorch.DataLoader(options, dataset, batch_size=<micro-batch>) loads such batches"
-        )
+        if rows % counts.product:
+            raise AssertionError(
+                f"Invalid batch dimension: {path} has shape {tuple(tensor.shape)}, and its first dimension must be a"
+                f" multiple of {counts.product} = {factors_in_words(counts)}\n"
+                f"  fix: {near} rows; poptorch.DataLoader(options, dataset, batch_size=<micro-batch>) loads such"
+                " batches"
+            )
 
 
 def warn_about_inputs(call: BoundCall, counts: Counts, has_float64: bool) -> None:

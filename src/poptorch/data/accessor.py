@@ -168,21 +168,23 @@ class AsynchronousDataAccessor:
 
 
 def _check_arguments(dataset: Any, buffer_size: int, miss_sleep: float, rebatched_size: int | None) -> None:
-    assert isinstance(buffer_size, int) and buffer_size > 0, f"buffer_size must be positive: {buffer_size}"
-    assert miss_sleep >= 0, f"miss_sleep_time_in_ms must not be negative: {miss_sleep}"
-    assert rebatched_size is None or rebatched_size > 1, (
-        f"rebatched_size must be None or greater than 1, got {rebatched_size}"
-    )
+    if not isinstance(buffer_size, int) or buffer_size <= 0:
+        raise AssertionError(f"buffer_size must be positive: {buffer_size}")
+    if miss_sleep < 0:
+        raise AssertionError(f"miss_sleep_time_in_ms must not be negative: {miss_sleep}")
+    if rebatched_size is not None and rebatched_size <= 1:
+        raise AssertionError(f"rebatched_size must be None or greater than 1, got {rebatched_size}")
     if isinstance(dataset, AsynchronousDataAccessor) or getattr(dataset, "is_asynchronous", False):
         raise DataError(
             f"the {type(dataset).__name__} already uses an AsynchronousDataAccessor\n"
             f"  fix: iterate over it as it is, or make the DataLoader with mode=poptorch.DataLoaderMode.Sync"
         )
     keeps_tail = getattr(dataset, "mode", None) == DataLoaderMode.Sync and not dataset.drops_last
-    assert not keeps_tail or rebatched_size is not None or dataset.combinedBatchSize in (None, 1), (
-        "a DataLoader with 'drop_last=False' may end with a smaller batch: set drop_last=True, or pass "
-        "'rebatched_size' to regroup the rows"
-    )
+    if keeps_tail and rebatched_size is None and dataset.combinedBatchSize not in (None, 1):
+        raise AssertionError(
+            "a DataLoader with 'drop_last=False' may end with a smaller batch: set drop_last=True, or pass "
+            "'rebatched_size' to regroup the rows"
+        )
 
 
 def _batch_count(dataset: Any, rebatched_size: int | None) -> int | None:

@@ -44,16 +44,19 @@ def sampler_of_process(
             f"what process {distributed.processId} of {processes} reads\n"
             f"  fix: auto_distributed_partitioning=False, and a {samplers[0]} that reads one share"
         )
-    assert not is_iterable, (
-        "auto_distributed_partitioning not supported for IterableDataset: yield each process's own share "
-        "(options.Distributed.processId) and set auto_distributed_partitioning=False"
-    )
-    assert micro_batch is not None, (
-        "batch_size=None leaves nothing to partition: set auto_distributed_partitioning=False"
-    )
-    assert not shuffle or options.exists("random_seed"), (
-        "shuffling in several processes needs one seed for all of them: call options.randomSeed(seed)"
-    )
+    if is_iterable:
+        raise AssertionError(
+            "auto_distributed_partitioning not supported for IterableDataset: yield each process's own share "
+            "(options.Distributed.processId) and set auto_distributed_partitioning=False"
+        )
+    if micro_batch is None:
+        raise AssertionError(
+            "batch_size=None leaves nothing to partition: set auto_distributed_partitioning=False"
+        )
+    if shuffle and not options.exists("random_seed"):
+        raise AssertionError(
+            "shuffling in several processes needs one seed for all of them: call options.randomSeed(seed)"
+        )
     rows, combined = len(dataset), micro_batch * counts.product
     index_count, leftovers = rows, 0
     if drop_last:

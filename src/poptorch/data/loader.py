@@ -83,20 +83,22 @@ class DataLoader(torch.utils.data.DataLoader):
         batch_sampler: Any = None,
         **kwargs: Any,
     ) -> None:
-        assert isinstance(options, Options) and dataset is not None, (
-            "a DataLoader takes poptorch.Options, then a dataset; the first argument found is of type"
-            f" {type(options).__name__}, the second {type(dataset).__name__}"
-            "\n  fix: poptorch.DataLoader(options, dataset, batch_size=16)"
-        )
+        if not isinstance(options, Options) or dataset is None:
+            raise AssertionError(
+                "a DataLoader takes poptorch.Options, then a dataset; the first argument found is of type"
+                f" {type(options).__name__}, the second {type(dataset).__name__}"
+                "\n  fix: poptorch.DataLoader(options, dataset, batch_size=16)"
+            )
         options._freeze()
         self._save_arguments({**locals(), **kwargs})
         self.options, self._progress = options, Progress()
         self.mode = member_by_name(DataLoaderMode, mode)
         self.drops_last = drop_last
         self._accessor: AsynchronousDataAccessor | None = None
-        assert "rebatched_size" not in (async_options or {}), (
-            "'rebatched_size' is what the loader computes: use mode=poptorch.DataLoaderMode.AsyncRebatched"
-        )
+        if "rebatched_size" in (async_options or {}):
+            raise AssertionError(
+                "'rebatched_size' is what the loader computes: use mode=poptorch.DataLoaderMode.AsyncRebatched"
+            )
         micro_batch_count = options._counts().product  # micro-batches of a combined batch
         self._micro_batch = batch_size  # rows of a micro-batch; None: not known
         self._elements_per_batch = 1  # elements of the sampler per combined batch
@@ -222,9 +224,10 @@ class DataLoader(torch.utils.data.DataLoader):
     def _worker_batch_size(self, worker_size: int | None, batch_sampler: Any, is_stream: bool) -> int | None:
         """Return the number of rows that are loaded at once if combined batches consist of several such parts."""
         combined = self._combined_batch_size
-        assert worker_size is None or combined is None or worker_size <= combined, (
-            f"rebatched_worker_size={worker_size} must not be larger than the combined batch size {combined}"
-        )
+        if worker_size is not None and combined is not None and worker_size > combined:
+            raise AssertionError(
+                f"rebatched_worker_size={worker_size} must not be larger than the combined batch size {combined}"
+            )
         regroups = self.mode == DataLoaderMode.AsyncRebatched or (
             self.mode == DataLoaderMode.Async and not self.drops_last
         )

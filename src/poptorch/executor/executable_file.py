@@ -59,9 +59,8 @@ def write_file(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
     if path.is_dir():
         path = path / DEFAULT_NAME
         logger.warning("%s is a folder: the model is saved as %s", filename, path)
-    assert not path.parent.exists() or path.parent.is_dir(), (
-        f"can't save to {path}: {path.parent} is a file, and not a folder"
-    )
+    if path.parent.exists() and not path.parent.is_dir():
+        raise AssertionError(f"can't save to {path}: {path.parent} is a file, and not a folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     saved = replace(saved, executables=tuple(replace(each, graph=None) for each in saved.executables))
@@ -116,10 +115,11 @@ def read_file(filename: str | os.PathLike[str]) -> SavedExecutor:
     path = Path(filename)
     path = path / DEFAULT_NAME if path.is_dir() else path
     written = ", ".join(sorted(file.name for file in path.parent.glob("*.poptorch"))) or "none"
-    assert path.exists(), (
-        f"Invalid file {path}: it does not exist; files of compiled models in this folder: {written}\n"
-        "  fix: write it with executor.save(path) or compileAndExport(path, ...)"
-    )
+    if not path.exists():
+        raise AssertionError(
+            f"Invalid file {path}: it does not exist; files of compiled models in this folder: {written}\n"
+            "  fix: write it with executor.save(path) or compileAndExport(path, ...)"
+        )
     try:
         content = memoryview(path.read_bytes())
         if content[:_HASH] != hashlib.sha256(content[_HASH:]).digest():
@@ -128,10 +128,11 @@ def read_file(filename: str | os.PathLike[str]) -> SavedExecutor:
         versions, saved = loaded["versions"], loaded["saved"]
     except Exception as error:  # reading another program's pickle can raise any error
         raise AssertionError(f"Invalid file {path}: {type(error).__name__}: {error}") from None
-    assert versions == _VERSIONS, (
-        f"Invalid file {path}: written by {versions}, this is {_VERSIONS}\n"
-        "  fix: compile and save the model again"
-    )
+    if versions != _VERSIONS:
+        raise AssertionError(
+            f"Invalid file {path}: written by {versions}, this is {_VERSIONS}\n"
+            "  fix: compile and save the model again"
+        )
     if saved.options.connection_type == ConnectionType.Never:
         saved.options.connectionType(ConnectionType.Always)  # the offline target was for compilation only
     return saved

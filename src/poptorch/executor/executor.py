@@ -110,10 +110,11 @@ class PoplarExecutor(PublicNames):
                 the weights are then those of the last finished update (see `finished_updates`), and the model
                 can be called again
         """
-        assert self.options.connection_type != ConnectionType.Never, (
-            "Trying to run a model on an offline device (ConnectionType.Never)\n"
-            "  fix: use model.compile(...) or compileAndExport(...) only, or another connection type"
-        )
+        if self.options.connection_type == ConnectionType.Never:
+            raise AssertionError(
+                "Trying to run a model on an offline device (ConnectionType.Never)\n"
+                "  fix: use model.compile(...) or compileAndExport(...) only, or another connection type"
+            )
         with self._lock:
             call = self._bind(args, kwargs)
             self._updates = 0
@@ -293,9 +294,8 @@ class PoplarExecutor(PublicNames):
         self._plans.require_executable()
         if self.isAttachedToDevice():
             raise Error("Device is already attached")
-        assert self.options.connection_type != ConnectionType.Never, (
-            "Trying to attach a model to an offline device (ConnectionType.Never)"
-        )
+        if self.options.connection_type == ConnectionType.Never:
+            raise AssertionError("Trying to attach a model to an offline device (ConnectionType.Never)")
         self._optimizer_link.connect_optimizer()
         self._plans.attach()
 

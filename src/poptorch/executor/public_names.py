@@ -225,9 +225,10 @@ class PublicNames:
     def getTensorNames(self) -> list[str]:
         """Return all names that `Options.anchorTensor` accepts. Raises: AssertionError, before compilation"""
         executable = self._plans.executable
-        assert executable is not None, (
-            "getTensorNames() needs a compiled model: call it, or model.compile(*inputs), before"
-        )
+        if executable is None:
+            raise AssertionError(
+                "getTensorNames() needs a compiled model: call it, or model.compile(*inputs), before"
+            )
         return list(executable.anchor_names)
 
     # ---- the latest call ---------------------------------------------------------------------------------
@@ -263,10 +264,11 @@ class PublicNames:
         Raises: AssertionError, if the latest call has no such tensor, or there was no call
         """
         known = self._latest.anchored
-        assert short_name in known, (
-            f"No tensor with name {short_name} found. Known now: {', '.join(known) or 'none'}\n"
-            "  fix: options.anchorTensor(short_name, long_name) before wrapping, and call the model"
-        )
+        if short_name not in known:
+            raise AssertionError(
+                f"No tensor with name {short_name} found. Known now: {', '.join(known) or 'none'}\n"
+                "  fix: options.anchorTensor(short_name, long_name) before wrapping, and call the model"
+            )
         return known[short_name]
 
     @property

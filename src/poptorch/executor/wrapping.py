@@ -113,10 +113,11 @@ def load(filename: str, edit_opts_fn: Callable[[Options], Any] | None = None) ->
     Raises: AssertionError, if the file is missing, was written by another version, or has no model
     """
     saved = executable_file.read_file(filename)
-    assert saved.model is not None, (
-        f"{filename} holds no model (export_model=False)\n"
-        "  fix: wrap the model as it was wrapped then, and call loadExecutable(filename)"
-    )
+    if saved.model is None:
+        raise AssertionError(
+            f"{filename} holds no model (export_model=False)\n"
+            "  fix: wrap the model as it was wrapped then, and call loadExecutable(filename)"
+        )
     options = saved.options
     if edit_opts_fn is not None:
         edit_opts_fn(options)

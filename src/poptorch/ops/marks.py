@@ -38,9 +38,10 @@ def identity_loss(x: Tensor, reduction: str) -> Tensor:
     Returns: a tensor with one element, without dimensions
     Raises: AssertionError, for another reduction
     """
-    assert reduction in ("mean", "sum", "none"), (
-        f"Unsupported reduction type! found {reduction!r}; identity_loss takes 'mean', 'sum' or 'none'"
-    )
+    if reduction not in ("mean", "sum", "none"):
+        raise AssertionError(
+            f"Unsupported reduction type! found {reduction!r}; identity_loss takes 'mean', 'sum' or 'none'"
+        )
     loss = {"mean": x.mean, "sum": x.sum, "none": x.clone}[reduction]()
     capture = current()
     if capture is not None:
@@ -124,7 +125,8 @@ class NameScope:
     """
 
     def __init__(self, name: str) -> None:
-        assert isinstance(name, str), f"the name of a NameScope must be a string; found {name!r}"
+        if not isinstance(name, str):
+            raise AssertionError(f"the name of a NameScope must be a string; found {name!r}")
         self.name = name
 
     def __enter__(self) -> None:

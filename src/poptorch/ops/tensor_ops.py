@@ -85,10 +85,12 @@ def serializedMatMul(
         keep_precision: sum the products of ReducingDim in float32 if the operands are narrower
     """
     check_tensors("serializedMatMul: lhs and rhs must be tensors", lhs, rhs, error=AssertionError)
-    assert isinstance(mode, MatMulSerializationMode), (
-        f"serializedMatMul: mode must be one of poptorch.MatMulSerializationMode's; found {mode!r}"
-    )
-    assert isinstance(factor, int), f"serializedMatMul: factor must be an integer; found {factor!r}"
+    if not isinstance(mode, MatMulSerializationMode):
+        raise AssertionError(
+            f"serializedMatMul: mode must be one of poptorch.MatMulSerializationMode's; found {mode!r}"
+        )
+    if not isinstance(factor, int):
+        raise AssertionError(f"serializedMatMul: factor must be an integer; found {factor!r}")
     if mode is MatMulSerializationMode.Disabled or factor == 0:
         return torch.matmul(lhs, rhs)
     cut = rhs if mode is MatMulSerializationMode.OutputChannels else lhs

@@ -31,7 +31,8 @@ def _internal_cast(tensor: Tensor, dtype: str) -> Tensor:
 
 
 def _identity_loss(tensor: Tensor, reduction: int) -> Tensor:
-    assert 0 <= reduction < len(REDUCTIONS), f"Unsupported reduction type! found {reduction}"
+    if not 0 <= reduction < len(REDUCTIONS):
+        raise AssertionError(f"Unsupported reduction type! found {reduction}")
     return marks.identity_loss(tensor, REDUCTIONS[reduction])
 
 

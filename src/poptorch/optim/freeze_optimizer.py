@@ -74,11 +74,12 @@ def optimizer_kind(optimizer: Any) -> str:
         if kind is None and isinstance(optimizer, torch.optim.Optimizer):
             _check_own_step(optimizer)
             kind = OWN_STEP
-    assert kind is not None, (
-        f"Unsupported optimizer type. Types supported: {supported_optimizers()}, and others that are derived from"
-        f" torch.optim.Optimizer; this one is {type(optimizer).__module__}.{type(optimizer).__qualname__}\n"
-        "  fix: an optimizer of the model's parameters, such as torch.optim.SGD(model.parameters(), lr=0.1)"
-    )
+    if kind is None:
+        raise AssertionError(
+            f"Unsupported optimizer type. Types supported: {supported_optimizers()}, and others that are derived from"
+            f" torch.optim.Optimizer; this one is {type(optimizer).__module__}.{type(optimizer).__qualname__}\n"
+            "  fix: an optimizer of the model's parameters, such as torch.optim.SGD(model.parameters(), lr=0.1)"
+        )
     return "adamw" if kind == "adam" and _is_true_in_all_groups(optimizer, "decoupled_weight_decay") else kind
 
 
@@ -89,15 +90,18 @@ def _check_own_step(optimizer: torch.optim.Optimizer) -> None:
         argument.default is argument.empty and argument.kind is argument.POSITIONAL_OR_KEYWORD
         for argument in arguments
     )
-    assert not needs_closure, (
-        f"Unsupported optimizer type. The step(closure) of {type(optimizer).__qualname__} calls the forward again\n"
-        "  why: an update runs after the gradients of all micro-batches are summed, once\n"
-        "  fix: an optimizer that steps on one gradient, such as torch.optim.Adam"
-    )
-    assert not isinstance(optimizer, torch.optim.SparseAdam), (
-        "Unsupported optimizer type. torch.optim.SparseAdam steps on sparse gradients, and gradients are dense here\n"
-        "  fix: torch.optim.Adam"
-    )
+    if needs_closure:
+        raise AssertionError(
+            f"Unsupported optimizer type. The step(closure) of {type(optimizer).__qualname__} calls the forward again\n"
+            "  why: an update runs after the gradients of all micro-batches are summed, once\n"
+            "  fix: an optimizer that steps on one gradient, such as torch.optim.Adam"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise AssertionError(
+            "Unsupported optimizer type. torch.optim.SparseAdam steps on sparse gradients, and gradients are dense"
+            " here\n"
+            "  fix: torch.optim.Adam"
+        )
 
 
 def name_in_messages(optimizer: torch.optim.Optimizer, frozen: settings.Optimizer) -> str:
@@ -125,20 +129,23 @@ def _flag_values(optimizer: Any, rule: Rule) -> dict[str, bool]:
 def _is_true_in_all_groups(optimizer: Any, name: str) -> bool:
     """Return whether a key is true in all parameter groups. Raises AssertionError if the groups differ."""
     values = {bool(group.get(name)) for group in optimizer.param_groups}
-    assert len(values) <= 1, (
-        f"{name} must be equal in all parameter groups of {type(optimizer).__name__}, but some have True, some False"
-    )
+    if len(values) > 1:
+        raise AssertionError(
+            f"{name} must be equal in all parameter groups of {type(optimizer).__name__}, but some have True,"
+            " some False"
+        )
     return values == {True}
 
 
 def _clipping_bound(optimizer: torch.optim.Optimizer, name: str) -> float:
     """Return the clipping bound `name`, by default infinity. Raises AssertionError if it is negative."""
     bound = as_float(getattr(optimizer, name, math.inf), name, "the optimizer")
-    assert bound >= 0, (
-        f"{name} has to be 0 or more, and is {bound:g}\n"
-        "  why: gradients would change their sign\n"
-        f"  fix: a positive {name}; or leave it out for no clipping"
-    )
+    if not bound >= 0:
+        raise AssertionError(
+            f"{name} has to be 0 or more, and is {bound:g}\n"
+            "  why: gradients would change their sign\n"
+            f"  fix: a positive {name}; or leave it out for no clipping"
+        )
     return bound
 
 

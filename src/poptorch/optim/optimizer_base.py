@@ -69,7 +69,8 @@ class VariableAttributes:
         """Return `name`. Raises AssertionError if no attribute of this name can be marked."""
         known = ", ".join(sorted(self._allowed))
         meant = did_you_mean(name, self._allowed)
-        assert name in self._allowed, f"Unknown attribute {name}, allowed values: {known}{meant}"
+        if name not in self._allowed:
+            raise AssertionError(f"Unknown attribute {name}, allowed values: {known}{meant}")
         return name
 
 
@@ -111,10 +112,11 @@ class Optimizer:
         variable."""
         given = {name: value for name, value in arguments.items() if value is not None}
         for name, dtype in given.items():
-            assert not name.endswith("accum_type") or dtype in (torch.float32, torch.float16), (
-                "Accumulation types must be either torch.float32 or torch.float16, "
-                f"but {name}={dtype!r} was given to poptorch.optim.{type(self).__name__}"
-            )
+            if name.endswith("accum_type") and dtype not in (torch.float32, torch.float16):
+                raise AssertionError(
+                    "Accumulation types must be either torch.float32 or torch.float16, "
+                    f"but {name}={dtype!r} was given to poptorch.optim.{type(self).__name__}"
+                )
         if self._needs_lr and "lr" not in given:
             groups = given["params"] = list(given["params"])
             lacking = [
@@ -234,11 +236,12 @@ def rates_of(kind: str, optimizer: Any) -> Hyper:
     """Return the rates of an optimizer's groups, and its loss scaling. Raises AssertionError for invalid
     ones."""
     scaling = as_float(getattr(optimizer, "loss_scaling", 1.0), "loss_scaling", "the optimizer")
-    assert 0 < scaling < math.inf, (
-        f"loss_scaling has to be a positive, finite number, and is {scaling:g}\n"
-        "  why: the loss is multiplied by it, and gradients are divided by it before the update\n"
-        "  fix: loss_scaling=1.0, or a power of two for half precision"
-    )
+    if not 0 < scaling < math.inf:
+        raise AssertionError(
+            f"loss_scaling has to be a positive, finite number, and is {scaling:g}\n"
+            "  why: the loss is multiplied by it, and gradients are divided by it before the update\n"
+            "  fix: loss_scaling=1.0, or a power of two for half precision"
+        )
     groups = (_group_rates(kind, group, index) for index, group in enumerate(optimizer.param_groups))
     return Hyper(groups=tuple(groups), loss_scaling=scaling)
 
@@ -247,16 +250,18 @@ def _group_rates(kind: str, group: dict[str, Any], index: int) -> dict[str, floa
     """Return the rates of parameter group `index`, with "betas" split. Raises errors as `rates_of`."""
     rule, where, rates = RULES[kind], f"parameter group {index}", {}
     for key in rule.group_keys:
-        assert key in group, (
-            f"Mandatory attribute {key} not found in {where} of the {kind} optimizer; "
-            f"fix: optimizer.param_groups[{index}][{key!r}] = ..."
-        )
+        if key not in group:
+            raise AssertionError(
+                f"Mandatory attribute {key} not found in {where} of the {kind} optimizer; "
+                f"fix: optimizer.param_groups[{index}][{key!r}] = ..."
+            )
     for name in (*rule.rates, "maximize"):
         value = group.get(name, False)
         if name == "betas":
-            assert isinstance(value, tuple) and len(value) == 2, (
-                f"Expected a pair of numbers, a tuple, for betas in {where}, but found {value!r}"
-            )
+            if not isinstance(value, tuple) or len(value) != 2:
+                raise AssertionError(
+                    f"Expected a pair of numbers, a tuple, for betas in {where}, but found {value!r}"
+                )
             rates["beta1"], rates["beta2"] = (as_float(beta, name, where) for beta in value)
         else:
             is_default = name == "max_weight_norm" and value is None

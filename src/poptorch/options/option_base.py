@@ -170,18 +170,22 @@ class OptionsDict(Freezable):
         return self
 
     def _check_exists(self, name: str) -> None:
-        assert not hasattr(type(self), name) or self.exists(name), f"{name} is a method\n  fix: {name}(value)"
-        assert self.exists(name), (
-            f"Invalid option {name}, valid options are {', '.join(sorted(self._values))}"
-            f"{did_you_mean(name, self._values)}"
-        )
+        if hasattr(type(self), name) and not self.exists(name):
+            raise AssertionError(f"{name} is a method\n  fix: {name}(value)")
+        if not self.exists(name):
+            raise AssertionError(
+                f"Invalid option {name}, valid options are {', '.join(sorted(self._values))}"
+                f"{did_you_mean(name, self._values)}"
+            )
 
     def _checked_value(self, name: str, value: Any) -> Any:
         expected = type(vars(self).get(name, value))
-        assert isinstance(value, expected), (
-            f"Unexpected type {type(value).__name__} for option {name}: {value!r}. Expected {expected.__name__}"
-        )
-        assert name not in _POSITIVE or value > 0, f"Option {name} must be 1 or more; found {value}"
+        if not isinstance(value, expected):
+            raise AssertionError(
+                f"Unexpected type {type(value).__name__} for option {name}: {value!r}. Expected {expected.__name__}"
+            )
+        if name in _POSITIVE and value <= 0:
+            raise AssertionError(f"Option {name} must be 1 or more; found {value}")
         # With ints in place of enum members, equal options print equally.
         return int(value) if expected is int and isinstance(value, IntEnum) else value
 
@@ -204,7 +208,8 @@ def _names_of_groups(kind: type[OptionsDict] = OptionsDict) -> dict[str, str]:
 def merge_disjoint(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Return a new dictionary with the entries of both. Raises AssertionError if a key is in both."""
     shared = sorted(first.keys() & second.keys())
-    assert not shared, f"Can't merge dictionaries: both contain {', '.join(shared)}"
+    if shared:
+        raise AssertionError(f"Can't merge dictionaries: both contain {', '.join(shared)}")
     return {**first, **second}
 
 

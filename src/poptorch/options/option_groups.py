@@ -79,10 +79,11 @@ class ExecutionOptions(OptionsDict):
 
     def setExecutionStrategy(self, strategy: ExecutionStrategy) -> Self:
         """Set which blocks form a stage, and in which order the stages run (default: `PipelinedExecution()`)."""
-        assert isinstance(strategy, ExecutionStrategy), (
-            "setExecutionStrategy takes a strategy, such as poptorch.PipelinedExecution(...); an AutoStage "
-            f"goes into one: poptorch.ShardedExecution(poptorch.AutoStage.SameAsIpu). Found {strategy!r}"
-        )
+        if not isinstance(strategy, ExecutionStrategy):
+            raise AssertionError(
+                "setExecutionStrategy takes a strategy, such as poptorch.PipelinedExecution(...); an AutoStage "
+                f"goes into one: poptorch.ShardedExecution(poptorch.AutoStage.SameAsIpu). Found {strategy!r}"
+            )
         self._execution_strategy = strategy
         return self
 
@@ -125,9 +126,10 @@ class ExecutionOptions(OptionsDict):
     def enableSyntheticData(self, enabled: bool | int) -> Self:
         """Choose whether calls replace their inputs by values that are generated once: normally distributed
         for True, else as a `popart.SyntheticDataMode` says. Outputs are then meaningless."""
-        assert isinstance(enabled, int) and 0 <= enabled <= 3, (
-            f"enableSyntheticData takes a bool or a popart.SyntheticDataMode; found {enabled!r}"
-        )
+        if not isinstance(enabled, int) or not 0 <= enabled <= 3:
+            raise AssertionError(
+                f"enableSyntheticData takes a bool or a popart.SyntheticDataMode; found {enabled!r}"
+            )
         mode = enabled * _SYNTHETIC_NORMAL if isinstance(enabled, bool) else int(enabled)
         return self._set_popart("syntheticDataMode", mode)
 
@@ -152,7 +154,8 @@ class ExecutionOptions(OptionsDict):
         Each new combination of shapes compiles another plan for the same weights, optimizer state and random
         state. The `plans` most recently used plans are kept. The log (INFO) has the time of each compilation.
         """
-        assert type(plans) is int and plans > 0, f"allowNewShapes takes an int from 1; found {plans!r}"
+        if type(plans) is not int or plans <= 0:
+            raise AssertionError(f"allowNewShapes takes an int from 1; found {plans!r}")
         return self.createOrSet(new_shapes=plans)
 
     def batchDims(self, dims: dict[str, int | None]) -> Self:
@@ -167,9 +170,10 @@ class ExecutionOptions(OptionsDict):
                 as 1 for time-major sequences [time, batch, ...]; None: each micro-batch gets the whole tensor
         """
         for name, dim in checked("batchDims", dims, dict).items():
-            assert isinstance(name, str) and (dim is None or type(dim) is int), (
-                f"batchDims takes the name of an input, and its dimension or None; found {name!r}: {dim!r}"
-            )
+            if not isinstance(name, str) or (dim is not None and type(dim) is not int):
+                raise AssertionError(
+                    f"batchDims takes the name of an input, and its dimension or None; found {name!r}: {dim!r}"
+                )
         return self.createOrSet(batch_dims=dict(dims))
 
     def loss(self, output: str | int | None = None, *, marked: bool = False) -> Self:
@@ -179,9 +183,10 @@ class ExecutionOptions(OptionsDict):
         `marked=True` is PopTorch's rule: the loss is the result of `identity_loss` or of a loss function of
         torch, and values that forward computes from it are not trained.
         """
-        assert (output is None) == marked and (output is None or type(output) in (str, int)), (
-            f"loss takes the name or the index of an output, or marked=True; found {output!r}, marked={marked!r}"
-        )
+        if (output is None) != marked or (output is not None and type(output) not in (str, int)):
+            raise AssertionError(
+                f"loss takes the name or the index of an output, or marked=True; found {output!r}, marked={marked!r}"
+            )
         self.createOrSet(loss_is_marked=marked).deleteIfExists("loss_output")
         return self if output is None else self.createOrSet(loss_output=output)
 
@@ -203,10 +208,11 @@ class ExecutionOptions(OptionsDict):
 
 def _return_period(mode: OutputMode, period: int | None) -> int:
     if mode == OutputMode.EveryN:
-        assert isinstance(period, int) and period > 0, (
-            f"OutputMode.EveryN needs output_return_period, a number of device iterations from 1; "
-            f"found {period!r}"
-        )
+        if not isinstance(period, int) or period <= 0:
+            raise AssertionError(
+                f"OutputMode.EveryN needs output_return_period, a number of device iterations from 1; "
+                f"found {period!r}"
+            )
         return period
     if period is not None:
         logger.info("output_return_period=%s is ignored: it is for OutputMode.EveryN only", period)
@@ -240,7 +246,8 @@ class DeviceOptions(OptionsDict):
 
     def useIpuId(self, ipu_id: int) -> Self:
         """Has no effect; kept for compatibility: ipus are logical devices, so there are none to choose from."""
-        assert isinstance(ipu_id, int) and ipu_id >= 0, f"useIpuId takes an int from 0; found {ipu_id=!r}"
+        if not isinstance(ipu_id, int) or ipu_id < 0:
+            raise AssertionError(f"useIpuId takes an int from 0; found {ipu_id=!r}")
         return self.createOrSet(ipu_id=ipu_id)
 
     def useOfflineIpuTarget(self, ipu_version: int = 2) -> Self:
@@ -262,10 +269,11 @@ class DeviceOptions(OptionsDict):
         given = checked("setAvailableMemoryProportion", available_memory_proportion, dict)
         for key, value in given.items():
             is_ipu = isinstance(key, str) and key.startswith("IPU") and key[3:].isdecimal()
-            assert is_ipu and isinstance(value, Real), (
-                "setAvailableMemoryProportion takes a dictionary whose keys start with "
-                f'"IPU", and whose values are numbers, as {{"IPU0": 0.5}}; found {key!r}: {value!r}'
-            )
+            if not is_ipu or not isinstance(value, Real):
+                raise AssertionError(
+                    "setAvailableMemoryProportion takes a dictionary whose keys start with "
+                    f'"IPU", and whose values are numbers, as {{"IPU0": 0.5}}; found {key!r}: {value!r}'
+                )
         return self.set(available_memory_proportion={int(key[3:]): value for key, value in given.items()})
 
 

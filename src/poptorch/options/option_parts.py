@@ -226,7 +226,8 @@ class TensorLocations(OptionsDict):
         """Has no effect; kept for compatibility: a CPU has no tiles. Takes an even number from 32 to 192. A
         model with overlapped inputs or outputs raises Error at compilation if this was not called."""
         valid = isinstance(num_tiles, int) and 32 <= num_tiles <= 192 and num_tiles % 2 == 0
-        assert valid, f"numIOTiles must be an even number between 32 and 192; found {num_tiles!r}"
+        if not valid:
+            raise AssertionError(f"numIOTiles must be an even number between 32 and 192; found {num_tiles!r}")
         return self.createOrSet(num_io_tiles=num_tiles)
 
 
@@ -283,9 +284,10 @@ class Distributed(OptionsDict):
 
     def _set_process(self, process_id: int, num_processes: int) -> Self:
         whole = isinstance(process_id, int) and isinstance(num_processes, int)
-        assert whole and 0 <= process_id < num_processes, (
-            f"process {process_id!r} of {num_processes!r}: an id is an integer from 0 and below the number"
-        )
+        if not whole or not 0 <= process_id < num_processes:
+            raise AssertionError(
+                f"process {process_id!r} of {num_processes!r}: an id is an integer from 0 and below the number"
+            )
         return self.set(distributed_process_id=process_id, num_distributed_processes=num_processes)
 
 
@@ -330,9 +332,13 @@ class Popart(Freezable):
 
     def setPatterns(self, patterns: dict[str, bool], level: int = 2) -> Self:
         """Has no effect; kept for compatibility: there are no graph patterns."""
-        assert isinstance(patterns, dict) and all(
-            isinstance(name, str) and isinstance(on, int) for name, on in patterns.items()
-        ), f"setPatterns takes a dictionary of bools by their names; found {patterns!r}"
+        if not (
+            isinstance(patterns, dict)
+            and all(isinstance(name, str) and isinstance(on, int) for name, on in patterns.items())
+        ):
+            raise AssertionError(
+                f"setPatterns takes a dictionary of bools by their names; found {patterns!r}"
+            )
         self.patterns, self.patterns_level = dict(patterns), int(checked("setPatterns", level, int))
         return self
 

@@ -115,10 +115,11 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
     def toDict(self) -> dict[str, Any]:
         """Return all values in one dictionary, including those of the parts. Raises AssertionError if the
         output mode is Default."""
-        assert not self.defaultOutputMode(), (
-            "An output mode must be picked before toDict(): call outputMode(...), or read the options of a "
-            "model (model.options), where it is Final in training and All in inference"
-        )
+        if self.defaultOutputMode():
+            raise AssertionError(
+                "An output mode must be picked before toDict(): call outputMode(...), or read the options of a "
+                "model (model.options), where it is Final in training and All in inference"
+            )
         parts = (self._popart, self.Training, self.Distributed, self.TensorLocations)
         values = (super().toDict(), self._execution_strategy.backendOptions(), *(p.toDict() for p in parts))
         return functools.reduce(merge_disjoint, values)

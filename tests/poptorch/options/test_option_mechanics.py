@@ -1,13 +1,18 @@
 """How options are read, written, frozen, copied and printed."""
 
+import ast
 import copy
 import pickle
+import subprocess
+import sys
 import traceback
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import poptorch
 from poptorch.annotating.strategies import PipelinedExecution, ShardedExecution, Stage
 from poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
 from poptorch.options import Options, TensorLocationSettings
@@ -236,3 +241,42 @@ def test_docstrings_name_what_has_no_effect():
     text = " ".join(Options.syncPattern.__doc__.split())
     assert text.startswith("Has no effect; kept for compatibility: threads wait only")
     assert "no effect" not in Options().Precision.enableStochasticRounding.__doc__  # which is carried out
+
+
+WRONG = """
+import torch, poptorch
+options = poptorch.Options()
+calls = [
+    lambda: options.deviceIterations(-3),
+    lambda: options.allowNewShapes(0),
+    lambda: options.Distributed.configureProcessId(3, 3),
+    lambda: options.TensorLocations.numIOTiles(33),
+    lambda: options.set(wibble=1),
+    lambda: poptorch.Options().toDict(),
+    lambda: poptorch.DataLoader(options, torch.zeros(4), mode="Async", async_options={"rebatched_size": 2}),
+    lambda: poptorch.Stage("a").ipu(-1),
+    lambda: poptorch.inferenceModel(torch.nn.Linear(1, 1), options.clone().deviceIterations(2))(torch.ones(3, 1)),
+]
+for number, call in enumerate(calls):
+    try:
+        call()
+    except AssertionError:
+        continue
+    print("taken:", number)
+"""
+
+
+def test_python_o_keeps_the_checks_of_what_users_pass():
+    # They were assert statements, which `python -O` leaves out: deviceIterations(-3) was taken.
+    done = subprocess.run([sys.executable, "-O", "-c", WRONG], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+
+
+def test_no_check_with_a_message_for_users_is_an_assert_statement():
+    kept = [
+        f"{path}:{node.lineno}"
+        for path in Path(poptorch.__file__).parents[1].rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assert) and node.msg is not None
+    ]
+    assert kept == [], "raise AssertionError(message), because python -O removes assert statements"
