@@ -32,7 +32,6 @@ __all__ = [
     "synchronize",
 ]
 
-_environment.append_aliases_to_path()
 _environment.write_stack_at_signal()
 _read_launch = _environment.read_launch
 

@@ -39,7 +39,7 @@ STACK = "POPRUN_STACK_FILE"
 STATUS = ".status"  # the suffix of the file beside it, to which `write_status` writes
 STACK_SIGNAL: int | None = getattr(signal, "SIGRTMIN", -8) + 8 or None  # Linux
 
-# A folder of modules with the names of other libraries (Horovod), for environments without them.
+# A folder of modules with the names of other libraries (Horovod, libpvti), on the path of poprun's processes only.
 ALIASES = str(Path(__file__).parents[1] / "poprun" / "aliases")
 
 # The variables of other launchers: the number of processes, the rank, and the rank on the host.
@@ -170,9 +170,3 @@ def path_with_aliases(path: str) -> str:
     folders = [folder for folder in sys.path if folder != ALIASES]
     is_installed = PathFinder.find_spec("horovod", folders) is not None
     return path if is_installed else os.pathsep.join(filter(None, [path, ALIASES]))
-
-
-def append_aliases_to_path() -> None:
-    """Append the folder `ALIASES` to `sys.path` if it is missing: Python finds an installed Horovod first."""
-    if ALIASES not in sys.path:
-        sys.path.append(ALIASES)

@@ -12,7 +12,6 @@ from typing import Any as _Any
 
 import torch as _torch
 
-from popengine.environment import append_aliases_to_path as _append_aliases_to_path
 from popengine.torch_private import OpNamespace as _OpNamespace
 
 from .logs import log_ignored_variables as _log_ignored_variables
@@ -61,7 +60,6 @@ class _Operations(_OpNamespace):
 setattr(_torch.ops, "poptorch", _Operations("poptorch"))  # noqa: B010
 _log_ignored_variables(_os.environ)
 _log_untested_torch(_torch.__version__)
-_append_aliases_to_path()
 if _os.getenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
     # Torch did not call the entry points of packages; Pando's entry point registers the ipus with Lightning.
     from importlib.metadata import entry_points as _entry_points

@@ -29,3 +29,46 @@ def test_an_instance_ends_without_a_crash_where_the_store_does_not_answer_it(tmp
     finally:
         first.kill()
         second.kill()
+
+
+ENDS = f"""
+import atexit, sys, threading
+sys.path.insert(0, {str(PROGRAM.parent)!r})
+import popdist, poptorch, training
+
+def refuse(*given, **named):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+@atexit.register
+def print_last():
+    print("ended")
+
+popdist.init()
+executor, _, optimizer = training.executor(rule=poptorch.optim.AdamW, shares_state=True)
+executor(*training.batch(0))
+
+@atexit.register  # the first of these functions
+def refuse_threads():
+    for name in ("_start_new_thread", "_start_joinable_thread"):
+        if hasattr(threading, name):
+            setattr(threading, name, refuse)
+
+if popdist.getInstanceIndex() == 0:
+    print(sorted(optimizer.state_dict()["state"]))
+"""
+
+
+def test_a_shard_can_be_read_at_the_end_where_python_starts_no_more_threads():
+    """Python 3.12.0 and 3.12.1 refuse threads in functions of atexit: every program ended in a traceback."""
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS],
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for variables in processes.launches(2)
+    ]
+    said = [run.communicate(timeout=processes.LIMIT)[0] for run in runs]
+    assert said == ["[0, 1, 2, 3]\nended\n", "ended\n"]

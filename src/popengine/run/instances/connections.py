@@ -39,6 +39,18 @@ class TorchThread(threading.Thread):
     def __init__(self, work: Callable[..., object], *arguments: Any) -> None:
         super().__init__(target=work, args=arguments, daemon=True)
 
+    def start(self) -> None:
+        """Start the thread. Python 3.12.0 and 3.12.1 start none while the program ends: there call the function."""
+        try:
+            super().start()
+        except RuntimeError:
+            self.run()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the thread's end, if it has been started."""
+        if self.ident is not None:
+            super().join(timeout)
+
 
 def join_torch_threads(seconds: float) -> bool:
     """Wait up to `seconds` at the end of the process for all `TorchThread`s; return whether all have ended. A daemon
