@@ -4,6 +4,7 @@
 are read at import; `setLogLevel` changes the level later.
 """
 
+import functools
 import logging
 import os
 import sys
@@ -118,6 +119,12 @@ def log_ignored_variables(environment: Mapping[str, str]) -> None:
     for name, why in RECORDED.items():
         if name in environment:
             logger.info("%s=%s has no effect: %s", name, environment[name], why)
+
+
+@functools.cache
+def log_no_effect(name: str, why: str) -> None:
+    """Log at INFO, once in a process, that an option has no effect here, and why."""
+    logger.info("%s has no effect: %s", name, why)
 
 
 def log_untested_torch(version: str) -> None:

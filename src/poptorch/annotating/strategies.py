@@ -13,6 +13,7 @@ from popengine.errors import Error, did_you_mean
 from popengine.order import Order, enter_order, order_named
 from popengine.settings import AutoRule, StagePlan, Strategy
 from poptorch.enums import AutoStage, Liveness
+from poptorch.logs import log_no_effect
 
 T = TypeVar("T", "Stage", "Phase")
 _RULES: dict[AutoStage, AutoRule] = {
@@ -278,6 +279,7 @@ class _PhasedExecution(ExecutionStrategy):
         """Has no effect; kept for compatibility: the last phase's backward is not a phase of its own."""
         if not isinstance(use, bool):
             raise AssertionError(f"useSeparateBackwardPhase takes a bool; found {use!r}")
+        log_no_effect("useSeparateBackwardPhase", "the last phase's backward is not a phase of its own")
         self._separate_backward_phase = use
         return self
 
@@ -309,6 +311,7 @@ class SerialPhasedExecution(_PhasedExecution):
         """Has no effect; kept for compatibility: tensors stay in the memory of this machine."""
         if not isinstance(liveness, Liveness):
             raise AssertionError(f"setTensorsLiveness takes a Liveness; found {liveness!r}")
+        log_no_effect("setTensorsLiveness", "tensors stay in the memory of this machine")
         self._liveness = liveness
         return self
 
@@ -329,6 +332,7 @@ class ParallelPhasedExecution(_PhasedExecution):
         """Has no effect; kept for compatibility: tensors stay in the memory of this machine."""
         if not isinstance(off_chip, bool):
             raise AssertionError(f"sendTensorsOffChipAfterFwd takes a bool; found {off_chip!r}")
+        log_no_effect("sendTensorsOffChipAfterFwd", "tensors stay in the memory of this machine")
         self._liveness = Liveness.OffChipAfterFwd if off_chip else Liveness.AlwaysLive
         return self
 

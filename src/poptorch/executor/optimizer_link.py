@@ -40,8 +40,7 @@ class OptimizerLink:
         self._hooks: list[Any] = []  # of the optimizer
         self._has_warned = False  # of rates that changed without `setOptimizer`
         options = model.options
-        scaling = bool(options._Popart.options.get("automaticLossScalingSettings.enabled", False))
-        self._guard = OptimizerGuard(options._relax_optimizer_checks, scaling)
+        self._guard = OptimizerGuard(options._relax_optimizer_checks, bool(options._Popart.scales_loss))
 
     def set_optimizer(self, optimizer: Any) -> None:
         """`PoplarExecutor.setOptimizer`."""

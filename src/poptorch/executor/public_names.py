@@ -287,7 +287,7 @@ class PublicNames:
 
     def cycleCount(self) -> int:
         """Raise Error: there are no cycles to count here."""
-        if not self.options._Popart.options.get("instrumentWithHardwareCycleCounter"):
+        if not self.options._Popart.counts_cycles:
             raise Error("Cycle count logging is disabled\n  fix: options.logCycleCount(True)")
         if self._latest.has_run:
             raise Error(

@@ -11,7 +11,6 @@ from popengine.settings import DeviceKind, Optimizer, Outputs, ReplicaGroups, Se
 from poptorch.annotating.blocks import strategy_of_marks
 from poptorch.annotating.strategies import PipelinedExecution
 from poptorch.enums import ConnectionType, MeanReductionStrategy, OutputMode, ReductionType
-from poptorch.logs import logger
 from poptorch.options.option_groups import BACKENDS, DEVICES
 from poptorch.options.options import Options
 
@@ -54,7 +53,7 @@ def engine_settings(
 
     Args: groups: the groups of replicas of each per-replica parameter, by canonical name
     """
-    popart, update, counts = options._Popart.options, options.Training, options._counts()
+    popart, update, counts = options._Popart, options.Training, options._counts()
     mode, period = OutputMode(options.output_mode), options.output_return_period
     if mode == OutputMode.EveryN and counts.iterations % period:
         raise Error(
@@ -62,10 +61,6 @@ def engine_settings(
             f" {counts.iterations}\n"
             f"  fix: options.outputMode(poptorch.OutputMode.EveryN, 1), or deviceIterations({period})"
         )
-    for name, location in options.TensorLocations.toDict().items():
-        if name.startswith("location_") and location.get("on_chip_storage") is False:
-            kind = name.removeprefix("location_")
-            logger.info("useOnChipStorage(False) for %s has no effect: nothing moves", kind)  # documented
     is_mean = update.accumulation_and_replication_reduction_type == ReductionType.Mean
     is_running = update.mean_accumulation_and_replication_reduction_strategy == MeanReductionStrategy.Running
     state = options.TensorLocations.location_optimizer.toDict()
@@ -79,11 +74,11 @@ def engine_settings(
         optimizer=optimizer,
         reduction="sum" if not is_mean else "running" if is_running else "mean",
         replica_groups=groups or {},
-        automatic_loss_scaling=training and bool(popart.get("automaticLossScalingSettings.enabled", False)),
-        stochastic_rounding=training and bool(popart.get("enableStochasticRounding", False)),
-        finite_checks=bool(popart.get("enableFloatingPointChecks", False)),
+        automatic_loss_scaling=training and bool(popart.scales_loss),
+        stochastic_rounding=training and bool(popart.rounds_stochastically),
+        finite_checks=bool(popart.has_finite_checks),
         shard_optimizer=state.get("min_elements_for_replicated_tensor_sharding", 0) if is_sharded else None,
-        recompute=training and bool(popart.get("autoRecomputation", 0)),
+        recompute=training and bool(popart.recomputation),
         device=chosen_device(options, training),
         backend=_option_or_variable(options, "backend", "POPTORCH_BACKEND", BACKENDS),
     )

@@ -3,24 +3,29 @@
 Options are the public annotations of a class, its private annotations are other fields. Each has a default, or no
 value until a setter creates it. Writes to a frozen object raise AttributeError; copies are not frozen.
 
-The docstring of a setter without effect begins with "Has no effect; kept for compatibility: " or "Refused: ".
-docs/reference/options.md is generated from the docstrings (`docs/options_reference.py`).
+The docstring of a setter without effect begins with "Has no effect; kept for compatibility: "; its first call logs the
+reason that follows. One that always raises begins with "Refused: ". docs/reference/options.md is generated from the
+docstrings (`docs/options_reference.py`).
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 import pprint
 import sys
+from collections.abc import Callable
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from popengine.errors import did_you_mean
+from poptorch.logs import log_no_effect
 
 T = TypeVar("T")
 _WORDS = {bool: "a bool", int: "an int", str: "a string", list: "a list of strings", dict: "a dictionary"}
+NO_EFFECT = "Has no effect; kept for compatibility: "
 _POSITIVE = ("device_iterations", "gradient_accumulation", "replication_factor")
 
 
@@ -40,10 +45,29 @@ def checked(setter: str, value: T, kind: type | tuple, error: type[Exception] = 
     raise error(f"{setter} takes {word}; found {value!r}{fix}")
 
 
+def _log_after(method: Callable[..., T], name: str, why: str) -> Callable[..., T]:
+    """Return the method of an option without effect, which logs its name and reason at its first call."""
+
+    @functools.wraps(method)
+    def logged(*args: Any, **kwargs: Any) -> T:
+        result = method(*args, **kwargs)
+        log_no_effect(name, why.partition(". ")[0].removesuffix("."))
+        return result
+
+    return logged
+
+
 class Freezable:
     """Base class of objects with named values, which can be frozen together with the objects in them."""
 
     _is_frozen = False
+    _path = "options"  # the expression for an object of this class, such as "options.Training"
+
+    def __init_subclass__(cls) -> None:
+        for name, method in list(vars(cls).items()):
+            _, is_without_effect, why = (method.__doc__ or "").partition(NO_EFFECT)
+            if is_without_effect:
+                setattr(cls, name, _log_after(method, f"{cls._path}.{name}", " ".join(why.split())))
 
     def __init__(self) -> None:
         for name in itertools.chain(*map(inspect.get_annotations, type(self).__mro__)):
@@ -105,7 +129,6 @@ class OptionsDict(Freezable):
     """A set of named values; the base class of `Options` and its parts."""
 
     _popart: Any  # the `Popart` object, for setters that write to it
-    _path = ""  # the expression for the options of this class, such as "options.Training"
     _renamed = dict[str, str]()  # old name of PopTorch -> new name
 
     def __init__(self, popart: Any = None) -> None:
@@ -166,7 +189,7 @@ class OptionsDict(Freezable):
                 self.set(**{name: value})
 
     def _set_popart(self, name: str, value: Any) -> Self:
-        self._popart.set(name, value)
+        self._popart._store(name, value)
         return self
 
     def _check_exists(self, name: str) -> None:
@@ -200,8 +223,7 @@ def _names_of_groups(kind: type[OptionsDict] = OptionsDict) -> dict[str, str]:
     found = {}
     for group in kind.__subclasses__():
         found |= _names_of_groups(group)
-        if group._path:
-            found |= {name: f"{group._path}.{name}" for name in _public_names(group)}
+        found |= {name: f"{group._path}.{name}" for name in _public_names(group)}
     return found
 
 

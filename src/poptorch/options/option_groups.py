@@ -290,7 +290,7 @@ class ReportingOptions(OptionsDict):
 
     def enableExecutableCaching(self, path: str | os.PathLike[str] | None) -> Self:
         """Write each compiled model to a file in this folder, for `loadExecutable` only. None: write none."""
-        self._popart.set("enableEngineCaching", path is not None)
+        self._popart._store("enableEngineCaching", path is not None)
         return self._set_popart("cachePath", "" if path is None else os.fspath(path))
 
     def logDir(self, log_dir: str | os.PathLike[str]) -> Self:
@@ -318,12 +318,12 @@ class ReportingOptions(OptionsDict):
         wanted = {"autoReport.all": "true", "autoReport.directory": directory}
         if clash := ", ".join(sorted(wanted.keys() & _engine_options_of_environment().keys())):
             logger.warning("POPLAR_ENGINE_OPTIONS sets %s too: enableProfiling takes precedence", clash)
-        self._popart.merge("engineOptions", wanted)
+        self._popart._merge("engineOptions", wanted)
         return self
 
     def _profile_directory(self, training: bool) -> Path | None:
         """Return the folder of the executor's profile; None if profiles are off."""
-        engine = {**_engine_options_of_environment(), **self._popart.options.get("engineOptions", {})}
+        engine = {**_engine_options_of_environment(), **self._popart.engine_options}
         if str(engine.get("autoReport.all", "")).lower() != "true":
             return None
         kind = "training" if training else "inference"
@@ -341,8 +341,9 @@ class ReportingOptions(OptionsDict):
         return self
 
     def appendToLocationExcludes(self, *excludes: str) -> Self:
-        """Has no effect; kept for compatibility: adds to the fragments of `sourceLocationExcludes`."""
-        return self.sourceLocationExcludes([*self._source_location_excludes, *excludes])
+        """Has no effect; kept for compatibility: see `sourceLocationExcludes`, to whose fragments it adds."""
+        self._source_location_excludes = [*self._source_location_excludes, *excludes]
+        return self
 
     def showCompilationProgressBar(self, show: bool = True) -> Self:
         """Set whether compilation shows a progress bar. Without the bar `compilationTime()` raises Error."""

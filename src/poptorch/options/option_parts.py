@@ -1,18 +1,15 @@
-"""The parts of `Options`: `Training`, `Precision`, `Jit`, `TensorLocations`, `Distributed` and `_Popart`."""
+"""The parts of `Options`: `Training`, `Precision`, `Jit`, `TensorLocations` and `Distributed`."""
 
-import enum
 import os
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 
 from popengine.environment import read_integer, read_launch
-from popengine.errors import Error, did_you_mean
-from popengine.torch_private import tree_leaves
 from poptorch import autocasting
 from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 from poptorch.logs import logger
-from poptorch.options.option_base import Freezable, OptionsDict, checked, merge_disjoint, plain_copy
+from poptorch.options.option_base import OptionsDict, checked
 
 HALF_KERNELS = ("auto", "native", "float32")
 _PARTIALS = {torch.float: "float", torch.half: "half"}
@@ -62,7 +59,7 @@ class Training(OptionsDict):
     def setConvolutionDithering(self, enabled: bool) -> Self:
         """Has no effect; kept for compatibility: there are no tiles to spread convolutions over."""
         checked("setConvolutionDithering", enabled, bool)
-        self._popart.merge("convolutionOptions", {"enableConvDithering": enabled})
+        self._popart._merge("convolutionOptions", {"enableConvDithering": enabled})
         return self
 
 
@@ -102,8 +99,8 @@ class Precision(OptionsDict):
         """Has no effect; kept for compatibility: PyTorch's kernels choose this type; see `halfKernels`."""
         if dtype not in _PARTIALS:
             raise ValueError(f"setPartialsType takes torch.float or torch.half; found {dtype!r}")
-        self._popart.set("partialsTypeMatMuls", _PARTIALS[dtype])
-        self._popart.merge("convolutionOptions", {"partialsType": _PARTIALS[dtype]})
+        self._popart._store("partialsTypeMatMuls", _PARTIALS[dtype])
+        self._popart._merge("convolutionOptions", {"partialsType": _PARTIALS[dtype]})
         return self
 
     def halfKernels(self, kernels: Literal["auto", "native", "float32"]) -> Self:
@@ -133,6 +130,7 @@ class Precision(OptionsDict):
 class Jit(OptionsDict):
     """Deprecated: options of TorchScript tracing, which Pando does not use."""
 
+    _path = "options.Jit"
     trace_model: bool = False
 
     def traceModel(self, trace_model: bool) -> Self:
@@ -152,6 +150,7 @@ class TensorLocationSettings(OptionsDict):
     >>> poptorch.TensorLocationSettings().useOnChipStorage(False).useReplicatedTensorSharding(True)
     """
 
+    _path = "poptorch.TensorLocationSettings()"
     io_tiles_to_load: bool
     io_tiles_to_store: bool
     min_elements_for_off_chip: int
@@ -289,77 +288,3 @@ class Distributed(OptionsDict):
                 f"process {process_id!r} of {num_processes!r}: an id is an integer from 0 and below the number"
             )
         return self.set(distributed_process_id=process_id, num_distributed_processes=num_processes)
-
-
-# Settings by name -----------------------------------------------------------------------------------------
-
-_NAMES = """
-    accumulateOuterFragmentSettings. automaticLossScalingSettings. batchSerializationSettings.
-    replicatedCollectivesSettings.
-    autoRecomputation cachePath convolutionOptions decomposeGradSum defaultBufferingDepth
-    defaultPrefetchBufferingDepth disableGradAccumulationTensorStreams disableOptimizerStateTensorStreams
-    enableEngineCaching enableExplicitIR enableFloatingPointChecks enableGradientAccumulation enableOutlining
-    enableStableNorm enableStochasticRounding engineOptions explicitRecomputation
-    groupNormStridedChannelGrouping instrumentWithHardwareCycleCounter outlineThreshold partialsTypeMatMuls
-    rearrangeAnchorsOnHost saveInitializersToFile scheduleNonWeightUpdateGradientConsumersEarly
-    subgraphCopyingStrategy syntheticDataMode timeLimitScheduler updatableNamedBuffers virtualGraphMode
-"""  # with a dot at the end: the prefix of names
-
-
-class Popart(Freezable):
-    """`options._Popart`: settings of PopTorch's compiler, stored by name in `options`.
-    Only `autoRecomputation`, `autoReport.*` and settings that other setters write have an effect. At
-    compilation a name that looks mistyped raises Error, and an unknown name logs a warning."""
-
-    options: dict[str, Any] = {}
-    patterns: dict[str, bool] = {}
-    patterns_level: int = 2
-
-    def set(self, name: str, value: Any) -> Self:
-        """Store a setting by name. A name may have dots: "automaticLossScalingSettings.enabled"."""
-        self.checkIsFrozen()
-        name = checked("_Popart.set", name, str)
-        self.options[name] = int(value) if isinstance(value, enum.IntEnum) else value
-        return self
-
-    def merge(self, name: str, values: dict[str, Any]) -> Self:
-        """*Pando*: add entries to a setting that is a dictionary; create it if it does not exist."""
-        return self.set(name, {**self.options.get(name, {}), **values})
-
-    def setEngineOptions(self, engine_options: dict[str, str]) -> Self:
-        """Set all engine options. Only `autoReport.all` and `autoReport.directory` (profiles) are used."""
-        return self.set("engineOptions", dict(checked("setEngineOptions", engine_options, dict)))
-
-    def setPatterns(self, patterns: dict[str, bool], level: int = 2) -> Self:
-        """Has no effect; kept for compatibility: there are no graph patterns."""
-        if not (
-            isinstance(patterns, dict)
-            and all(isinstance(name, str) and isinstance(on, int) for name, on in patterns.items())
-        ):
-            raise AssertionError(
-                f"setPatterns takes a dictionary of bools by their names; found {patterns!r}"
-            )
-        self.patterns, self.patterns_level = dict(patterns), int(checked("setPatterns", level, int))
-        return self
-
-    def check_names(self) -> None:
-        """*Pando*: raise Error for names that look mistyped, and for values that are not bools, numbers,
-        strings or containers of these. Log a warning for each unknown name."""
-        known = _NAMES.split()
-        prefixes = tuple(name for name in known if name.endswith("."))
-        for name, value in self.options.items():
-            if not all(isinstance(leaf, int | float | str) for leaf in tree_leaves(value)):
-                raise Error(
-                    f"Unknown value type {type(value).__name__} for option {name}: _Popart options are "
-                    f"bools, numbers, strings, and lists or dictionaries of them"
-                )
-            if name in known or name.startswith(prefixes):
-                continue
-            if meant := did_you_mean(name, known, least=0.85):
-                raise Error(f"Unknown {type(value).__name__} option {name}{meant}")
-            logger.warning("_Popart option %s is not known here: it has no effect", name)
-
-    def toDict(self) -> dict[str, Any]:
-        """Return the settings by name, and the patterns with their level."""
-        patterns = {"patterns": dict(self.patterns), "patterns_level": self.patterns_level}
-        return merge_disjoint(plain_copy(self.options), patterns)

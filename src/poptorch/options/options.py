@@ -21,6 +21,7 @@ from poptorch.enums import CommGroupType, member_by_name
 from poptorch.options import option_parts
 from poptorch.options.option_base import Freezable, merge_disjoint, sorted_repr
 from poptorch.options.option_groups import DeviceOptions, ExecutionOptions, ReportingOptions
+from poptorch.options.popart_settings import Popart
 
 
 class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
@@ -35,7 +36,6 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
     `Distributed` and `TensorLocations`. An executor or loader freezes its options: change a copy, `opts.clone()`.
     """
 
-    _path = "options"
     _renamed = {
         "Popart": "_popart",
         "_Popart": "_popart",
@@ -44,7 +44,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
     }
 
     # The parts can't be assigned.
-    _Popart: option_parts.Popart
+    _Popart: Popart
     Distributed: option_parts.Distributed
     Jit: option_parts.Jit
     Precision: option_parts.Precision
@@ -52,7 +52,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
     Training: option_parts.Training
 
     def __init__(self) -> None:
-        popart = option_parts.Popart()
+        popart = Popart()
         super().__init__(popart)
         vars(self).update(
             Distributed=option_parts.Distributed(),

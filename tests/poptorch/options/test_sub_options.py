@@ -1,12 +1,26 @@
 """Training, Precision, Jit, TensorLocations, Distributed and _Popart."""
 
+import operator
+
 import pytest
 import torch
 
 import popart
+import poptorch
 from popengine.errors import Error
-from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
-from poptorch.options import Options, TensorLocationSettings
+from poptorch.autocasting import Policy
+from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType, SyncPattern
+from poptorch.logs import log_no_effect
+from poptorch.options import (
+    Distributed,
+    Jit,
+    Options,
+    Popart,
+    Precision,
+    TensorLocations,
+    TensorLocationSettings,
+    Training,
+)
 
 
 def test_gradients_are_accumulated_once_and_averaged_by_default():
@@ -170,3 +184,74 @@ def test_popart_names_are_checked_at_compilation_only(caplog):
         settings.set("autoRecomputatoin", 1).check_names()
     with pytest.raises(Error, match="Unknown value type type for option autoRecomputation"):
         settings.set("autoRecomputation", object).check_names()
+
+
+RECORDED = {  # the arguments of each setter without effect
+    "options.appendToLocationExcludes": ("a",),
+    "options.autoRoundNumIPUs": (),
+    "options.disableModuleNamescope": (),
+    "options.enableStableNorm": (True,),
+    "options.logCycleCount": (True,),
+    "options.logDir": ("logs",),
+    "options.maxRepeatLogs": (2,),
+    "options.setAvailableMemoryProportion": ({"IPU0": 0.2},),
+    "options.sourceLocationExcludes": (["a"],),
+    "options.syncPattern": (SyncPattern.Full,),
+    "options.useIpuId": (0,),
+    "options.useIpuModel": (True,),
+    "options.Training.setConvolutionDithering": (True,),
+    "options.Precision.autocastPolicy": (Policy(),),
+    "options.Precision.halfFloatCasting": (HalfFloatCastingBehavior.Default,),
+    "options.Precision.runningStatisticsAlwaysFloat": (True,),
+    "options.Precision.setPartialsType": (torch.half,),
+    "options.TensorLocations.numIOTiles": (32,),
+    "options.TensorLocations.setAccumulatorLocation": (TensorLocationSettings(),),
+    "options.TensorLocations.setActivationLocation": (TensorLocationSettings(),),
+    "options.TensorLocations.setWeightLocation": (TensorLocationSettings(),),
+    "options._Popart.setPatterns": ({"TiedGather": True},),
+    "poptorch.TensorLocationSettings().minElementsForOffChip": (4,),
+    "poptorch.TensorLocationSettings().useIOTilesToLoad": (),
+    "poptorch.TensorLocationSettings().useIOTilesToStore": (),
+    "poptorch.TensorLocationSettings().useOnChipStorage": (False,),
+}
+PARTS = (Options, Training, Precision, Jit, Distributed, TensorLocations, TensorLocationSettings, Popart)
+
+
+@pytest.fixture
+def log_of_info(caplog):
+    caplog.set_level("INFO", logger="poptorch::python")
+    log_no_effect.cache_clear()  # another test may have used the options
+    return caplog
+
+
+def test_the_first_use_of_an_option_without_effect_is_one_line_of_the_log(log_of_info):
+    paths = {
+        f"{kind._path}.{name}"
+        for kind in PARTS
+        for name in dir(kind)
+        if (getattr(kind, name).__doc__ or "").startswith("Has no effect")
+    }
+    assert paths == RECORDED.keys()
+    for path, arguments in RECORDED.items():
+        log_of_info.clear()
+        for _ in range(2):
+            setter = operator.attrgetter(path.rpartition(".")[2])
+            part = eval(path.rpartition(".")[0], {"options": Options(), "poptorch": poptorch})
+            setter(part)(*arguments)
+        lines = [record.message for record in log_of_info.records if record.levelname == "INFO"]
+        assert [line.partition(" has no effect: ")[0] for line in lines] == [path]
+
+
+def test_a_popart_setting_without_effect_is_one_line_of_the_log_too(log_of_info):
+    settings = Options()._Popart
+    settings.set("enableOutlining", False).set("autoRecomputation", 3).set("enableOutlining", True)
+    assert [record.message for record in log_of_info.records] == [
+        "options._Popart.set('enableOutlining', ...) has no effect: Pando has no such setting"
+    ]
+
+
+def test_options_with_an_effect_log_nothing(log_of_info):
+    options = Options().deviceIterations(2).enableSyntheticData(False).enableExecutableCaching(None)
+    options.Training.setAutomaticLossScaling(False)
+    options.Precision.enableStochasticRounding(False)
+    assert not log_of_info.records
