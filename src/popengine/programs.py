@@ -3,6 +3,10 @@
 Profiles and drawings number the instructions by these programs.
 """
 
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
 from .ir import Plan
 from .order import Action, After, draw, order_named, timeline
 
@@ -42,3 +46,32 @@ def programs(plan: Plan) -> dict[int, list[tuple[int, int]]]:
 def drawn_schedule(plan: Plan, cores: int = 0) -> tuple[str, str]:
     """Return the name of a plan's order, and its schedule as a text grid; for `cores` see `order.draw`."""
     return plan.order, draw(actions(plan)[0], plan.micro_batches, order_named(plan.order), cores)
+
+
+class SimulatedStep(NamedTuple):
+    """Figures of a step that was simulated with given costs, as if each ipu were a device of its own."""
+
+    length: float  # of the step, in ticks
+    bubble: float  # share of the devices' time in which they wait
+    most_in_flight: dict[int, int]  # by ipu: the most micro-batches whose activations its stages keep at once
+
+
+def simulate_step(plan: Plan, ticks: Mapping[str, float]) -> SimulatedStep:
+    """Return the figures of a plan's step in which a stage's F, B and W take `ticks`. A stage without B runs its whole
+    backward in W, in the ticks of both."""
+    found, _ = actions(plan)
+    phases = {(action.phase, action.stage) for action in found}
+    costs = [
+        ticks[action.phase] + (ticks["B"] if action.phase == "W" and ("B", action.stage) not in phases else 0)
+        for action in found
+    ]
+    tasks, times = timeline(found, plan.micro_batches, order_named(plan.order), costs=costs)
+    ipus = sorted(set(plan.partition.ipus))
+    in_flight, most = Counter[int](), dict.fromkeys(ipus, 0)
+    for number in times.order:
+        action = found[tasks[number][0]]
+        is_last = action.phase == ("W" if ("W", action.stage) in phases else "B")
+        in_flight[action.ipu] += (action.phase == "F") - is_last
+        most[action.ipu] = max(most[action.ipu], in_flight[action.ipu])
+    work = plan.micro_batches * sum(costs)
+    return SimulatedStep(times.length, 1 - work / (len(ipus) * times.length), most)

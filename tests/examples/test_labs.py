@@ -1,5 +1,6 @@
 """The labs run as a student runs them, and print what their pages show, but for cells tagged `varies`."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,16 @@ def printed(notebook) -> list[str]:
         "".join(output["text"] for output in cell.get("outputs", ()) if output.get("name") == "stdout")
         for cell in notebook.cells
     ]
+
+
+def test_students_get_each_lab_without_answers_and_outputs():
+    spec = importlib.util.spec_from_file_location("labs", Path(__file__).parents[2] / "scripts" / "labs.py")
+    scripts = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(scripts)
+    for path in LABS:
+        found = nbformat.read(path.parent / "questions" / path.name, as_version=4)
+        assert found == scripts.questions(nbformat.read(path, as_version=4)), "run python scripts/labs.py"
+        assert "## Answers" not in str(found) and not any(cell.get("outputs") for cell in found.cells)
 
 
 def test_there_are_four_labs():

@@ -51,6 +51,19 @@ def test_a_description_says_what_runs_before_anything_has_run():
     assert str(trainer.plan) == text
 
 
+def test_a_description_simulates_a_step_with_given_costs():
+    found = poptorch.describe(Two(), two_stages(), BATCH)
+    assert found.drawing == "ipu 0 | F0 F1 .. B0 F2 B1 .. B2\nipu 1 | .. F0 B0 F1 B1 F2 B2 .."
+    # Each ipu works 3 (F + B) ticks, and waits for one F + B of the other.
+    step = found.simulate(F=1, B=2)
+    assert (step.length, step.bubble, step.most_in_flight) == (12, 1 - 9 / 12, {0: 2, 1: 1})
+    # In zero bubble the first stage runs its backward, B + W, as one action.
+    opts = two_stages()
+    opts.setExecutionStrategy(poptorch.PipelinedExecution("B1", "B2", schedule="zero-bubble"))
+    step = poptorch.describe(Two(), opts, BATCH).simulate(F=1, B=1, W=1)
+    assert (step.length, step.most_in_flight) == (10, {0: 2, 1: 2})
+
+
 def test_a_description_of_a_deep_model_fits_on_a_screen():
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(64)), Last())
     poptorch.annotate(model, {f"{i}": i // 4 for i in range(64)})

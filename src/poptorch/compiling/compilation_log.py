@@ -8,16 +8,22 @@ import contextlib
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from textwrap import wrap
 
 import torch
-from tqdm.auto import tqdm
+
+with (
+    warnings.catch_warnings()
+):  # a notebook without ipywidgets gets tqdm's bar of text, and needs no red box for it
+    warnings.simplefilter("ignore")
+    from tqdm.auto import tqdm
 
 from popengine.compile.describe import profiled_instructions
 from popengine.errors import CaptureError, Error, PartitionError
 from popengine.ir import Graph, Plan
-from popengine.programs import drawn_schedule
+from popengine.programs import SimulatedStep, drawn_schedule, simulate_step
 from popengine.run.devices import core_count
 from popengine.settings import Settings
 
@@ -111,7 +117,9 @@ class Overview:
         stages:    (number, ipu, names of blocks, number of parameters) of each stage
         transfers: (from ipu, to ipu, bytes, "micro-batch" or "step", time in words): the bytes of one
             micro-batch or step; None without a graph, for an executable from a file
-        schedule:  a drawing of a step: on this machine and, for several ipus, on separate devices
+        drawing:   a step as if each ipu were a device of its own: a row for each ipu, a column for each tick; F2 is
+            the forward of micro-batch 2, B2 its backward, `..` waiting
+        schedule:  the step of this machine's cores and, for several ipus, the drawing, with titles
         code:      the Python source that each stage runs, by phase and stage: "F0" is the forward of stage 0,
             "B0" its backward
     """
@@ -135,8 +143,21 @@ class Overview:
             for part in row
             if part.kind == "send"
         ]
-        self.schedule = schedule_text(plan, settings)
+        self._plan, self.schedule = plan, schedule_text(plan, settings)
+        self.drawing = self.schedule if plan.micro_batches > _DRAWN else drawn_schedule(plan)[1].rstrip()
         self.code = {f"{piece.phase}{piece.stage}": piece.source for piece in partition.pieces}
+
+    def simulate(self, F: float = 1, B: float = 2, W: float = 0) -> SimulatedStep:
+        """Simulate a step as if each ipu were a device of its own. Values between ipus take no time.
+
+        Args:    ticks of a stage's forward, of its backward and, in the order "zero-bubble", of the gradients of its
+                 weights; B is then the rest of the backward
+        Returns: `length` of the step in ticks; `bubble`, the share of the time in which ipus wait; `most_in_flight`,
+                 by ipu the most micro-batches between a stage's forward and the end of its backward
+
+        >>> poptorch.describe(model, options, batch).simulate(F=1, B=2).bubble
+        """
+        return simulate_step(self._plan, {"F": F, "B": B, "W": W})
 
     def __str__(self) -> str:
         lines = [*wrap(self.title, _WIDTH), ""]
