@@ -125,6 +125,12 @@ def check_optimizers(strategy: Any, trainer: Any) -> None:
             "IPUs currently only support one optimizer. A call has one loss, one backward pass and one weight update"
             " at its end. Use one optimizer with parameter groups, and one loss."
         )
+    if not strategy._lightning_module.automatic_optimization:
+        raise misconfiguration(
+            "Manual optimization is not possible with IPUs: a call is compiled with one loss, one backward pass and one"
+            " weight update at its end. Return the loss from `training_step`, and leave out"
+            " `self.automatic_optimization = False`."
+        )
     for optimizer in strategy.optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise misconfiguration(

@@ -1,8 +1,8 @@
 """Recording of a LightningModule's step while it is captured.
 
-A step runs once, with fake tensors. `self.log`, torchmetrics, manual optimization, and tensors in lists,
-dictionaries and attributes become notes of the graph (`poptorch.compiling.outputs`), which the strategy
-repeats after each call, with values. Attributes that are replaced during the step are restored at its end.
+A step runs once, with fake tensors. `self.log`, torchmetrics, and tensors in lists, dictionaries and attributes
+become notes of the graph (`poptorch.compiling.outputs`), which the strategy repeats after each call, with
+values. Attributes that are replaced during the step are restored at its end.
 """
 
 import copy
@@ -70,8 +70,6 @@ class Recording:
         named = nn.Module.named_modules(module)  # a collection precedes its metrics
         self._metrics = {path: part for path, part in named if isinstance(part, (Metric, MetricCollection))}
         self._log_signature = inspect.signature(module.log)
-        self._is_manual = step == "training_step" and not module.automatic_optimization
-        self._manual_calls: list[str] = []  # "backward" and "step", in the order of the calls
         self._attributes_before = {
             name: copy.copy(value) if isinstance(value, (list, dict, set, deque)) else value
             for name, value in _plain_attributes(module).items()
@@ -80,23 +78,20 @@ class Recording:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, choose its loss, restore the module's attributes and methods, and return the output."""
         module = self._module
-        replaced: dict[str, Any] = {"log": self._record_log, "log_dict": self._record_log_dict}
-        if self._is_manual:
-            replaced |= self._manual_replacements()
+        trainer = ReadsOfTrainer(module._trainer)
         with ExitStack() as undo:
             undo.callback(_restore_attributes, module, self._attributes_before)
-            for name, value in replaced.items():
-                set_until_closed(undo, vars(module), name, value)
+            set_until_closed(undo, vars(module), "_trainer", trainer)
+            set_until_closed(undo, vars(module), "log", self._record_log)
+            set_until_closed(undo, vars(module), "log_dict", self._record_log_dict)
             for path, metric in self._metrics.items():
                 for name in ("forward", "update"):
                     set_until_closed(undo, vars(metric), name, self._recording_method(path, name))
                 set_until_closed(undo, vars(metric), "compute", MetricValue(path)._refuse_use)
-            _watch_counters(module._trainer, undo)
             output = getattr(module, self._step)(*args, **kwargs)
             self._record_attributes()
-        if self._is_manual:
-            self._check_manual_calls()
-        elif self._step == "training_step":
+        trainer._warn_of_counters()
+        if self._step == "training_step":
             where = f"the return of {type(module).__name__}.training_step"
             self._capture.choose_loss(_find_loss(output, where), where)
         return output
@@ -171,54 +166,6 @@ class Recording:
 
         return noted
 
-    # ---- manual optimization -----------------------------------------------------------------------------
-
-    def _manual_replacements(self) -> dict[str, Any]:
-        """Return, by name, methods for manual optimization that record calls, or refuse them."""
-        (optimizer,) = self._module.trainer.strategy.optimizers
-        # A stand-in for the optimizer: its attributes can be read, and `step` is only recorded.
-        stand_in = object.__new__(type(optimizer))
-        vars(stand_in).update(
-            vars(optimizer),
-            step=self._optimizer_step,
-            zero_grad=_do_nothing,
-            toggle_model=_raising_function("optimizer.toggle_model", "leave it out: there is one optimizer"),
-        )
-        return {
-            "optimizers": lambda *args, **kwargs: stand_in,
-            "manual_backward": self._manual_backward,
-            "toggle_optimizer": _do_nothing,
-            "untoggle_optimizer": _do_nothing,
-            "clip_gradients": _raising_function(
-                "self.clip_gradients", "set optimizer.max_grad_norm = ... in configure_optimizers"
-            ),
-            "lr_schedulers": _raising_function("self.lr_schedulers", "step schedulers in on_train_batch_end"),
-        }
-
-    def _manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
-        if not is_traced(loss):
-            raise CaptureError(
-                f"{user_line()}: manual_backward got a {type(loss).__name__} that this step did not compute\n"
-                "  why: the compiled step differentiates a loss from the tensors of its batch\n"
-                "  fix: compute the loss in training_step, and pass the tensor itself"
-            )
-        self._manual_calls.append("backward")
-        self._capture.choose_loss(loss, user_line())
-
-    def _optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self._manual_calls.append("step")
-        note(("optimizer_step",), None)
-
-    def _check_manual_calls(self) -> None:
-        if self._manual_calls != ["backward", "step"]:
-            raise CaptureError(
-                "manual optimization in training_step must be one `self.manual_backward(loss)`, followed by one"
-                f" `optimizer.step()`; found {', '.join(self._manual_calls) or 'neither'}\n"
-                "  why: the step is compiled into one backward pass and one weight update at its end\n"
-                "  fix: sum the losses, or use automatic optimization and return the loss; accumulate with"
-                " Trainer(accumulate_grad_batches=...)"
-            )
-
 
 class MetricValue:
     """A placeholder for a metric's value. It can be logged; any other use raises a CaptureError."""
@@ -246,18 +193,6 @@ class MetricValue:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         next(value for value in args if isinstance(value, MetricValue))._refuse_use()
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
-def _raising_function(what: str, fix: str) -> Callable[..., Any]:
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise CaptureError(f"{what} at {user_line()} can't be a part of a compiled step\n  fix: {fix}")
-
-    return refuse
 
 
 def _find_loss(output: Any, where: str) -> Tensor:
@@ -311,32 +246,26 @@ def _restore_attributes(module: Any, before: dict[str, Any]) -> None:
             del vars(module)[name]
 
 
-# ---- counters --------------------------------------------------------------------------------------------
+class ReadsOfTrainer:
+    """The Trainer while a step is recorded; it notes which of its attributes the step reads."""
 
+    def __init__(self, trainer: Any) -> None:
+        vars(self).update(_trainer=trainer, _read=set())
 
-def _watch_counters(trainer: Any, undo: ExitStack) -> None:
-    """Replace the Trainer's class, until `undo` is closed, to warn of counters that the step reads, as they are
-    constants then, unless they are in `strategy.recompile_on`."""
-    read: set[str] = set()
-    kind = type(trainer)
+    def __getattr__(self, name: str) -> Any:
+        self._read.add(name)
+        return getattr(self._trainer, name)
 
-    def watched(name: str) -> property:
-        def get(owner: Any) -> Any:
-            read.add(name)
-            return getattr(kind, name).__get__(owner)
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._trainer, name, value)
 
-        return property(get)
-
-    def restore() -> None:
-        trainer.__class__ = kind
-        for name in sorted(read - set(trainer.strategy.recompile_on)):
+    def _warn_of_counters(self) -> None:
+        """Warn of counters that the step has read, unless they are in `strategy.recompile_on`."""
+        counters = {"current_epoch", "global_step"} - set(self._trainer.strategy.recompile_on)
+        for name in sorted(counters & self._read):
             logger.warning(
                 "the step reads %s, which is a constant once the step is compiled. To compile anew when it has changed:"
                 " strategy.recompile_on = (%r,)",
                 name,
                 name,
             )
-
-    undo.callback(restore)
-    counters = {name: watched(name) for name in ("current_epoch", "global_step")}
-    trainer.__class__ = type(kind.__name__, (kind,), counters)

@@ -102,7 +102,7 @@ class StrategyPart:
         if is_fit:
             check_optimizers(self, trainer)
             set_until_closed(self._undo, vars(self._lightning_module), "optimizer_zero_grad", None)
-            if trainer.gradient_clip_val and self._lightning_module.automatic_optimization:
+            if trainer.gradient_clip_val:
                 name = "max_grad_value" if trainer.gradient_clip_algorithm == "value" else "max_grad_norm"
                 set_until_closed(self._undo, vars(self.optimizers[0]), name, float(trainer.gradient_clip_val))
         self.model = StepModule(self._lightning_module)
@@ -330,10 +330,6 @@ def _replay(
                 getattr(module, name)[key] = _select_row(value, -1)
             case "set", name:
                 setattr(module, name, _select_row(value, -1))
-            case ("optimizer_step",):
-                (optimizer,) = module.trainer.strategy._lightning_optimizers
-                optimizer._on_before_step()
-                optimizer._on_after_step()
     for name, values in appended.items():  # in the order of micro-batches
         n = len(tensors_of(values[0])[0])
         getattr(module, name).extend(_select_row(v, i) for i in range(n) for v in values)

@@ -299,9 +299,33 @@ class ManyLosses(Classifier):
         return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="none")
 
 
+class Manual(Classifier):
+    count = 1
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        raise AssertionError("compiled")
+
+    def configure_optimizers(self):
+        return [self.optimizer(self.parameters()) for _ in range(self.count)]
+
+
+class TwoOptimizers(Manual):
+    count = 2
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "words"),
     [
+        (
+            Manual,
+            {},
+            r"Return the loss from `training_step`, and leave out `self\.automatic_optimization = False`",
+        ),
+        (TwoOptimizers, {}, r"IPUs currently only support one optimizer\."),
         (ReturnsNone, {}, "Skipping backward by returning `None`"),
         (OwnClipping, {}, "`configure_gradient_clipping` can't be overridden"),
         (ReadsLoader, {}, "the step would read data while it is"),
