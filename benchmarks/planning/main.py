@@ -143,7 +143,7 @@ def main() -> None:
     )
     parser.add_argument("--fit", action="store_true")
     does_fit = parser.parse_args().fit
-    planned = {row.program: compile_profiles(row.program, {"apart": math.inf})["apart"] for row in ROWS}
+    planned = {row.program: compile_profiles(row.program, ["apart"])["apart"] for row in ROWS}
 
     def predict(row: Row, own: dict[str, float]) -> float:
         profile, found = planned[row.program], load_machine(row.machine)

@@ -12,10 +12,9 @@ import math
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
@@ -27,7 +26,6 @@ from torch import Tensor, nn
 from popengine.compile import compile_graph
 from popengine.compile.describe import describe, peak_bytes_by_ipu
 from popengine.environment import PLAN_WISH
-from popengine.errors import Error
 from popengine.ir import Graph, Plan
 from popengine.order import ORDERS
 from popengine.profile import Profile
@@ -35,7 +33,7 @@ from popengine.run.engine import Engine
 from popengine.run.piece_costs import seconds_on_all_threads
 from popengine.run.ready_queue import JUDGED
 from popengine.run.state import State, TrainState
-from popengine.settings import Hyper, Settings, StagePlan
+from popengine.settings import Hyper, Settings
 from popengine.torch_private import OpOverload
 from popengine.update.optimizer_rules import RULES
 
@@ -68,8 +66,8 @@ def exit_if_only_planning(*program: Any) -> None:
     """If `popvision plan` runs this program, write the profiles that it requests and raise SystemExit."""
     if wish := os.environ.get(PLAN_WISH):
         wanted = json.loads(wish)
-        for number, profile in enumerate(make_profiles(*program, kinds=wanted["kinds"]).values()):
-            profile.save(Path(wanted["folder"]) / f"{number}.pop")
+        for kind, profile in make_profiles(*program, kinds=wanted["kinds"]).items():
+            profile.save(Path(wanted["folder"]) / f"{kind}.pop")
         raise SystemExit(0)
 
 
@@ -79,17 +77,13 @@ def make_profiles(
     options: Options,
     settings: Settings,
     hyper: Hyper | None,
-    kinds: Mapping[str, float],
+    kinds: Sequence[str],
 ) -> dict[str, Profile]:
     """Compile a model for each kind of machine: "apart" (each ipu is an accelerator) or "here" (this
-    machine), and return the profiles of the plans. `kinds`: by kind, the bytes of a chip's memory.
-
-    If they are too few, the result also has plans that may need less, such as one with recomputation. Their
-    keys are the kind, a colon and the change of the program; `facts["planned"]` is the key.
-    """
+    machine), and return the profiles of the plans by kind."""
     location = options.TensorLocations.location_optimizer.toDict()
     found = {}
-    for kind, capacity in kinds.items():
+    for kind in dict.fromkeys(kinds):
         chosen, kernels = settings, torch.backends.cuda
         may_reduce_in_half = kernels.fp16_bf16_reduction_math_sdp_allowed()
         if kind == "apart":  # attention is products and a softmax
@@ -113,50 +107,11 @@ def make_profiles(
             "available": available_memory(),
         }
         assert graph is not None
-        made = planned_profile(executable.plan, executable.settings, graph, {**facts, "planned": kind})
+        made = planned_profile(executable.plan, executable.settings, graph, facts)
         if kind == "here":
             made.facts["measured"] = measure_times(executable, hyper, made)
         found[kind] = made
-        if kind == "apart" and _largest_need(made) > capacity:
-            for change, other in _settings_that_need_less(executable.settings, made):
-                with contextlib.suppress(Error):  # such as too few micro-batches for more stages
-                    key = f"{kind}: {change}"
-                    plan = compile_graph(graph, other)
-                    found[key] = planned_profile(plan, other, graph, {**facts, "planned": key})
     return found
-
-
-def _largest_need(made: Profile) -> int:
-    """Return the bytes that the ipu with the largest need holds."""
-    held = zip(made.facts["activations"], made.facts["between"], strict=True)
-    needs = zip(made.memory, held, strict=True)
-    return max(sum(row[2:]) + (kept or 0) + passing for row, (kept, passing) in needs)
-
-
-def _settings_that_need_less(settings: Settings, made: Profile) -> Iterator[tuple[str, Settings]]:
-    """Yield (change, settings) of plans that may need less memory of an ipu: with recomputation; with even
-    stages on as many ipus, on twice and on four times as many, with and without recomputation."""
-    recomputation = 'options._Popart.set("autoRecomputation", 3)'
-    can_recompute = settings.training and not settings.recompute
-    if can_recompute:
-        yield recomputation, replace(settings, recompute=True)
-    blocks = [block for block in made.blocks if block.parameters]
-    for count in (len(made.devices) * factor for factor in (1, 2, 4)):
-        if not 1 < count <= len(blocks):
-            continue
-        ends = list(accumulate(block.parameters for block in blocks))
-        stages = [list[str]() for _ in range(count)]
-        for block, end in zip(blocks, ends, strict=True):
-            middle = (end - block.parameters / 2) / ends[-1]
-            stages[int(middle * count)].append(block.name)
-        if not all(stages):
-            continue
-        cut = tuple(StagePlan(tuple(names), ipu) for ipu, names in enumerate(stages))
-        changed = replace(settings, strategy=replace(settings.strategy, auto=None, stages=cut))
-        change = f"{count} stages that begin with the blocks {', '.join(names[0] for names in stages)}"
-        yield change, changed
-        if can_recompute:
-            yield f"{change}; and {recomputation}", replace(changed, recompute=True)
 
 
 def planned_profile(

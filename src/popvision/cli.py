@@ -14,7 +14,7 @@ from popengine.errors import did_you_mean
 from popengine.profile import ProfileError, load
 
 from . import chrome
-from .machine import MachineError, load_machines, machine_names, memory_by_kind
+from .machine import MachineError, load_machines, machine_names
 from .plan import Estimates, compile_profiles
 from .report import find_profiles, summary, write_comparison, write_report
 
@@ -144,7 +144,7 @@ def _plan_program(args: argparse.Namespace) -> None:
             f"  fix: popvision plan --on MACHINE,... {args.program[0]}"
         )
     chosen = load_machines(args.on)
-    profiles = compile_profiles(args.program, memory_by_kind(chosen))
+    profiles = compile_profiles(args.program, [machine.kind for machine in chosen])
     found = Estimates(profiles, chosen, args.replicas, args.accumulation)
     if args.json:
         print(found.to_json())

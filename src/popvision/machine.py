@@ -54,12 +54,6 @@ def load_machines(names: str | Sequence[str]) -> list[Machine]:
     return [load_machine(str(name).strip()) for name in parts]
 
 
-def memory_by_kind(machines: Sequence[Machine]) -> dict[str, float]:
-    """Return, by kind of machine, the smallest memory of a chip in bytes."""
-    kinds = dict.fromkeys(machine.kind for machine in machines)
-    return {kind: min(machine.memory for machine in machines if machine.kind == kind) for kind in kinds}
-
-
 def load_machine(name: str) -> Machine:
     """Return the machine with this name; for a name that ends with ".toml", the machine in that file.
 

@@ -1,4 +1,4 @@
-"""Plans: estimates of a program's speed and memory on machines that may be absent, and what would make it fit."""
+"""Plans: estimates of a program's speed and memory on machines that may be absent."""
 
 import json
 import os
@@ -19,15 +19,9 @@ from .analysis import operation_sums
 from .estimate import Estimate
 from .machine import Machine
 from .report import step_data, viewer_page
-from .units import layout_text, size_text, table_text, three_digits
+from .units import layout_text, table_text
 
 _DRAWN = 600  # actions; in a wider picture they are too small to see
-_LOCATION = "options.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings()."
-# Facts that put optimizer state elsewhere, by the code that sets them.
-_OPTIMIZER_PLACES = {
-    f"{_LOCATION}useReplicatedTensorSharding(True))": {"shards_optimizer": True},
-    f"{_LOCATION}useOnChipStorage(False))": {"optimizer_off_chip": True},
-}
 
 
 class Estimates:
@@ -35,7 +29,7 @@ class Estimates:
     machine; the estimates of a machine begin with the best.
 
     Args:
-        profiles: by kind of machine, and by kind and change, as `compile_profiles` returns them
+        profiles: by kind of machine, as `compile_profiles` returns them
         replicas, accumulation: numbers to compare; empty: the program's own number
 
     Attributes:
@@ -50,7 +44,6 @@ class Estimates:
         replicas: Sequence[int] = (),
         accumulation: Sequence[int] = (),
     ) -> None:
-        self._profiles = profiles
         self.estimates: list[Estimate] = []
         for machine in machines:
             profile = profiles[machine.kind]
@@ -86,41 +79,10 @@ class Estimates:
         return next((one for one in apart if one.fits), apart[0] if apart else None)
 
     def advice(self) -> list[str]:
-        """Return sentences: what would fit, for each estimate that does not; then, if the estimate `drawn` fits,
-        its busiest ipu, and each change that makes a step at least 3 % faster."""
-        too_large = [self._what_fits(one) for one in self.estimates if not one.fits]
+        """Return sentences: why each estimate that does not fit fails; then, if the estimate `drawn` fits, its
+        busiest ipu, and each change that makes a step at least 3 % faster."""
+        too_large = [_too_large_sentence(one) for one in self.estimates if not one.fits]
         return too_large + (self._speed_advice(self.drawn) if self.drawn and self.drawn.fits else [])
-
-    def _what_fits(self, one: Estimate) -> str:
-        """Return a sentence with up to three changes of the program with which an estimate fits."""
-        found: list[tuple[list[str], Estimate]] = []
-        places = {"": {}, **(_OPTIMIZER_PLACES if one.costs and one.profile.training else {})}
-        for key, profile in self._profiles.items():
-            kind, _, change = key.partition(": ")
-            most = one.machine.chips // len(profile.devices) if one.costs else one.replicas
-            replicas = min(one.replicas, most)
-            if kind != one.machine.kind or not replicas:
-                continue
-            fewer = f"options.replicationFactor({replicas})" if replicas < one.replicas else ""
-            for place, facts in places.items():
-                other = replace(profile, facts=profile.facts | facts)
-                tried = Estimate(other, one.machine, replicas, one.accumulation)
-                if tried.fits:
-                    found.append((list(filter(None, (*change.split("; and "), place, fewer))), tried))
-        said = f"{one.choice} does not fit: {'; '.join(one.problems)}."
-        if not found:
-            tried = "recomputation, other stages, sharded or streamed optimizer state, fewer replicas"
-            used, chips = len(one.profile.devices) * one.replicas, one.machine.chips
-            tried += f". It uses {used} of {chips} chips: poptorch.split can use more" * (used < chips)
-            return f"{said} Nothing that was tried makes it fit" + (f": {tried}." if one.costs else ".")
-        found.sort(key=lambda entry: (len(entry[0]), -entry[1].items_per_second))
-        ways = [
-            f"{' and '.join(changes)} (largest ipu {size_text(max(fits.memory_per_ipu))},"
-            f" {three_digits(fits.items_per_second)} items/s)"
-            for changes, fits in found[:3]
-            if len(changes) == len(found[0][0])
-        ]
-        return f"{said} It fits with {'; or with '.join(ways)}."
 
     def _speed_advice(self, drawn: Estimate) -> list[str]:
         costs = drawn.costs
@@ -147,6 +109,15 @@ class Estimates:
     __repr__ = __str__
 
 
+def _too_large_sentence(one: Estimate) -> str:
+    """Return why an estimate does not fit, and which options need less memory."""
+    less = 'recomputation (options._Popart.set("autoRecomputation", 3)) and a smaller micro-batch'
+    if one.costs:
+        place = "options.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings()"
+        less += f", more stages, and optimizer state off chip ({place}.useOnChipStorage(False)))"
+    return f"{one.choice} does not fit: {'; '.join(one.problems)}. Less memory is needed with {less}."
+
+
 def _step_entry(one: Estimate) -> dict[str, Any]:
     """Return the profile of an estimate's step, and its figures, as a dictionary for the page's scripts."""
     if one.costs is None:
@@ -161,15 +132,13 @@ def _step_entry(one: Estimate) -> dict[str, Any]:
     return step_data(replace(profile, schedule=(), facts=facts), runs, operation_sums(profile), figures)
 
 
-def compile_profiles(program: Sequence[str], kinds: Mapping[str, float]) -> dict[str, Profile]:
+def compile_profiles(program: Sequence[str], kinds: Sequence[str]) -> dict[str, Profile]:
     """Run a program until its first model is compiled, and return a profile of the model by kind of machine.
-    If a chip's memory is too small, there are also profiles of changed programs: see `make_profiles`.
-
     The model is not trained.
 
     Args:
         program: the path of a Python file, and its arguments
-        kinds: by kind of machine, "apart" or "here", the bytes of a chip's memory
+        kinds: kinds of machines: "apart" or "here"
     Raises: ProfileError, if there is no such file, or the program ended before it compiled a model
     """
     if not Path(program[0]).is_file():
@@ -181,7 +150,7 @@ def compile_profiles(program: Sequence[str], kinds: Mapping[str, float]) -> dict
             [sys.executable, *program], env={**os.environ, PLAN_WISH: wish}, stdout=2, check=False
         ).returncode
         if not code and (paths := sorted(Path(folder).glob("*.pop"))):
-            return {profile.facts["planned"]: profile for profile in map(load, paths)}
+            return {path.stem: load(path) for path in paths}
     if code:
         own = [word for word in program[1:] if word in ("--output", "--replicas", "--accumulation", "--json")]
         fix = f"\n  fix: {', '.join(own)} before {program[0]}, where popvision's own options are"

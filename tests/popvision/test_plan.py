@@ -290,7 +290,7 @@ def test_a_model_larger_than_this_machine_is_planned_and_does_not_fit(tmp_path):
     assert not here.fits
     assert re.match(r"the program needs up to [\d,]{5} GiB, with .* available", here.problems[0])
     (sentence,) = found.advice()  # more would be about another machine
-    assert sentence.endswith("Nothing that was tried makes it fit.")
+    assert "recomputation" in sentence and "off chip" not in sentence  # there are no chips
     data = data_of(found, tmp_path)
     (entry,), plan = data["entries"], data["plan"]
     assert plan["drawn"] is None and not entry["devices"]["rows"]  # it was the step of a Bow Pod16
@@ -383,7 +383,10 @@ def test_what_does_not_fit_is_said_with_the_reason():
     found = apart(dataclasses.replace(profile, memory=rows))
     assert found.estimates[0].to_dict()["fits"] is False
     (sentence,) = found.advice()  # and nothing on its speed
-    assert "does not fit: ipu 3 needs up to 1.02 GiB, with 897 MiB available. Nothing that was" in sentence
+    assert (
+        "does not fit: ipu 3 needs up to 1.02 GiB, with 897 MiB available. Less memory is needed" in sentence
+    )
+    assert "off chip (options.TensorLocations.setOptimizerLocation(" in sentence
     assert str(found).endswith(sentence)
     unknown = dataclasses.replace(profile, facts=profile.facts | {"activations": [None] * 4})
     assert apart(unknown).estimates[0].problems == ["a kernel needs memory of a size that only it knows"]
@@ -401,31 +404,6 @@ class Deep(torch.nn.Module):
 
     def forward(self, x):
         return poptorch.identity_loss(self.layers(x), "mean")
-
-
-@pytest.mark.parametrize(
-    ("memory", "rows", "fits_with"),
-    [
-        (2_100_000, 64, "4 stages that begin with the blocks block0, block1, block2, block3 ("),
-        (9_000_000, 1024, 'options._Popart.set("autoRecomputation", 3)'),
-        (2_700_000, 64, "setOptimizerLocation(poptorch.TensorLocationSettings().useOnChipStorage(False))"),
-        (100_000, 64, ""),
-    ],
-)
-def test_a_plan_that_does_not_fit_names_changes_with_which_it_fits(tmp_path, memory, rows, fits_with):
-    machine = tmp_path / "small.toml"
-    machine.write_text(
-        f'extends = "bow-pod16"\nchip.memory = {{ value = {memory}, source = "a guess" }}\n'
-        'chip.code = { value = 0, source = "a guess" }\n'
-    )
-    options = poptorch.Options()
-    options.Training.gradientAccumulation(8)
-    model = Deep()
-    trainer = poptorch.trainingModel(model, options, torch.optim.Adam(model.parameters()))
-    found = poptorch.plan(trainer, batch=torch.randn(8 * rows, 128), on=str(machine))
-    (sentence,) = found.advice()
-    assert "small, replicas: 1, micro-batches: 8 does not fit: ipu " in sentence
-    assert fits_with in sentence and ("It fits with" if fits_with else "Nothing that was tried") in sentence
 
 
 def test_a_plan_with_recomputation_costs_the_products_that_backward_computes_again():

@@ -174,12 +174,13 @@ def plan(
         Error: the model can't be compiled for such a batch
         ValueError: a machine is not known
     """
-    from popvision.machine import load_machines, memory_by_kind
+    from popvision.machine import load_machines
     from popvision.plan import Estimates
 
     chosen = load_machines(on)
     with _compile_arguments(model, options, batch, training) as (executor, program):
-        found = make_profiles(*program, executor._optimizer_link.hyper, memory_by_kind(chosen))
+        kinds = [machine.kind for machine in chosen]
+        found = make_profiles(*program, executor._optimizer_link.hyper, kinds)
     return Estimates(found, chosen, replicas, accumulation)
 
 

@@ -1,4 +1,4 @@
-// A plan: machines, what would make it fit, memory against its limit, and the estimated step.
+// A plan: machines, memory against its limit, and the estimated step.
 
 function planView(entry, page) {
   const { table, advice, memory, drawn } = DATA.plan, [head, ...body] = table;
