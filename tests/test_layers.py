@@ -24,6 +24,7 @@ VALUES = {
     "popengine.order",
     "popengine.piece",
     "popengine.programs",
+    "popengine.stages",
 }
 # What each command may import: files that need the standard library only.
 COMMANDS = {"popengine.environment", "popengine.errors", "popengine.command_parser"}
@@ -53,6 +54,7 @@ MAY_IMPORT = {
         "popengine",
         "popengine.order",
         "popengine.profile",
+        "popengine.stages",
     },
     "lightning_ipu.autoload": set(),
     "lightning_ipu": VALUES

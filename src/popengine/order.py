@@ -47,6 +47,11 @@ class StepActions(NamedTuple):
     def stages(self) -> int:
         return 1 + max((action.stage for action in self.actions), default=0)
 
+    @property
+    def width(self) -> int:
+        """Return the number of micro-batches that keep all devices busy: one each stage, or core if more."""
+        return max(self.stages, self.cores)
+
     def last_of(self, stage: int) -> int | None:
         """Return the index of the last action of a stage, or of the next one with a backward; None in inference."""
         backwards = [(i, one.stage) for i, one in enumerate(self.actions) if one.phase != "F"]
@@ -82,6 +87,12 @@ class Order:
         """Return the number of micro-batches that a step needs: as many as fill a pipeline, or 1."""
         return (2 * forward_stages - 1 if training else forward_stages) if self.overlaps else 1
 
+    def most_ahead(self, step: StepActions, stage: int) -> int:
+        """Return the number of micro-batches that a stage may begin before it ends the first one."""
+        forward = next(one for one in step.actions if (one.phase, one.stage) == ("F", stage))
+        bounds = (edge.behind for edge in self.bounds(step, forward) if edge.behind)
+        return min(bounds, default=self.in_flight(step))
+
     def all_bounds(self, step: StepActions) -> list[list[After]]:
         """Return the bounds of each action; the first ones of a micro-batch wait for that `in_flight` before, too."""
         awaited = {edge.row for action in step.actions for edge in action.after if edge.behind == 0}
@@ -105,14 +116,10 @@ def _bounds_of_zero_bubble(step: StepActions, action: Action) -> Sequence[After]
     """A forward waits for the last action of its stage, so that a stage holds at most as many micro-batches as the
     first stage does in 1F1B; of those W runs where nothing else is ready."""
     last = step.last_of(action.stage)
-    return () if action.phase != "F" or last is None else (After(last, max(step.stages, step.cores)),)
+    return () if action.phase != "F" or last is None else (After(last, step.width),)
 
 
-def _in_flight_of_1f1b(step: StepActions) -> int:
-    return max(step.stages, step.cores)
-
-
-def _ideal_time(step: StepActions, action: Action, micro_batch: int) -> tuple[float]:
+def interleaved_tick(step: StepActions, action: Action, micro_batch: int) -> tuple[float]:
     """Return the tick at which a full pipeline runs an action, if it takes micro-batches in groups of as many as there
     are ipus, each group through the ipus' first stages, then through their second ones, and so on."""
     ipus = len({one.ipu for one in step.actions})
@@ -137,15 +144,15 @@ ORDERS: dict[str, Order] = {
             "1f1b",
             lambda step, action, micro_batch: (action.phase == "F", -action.stage, micro_batch),
             _bounds_of_1f1b,
-            _in_flight_of_1f1b,
+            lambda step: step.width,
         ),
         Order("gpipe", lambda step, action, micro_batch: (action.phase != "F", -action.stage, micro_batch)),
-        Order("interleaved", _ideal_time, _bounds_of_1f1b, _in_flight_of_1f1b, placement="apart"),
+        Order("interleaved", interleaved_tick, _bounds_of_1f1b, lambda step: step.width, placement="apart"),
         Order(
             "zero-bubble",
             lambda step, action, micro_batch: ("BFW".index(action.phase), -action.stage, micro_batch),
             _bounds_of_zero_bubble,
-            in_flight=lambda step: 2 * max(step.stages, step.cores),
+            in_flight=lambda step: 2 * step.width,
             cuts_backwards=True,
         ),
         _in_turns("sharded", "turns"),

@@ -32,7 +32,7 @@ class ProfiledBlock(NamedTuple):
     stage: int
     ipu: int
     where: str
-    parameters: int = 0  # elements of its parameters
+    parameters: int = 0  # elements of its parameters; a tied one counts in the first block that has it
 
 
 class ProfiledPiece(NamedTuple):
@@ -186,7 +186,8 @@ FORMAT, VERSION = "pando-profile", 2
 class Profile:
     """The profile of one executor's run: recorded times, and tables that follow from its plan.
 
-    `counts` are the batch factors; `facts` hold single numbers and texts: see docs/profile-format.md.
+    `counts` are the batch factors; `facts` hold single numbers and texts: see docs/profile-format.md. A new field, or
+    a new column of a table, needs a default, which older profiles get.
     """
 
     name: str
@@ -279,14 +280,15 @@ def load(path: Path) -> Profile:
     if version < VERSION:
         raise fault(f"has version {version}, which recorded other things")
     try:
-        return Profile(**{entry.name: _parse_field(entry.name, data) for entry in fields(Profile)})
+        known = {entry.name: data[entry.name] for entry in fields(Profile) if entry.name in data}
+        return Profile(**{name: _parse_field(name, value) for name, value in known.items()})
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise fault(f"is damaged: {type(error).__name__}: {error}") from error
 
 
-def _parse_field(name: str, data: dict[str, Any]) -> Any:
-    """Return the value of a field of `Profile` from a file's JSON object, without unknown columns."""
-    value = data[name]
+def _parse_field(name: str, value: Any) -> Any:
+    """Return the value of a field of `Profile` from its JSON. Unknown columns are left out; a missing column has its
+    default."""
     if name in TABLES:
         row_type = TABLES[name]
         if name == "actions":

@@ -64,9 +64,17 @@ FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 detect_is_causal_mask = transformer._detect_is_causal_mask
 
 
+ALIGNMENT = 64  # bytes: torch's own allocations on the CPU begin at multiples
+
+
 def storage_id(value: Tensor) -> int:
     """Return the address of a tensor's storage, which is unique also for a fake tensor without memory."""
     return value.untyped_storage()._cdata  # old
+
+
+def is_aligned(value: Tensor) -> bool:
+    """Return whether a tensor begins at a multiple of `ALIGNMENT` bytes, or is not on the CPU."""
+    return not value.is_cpu or value.data_ptr() % ALIGNMENT == 0
 
 
 @functools.cache

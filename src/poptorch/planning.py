@@ -27,7 +27,7 @@ from popengine.compile import compile_graph
 from popengine.compile.describe import describe, peak_bytes_by_ipu
 from popengine.environment import PLAN_WISH
 from popengine.ir import Graph, Plan
-from popengine.order import ORDERS
+from popengine.order import ORDERS, StepActions
 from popengine.profile import Profile
 from popengine.run.engine import Engine
 from popengine.run.piece_costs import seconds_on_all_threads
@@ -145,15 +145,17 @@ def planned_profile(
 
 def _most_bytes_in_transit(found: Profile, ipu: int) -> int:
     """Return an upper bound of the bytes that are sent to `ipu`, and not received yet, at any time."""
-    stages, micro_batches = len(found.ipus), found.facts["schedule_micro_batches"]
+    step, order = (
+        StepActions(found.actions, found.facts["schedule_micro_batches"]),
+        ORDERS[found.facts["mode"]],
+    )
     sent = {part.channel: part for part in found.instructions if part.kind == "send" and part.peer == ipu}
     total = 0
     for part in {part for part in found.instructions if part.kind == "receive" and part.ipu == ipu}:
         sender, count = sent[part.channel], 1
-        if sender.phase and ORDERS[found.facts["mode"]].overlaps:
-            # The number of micro-batches that a stage begins before it ends the first one.
-            ahead = stages - (sender.stage if sender.phase == "F" else part.stage)
-            count = min(micro_batches, ahead if found.training else found.facts["in_flight"])
+        if sender.phase:  # a gradient waits for a stage that has begun as many micro-batches
+            stage = sender.stage if sender.phase == "F" else part.stage
+            count = min(step.micro_batches, order.most_ahead(step, stage))
         total += count * part.bytes
     return total
 

@@ -8,13 +8,14 @@ is simulated and compared. A plan for this host uses the same model with cores t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 from popengine.order import ORDERS, Action, StepActions, Timeline, simulate, step_duration, timeline
 from popengine.profile import Profile, TaskRun
+from popengine.stages import even_cut
 
 _MOST_TASKS = 6_000  # for a longer step two shorter ones are simulated, and their lengths extrapolated
 _LEAST = 0.05  # smallest gain that is promised: two measurements of one program differ by as much
@@ -226,30 +227,10 @@ def _other_stages(profile: Profile, step: StepModel) -> Iterator[tuple[str, Step
         for (phase, stage), name, share in zip(actions, names, shares, strict=True):
             current = unit_of.get(name, current)
             spent[current][phase] += costs[phase, stage] * share / (sums[phase, stage] or 1.0)
-        begins = _even_cut([sum(each.values()) for each in spent], stages)
+        begins = even_cut([sum(each.values()) for each in spent], stages)
         parts = [spent[begin:end] for begin, end in pairwise([*begins, len(units)])]
         changed = [sum(each[action.phase] for each in parts[action.stage]) for action in step.actions]
         first = ", ".join(units[begin] for begin in begins[1:])
         what = f"stages that begin with the {kind}{'s' * (stages > 2)} {first}"
         also = f"the results have the same bits; poptorch.AutoBalance({stages}) also cuts by measured costs"
         yield "stages", replace(step, costs=tuple(changed)), what, also
-
-
-def _even_cut(costs: Sequence[float], parts: int) -> list[int]:
-    """Return the first index of each of `parts` parts of a sequence, none of them empty, so that the largest
-    sum of a part is as small as possible."""
-
-    def cut(limit: float) -> list[int]:
-        begins, total = [0], 0.0
-        for index, cost in enumerate(costs):
-            left = len(costs) - index  # items that are not placed yet
-            if index and (total + cost > limit or left == parts - len(begins)):
-                begins, total = [*begins, index], 0.0
-            total += cost
-        return begins
-
-    low, high = max(costs), sum(costs)
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (low, middle) if len(cut(middle)) <= parts else (middle, high)
-    return cut(high)

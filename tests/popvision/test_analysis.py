@@ -102,13 +102,6 @@ def test_even_stages_and_stages_that_run_in_turns_are_not_cut_elsewhere():
     assert [change.kind for change in turns.changes] == ["pipeline"]
 
 
-def test_a_cut_has_the_smallest_largest_part():
-    assert virtual._even_cut([1, 1, 1, 1], 2) == [0, 2]
-    assert virtual._even_cut([5, 1, 1, 1], 2) == [0, 1]
-    assert virtual._even_cut([1, 1, 1, 5], 3) == [0, 2, 3]
-    assert virtual._even_cut([0, 0, 0], 3) == [0, 1, 2]
-
-
 def test_cores_that_wait_are_told_and_so_are_cores_that_are_not_used():
     alone = simulated(2, 16, order="sharded", cores=2)  # each micro-batch waits for the one before
     found = Figures(alone)

@@ -104,3 +104,31 @@ def test_an_ipu_needs_no_more_memory_than_its_plan_says_and_not_much_less(tmp_pa
 def test_where_only_the_kernel_knows_its_workspace_no_bound_is_said(tmp_path):
     planned, _ = planned_and_used(tmp_path, "lstm", "pipelined")
     assert [need.activations for need in memory_needs(planned)] == [None] * 4
+
+
+def test_a_schedule_that_begins_all_forwards_first_sends_all_activations_before_one_is_read():
+    def bytes_between(schedule):
+        options = poptorch.Options()
+        options.setExecutionStrategy(
+            poptorch.PipelinedExecution(*(f"block{i}" for i in range(4)), schedule=schedule)
+        )
+        options.Training.gradientAccumulation(9)
+        (found,) = poptorch.plan(Layers("linear"), options, torch.randn(9 * 4, WIDTH)).estimates
+        return found.profile.facts["between"]
+
+    activation = (
+        4 * WIDTH * 4
+    )  # bytes of a micro-batch; the last ipu receives two, its own input and block0's
+    assert bytes_between("gpipe")[-1] == 9 * 2 * activation
+    assert bytes_between("1f1b")[-1] == (2 + 4) * activation  # in flight between stages 2 and 3, 0 and 3
+
+
+def test_a_tied_weight_counts_in_one_block():
+    model = Layers("shared")
+    options = poptorch.Options()
+    options.setExecutionStrategy(poptorch.PipelinedExecution(*(f"block{i}" for i in range(4))))
+    options.Training.gradientAccumulation(9)
+    (found,) = poptorch.plan(model, options, torch.randn(9 * 4, WIDTH)).estimates
+    blocks = {block.name: block.parameters for block in found.profile.blocks}
+    layer = WIDTH * WIDTH + WIDTH
+    assert blocks == {"block0": layer, "block1": layer, "block2": layer, "block3": 0}

@@ -191,7 +191,9 @@ def _profiled_blocks(plan: Plan, graph: Graph | None) -> Iterator[ProfiledBlock]
     parameters = [slot for slot in partition.signature.slots if slot.role == "parameter"]
     for stage, names in enumerate(partition.names):
         for name in names.split(", "):
-            size = sum(math.prod(slot.shape) for slot in parameters if slot.name in used.get(name, ()))
+            own = [slot for slot in parameters if slot.name in used.get(name, ())]
+            parameters = [slot for slot in parameters if slot not in own]  # a tied one counts once
+            size = sum(math.prod(slot.shape) for slot in own)
             yield ProfiledBlock(name, stage, partition.ipus[stage], lines.get(name, "?"), size)
 
 

@@ -3,13 +3,13 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from ..errors import PartitionError, did_you_mean
 from ..ir import Visit
 from ..order import order_named
 from ..settings import Settings, Strategy
+from ..stages import even_cut
 
 logger = logging.getLogger("poptorch::python")
 
@@ -145,36 +145,20 @@ class Cost:
 def balance_blocks(
     costs: Sequence[Cost], ipus: int, capacity: float = float("inf")
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the blocks of each ipu, such that the largest sum of seconds on an ipu is minimal; of several
-    such placements that with the least sum of squared loads. An ipu can hold `capacity` bytes."""
+    """Return the names of the blocks of each ipu, cut by `even_cut` of their seconds. An ipu can hold `capacity` bytes.
+    Raise PartitionError if there is no such cut."""
     count = len(costs)
     if count < ipus:
         raise PartitionError(
             f"{count} blocks can't be placed on {ipus} ipus\n  fix: mark more blocks, or use at most {count} ipus"
         )
-    seconds = [0.0, *accumulate(cost.seconds for cost in costs)]
-    size = [0, *accumulate(cost.bytes for cost in costs)]
-
-    @cache
-    def best_cuts(end: int, ipus: int) -> tuple[float, float, tuple[int, ...]] | None:
-        """Return (largest load, sum of squared loads, last bounds) for blocks 0 to `end` on `ipus` ipus, or None."""
-        if not ipus:
-            return None if end else (0.0, 0.0, ())
-        found = []
-        for start in range(end):
-            before, load = best_cuts(start, ipus - 1), seconds[end] - seconds[start]
-            if before is not None and size[end] - size[start] <= capacity:
-                found.append((max(before[0], load), before[1] + load * load, (*before[2], end)))
-        return min(found, default=None)
-
-    chosen = best_cuts(count, ipus)
-    if chosen is None:
+    begins = even_cut([cost.seconds for cost in costs], ipus, [cost.bytes for cost in costs], capacity)
+    if not begins:
         raise PartitionError(
             f"no placement of {count} blocks on {ipus} ipus fits {capacity:.3g} bytes an ipu\n"
             "  fix: use more ipus, smaller blocks, or recomputation"
         )
-    bounds = pairwise((0, *chosen[2]))
-    return tuple(tuple(cost.name for cost in costs[start:end]) for start, end in bounds)
+    return tuple(tuple(cost.name for cost in costs[start:end]) for start, end in pairwise([*begins, count]))
 
 
 def describe_balance(costs: Sequence[Cost], cut: Sequence[Sequence[str]]) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import Error, UnrecoverableError
 from ..settings import DeviceKind
+from ..torch_private import ALIGNMENT, is_aligned
 
 CPU = torch.device("cpu")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
@@ -103,18 +104,15 @@ def synchronize(device: torch.device) -> None:
         ) from error
 
 
-BYTES = 64  # alignment
-
-
 def with_aligned_micro_batches(batch: Tensor) -> Tensor:
     """Return a CPU batch, [turns, groups, micro-batch, ...], or a copy with padding that aligns the micro-batches."""
     size, (turns, groups) = batch.element_size(), batch.shape[:2]
     steps = [stride for stride, count in zip(batch.stride(), (turns, groups), strict=False) if count > 1]
     if not batch.numel() or not any(
-        number % BYTES for number in (batch.data_ptr(), *(s * size for s in steps))
+        number % ALIGNMENT for number in (batch.data_ptr(), *(s * size for s in steps))
     ):
         return batch
-    row = -(-prod(batch.shape[2:]) * size // BYTES) * BYTES // size
+    row = -(-prod(batch.shape[2:]) * size // ALIGNMENT) * ALIGNMENT // size
     inner = torch.empty_like(batch[0, 0]).stride()  # keeps channels_last
     padded = torch.empty(turns * groups * row, dtype=batch.dtype)
     return padded.as_strided(batch.shape, (groups * row, row, *inner)).copy_(batch)
@@ -122,4 +120,4 @@ def with_aligned_micro_batches(batch: Tensor) -> Tensor:
 
 def with_aligned_start(value: Tensor) -> Tensor:
     """Return an aligned copy of a CPU tensor that isn't at a multiple of 64 bytes; otherwise the tensor."""
-    return value.clone() if value.is_cpu and value.data_ptr() % BYTES else value
+    return value if is_aligned(value) else value.clone()

@@ -25,7 +25,7 @@ from ..errors import Error
 from ..ir import Plan, Slot
 from ..profile import Memory
 from ..settings import Hyper, Optimizer, Settings
-from ..torch_private import DisableTorchFunctionSubclass
+from ..torch_private import DisableTorchFunctionSubclass, is_aligned
 from ..update.group_update import fitting_state
 from ..update.optimizer_rules import OWN_STEP, RULES
 from . import devices
@@ -262,7 +262,7 @@ class State:
         dense = torch.empty(value.shape, device="meta").stride() if is_overlapping else value.stride()
         strides = self._strides.setdefault(slot.key, dense)
         # A view of larger memory stays there, since the user's other tensors may share this memory.
-        is_unaligned = value.is_cpu and value.data_ptr() % devices.BYTES and not value.storage_offset()
+        is_unaligned = not is_aligned(value) and not value.storage_offset()
         if (value.stride() != strides or is_unaligned) and not value.is_inference():
             moved = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
             value.data = moved.copy_(value)

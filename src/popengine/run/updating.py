@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .. import ir
 from ..settings import Optimizer, Settings
+from ..torch_private import ALIGNMENT
 from ..update.group_update import Chunk, ParameterUpdate, UpdateStep, cut_into_chunks
 from ..update.optimizer_rules import OWN_STEP
 from .call import EngineCall
@@ -39,7 +40,6 @@ from .state import State, Unit
 # at most `_SHARE` of the gradients' elements are large, and otherwise halves.
 _LARGE = 0.125 * torch.finfo(torch.float16).max  # an element above it, before the division by the loss scale
 _SHARE = 1e-7
-_ALIGNED = 64  # bytes; each gradient begins at a multiple, as torch's own allocations do
 Work = Callable[[int], None]  # runs a row, given its index
 _StepKey = tuple[int, int]  # (ipu, parameter group) of the parameters of an UpdateStep
 
@@ -312,7 +312,7 @@ class Bucket:
     def __init__(
         self, units: Sequence[Unit], members: Sequence[int], dtype: torch.dtype, state: State
     ) -> None:
-        is_sharded, step = units[0].key in state.shared.owner, max(1, _ALIGNED // dtype.itemsize)
+        is_sharded, step = units[0].key in state.shared.owner, max(1, ALIGNMENT // dtype.itemsize)
         cuts, starts = [0], dict[Unit, int]()
         for owner in range(state.settings.counts.instances) if is_sharded else [None]:
             end = cuts[-1]

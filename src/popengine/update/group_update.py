@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..settings import Optimizer
+from ..torch_private import is_aligned
 from .formulas import Formula, Rates, State, Step
 from .optimizer_rules import RULES, RuleState, TrustRatios
 
@@ -39,10 +40,9 @@ def fitting_state(
         like, dtype = torch.empty(()), torch.float32
     else:
         like, dtype = parameter, optimizer.state_dtype(parameter.dtype, state.name)
-    if value is not None:
-        is_aligned = not value.is_cpu or value.data_ptr() % 64 == 0
-        if is_aligned and (value.dtype, value.device, value.stride()) == (dtype, like.device, like.stride()):
-            return value
+    wanted = dtype, like.device, like.stride()
+    if value is not None and is_aligned(value) and (value.dtype, value.device, value.stride()) == wanted:
+        return value
     new = torch.zeros_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
     if value is not None:
         return new.copy_(value.detach())

@@ -51,6 +51,10 @@ def test_fewer_blocks_than_ipus_is_an_error():
         balance_blocks(costs_of(1, 2), 3)
 
 
+def test_blocks_without_a_cost_are_cut_too():
+    assert balance_blocks(costs_of(0, 0, 0), 3) == (("b0",), ("b1",), ("b2",))
+
+
 def test_the_description_has_the_load_of_each_ipu():
     text = "  ipu 0: 6.000 ms: b0, b1\n  ipu 1: 2.000 ms: b2"
     assert describe_balance(costs_of(3, 3, 2), (("b0", "b1"), ("b2",))) == text
