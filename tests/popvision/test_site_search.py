@@ -30,6 +30,14 @@ QUESTIONS = {
     "batch norm": ("guide/scaling",),
     "several hosts": ("guide/scaling",),
     "Kubernetes": ("guide/kubernetes",),
+    "Windows": ("guide/tools", "labs/"),
+    "macOS": ("guide/tools", "guide/"),
+    "WSL": ("guide/tools", "labs/"),
+    "Colab": ("guide/tools",),
+    "tensorboard": ("guide/tools",),
+    "wandb": ("guide/tools",),
+    "mixed precision": ("guide/tools", "guide/optimizers"),
+    "does not fit": ("guide/tools", "guide/planning", "guide/scaling"),
     "bubble": ("ten_minutes", "labs/bubble", "concepts/step"),
 }
 RESULTS = """new Promise(done => {
