@@ -29,10 +29,11 @@ def machine_sentence(figures: Figures) -> str:
     share = figures.core_share
     if share is None:
         return ""
-    busy = "" if share >= _FREE else " For the rest, other programs ran or the computations waited."
+    if share >= _FREE:
+        return f"This program got {share:.0%} of its cores while it computed."
     return (
-        f"Computations had a core for {share:.0%} of their time.{busy} The times of stages, blocks and operations"
-        " leave out the waits; throughput and the trace of these cores include them."
+        f"The machine was busy: this program got {share:.0%} of a core. The costs of stages, blocks and operations are"
+        " processor time; throughput and the trace of these cores include the waits."
     )
 
 

@@ -54,11 +54,14 @@ class Figures:
         self.idle_here = times.waiting_share(self.usages)
         self.bubble_ideal = times.ideal_bubble(profile)
         self.step_apart, self.bubble_apart, self.device_usages, runs, self.changes = None, None, [], [], []
+        self.step_here = None  # on these cores, if none of them waited
         count = facts.get("schedule_micro_batches", 1)
         step = virtual.StepModel.of(profile, costs, updates=updates, micro_batches=count)
         if computed and step.is_known:
             ns = virtual.simulated_ns(step)
             self.step_apart, self.bubble_apart = ns / 1e9, step.bubble(ns)
+            replicas = profile.counts.get("replicas", 1) // profile.counts.get("instances", 1)
+            self.step_here = max(1, replicas) * step.work / max(1, facts.get("threads", 1)) / 1e9
             self.device_usages = times.ipu_usages(self.stages, count, ns)
             runs = virtual.runs_on_devices(profile, step, costs)
             self.changes = virtual.advised_changes(self.timed, step, self.spread)

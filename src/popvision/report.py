@@ -19,6 +19,7 @@ from popengine.profile import PHASES, Profile, ProfileError, TaskRun, load
 from .advice import advice_sentences, machine_sentence, stages_sentence
 from .analysis import Figures, compare_figures, comparison_text
 from .memory import bytes_curve, memory_table
+from .times import bubble_formula
 from .units import cores_text, layout_text, plural, rate_text, seconds_text, share_text, size_text, table_text
 
 PROFILE = "profile.pop"
@@ -114,6 +115,7 @@ def page_data(found: Figures) -> dict[str, Any]:
         "machine_says": machine_sentence(found),
         "stages_say": stages_sentence(found),
         "cores": cores_text(found.profile),
+        "bubble_formula": bubble_formula(found.profile),
     }
     runs = found.devices.runs
     curves = {
@@ -221,14 +223,14 @@ def summary(profile: Profile) -> str:
     if found.calls:
         passes = ", ".join(f"{entry.name} {seconds_text(entry.seconds)}" for entry in profile.passes)
         lines += [
+            f"  bubble        {share_text(found.bubble_apart)} on separate devices,"
+            f" {share_text(found.bubble_ideal)} ideal{bubble_formula(profile)}",
+            f"  a step        {seconds_text(found.step_apart)} on separate devices, simulated",
+            f"                {seconds_text(found.step_here)} on {cores_text(profile)} without waits,"
+            f" {seconds_text(found.step_seconds)} with them",
+            f"  ran           {plural(found.calls, 'call')}, {plural(found.steps, 'step')}",
             f"  throughput    {rate_text(found.samples_per_second)} in calls,"
             f" {rate_text(found.samples_per_second_overall)} with the time between them",
-            f"  ran           {plural(found.calls, 'call')}, {plural(found.steps, 'step')}",
-            f"  bubble        {share_text(found.bubble_apart)} on separate devices,"
-            f" {share_text(found.bubble_ideal)} ideal",
-            f"  a step        {seconds_text(found.step_seconds)} here: {cores_text(profile)} ran all ipus, and waited"
-            f" for {share_text(found.idle_here)}",
-            f"                {seconds_text(found.step_apart)} on separate devices, simulated",
             f"  compilation   {seconds_text(found.compile_seconds)}: {passes}",
         ]
     elif profile.facts.get("failed_calls", 0):

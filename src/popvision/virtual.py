@@ -59,11 +59,15 @@ class StepModel:
         """Return whether the step can be simulated: its order is known, or all tasks of its schedule are."""
         return self.order in ORDERS or len(self.program) == self.micro_batches * len(self.actions)
 
+    @property
+    def work(self) -> float:
+        """Return the ns of all computations of a step."""
+        return self.replicas * (self.micro_batches * sum(self.costs) + sum(self.updates.values()))
+
     def bubble(self, length: float) -> float:
         """Return the share of time in which the devices wait, in a step of `length` ns."""
-        work = self.micro_batches * sum(self.costs) + sum(self.updates.values())
         devices = self.cores or len({action.ipu for action in self.actions})
-        return max(0.0, 1 - self.replicas * work / (length * devices)) if length else 0.0
+        return max(0.0, 1 - self.work / (length * devices)) if length else 0.0
 
 
 def simulated_ns(step: StepModel) -> float:

@@ -164,14 +164,10 @@ def test_a_sentence_says_how_busy_the_machine_was():
         runs = [run._replace(computed=round(share * (run.end - run.start))) for run in profile.runs]
         return replace(profile, runs=tuple(runs))
 
-    assert machine_sentence(Figures(computing(1))).startswith(
-        "Computations had a core for 100% of their time. The times of stages"
-    )
+    assert machine_sentence(Figures(computing(1))) == "This program got 100% of its cores while it computed."
     text = machine_sentence(Figures(computing(0.25)))
-    assert text.startswith(
-        "Computations had a core for 25% of their time. For the rest, other programs ran or"
-    )
-    assert "The times of stages, blocks and operations leave out the waits" in text
+    assert text.startswith("The machine was busy: this program got 25% of a core.")
+    assert "costs of stages, blocks and operations are processor time" in text
     assert summary(computing(0.25)).splitlines()[1] == f"  {text}"
     busy = computing(0.25)
     assert page_data(Figures(busy))["figures"]["machine_says"] == text

@@ -24,8 +24,9 @@ def test_summary_prints_the_headline_of_both_profiles(report, capsys):
     assert main(["summary", str(report)]) == 0
     text = capsys.readouterr().out
     assert text.index("training: 1f1b training, 3 stages") < text.index("inference: 1f1b inference")
-    assert "bubble        33.3% on separate devices, 33.3% ideal" in text
-    assert "a step        24 ms here: 1 of 64 cores ran all ipus, and waited for 0.0%" in text
+    assert "bubble        33.3% on separate devices, 33.3% ideal = (n - 1) / (m + n - 1) = 2 / 6" in text
+    assert "a step        12 ms on separate devices, simulated\n" in text
+    assert "              24 ms on 1 of 64 cores without waits, 24 ms with them" in text
     assert "compilation   750 ms: capture 500 ms, lower 250 ms" in text
 
 

@@ -76,11 +76,11 @@ def test_every_view_opens_in_light_and_dark_and_fits_a_narrow_window(chromium, r
 def test_the_headline_shows_the_figures(chromium, report):
     chromium.open(report)
     text = chromium.value("document.getElementById('main').innerText")
-    assert "Slowest stage" in text and "A, B: 6 ms a micro-batch" in text
+    assert "Slowest stage\nstage 0\nof 0 to 3: A, B, 6 ms a micro-batch" in text
     assert "The slowest stage takes 1.71 times the average one." in text
     assert "Bubble\n" in text and "of separate devices; ideal 27.3%" in text
     assert "A step on separate devices\n48 ms" in text
-    assert "A step on these cores\n112 ms\n1 of 64 cores ran all ipus, and waited for 0.0%" in text
+    assert "without waits\n112 ms\n1 of 64 cores ran all ipus; 112 ms with waits, idle for 0.0%" in text
 
 
 def test_one_switch_shows_these_cores_or_separate_devices(chromium, report):
@@ -112,7 +112,7 @@ def test_a_slowed_block_of_a_real_training_is_found_on_the_page(chromium, tmp_pa
     test_runs.train(tmp_path, slow_block=1)
     chromium.open(tmp_path / "report.html")
     tiles = chromium.value("[...document.querySelectorAll('.tile')].map(tile => tile.innerText)")
-    assert any(tile.startswith("Slowest stage\n1\nblock1: ") for tile in tiles)
+    assert any(tile.startswith("Slowest stage\nstage 1\nof 0 to ") for tile in tiles)
     chromium.open(tmp_path / "report.html", "operations")
     assert (cells(chromium, "operation")[0], cells(chromium, "block")[0]) == ("popvision_test.slow", "block1")
     chromium.screenshot(SHOTS / "slowed.png")
