@@ -335,9 +335,10 @@ def final_loss(capture: Capture) -> Tensor:
 
 
 def final_losses(capture: Capture) -> dict[fx.Node, tuple[Tensor, str]]:
-    """Return (loss, user's line) of each recorded loss that no other loss is computed from, by its node; those that
-    require no gradient, such as metrics under `no_grad`, only if there is no other."""
-    losses = [loss for loss in capture.losses if loss[0].requires_grad] or capture.losses
+    """Return (loss, user's line) of each candidate (each recorded loss, if none is chosen as a candidate) that no other
+    one is computed from, by its node; those that require no gradient only if there is no other."""
+    candidates = capture.losses if capture.candidates is None else capture.candidates
+    losses = [loss for loss in candidates if loss[0].requires_grad] or candidates
     nodes = [capture.recorder.node_of(value) for value, _ in losses]
     reached = sources_of([operand for node in nodes for operand in node.all_input_nodes])
     return {node: loss for node, loss in zip(nodes, losses, strict=True) if node not in reached}

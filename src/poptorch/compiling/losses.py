@@ -10,7 +10,8 @@ a scalar, alone or first in a tuple  that scalar, if computed from all losses; i
 one scalar computed from the loss    that scalar
 
 In all other cases, and with `options.loss(marked=True)`, PopTorch's rule is applied to the results of
-`identity_loss` and torch's loss functions.
+`identity_loss` and torch's loss functions. A result of a loss function is a metric, and no loss, if no output has a
+gradient with respect to it, unless forward returns no scalar that can be trained.
 """
 
 from collections.abc import Mapping
@@ -31,17 +32,17 @@ def choose_loss(returned: Any, capture: Capture, options: Options) -> None:
     """Set the capture's loss by forward's return value, unless it has one, or PopTorch's rule applies."""
     if capture.chosen is not None or (options.exists("loss_is_marked") and options("loss_is_marked")):
         return
+    capture.candidates = _losses_without_metrics(returned, capture)
     origin = f"the return of forward, {capture.forward_line}"
     if options.exists("loss_output"):
         chosen = _named_output(returned, options("loss_output"), capture.forward_line)
-    elif capture.is_marked:
+    elif capture.marked:
         return
     elif isinstance(field := loss_field(returned), Tensor) and is_traced(field):
         chosen, origin = field, f'the output "loss" of forward, {capture.forward_line}'
     else:
         chosen = _find_output_to_train(returned, capture)
-        if chosen is None:
-            _warn_of_untrained_terms(returned, capture)
+        _warn_of_untrained_scalars(returned, chosen, capture)
     if chosen is not None:
         capture.choose_loss(chosen, origin)
 
@@ -49,6 +50,21 @@ def choose_loss(returned: Any, capture: Capture, options: Options) -> None:
 def loss_field(returned: Any) -> Any:
     """Return the key or attribute "loss" of what forward returned; None if it has neither."""
     return returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
+
+
+def _losses_without_metrics(returned: Any, capture: Capture) -> list[tuple[Tensor, str]]:
+    """Return the recorded losses without metrics; all of them, if all are metrics and forward returns no scalar that
+    can be trained."""
+    outputs = [value for value in tensors_of(returned) if value.requires_grad]
+    functions: set[Any] = {value.grad_fn for value in outputs} - {None}
+    stack = list(functions)
+    while stack:
+        new = {before for before, _ in stack.pop().next_functions} - functions - {None}
+        functions |= new
+        stack += new
+    marked = set(map(id, capture.marked))
+    found = [loss for loss in capture.losses if loss[0].grad_fn in functions or id(loss[0]) in marked]
+    return found if found or any(map(_is_loss_candidate, outputs)) else capture.losses
 
 
 def _find_output_to_train(returned: Any, capture: Capture) -> Tensor | None:
@@ -86,18 +102,29 @@ def _find_output_to_train(returned: Any, capture: Capture) -> Tensor | None:
     return derived[0] if derived else None
 
 
-def _warn_of_untrained_terms(returned: Any, capture: Capture) -> None:
-    """Log a warning if forward returns the loss that is trained, and another scalar that is computed from it."""
+def _warn_of_untrained_scalars(returned: Any, chosen: Tensor | None, capture: Capture) -> None:
+    """Log a warning if the only loss (or `chosen`, computed from it) is trained, and forward returns another scalar
+    that could be meant, since the trained one isn't computed from it."""
     recorder, final = capture.recorder, final_losses(capture)
-    scalars = {recorder.node_of(value) for value in tensors_of(returned) if _is_loss_candidate(value)}
-    if len(final) == 1 and any(final.keys() <= sources_of([node]) for node in scalars - final.keys()):
-        logger.warning(
-            "forward returns the loss of %s, which is trained, and a scalar computed from it, whose other terms are"
-            " not trained\n"
-            "  fix: name the scalar to train: trainingModel(model, options, optimizer, loss=<its key or place>); or"
-            ' return it as "loss", or without the other one',
-            *(where for _, where in final.values()),
-        )
+    scalars = [recorder.node_of(value) for value in tensors_of(returned) if _is_loss_candidate(value)]
+    is_first = isinstance(returned, tuple | list) and chosen is next(iter(returned), None)
+    if len(final) != 1 or not scalars or is_first:
+        return
+    ((loss, (_, where)),) = final.items()
+    terms = sources_of([loss] if chosen is None else [recorder.node_of(chosen)])
+    for scalar in scalars:
+        if scalar not in terms:
+            what = f"the scalar of {scalar.meta['where']}, which is"
+            if loss in sources_of([scalar]):
+                what = "a scalar computed from it, whose other terms are"
+            logger.warning(
+                "forward returns the loss of %s, which is trained, and %s not trained\n"
+                "  fix: name the scalar to train: trainingModel(model, options, optimizer, loss=<its key or place>); or"
+                ' return it as "loss", or without the other one',
+                where,
+                what,
+            )
+            return
 
 
 def _is_loss_candidate(value: Tensor) -> bool:

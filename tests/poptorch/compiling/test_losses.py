@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import poptorch
+from popengine.compile.capture import LOSSES
 
 Output = namedtuple("Output", "loss logits")
 
@@ -230,3 +231,119 @@ def test_a_metric_without_gradients_is_no_loss(metric):
 def test_a_returned_scalar_that_is_computed_from_the_trained_loss_has_a_warning(outcome, warnings, caplog):
     weight_after(outcome)
     assert caplog.text.count("a scalar computed from it, whose other terms are not trained") == warnings
+
+
+def _classes(y):
+    return torch.arange(len(y)) % y.shape[1]
+
+
+# A call of each of torch's loss functions, on an output [rows, classes] and a target of this shape.
+LOSS_CALLS = {
+    "ctc_loss": lambda f, y, t: f(
+        y[:, None].log_softmax(-1), torch.tensor([[1, 2]]), torch.tensor([len(y)]), torch.tensor([2])
+    ),
+    "nll_loss": lambda f, y, t: f(y.log_softmax(1), _classes(y)),
+    "gaussian_nll_loss": lambda f, y, t: f(y, t, torch.ones_like(y)),
+    "kl_div": lambda f, y, t: f(y.log_softmax(1), t.softmax(1), reduction="batchmean"),
+    "cross_entropy": lambda f, y, t: f(y, _classes(y)),
+    "binary_cross_entropy": lambda f, y, t: f(y.sigmoid(), t.sigmoid()),
+    "binary_cross_entropy_with_logits": lambda f, y, t: f(y, t.sigmoid()),
+    "linear_cross_entropy": lambda f, y, t: f(y, torch.eye(y.shape[1]), t.softmax(1)),
+    "margin_ranking_loss": lambda f, y, t: f(y[:, 0], y[:, 1], t[:, 0].sign()),
+    "hinge_embedding_loss": lambda f, y, t: f(y, t.sign()),
+    "soft_margin_loss": lambda f, y, t: f(y, t.sign()),
+    "multilabel_margin_loss": lambda f, y, t: f(y, _classes(y)[:, None].repeat(1, y.shape[1])),
+    "multilabel_soft_margin_loss": lambda f, y, t: f(y, (t > 0).float()),
+    "cosine_embedding_loss": lambda f, y, t: f(y, t, t[:, 0].sign()),
+    "multi_margin_loss": lambda f, y, t: f(y, _classes(y)),
+    "triplet_margin_loss": lambda f, y, t: f(y, t, -t),
+    "triplet_margin_with_distance_loss": lambda f, y, t: f(y, t, -t),
+}
+LOSS_FUNCTIONS = [
+    name for name, f in vars(functional).items() if callable(f) and name.islower() and f in LOSSES
+]
+
+
+def metric_of(name, y, t):
+    return LOSS_CALLS.get(name, lambda f, y, t: f(y, t))(getattr(functional, name), y, t)
+
+
+def unused(y, t, metric):
+    metric()
+    return hand_written(y, t)
+
+
+def detached(y, t, metric):
+    return hand_written(y, t), metric().detach()
+
+
+def without_gradient(y, t, metric):
+    with torch.no_grad():
+        found = metric()
+    return hand_written(y, t), found
+
+
+def of_detached_output(y, t, metric):
+    return {"loss": hand_written(y, t), "metric": metric(y.detach())}
+
+
+def two_metrics(y, t, metric):
+    metric(), mse(y, t)
+    return hand_written(y, t), y
+
+
+def kept_as_a_number_of_the_output(y, t, metric):
+    return hand_written(y, t), (metric() > 0.5)
+
+
+def beside_a_marked_loss(y, t, metric):
+    metric()
+    return poptorch.identity_loss(hand_written(y, t), "none"), y
+
+
+WAYS = [
+    unused,
+    detached,
+    without_gradient,
+    of_detached_output,
+    two_metrics,
+    kept_as_a_number_of_the_output,
+    beside_a_marked_loss,
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", LOSS_FUNCTIONS)
+def test_a_loss_function_that_is_called_as_a_metric_is_not_trained(name, way, caplog):
+    def outcome(y, t):
+        return way(y, t, lambda output=y: metric_of(name, output, t))
+
+    weight, _ = weight_after(outcome)
+    assert torch.equal(weight, weight_after(hand_written)[0])
+    assert "not trained" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("outcome", "pick"),
+    [
+        (lambda y, t: (hand_written(y, t), mse(y, t)), second),
+        (lambda y, t: {"mine": hand_written(y, t), "mse": mse(y, t)}, lambda v: v["mse"]),
+        (lambda y, t: (y, hand_written(y, t), mse(y, t) * 2), lambda v: v[2]),
+    ],
+)
+def test_of_two_returned_scalars_that_could_be_meant_the_recorded_loss_is_trained_with_one_warning(
+    outcome, pick, caplog
+):
+    weight, _ = weight_after(outcome)
+    torch.testing.assert_close(weight, plain_weight(outcome, pick))
+    (warning,) = [text for text in caplog.messages if "not trained" in text]
+    assert warning.count("test_losses.py:") == 2  # both lines
+    assert "loss=" in warning
+
+
+def test_a_loss_without_an_output_of_its_own_is_trained_if_no_scalar_is_returned():
+    def outcome(y, t):
+        mse(y, t)
+        return y
+
+    assert torch.equal(weight_after(outcome)[0], weight_after(mse)[0])

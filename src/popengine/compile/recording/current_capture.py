@@ -100,7 +100,8 @@ class Capture:
     phase: str = "F"
     forward_line: str = "?"  # file and line of the model's forward, for messages
     losses: list[tuple[Tensor, str]] = field(default_factory=list)  # with the user's line
-    is_marked: bool = False  # the user has marked a loss
+    marked: list[Tensor] = field(default_factory=list)  # those of the losses that the user has marked
+    candidates: list[tuple[Tensor, str]] | None = None  # the losses that are no metrics, if this is known
     allows_autocast: bool = True  # `poptorch.autocast` has an effect
     chosen: tuple[Tensor, str] | None = None  # the loss to train, in place of the marked ones
     # For the host, after each call: see `poptorch.compiling.outputs`.
@@ -132,7 +133,8 @@ class Capture:
     def mark_loss(self, value: Tensor, is_explicit: bool = False) -> None:
         """Add a tensor to the losses: a result of a torch loss function, or (`is_explicit`) one that the user marks."""
         self.losses.append((value, user_line()))
-        self.is_marked = self.is_marked or is_explicit
+        if is_explicit:
+            self.marked.append(value)
 
     def choose_loss(self, value: Tensor, where: str) -> None:
         """Set the loss to train, in place of all other losses. `where`: its origin, as errors name it."""
