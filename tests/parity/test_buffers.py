@@ -1,5 +1,6 @@
 """Buffers that a forward writes, in all ways that programs use: each micro-batch reads what the one before has left."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -31,7 +32,22 @@ WRITES = {
     "scatter_": lambda s, x: s.v.scatter_(0, torch.tensor([0, 2]), x[0]),
     "zero_": lambda s, x: s.v.zero_(),
     "a count": lambda s, x: s.count.add_(1),
+    "assigned": lambda s, x: setattr(s, "v", s.v * 0.9 + x.mean(0)),
+    "assigned, without a read": lambda s, x: setattr(s, "v", x.mean(0)),
+    "assigned an operand in place": lambda s, x: (s.v.add_(1), setattr(s, "v", s.v * 0.9)),
+    "assigned, and then in place": lambda s, x: (setattr(s, "v", s.v * 0.9), s.v.add_(x[0])),
+    "assigned, beside one in place": lambda s, x: (s.u.mul_(0.5), setattr(s, "v", s.u + s.v)),
+    "assigned a row of an input": lambda s, x: setattr(s, "v", x[0]),
+    "assigned a constant": lambda s, x: setattr(s, "v", torch.arange(4.0)),
+    "assigned a plain tensor": lambda s, x: setattr(s, "v", PLAIN),
+    "assigned the other one": lambda s, x: (setattr(s, "v", s.u), setattr(s, "u", s.u * 2)),
+    "assigned by a swap": lambda s, x: (lambda u: (setattr(s, "u", s.v), setattr(s, "v", u)))(s.u),
+    "assigned one value to both": lambda s, x: (setattr(s, "v", x.mean(0)), setattr(s, "u", s.v)),
+    "assigned in other strides": lambda s, x: setattr(s, "v", x.repeat(2, 1)[:, 0]),
+    "assigned a count": lambda s, x: setattr(s, "count", s.count + 1),
+    "assigned in a dictionary": lambda s, x: s._buffers.update(v=s.v + 1),
 }
+PLAIN = torch.ones(4)
 
 
 class Writes(nn.Module):
@@ -111,3 +127,69 @@ def test_a_buffer_that_is_written_is_that_of_plain_pytorch(write, read):
 def test_normalized_weights_are_those_of_plain_pytorch(wrap):
     for accumulation, stages in ((1, False), (3, False), (3, True)):
         assert_trains_as_plain_pytorch(lambda: Normalized(wrap), accumulation, stages)
+
+
+class Assigns(nn.Module):
+    """A model whose forward assigns `value(self, x)` to its buffer."""
+
+    def __init__(self, value, start):
+        super().__init__()
+        self.layer, self.value = nn.Linear(4, 4), value
+        self.register_buffer("state", start)
+
+    def forward(self, x):
+        before = self.state
+        self.state = self.value(self, self.layer(x))
+        return self.state * 2, before
+
+
+def test_an_assigned_buffer_is_returned_as_it_is_and_as_it_was():
+    torch.manual_seed(0)
+    model = Assigns(lambda s, y: (s.state * 0.9 + y).detach(), torch.zeros(2, 4))
+    twin, x = copy.deepcopy(model), torch.randn(6, 4)
+    executor = poptorch.inferenceModel(model, options(accumulation=1, iterations=3))
+    outputs = [torch.cat(parts) for parts in zip(*(twin(rows.clone()) for rows in x.split(2)), strict=True)]
+    assert all(map(torch.equal, executor(x), outputs))
+    assert torch.equal(model.state, twin.state)
+
+
+@pytest.mark.parametrize("start", [torch.zeros(0), torch.zeros(1), torch.zeros(2, 4, dtype=torch.long)])
+def test_a_buffer_of_another_shape_that_no_call_reads_stays_as_it_is_with_a_warning(start, caplog):
+    def value(model, y):
+        if model.state.shape != y.shape:
+            model.state = torch.zeros_like(y)
+        model.state = torch.zeros_like(model.state, dtype=y.dtype)
+        return torch.sigmoid(model.state) + y
+
+    model = Assigns(value, start)
+    model.forward = lambda x: (setattr(model, "state", value(model, model.layer(x))), model.state * 2)[1]
+    twin, x = copy.deepcopy(model.layer), torch.randn(2, 4)
+    found = poptorch.inferenceModel(model, options(accumulation=1))(x)
+    assert torch.equal(found, (torch.sigmoid(torch.zeros(2, 4)) + twin(x)) * 2)
+    assert model.state is start
+    assert "no call reads them" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda s, y: y + s.state.sum(),
+        lambda s, y: torch.cat([s.state, y.flatten()]),
+        lambda s, y: torch.ones_like(y) if s.state.shape == y.shape else torch.zeros_like(y),
+        lambda s, y: s.state.new_zeros(len(s.state) + 1),
+    ],
+    ids=["read", "grown", "another branch", "another shape each time"],
+)
+def test_a_buffer_of_another_shape_that_the_next_call_reads_is_an_error(value):
+    model = Assigns(value, torch.zeros(0))
+    with pytest.raises(poptorch.Error, match="Buffer state is reassigned within the model") as caught:
+        poptorch.inferenceModel(model, options(accumulation=1))(torch.randn(2, 4))
+    assert "in plain PyTorch" in str(caught.value)
+    assert model.state.shape == (0,)
+
+
+def test_a_buffer_with_two_names_is_assigned_under_both_or_refused():
+    model = Assigns(lambda s, y: s.state + 1, torch.zeros(4))
+    model.register_buffer("other", model.state)
+    with pytest.raises(poptorch.Error, match="was the same tensor as state"):
+        poptorch.inferenceModel(model, options(accumulation=1))(torch.randn(2, 4))

@@ -352,17 +352,17 @@ class Buffered(nn.Module):
         return self.layer(x)
 
 
-def test_a_rebound_buffer_is_refused_with_the_way_to_write_it():
+def test_a_rebound_parameter_is_refused_with_the_way_to_write_it():
     def rebind(model):
-        model.y = model.y + 1
+        model.layer._parameters["bias"] = model.layer.bias + 1
 
     user = Buffered(rebind)
-    before = user.y
+    before = user.layer.bias
     executor = poptorch.inferenceModel(user)
-    with pytest.raises(poptorch.Error, match="Buffer y is reassigned within the model") as caught:
+    with pytest.raises(poptorch.Error, match=r"Parameter layer\.bias is reassigned") as caught:
         executor(torch.zeros(2, 3))
-    assert "self.y.copy_(src)" in str(caught.value)
-    assert user.y is before
+    assert "self.bias.copy_(src)" in str(caught.value)
+    assert user.layer.bias is before
 
 
 def test_a_removed_buffer_is_refused():
@@ -377,7 +377,7 @@ def test_a_buffer_of_a_child_is_named_in_full():
     class Parent(nn.Module):
         def __init__(self):
             super().__init__()
-            self.child = Buffered(lambda model: setattr(model, "y", model.y * 2))
+            self.child = Buffered(lambda model: setattr(model, "y", None))
 
         def forward(self, x):
             return self.child(x)

@@ -213,7 +213,7 @@ def make_functional_graph(
     output: Any = graph.output_node()
     for node, value in written.items():
         kind = _result_kind(node, value, trained)
-        if kind is not None:
+        if kind is not None and (kind, node.meta["key"]) not in kinds:  # it may be assigned as well
             kinds.append((kind, node.meta["key"]))
             output.args = ((*output.args[0], value),)
     drop_aliases_and_dead_code(graph)

@@ -6,8 +6,9 @@ closure or an earlier view, is recognised by identity or memory, and replaced wh
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,14 @@ class _Member(NamedTuple):
 class StandIns:
     """The fake tensors that replace a module's parameters and buffers during one capture."""
 
-    def __init__(self, module: nn.Module, training: bool, needs_values: bool = True) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        training: bool,
+        needs_values: bool = True,
+        others: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        """`others`: fake tensors, by name, whose shapes and dtypes some buffers' stand-ins get."""
         named = [*module.named_parameters(), *module.named_buffers()]
         _check_members(named, training, needs_values)
         self._module = module
@@ -37,7 +45,7 @@ class StandIns:
             name: nn.Parameter(empty_like(real), requires_grad=real.requires_grad)
             for name, real in module.named_parameters()
         }
-        self.buffers = {name: empty_like(real) for name, real in module.named_buffers()}
+        self.buffers = {name: empty_like(others.get(name, real)) for name, real in module.named_buffers()}
         fakes = {**self.parameters, **self.buffers}
         self.members = [_Member(name, real, fakes[name]) for name, real in named]
         self._by_id = {id(member.real): member for member in self.members}
@@ -45,6 +53,8 @@ class StandIns:
         for member in self.members:
             self._by_memory[_storage_id(member.real)].append(member)
         self._views: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # (real, kept alive; its stand-in)
+        # Each dictionary of parameters or buffers that has the stand-ins: its name, the dictionary, its content before.
+        self._shelves: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self.hooks: list[tuple[Any, str]] = []  # hooks of parameters, each with its name for errors
         # Tensors that require a gradient and are no parameters, each with the user's line.
         self.orphans: list[tuple[Tensor, str]] = []
@@ -132,7 +142,7 @@ class StandIns:
 
         Raises: CaptureError, if the body has removed, reassigned or made a parameter, buffer or layer with weights
         """
-        shelves, layers = list[tuple[str, dict[str, Any], dict[str, Any]]](), []
+        shelves, layers = self._shelves, list[tuple[str, dict[str, Any], dict[str, Any]]]()
         for name, child in self._module.named_modules():
             prefix = f"{name}." if name else ""
             shelves.append((f"Parameter {prefix}", child._parameters, dict(child._parameters)))
@@ -158,23 +168,36 @@ class StandIns:
             _check_none_made(prefix, names)
 
     def _check_rebound(self, title: str, name: str, real: Tensor | None, shelf: dict[str, Any]) -> None:
-        """Raise CaptureError if forward has removed or replaced a parameter or buffer (`real`) in a submodule's
-        `shelf`. Only BatchNorm's counter may be replaced: its new value is copied into the stand-in."""
+        """Raise CaptureError if forward has removed a parameter or buffer (`real`) in a submodule's `shelf`, or
+        replaced it, except a buffer by a tensor (see `rebound_buffers`)."""
         if name not in shelf:
             raise CaptureError(
                 f"{title} is removed from the model by its forward\n"
                 "  fix: keep it; a compiled model's state has a fixed set of names"
             )
-        if real is None or shelf[name] is self.stand_in_of(real):
-            return
-        if name == "num_batches_tracked" and shelf[name] is not None:
-            self.stand_in_of(real).copy_(shelf[name])  # BatchNorm's counter is exempt
-            return
-        raise CaptureError(
-            f"{title} is reassigned within the model\n"
-            "  why: a compiled model keeps its state in place; a new tensor under the old name is lost\n"
-            f"  fix: write into it with `self.{name}.copy_(src)`"
-        )
+        is_tensor = title.startswith("Buffer") and isinstance(shelf[name], Tensor)
+        if real is not None and shelf[name] is not self.stand_in_of(real) and not is_tensor:
+            raise CaptureError(
+                f"{title} is reassigned within the model\n"
+                "  why: a compiled model keeps its state in place; a new tensor under the old name is lost\n"
+                f"  fix: write into it with `self.{name}.copy_(src)`"
+            )
+
+    def rebound_buffers(self) -> dict[str, Tensor]:
+        """Return, by canonical name, the tensors that forward has assigned to buffers. Raise CaptureError if a buffer
+        has two names, of which forward has reassigned one."""
+        found: dict[str, Tensor] = {}
+        for title, shelf, before in self._shelves:
+            for name, real in before.items() if title.startswith("Buffer") else ():
+                value = shelf.get(name)
+                if real is not None and isinstance(value, Tensor):
+                    canonical = self._by_id[id(real)].name
+                    if found.setdefault(canonical, value) is not value:
+                        raise CaptureError(
+                            f"{title}{name} is reassigned within the model, and was the same tensor as {canonical}\n"
+                            f"  fix: write into both with `self.{name}.copy_(src)`"
+                        )
+        return {name: value for name, value in found.items() if value is not self.buffers.get(name)}
 
     # ---- afterwards --------------------------------------------------------------------------------------
 
