@@ -94,11 +94,12 @@ def trained(engine, calls=3, hyper=None, recorder=None):
         found |= {f"output {call} {i}": value.clone() for i, value in enumerate(results.outputs())}
     found |= {name: value.clone() for name, value in engine.state.shared.find_weights().items()}
     for key, state in engine.state.shared.optimizer_states().items() if engine.settings.training else ():
-        found |= {f"{key} {name}": value for name, value in state.items()}
+        found |= {f"{key} {name}": value.cpu() for name, value in state.items()}
     engine.close()
     return found
 
 
 def assert_same(one, two):
     assert one.keys() == two.keys()
-    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+    different = [name for name in one if not torch.equal(one[name], two[name])]
+    assert different == []

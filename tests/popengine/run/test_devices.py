@@ -1,163 +1,126 @@
-"""The engine on an accelerator that is not there: fake tensors have its device, but no contents.
+"""The engine on an accelerator that is not there: `late_device.py`, whose kernels are the CPU's and run late.
 
-They refuse operations on two devices, and to be read by the host. So a run shows that no tensor stays behind on the
-CPU, and that the host waits for no value before the end of the call. What an accelerator computes, it does not show.
+So the CPU's bits show that no tensor stays behind on the CPU, and that no work starts before what it needs.
 """
 
 import threading
-from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
-from small_engines import batch_for, planned, rates
+from small_engines import LAYOUTS, assert_same, batch_for, engine_of, planned, rates, trained
 from torch import nn
-from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.overrides import TorchFunctionMode
 
+import late_device
+from late_device import late_devices
 from popengine.compile import compile_graph
 from popengine.compile.capture import capture
 from popengine.errors import Error, RunError, UnrecoverableError
-from popengine.run import devices, random_draws, state
+from popengine.order import ORDERS
+from popengine.run import devices
 from popengine.run.engine import Engine
 from popengine.run.recorder import Recorder
 from popengine.run.state import TrainState
 from popengine.settings import Counts, Optimizer, Settings, Strategy
 
-GPU = torch.device("cuda", 0)
-
-
-class NoDriver(TorchFunctionMode):
-    """Copies between devices and indices, for which torch asks a driver, also of fake tensors."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.copy_:
-            return args[0]
-        if func is torch.Tensor.__getitem__:
-            value, places = args
-            for place in places if isinstance(places, tuple) else (places,):
-                value = value.select(0, place)
-            return value
-        if func is torch.Tensor.to:
-            value, *rest = args
-            device = next((one for one in rest if isinstance(one, torch.device)), value.device)
-            if device != value.device:
-                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-        return func(*args, **(kwargs or {}))
+GPU = torch.device("late", 0)
+MORE_LAYOUTS = {f"order {name}": {"order": name} for name in ORDERS if name not in ("1f1b", "sharded")} | {
+    "lamb": {"kind": "lamb"},
+    "clipped values": {"optimizer": {"max_grad_value": 0.01}},
+    "running means": {"reduction": "running", "counts": (2, 8, 2)},
+}
 
 
 @pytest.fixture
-def fake_gpu(monkeypatch):
-    """What runs on this device, in any thread, is on fake tensors."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    @contextmanager
-    def running(device):
-        with ExitStack() as stack:
-            if device == GPU:
-                stack.enter_context(torch.inference_mode())  # autograd asks for a driver
-                stack.enter_context(mode)
-                stack.enter_context(NoDriver())
-            yield
-
-    def generator(device, key, place):
-        assert device == GPU
-        return torch.Generator()  # fake tensors only look whether there is one
-
-    monkeypatch.setattr(devices, "as_current_device", running)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
-    monkeypatch.setattr(devices, "in_pinned_memory", lambda value, device: value)
-    monkeypatch.setattr(random_draws, "generator", generator)
-    monkeypatch.setattr(state, "has_same_bits", lambda one, other: True)  # of the host's buffers
+def late(monkeypatch):
+    """The device GPU, which `options.device("cuda")` finds."""
+    with late_devices(monkeypatch) as found:
+        yield found[0]
 
 
-def devices_of(engine):
-    for values in engine.state.values:
-        yield from (value.device for value in values.values())
-    for states in engine.state.optimizer.values():
-        yield from (value.device for name, value in states.items() if name != "step")
+def on_device(**options):
+    return Engine(*planned(device="cuda", **options), GPU)
 
 
-OPTIONS = [
-    {},
-    {"ipus": (0, 0, 0, 0), "dropout": 0.5},
-    {"kind": "adamw", "counts": (2, 8, 2), "optimizer": {"flags": {"bias_correction": False}}},
-    {
-        "kind": "adam",
-        "counts": (1, 8, 2),
-        "shard_optimizer": 0,
-        "optimizer": {"flags": {"bias_correction": False}},
-    },
-    {"optimizer": {"max_grad_norm": 1.0}},
-    {"kind": "lamb", "optimizer": {"flags": {"bias_correction": False}}},
-    {"ipus": (0, 1, 0, 1), "order": "sharded", "outputs": "sum", "recompute": True, "dropout": 0.5},
-    {"training": False, "counts": (20, 1, 1)},
-]
+# ---- the device itself -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recorder", [lambda: None, Recorder], ids=["", "profiled"])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_call_leaves_no_tensor_on_the_cpu_and_reads_none(options, recorder, fake_gpu):
-    parts, recorder = planned(device="cuda", **options), recorder()
-    with devices.as_current_device(GPU):
-        engine = Engine(*parts, GPU)
-        hyper = rates(options.get("kind", "sgd")) if engine.settings.training else None
-        for call in range(2):
-            results = engine.run(batch_for(engine, call), hyper, recorder)
-            assert {value.device.type for value in results.outputs()} == {"cpu"}
-        assert set(devices_of(engine)) == {GPU}
-        assert {value.device.type for value in engine.state.shared.find_weights().values()} == {"cpu"}
-    engine.close()
+def test_work_of_a_device_runs_late_and_in_a_legal_order(late):
+    x = torch.ones(3)
+    one, two = x.to(GPU), torch.zeros(3, device=torch.device("late", 1))
+    result = one + 1
+    assert late_device.raw_of(result).isnan().all()  # nothing has run
+    assert torch.equal(result.cpu(), x + 1)
+    for _ in range(20):
+        moved = (one + 1).to(two.device, non_blocking=True)
+        assert torch.equal((moved + two).cpu(), x + 1)
 
 
-def test_a_profiled_step_makes_its_tensors_on_the_device(fake_gpu):
+def test_memory_that_is_read_without_an_event_is_nan(late):
+    other, has_nan = torch.zeros(3, device=torch.device("late", 1)), False
+    for _ in range(20):
+        of, to = late_device.raw_of(torch.ones(3, device=GPU)), late_device.raw_of(other)
+        # As a kernel that reads the memory of another device.
+        late_device.devices[1].put(lambda of=of, to=to: to.copy_(of))
+        has_nan |= bool(other.cpu().isnan().any())
+    assert has_nan
+
+
+def test_a_graph_runs_again_with_what_its_memory_holds(late):
+    x = torch.zeros(2).to(GPU)
+    graph = late_device.Graph(GPU)
+    with graph.capturing():
+        y = x + 1
+        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+            y.sum().item()
+    for value in (3.0, 5.0):
+        x.fill_(value)
+        graph.replay()
+        assert y.tolist() == [value + 1] * 2
+
+
+# ---- the CPU's bits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *MORE_LAYOUTS])
+def test_each_layout_has_the_bits_of_the_cpu(name, late):
+    options = (LAYOUTS | MORE_LAYOUTS)[name]
+    assert_same(trained(on_device(**options), calls=2), trained(engine_of(**options), calls=2))
+
+
+def test_a_profiled_call_has_the_bits_of_the_cpu(late):
+    recorder = Recorder()
+    assert_same(trained(on_device(), calls=2, recorder=recorder), trained(engine_of(), calls=2))
+    assert len(recorder.kept) == 4
+
+
+def test_a_profiled_step_makes_its_tensors_on_the_device(late):
     """Pieces with clocks were built for the CPU."""
     model = torch.nn.ReLU()
     graph = capture(
         model, lambda inputs: [model(inputs[0]) + torch.rand(3)], [torch.zeros(3)], training=False
     )
     settings = Settings(False, Counts(iterations=2), Strategy(), device="cuda")
-    with devices.as_current_device(GPU):
-        engine = Engine(compile_graph(graph, settings), settings, TrainState(dict), GPU)
-        engine.run([torch.zeros(6)], None, Recorder())
+    engine = Engine(compile_graph(graph, settings), settings, TrainState(dict), GPU)
+    engine.run([torch.zeros(6)], None, Recorder())
     engine.close()
 
 
-def left_on_the_cpu(value, device):
-    return value
-
-
-def read_by_the_host(value, device):
-    return value.to(device) * value.to(device).sum().item()
-
-
-@pytest.mark.parametrize(
-    ("upload", "error"),
-    [
-        (left_on_the_cpu, "found (at least two|two different) devices,? c"),
-        (read_by_the_host, "_local_scalar_dense"),
-    ],
-    ids=["left behind", "read"],
-)
-def test_a_tensor_that_is_left_behind_or_read_fails_the_call(upload, error, fake_gpu, monkeypatch):
-    monkeypatch.setattr("popengine.run.row_functions.upload", upload)
-    parts = planned(device="cuda")
-    with devices.as_current_device(GPU):
-        engine = Engine(*parts, GPU)
-        with pytest.raises((RunError, DataDependentOutputException), match=error):
-            engine.run(batch_for(engine), rates("sgd"))
+def test_a_tensor_that_is_left_behind_fails_the_call(late, monkeypatch):
+    monkeypatch.setattr("popengine.run.row_functions.upload", lambda value, device: value)
+    engine = on_device()
+    with pytest.raises(RunError, match="Expected all tensors to be on the same device"):
+        engine.run(batch_for(engine), rates("sgd"))
     engine.close()
 
 
-def test_one_thread_starts_all_work_of_an_accelerator(fake_gpu):
-    parts, before = planned(device="cuda"), torch.get_num_threads()
+def test_one_thread_starts_all_work_of_an_accelerator(late):
+    before, others = torch.get_num_threads(), set(threading.enumerate())
     torch.set_num_threads(4)
-    others = set(threading.enumerate())
     try:
-        with devices.as_current_device(GPU):
-            engine = Engine(*parts, GPU)
-            engine.run(batch_for(engine), rates("sgd"))
-            assert {thread.name for thread in threading.enumerate() if thread not in others} == {"core 0"}
+        engine = on_device()
+        engine.run(batch_for(engine), rates("sgd"))
+        names = {thread.name for thread in threading.enumerate() if thread not in others}
+        assert {name for name in names if name.startswith("core")} == {"core 0"}
     finally:
         torch.set_num_threads(before)
     engine.close()
@@ -199,29 +162,31 @@ MODELS = {
 }
 
 
-@pytest.fixture(params=[(name, training) for name in MODELS for training in (True, False)], ids=str)
-def compiled(request):
-    name, training = request.param
+def run_model(name, training, device):
+    """The outputs and weights after a call of a model of MODELS."""
     kind, samples = MODELS[name]
     torch.manual_seed(0)
     model = kind().train(training)
     names = {key: 0 for key, _ in model.named_parameters()}
-    optimizer = Optimizer("adamw", names, flags={"bias_correction": False}) if training else None
     counts = Counts(2, 2 if training else 1)
+    optimizer = Optimizer("adamw", names) if training else None
     settings = Settings(training, counts, Strategy(), optimizer=optimizer, device="cuda")
     graph = capture(model, lambda inputs: model(*inputs), list(samples), training=training, device="cuda")
+    weights = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    engine = Engine(compile_graph(graph, settings), settings, TrainState(weights.copy), device)
     inputs = [sample.repeat(counts.product, *[1] * (sample.dim() - 1)) for sample in samples]
-    return compile_graph(graph, settings), settings, model.state_dict(), inputs
-
-
-def test_models_of_many_kinds_of_layers_run_there(compiled, fake_gpu):
-    plan, settings, weights, inputs = compiled
-    with devices.as_current_device(GPU):
-        engine = Engine(plan, settings, TrainState(weights.copy), GPU)
-        results = engine.run(inputs, rates("adamw") if settings.training else None)
-        assert [value.device.type for value in results.outputs()] == ["cpu", "cpu"]
-        assert set(devices_of(engine)) == {GPU}
+    inputs = [torch.randn_like(x) if x.is_floating_point() else torch.randint_like(x, 5) for x in inputs]
+    results = engine.run(inputs, rates("adamw") if training else None)
+    found = {str(index): value for index, value in enumerate(results.outputs())}
+    found |= engine.state.shared.find_weights()
     engine.close()
+    return found
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("name", ["images", "words"])
+def test_models_of_many_kinds_of_layers_have_the_bits_of_the_cpu(name, training, late):
+    assert_same(run_model(name, training, GPU), run_model(name, training, devices.CPU))
 
 
 # ---- what there is no device for -------------------------------------------------------------------------
@@ -253,5 +218,5 @@ def test_a_kernel_that_fails_ends_the_use_of_the_device(monkeypatch):
 
     monkeypatch.setattr(torch.accelerator, "synchronize", fail)
     devices.synchronize(devices.CPU)
-    with pytest.raises(UnrecoverableError, match=r"the device cuda:0 failed .*assert triggered"):
+    with pytest.raises(UnrecoverableError, match=r"the device late:0 failed .*assert triggered"):
         devices.synchronize(GPU)
