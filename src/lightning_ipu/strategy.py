@@ -142,7 +142,7 @@ class StrategyPart:
         """Destroy the executors, and undo what `setup` has replaced."""
         self._save_random_state()
         for executor in self.poptorch_models.values():
-            executor._release()  # unlike destroy(), it also unmarks a model that is not compiled
+            executor.destroy()
         self._compiled_values, self._first_batch_rows = {}, {}
         self._undo.close()
         if isinstance(self.model, StepModule):
@@ -203,9 +203,6 @@ class StrategyPart:
         """Return the executor of a stage. If something that is compiled in has changed, destroy it first."""
         executor = self.poptorch_models[stage]
         now = [getattr(self._lightning_module, name) for name in self.recompile_on]
-        if stage == "train":
-            now += [parameter.requires_grad for parameter in self._lightning_module.parameters()]
-            now += [len(optimizer.param_groups) for optimizer in self.optimizers]
         if self._compiled_values.setdefault(id(executor), now) != now:
             self._compiled_values[id(executor)] = now
             executor.destroy()

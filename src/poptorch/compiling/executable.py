@@ -51,7 +51,7 @@ class Executable:
     graph: Graph | None = None
     memory_format: str = "preserve"  # never "auto"
     key: Any = None
-    frozen: tuple[str, ...] = ()
+    weights: Any = None  # `Run.frozen` and `Run.tied`
 
 
 def compile_model(
@@ -74,8 +74,9 @@ def compile_model(
     settings, call, has_float64 = run.settings(settings), run.call, has_float64_weights(model)
     inputs = CompiledInputs(call.kind, list(call.named_tensors), call.positional, run.counts, has_float64)
     samples = first_micro_batches(call, run.counts, has_float64)
-    kind = inputs.micro_batch, run.frozen
-    same = [e for e in earlier if e.graph is not None and (e.inputs.micro_batch, e.frozen) == kind]
+    weights = run.frozen, run.tied
+    kind = inputs.micro_batch, weights
+    same = [e for e in earlier if e.graph is not None and (e.inputs.micro_batch, e.weights) == kind]
     layout = earlier[0].memory_format if earlier else None
     new = same[0] if same else _capture_model(model, call, options, settings, samples, layout, is_plan_only)
     graph = new.graph
@@ -86,12 +87,12 @@ def compile_model(
         _check_buffers(graph, settings.counts.replicas)
     done("capture")
     if settings.strategy.auto == "balance":
-        weights = weights_of(model)
-        settings = with_balanced_stages(graph, settings, weights, samples, together=not is_plan_only)
+        values = weights_of(model)
+        settings = with_balanced_stages(graph, settings, values, samples, together=not is_plan_only)
     settings = sharded_if_too_few_micro_batches(graph.visits, visits_with_operations(graph), settings)
     plan = compile_graph(graph, settings, done)
     compilation_log.check_hardware_rules(plan, settings)
-    return replace(new, plan=plan, settings=settings, inputs=inputs, key=run.key, frozen=run.frozen)
+    return replace(new, plan=plan, settings=settings, inputs=inputs, key=run.key, weights=weights)
 
 
 def _capture_model(

@@ -26,8 +26,9 @@ class Run:
     computes.
 
     `iteration` is the number of device iterations before it, for the last, incomplete step of a ragged batch
-    with OutputMode.EveryN. Parameters in `frozen` require no gradients, the optimizer does not hold those in
-    `replaced`.
+    with OutputMode.EveryN. Parameters in `frozen` require no gradients; those in `regrouped` are in another group of
+    the optimizer than at the first compilation (None: in no group). `tied`: the names of one parameter, the canonical
+    one first.
     """
 
     call: BoundCall
@@ -36,12 +37,14 @@ class Run:
     iteration: int | None = None
     is_ragged: bool = False
     frozen: tuple[str, ...] = ()
-    replaced: tuple[str, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
+    regrouped: tuple[tuple[str, int | None], ...] = ()
 
     @property
     def key(self) -> Any:
         """Return the key of this run's plan. Runs with equal keys share a plan."""
-        return self.call.kind, self.counts, self.part, self.iteration, self.frozen, self.replaced
+        weights = self.frozen, self.tied, self.regrouped
+        return self.call.kind, self.counts, self.part, self.iteration, weights
 
     def settings(self, settings: Settings) -> Settings:
         """Return the settings of the run's plan, from those of a complete combined batch."""

@@ -76,9 +76,9 @@ class PoplarExecutor(PublicNames):
         self._most_plans = options("new_shapes") if options.exists("new_shapes") else 0  # 0: shapes are fixed
         # Made before the first plan, to record the waits for a loader from now on.
         self._next_reporter = start_reporter(self, options, training, 1)
-        # Parameters and optimizer of the latest call, and `Run.frozen` and `Run.replaced` for them.
+        # Parameters and optimizer groups of the latest call, and the fields of its runs that depend on them.
         self._present: tuple[list[tuple[int, bool]], Any] = [], None
-        self._trained: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
+        self._of_weights: dict[str, Any] = {}
         self._lock = threading.RLock()  # calls in several threads run one by one
         self._compiled_plans = 0  # dropped ones included
         if training:
@@ -140,15 +140,15 @@ class PoplarExecutor(PublicNames):
         counts, first = self.options._counts(), self._plans.first
         if self.options.exists("batch_dims"):
             call = call.rows_first(self.options("batch_dims"), counts.product)
-        run = Run(call, counts)
-        if self._wrapped.training:
-            present = self._flags.present_parameters(), self._optimizer_link.optimizer
-            if not present[0] or present != self._present:
-                self._present = present
+        present = self._flags.present_parameters(), self._optimizer_link.present_groups()
+        if not present[0] or present != self._present:
+            self._of_weights = {"tied": self._wrapped.tied_parameters()}
+            if self._wrapped.training:
                 parameters = self._wrapped.traced.named_parameters()
-                frozen = tuple(name for name, value in parameters if not value.requires_grad)
-                self._trained = frozen, self._optimizer_link.replaced_parameters()
-            run = replace(run, frozen=self._trained[0], replaced=self._trained[1])
+                self._of_weights["frozen"] = tuple(n for n, value in parameters if not value.requires_grad)
+                self._of_weights["regrouped"] = self._optimizer_link.follow_changes()
+            self._present = present
+        run = Run(call, counts, **self._of_weights)
         if not self._most_plans or call.rearranged or run.key in self._plans.by_key:
             return [run]
         return split_into_runs(run, self.options, self._wrapped.training, first and first.inputs)
@@ -267,9 +267,9 @@ class PoplarExecutor(PublicNames):
                 f" for each: {', '.join(groups)}\n  fix: poptorch.DataLoader(..., drop_last=True)"
             )
         optimizer = self._optimizer_link.frozen if training else None
-        if optimizer is not None and run.replaced:
-            group_of = {name: index for name, index in optimizer.group_of.items() if name not in run.replaced}
-            optimizer = replace(optimizer, group_of=group_of)
+        if optimizer is not None:
+            group_of = {**optimizer.group_of, **dict(run.regrouped)}
+            optimizer = replace(optimizer, group_of={n: i for n, i in group_of.items() if i is not None})
         settings = engine_settings(options, training, optimizer, groups)
         if optimizer is not None and optimizer.kind == OWN_STEP and (groups or settings.device != "cpu"):
             raise Error(
@@ -308,11 +308,6 @@ class PoplarExecutor(PublicNames):
 
     def destroy(self) -> None:
         """Free devices and plans. Afterwards the model is an ordinary module, and the next call compiles again."""
-        if self.isCompiled():
-            self._release()
-
-    def _release(self) -> None:
-        """Free devices and plans; in training remove the model's mark, and the link of the optimizer."""
         self._plans.clear_plans()
         self._optimizer_link.release_optimizer()
         self._latest = LatestCall()
@@ -332,7 +327,7 @@ class PoplarExecutor(PublicNames):
         # At the interpreter's exit the globals of this module (so `contextlib` too) and parts of torch may be None
         # already.
         try:  # noqa: SIM105
-            self._release()
+            self.destroy()
         except Exception:
             pass
 

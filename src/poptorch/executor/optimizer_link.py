@@ -35,6 +35,7 @@ class OptimizerLink:
         self.hyper: settings.Hyper | None = None
         self._has_warned_of_replaced = False
         self._parameters: dict[str, Tensor] = {}  # the optimizer's, by canonical name
+        self._groups: Any = None  # `present_groups()` when they were taken over
         self._is_connected = False  # whether an engine updates the optimizer's state
         self._has_trained = False  # whether one did
         self._hooks: list[Any] = []  # of the optimizer
@@ -52,7 +53,7 @@ class OptimizerLink:
         inner = getattr(optimizer, "optimizer", None)  # in accelerate's AcceleratedOptimizer, for example
         optimizer = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
         compiled = self._plans.executable is not None
-        frozen, hyper = self._guard.check_and_freeze(optimizer, self._model.parameter_names(), compiled)
+        frozen, hyper = self._guard.check_and_freeze(optimizer, self._known_names(optimizer), compiled)
         if not compiled:
             is_other = self.optimizer is not None and frozen.kind != self.frozen.kind
             self._has_trained = self._has_trained and not is_other  # a state of another rule is of no use
@@ -74,7 +75,7 @@ class OptimizerLink:
             self._replace_optimizer(optimizer)
         else:
             self._name_parameters()
-        self.hyper = hyper
+        self.hyper, self._groups = hyper, self.present_groups()
         link = weakref.ref(self)  # threads of an engine refer to the state
         self._plans.state.own_step = lambda gradients: (it := link()) and it._step(gradients)
         if isinstance(optimizer, PoptorchOptimizer):
@@ -83,7 +84,7 @@ class OptimizerLink:
     def freeze_again(self) -> None:
         """Take over names of parameters, and attributes that are compiled in, from before the compilation."""
         if self.optimizer is not None:
-            names = self._names() | self._model.parameter_names()
+            names = self._known_names(self.optimizer)
             self.frozen, _ = self._guard.check_and_freeze(self.optimizer, names, compiled=False)
             self._name_parameters()
 
@@ -100,22 +101,33 @@ class OptimizerLink:
             for parameter, gradient in zip(parameters, kept, strict=True):
                 parameter.grad = gradient
 
-    def replaced_parameters(self) -> tuple[str, ...]:
-        """Return, with a warning, the names of parameters that the optimizer does not hold after a
-        replacement."""
-        held = set(map(id, parameters_of(self.optimizer)))
-        present = self._model.parameter_names()
-        if held <= present.keys():
-            return ()
-        found = tuple(n for key, n in present.items() if key not in held and n in self.frozen.group_of)
-        if found and not self._has_warned_of_replaced:
+    def present_groups(self) -> Any:
+        """Return the optimizer, and the ids of the parameters in each of its groups."""
+        groups = () if self.optimizer is None else self.optimizer.param_groups
+        return self.optimizer, [list(map(id, group["params"])) for group in groups]
+
+    def follow_changes(self) -> tuple[tuple[str, int | None], ...]:
+        """Take over what has changed since the latest call: the optimizer's groups, as `set_optimizer` does, and the
+        places of parameters in the model. Return `Run.regrouped`."""
+        if self.present_groups() != self._groups:
+            self.set_optimizer(self.optimizer)
+        else:
+            self._name_parameters()
+        names, before = self._model.parameter_names(), self.frozen.group_of
+        groups = enumerate(self.optimizer.param_groups)
+        held = {id(parameter): index for index, group in groups for parameter in group["params"]}
+        now = {name: held[key] for key, name in names.items() if key in held}
+        gone = {name for name, parameter in self._parameters.items() if id(parameter) not in names}
+        replaced = [name for name in names.values() if name in gone and name not in now]
+        if replaced and not self._has_warned_of_replaced:
             self._has_warned_of_replaced = True
             logger.warning(
                 "%s was replaced by another Parameter, which the optimizer does not hold: it is not updated\n"
-                "  fix: executor.setOptimizer(...) with a new optimizer of model.parameters()",
-                listed(list(found)),
+                "  fix: executor.setOptimizer(...) with a new optimizer of model.parameters(); or"
+                " optimizer.add_param_group({'params': [the new one]})",
+                listed(replaced),
             )
-        return found
+        return tuple((n, now.get(n)) for n in sorted(now | before) if now.get(n) != before.get(n))
 
     def _replace_optimizer(self, optimizer: Any) -> None:
         """Set the optimizer. If it has no state, move the previous optimizer's state to it, and leave copies."""
@@ -137,11 +149,32 @@ class OptimizerLink:
         """Return id(parameter) -> canonical name, for the parameters of the optimizer."""
         return {id(parameter): name for name, parameter in self._parameters.items()}
 
+    def _known_names(self, optimizer: Any) -> dict[int, str]:
+        """Return the names for `freeze_optimizer`. The optimizer in use may hold parameters that the program has
+        replaced in the model."""
+        replaced = dict.fromkeys(self._names(), "") if optimizer is self.optimizer else {}
+        return replaced | self._model.parameter_names()
+
     def _name_parameters(self) -> None:
-        """Set `_parameters` by the present names. One that the program has replaced in the model keeps its name."""
-        names = self._names() | self._model.parameter_names()
-        self._parameters = {names[id(parameter)]: parameter for parameter in parameters_of(self.optimizer)}
-        self._plans.state.use_optimizer(self.optimizer, self._parameters)
+        """Set `_parameters` by the present names. One that the program has replaced in the model keeps its name, with
+        an addition if the optimizer holds the new one, too."""
+        before, present, state = self._names(), self._model.parameter_names(), self._plans.state
+        self._parameters, taken = {}, {present.get(id(p)) for p in parameters_of(self.optimizer)}
+        for parameter in parameters_of(self.optimizer):
+            name = present.get(id(parameter)) or before[id(parameter)]
+            while id(parameter) not in present and name in taken:
+                name += " (replaced)"
+            taken.add(name)
+            self._parameters[name] = parameter
+            if state.owner and before.get(id(parameter), name) != name:
+                raise Error(
+                    f"parameter {before[id(parameter)]} is at {name} now, and the optimizer's state is shared out over"
+                    " the instances by name\n"
+                    "  fix: keep optimizer.state_dict(), call destroy(), and load it into a new optimizer"
+                )
+        state.use_optimizer(self.optimizer, self._parameters)
+        if self._is_connected and isinstance(self.optimizer, PoptorchOptimizer):
+            self.optimizer._names = tuple(self._parameters)
 
     def connect_optimizer(self) -> None:
         """If there is an optimizer, check states that are loaded from now on; let `state_dict()` gather
@@ -182,7 +215,8 @@ class OptimizerLink:
             refuse_step_hooks(self.optimizer)
         self._guard.check_attributes(self.optimizer)
         if getattr(self.optimizer, "_has_loaded_rates", False):
-            _, self.hyper = self._guard.check_and_freeze(self.optimizer, self._names(), compiled=True)
+            names = self._known_names(self.optimizer)
+            _, self.hyper = self._guard.check_and_freeze(self.optimizer, names, compiled=True)
             self.optimizer._has_loaded_rates = False
             return
         if self._has_warned:

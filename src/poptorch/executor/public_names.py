@@ -76,13 +76,13 @@ class PublicNames:
         """Train with this optimizer and its current lr, momentum, betas, weight decay, ... from the next call on.
 
         An optimizer without state continues with the state of the previous optimizer, which keeps a copy. After
-        compilation the optimizer must have the same class, with the same parameter groups.
+        compilation the optimizer must have the same class.
 
         >>> optimizer.param_groups[0]["lr"] *= 0.1
         >>> trainer.setOptimizer(optimizer)
 
         Raises:
-            Error: the class, the groups, a dtype (`accum_type`, ...) or an attribute that is marked constant
+            Error: the class, a dtype (`accum_type`, ...) or an attribute that is marked constant
                 (`variable_attrs`) has changed since compilation; or the model is for inference
             AssertionError, ValueError: the optimizer is not supported
         """

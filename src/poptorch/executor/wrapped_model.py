@@ -35,6 +35,13 @@ class WrappedModel:
         """Return {id(parameter): its canonical name}."""
         return {id(parameter): name for name, parameter in self.traced.named_parameters()}
 
+    def tied_parameters(self) -> tuple[tuple[str, ...], ...]:
+        """Return the names of each parameter that has several."""
+        names: dict[int, tuple[str, ...]] = {}
+        for name, parameter in self.traced.named_parameters(remove_duplicate=False):
+            names[id(parameter)] = (*names.get(id(parameter), ()), name)
+        return tuple(found for found in names.values() if len(found) > 1)
+
     def updatable_buffers(self) -> list[str]:
         """Return the names in `Options.updatableNamedBuffers`. Raises Error if a name is not a buffer's."""
         names = self.options._Popart.updatable_buffers

@@ -211,4 +211,4 @@ def _compile_arguments(
         yield executor, (wrapped.traced, run, own, executor._checked_settings(run, own))
     finally:
         if temporary is not None:
-            temporary._release()
+            temporary.destroy()

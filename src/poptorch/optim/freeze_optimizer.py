@@ -31,7 +31,8 @@ class UnknownParameterError(Error, KeyError):
 def freeze_optimizer(
     optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> tuple[settings.Optimizer, settings.Hyper]:
-    """Return an optimizer's compiled-in values and rates. `names`: id(parameter) -> name, of the whole model."""
+    """Return an optimizer's compiled-in values and rates. `names`: id(parameter) -> name, of the whole model; "" for
+    parameters of the optimizer that the program has replaced in the model."""
     kind = optimizer_kind(optimizer)
     hyper = rates_of(kind, optimizer)
     if any(group.get("amsgrad") for group in optimizer.param_groups):
@@ -161,9 +162,10 @@ def _group_indices(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> d
     group_of, unknown = {}, []
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
-            if id(parameter) in names:
-                group_of[names[id(parameter)]] = group_index
-            else:
+            name = names.get(id(parameter))
+            if name:
+                group_of[name] = group_index
+            elif name is None:
                 unknown.append(f"group {group_index}, parameter {index}, shape {list(parameter.shape)}")
     if unknown:
         raise UnknownParameterError(
@@ -276,10 +278,8 @@ class OptimizerGuard:
         changes = [
             f"  {what}: it was {value}, now it is {now[what]}\n"
             for what, value in _compared_values(before, self._constants).items()
-            if now.get(what, value) != value
+            if not _is_equal(value, now.get(what, value))
         ]
-        if moved := sorted(n for n, _ in before.group_of.items() ^ frozen.group_of.items()):
-            changes.append(f"  the parameter groups of {', '.join(dict.fromkeys(moved))}\n")
         if changes:
             raise Error(
                 f"the {label} optimizer changes what is compiled in:\n{''.join(changes)}"
@@ -330,6 +330,13 @@ def _is_constant_rate(optimizer: torch.optim.Optimizer, name: str, values: list[
     if marks is not None:
         return name not in marks or marks.isConstant(name)
     return name in _NEED_STATE and not any(values)
+
+
+def _is_equal(before: Any, now: Any) -> bool:
+    """Return whether two of the `_compared_values` are equal. Groups of one of the optimizers alone don't count."""
+    if isinstance(before, list):
+        return all(one == other for one, other in zip(before, now, strict=False))
+    return before == now
 
 
 def _compared_values(frozen: settings.Optimizer, rates: dict[str, list[float]]) -> dict[str, Any]:

@@ -264,6 +264,13 @@ def test_two_trainers_of_one_model_are_an_error_until_one_is_destroyed():
     poptorch.trainingModel(model, options())(*batch())
 
 
+def test_a_model_whose_executor_is_destroyed_before_a_call_can_be_wrapped_again():
+    executor, model = trainer()
+    executor.destroy()
+    other, _ = trainer(model)
+    other(*batch())
+
+
 def test_a_wrapped_model_has_two_more_methods_and_loses_them():
     model = Trained()
     names = set(dir(model))

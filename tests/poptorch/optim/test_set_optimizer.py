@@ -10,7 +10,7 @@ from executor_models import Trained, batch, options
 
 import poptorch
 from popengine.errors import Error
-from poptorch.optim import LAMB, SGD, Adam, AdamW
+from poptorch.optim import SGD, Adam, AdamW
 from poptorch.optim.freeze_optimizer import OptimizerGuard
 
 MODEL = torch.nn.Linear(3, 2)
@@ -113,12 +113,6 @@ def test_before_compilation_anything_may_change():
             AdamW(MODEL.parameters(), second_order_momentum_accum_type=torch.float16),
             "dtype of the state 'exp_avg_sq'",
         ),
-        (
-            LAMB(MODEL.parameters()),
-            LAMB([{"params": [MODEL.weight]}, {"params": [MODEL.bias]}]),
-            "parameter groups of bias",
-        ),
-        (LAMB(MODEL.parameters()), LAMB([MODEL.weight]), "parameter groups of bias"),
     ],
 )
 def test_what_is_compiled_in_may_not_change(first, later, words):
