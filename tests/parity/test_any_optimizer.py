@@ -326,14 +326,170 @@ def test_a_users_optimizer_has_a_state_that_can_be_written_saved_and_handed_on(t
     step(data[3])
 
 
-def test_a_step_that_fails_is_an_update_that_failed_halfway():
-    class Failing(Lion):
-        def step(self, closure=None):
-            raise ValueError("no step today")
+class Failing(Lion):
+    """Fails once, before or after it writes in some way."""
 
-    _, _, executor = wrapped(Failing)
+    write = None
+
+    def step(self, closure=None):
+        write, self.write = self.write, None
+        if write is not None:
+            write(self, self.param_groups[0]["params"][0])
+            raise ValueError("no step today")
+        super().step(closure)
+
+
+def write_into_state(optimizer, parameter):
+    optimizer.state[parameter]["exp_avg"].mul_(0.5)
+
+
+WRITES = {
+    "in place": lambda optimizer, parameter: parameter.detach().mul_(0.5),
+    "data": lambda optimizer, parameter: parameter.data.mul_(0.5),
+    "numpy": lambda optimizer, parameter: parameter.detach().numpy().__imul__(0.5),
+    "state": write_into_state,
+    "new state": lambda optimizer, parameter: optimizer.state[parameter].update(count=1),
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_a_step_that_fails_after_it_has_written_is_an_update_that_failed_halfway(way):
+    _, optimizer, executor = wrapped(Failing)
+    rows = parity_runs.batches(Model, 1, ACCUMULATION * ROWS)[0]
+    executor(*rows)
+    optimizer.write = WRITES[way]
     with pytest.raises(poptorch.Error, match=r"(?s)the weights are lost.*no step today.*fix:"):
-        executor(*parity_runs.batches(Model, 1, ACCUMULATION * ROWS)[0])
+        executor(*rows)
+
+
+@pytest.mark.parametrize("earlier", [0, 2])
+def test_a_step_that_fails_before_it_has_written_loses_nothing(earlier):
+    model, optimizer, executor = wrapped(Failing)
+    data = parity_runs.batches(model, UPDATES, ACCUMULATION * ROWS)
+    for rows in data[:earlier]:
+        executor(*rows)
+    optimizer.write = lambda *all: None
+    with pytest.raises(
+        poptorch.Error, match=r"(?s)step\(\) failed: ValueError: no step today.*can be called"
+    ):
+        executor(*data[earlier])
+    assert executor.finished_updates == 0
+    for rows in data[earlier:]:
+        executor(*rows)
+    same((model, optimizer), plain(Failing))
+
+
+class Halving(torch.optim.SGD):
+    """A class with a rule, and a step of its own."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(0.5)
+
+
+class Longer(torch.optim.Adam):
+    def _init_group(self, group, *lists):
+        group["lr"] *= 2
+        return super()._init_group(group, *lists)
+
+
+class OursHalving(poptorch.optim.AdamW):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.05)
+
+    def step(self, closure=None):
+        super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(0.5)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper as many are written: without its base class's __init__."""
+
+    def __init__(self, parameters):
+        self.optimizer = torch.optim.Adam(parameters, lr=0.05)
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.optimizer.step()
+        for slow, fast in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            fast.copy_(slow.lerp_(fast, 0.5))
+
+
+def with_replaced_step(parameters):
+    optimizer = torch.optim.AdamW(parameters, lr=0.05)
+    step = optimizer.step
+    optimizer.step = lambda closure=None: [step(closure), step(closure)][0]
+    return optimizer
+
+
+def with_a_scheduler_and_own_step(parameters):
+    optimizer = Halving(parameters, lr=0.05)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer
+
+
+OWN = [
+    lambda parameters: Halving(parameters, lr=0.05),
+    lambda parameters: Longer(parameters, lr=0.001),
+    OursHalving,
+    Lookahead,
+    with_replaced_step,
+    with_a_scheduler_and_own_step,
+]
+
+
+@pytest.mark.parametrize("make", OWN)
+def test_a_step_that_is_not_torchs_runs(make, caplog):
+    same(trained(make), plain(make))
+    assert len([message for message in caplog.messages if "by its own step()" in message]) == 1
+
+
+class OnlyInit(torch.optim.AdamW):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.05)
+
+    def rates(self):
+        return [group["lr"] for group in self.param_groups]
+
+
+def test_a_class_without_a_step_of_its_own_has_the_rule_of_its_base(caplog):
+    same(trained(OnlyInit), plain(OnlyInit))
+    assert caplog.messages == []
+
+
+def test_a_step_that_is_replaced_after_compilation_is_refused():
+    model, optimizer, executor = wrapped(optimizer_of("AdamW"))
+    rows = parity_runs.batches(model, 1, ACCUMULATION * ROWS)[0]
+    executor(*rows)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step
+    executor(*rows)
+    optimizer.step = lambda closure=None: None
+    with pytest.raises(poptorch.Error, match=r"the optimizer's type can't change"):
+        executor(*rows)
+
+
+def test_a_wrapper_that_lacks_what_executors_read_is_refused_with_the_fix():
+    class Bare(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            self.inner = torch.optim.SGD(parameters, lr=0.1)
+
+        def step(self, closure=None):
+            self.inner.step()
+
+    with pytest.raises(poptorch.Error, match=r"(?s)Bare has no param_groups and no state.*fix: super"):
+        wrapped(Bare)
 
 
 def test_another_optimizer_after_compilation_is_refused():

@@ -28,6 +28,10 @@ OPTIMIZERS = {
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+    **{
+        name: lambda p, name=name: getattr(torch.optim, name)(p, lr=0.01)
+        for name in ("ASGD", "Adadelta", "Adagrad", "Adamax", "NAdam", "RAdam", "Rprop")
+    },
 }
 
 

@@ -87,6 +87,12 @@ class TrainState:
         state = self.optimizer.state
         return {key: state[value] for key, value in self.parameters().items() if state.get(value)}
 
+    def marks_of_optimizer(self) -> list[tuple[int, int]]:
+        """Return (id, version) of each value in the optimizer's state: a write, or another value, changes them."""
+        states = self.optimizer.state.values()
+        values = [value for state in states if isinstance(state, dict) for value in state.values()]
+        return [(id(v), v._version if isinstance(v, Tensor) and not v.is_inference() else 0) for v in values]
+
     def set_state(self, key: str, state: OptimizerState) -> None:
         """Set or, with {}, remove the optimizer state of a parameter."""
         if state:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from .. import ir
+from ..errors import RunError
 from ..settings import Optimizer, Settings
 from ..torch_private import ALIGNMENT
 from ..update.group_update import Chunk, ParameterUpdate, UpdateStep, cut_into_chunks
@@ -34,7 +35,7 @@ from .call import EngineCall
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from .instances.process_group import FIRST_TAG, ProcessGroup
 from .random_draws import hash_integers
-from .state import State, Unit
+from .state import State, Unit, has_same_bits
 
 # Automatic loss scaling keeps half precision gradients large, but within their range: the loss scale doubles if
 # at most `_SHARE` of the gradients' elements are large, and otherwise halves.
@@ -264,10 +265,32 @@ class Updates:
                 step.apply(views)
 
     def _run_own_step(self, units: Sequence[Unit], updates: Sequence[ParameterUpdate]) -> None:
-        """Run the optimizer's own `step()`, which may give parameters other memory."""
+        """Run the optimizer's own `step()`, which may give parameters other memory. If it fails before it has written,
+        the weights are not lost: then raise RunError."""
+        shared, weights = self.state.shared, [self.state.weight(unit) for unit in units]
+        found = (x.gradient for x in updates)
+        gradients = (
+            torch.view_as_complex(g) if w.is_complex() else g for g, w in zip(found, weights, strict=True)
+        )
         with torch.inference_mode(False):  # else new states and weights could not be written outside of it
-            pairs = zip(units, updates, strict=True)
-            self.state.shared.own_step({u.key: x.gradient.to(x.parameter.dtype, copy=True) for u, x in pairs})
+            # A write to `parameter.data` leaves no other trace than the bits.
+            before, marks = [weight.clone() for weight in weights], shared.marks_of_optimizer()
+            try:
+                shared.own_step(
+                    {
+                        u.key: g.to(w.dtype, copy=True)
+                        for u, g, w in zip(units, gradients, weights, strict=True)
+                    }
+                )
+            except Exception as error:
+                is_same = all(map(has_same_bits, before, weights)) and marks == shared.marks_of_optimizer()
+                if self._group is not None or not is_same:  # peers may have updated
+                    raise
+                self._release_weights()
+                raise RunError(
+                    f"the optimizer's step() failed: {type(error).__name__}: {error}\n"
+                    "  the weights are those after the last finished update; the executor can be called again"
+                ) from error
             self.state.bind(self.call.hyper)
 
     def _broadcast_weights(self, _: int) -> None:
@@ -280,6 +303,9 @@ class Updates:
         """End the step in the state, drop its gradients, and release the lock of the weights."""
         self.state.end_step()
         self.clear_step()
+        self._release_weights()
+
+    def _release_weights(self) -> None:
         self.is_writing = False
         self.state.shared.lock.release()
 

@@ -22,6 +22,9 @@ from ..optim.optimizer_base import check_torch_state, parameters_of, rates_of
 from .loaded_plans import LoadedPlans
 from .wrapped_model import WrappedModel
 
+# Packages whose classes hold an optimizer as `optimizer`, and step when that one does.
+_WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+
 
 class OptimizerLink:
     """The optimizer of an executor, the rates of the next call (`hyper`), both None in inference, and
@@ -50,8 +53,8 @@ class OptimizerLink:
                 "setOptimizer needs a model that trains, and this one is for inference\n"
                 "  fix: wrap the model with poptorch.trainingModel(model, options, optimizer)"
             )
-        inner = getattr(optimizer, "optimizer", None)  # in accelerate's AcceleratedOptimizer, for example
-        optimizer = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+        if type(optimizer).__module__.partition(".")[0] in _WRAPPERS:
+            optimizer = optimizer.optimizer
         compiled = self._plans.executable is not None
         frozen, hyper = self._guard.check_and_freeze(optimizer, self._known_names(optimizer), compiled)
         if not compiled:
@@ -188,10 +191,10 @@ class OptimizerLink:
                 if optimizer._loss_factor is not None:
                     self._plans.state.loss_factor.copy_(optimizer._loss_factor)
                 optimizer._loss_factor = self._plans.state.loss_factor
-        else:
+        elif self.frozen.kind != OWN_STEP:
             check = functools.partial(check_torch_state, self.frozen.kind)
             self._hooks.append(optimizer.register_load_state_dict_pre_hook(check))
-        if self._plans.is_optimizer_sharded:
+        if self._plans.is_optimizer_sharded and self.frozen.kind != OWN_STEP:
             here = self._plans.require_executable().settings.counts.instance
             hook = functools.partial(_gather_state, weakref.ref(self), self._plans.state, here)
             if (earlier := vars(optimizer).get("_optimizer_shard_hook")) is not None:

@@ -68,13 +68,13 @@ def supported_optimizers() -> str:
 
 def optimizer_kind(optimizer: Any) -> str:
     """Return the key in `RULES` of an optimizer's rule. Raises AssertionError if its type is unsupported."""
-    if isinstance(optimizer, Optimizer):
-        kind = optimizer._kind
-    else:  # the nearest class, as torch derives AdamW from Adam
-        kind = next((_TORCH_KINDS[base] for base in type(optimizer).__mro__ if base in _TORCH_KINDS), None)
-        if kind is None and isinstance(optimizer, torch.optim.Optimizer):
-            _check_own_step(optimizer)
-            kind = OWN_STEP
+    # The nearest class, as torch derives AdamW from Adam.
+    known = (base for base in type(optimizer).__mro__ if base in _TORCH_KINDS or base in Optimizer._classes)
+    base: Any = next(known, None)
+    kind = _TORCH_KINDS.get(base) or getattr(base, "_kind", None)
+    if isinstance(optimizer, torch.optim.Optimizer) and (kind is None or not _updates_as(base, optimizer)):
+        _check_own_step(optimizer)
+        return OWN_STEP
     if kind is None:
         raise AssertionError(
             f"Unsupported optimizer type. Types supported: {supported_optimizers()}, and others that are derived from"
@@ -84,12 +84,27 @@ def optimizer_kind(optimizer: Any) -> str:
     return "adamw" if kind == "adam" and _is_true_in_all_groups(optimizer, "decoupled_weight_decay") else kind
 
 
+def _updates_as(base: Any, optimizer: Any) -> bool:
+    """Return whether an optimizer's `step()` is that of its class `base`: a scheduler may have wrapped it."""
+    step = inspect.unwrap(optimizer.step)
+    is_same = getattr(step, "__func__", step) is inspect.unwrap(base.step)
+    return is_same and getattr(type(optimizer), "_init_group", None) is getattr(base, "_init_group", None)
+
+
 def _check_own_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raise AssertionError if an optimizer's `step()` needs more than one gradient, or a sparse one."""
-    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
+    """Raise AssertionError if an optimizer's `step()` needs more than one gradient, or a sparse one, and Error if it
+    lacks what executors read."""
+    if lacking := [name for name in ("param_groups", "state") if not hasattr(optimizer, name)]:
+        raise Error(
+            f"{type(optimizer).__qualname__} has no {' and no '.join(lacking)}\n"
+            "  why: its __init__ doesn't call that of torch.optim.Optimizer\n"
+            "  fix: super().__init__(params, defaults); or in a wrapper of another optimizer, self.param_groups ="
+            " other.param_groups and self.state = other.state"
+        )
     needs_closure = any(
         argument.default is argument.empty and argument.kind is argument.POSITIONAL_OR_KEYWORD
-        for argument in arguments
+        for argument in inspect.signature(inspect.unwrap(optimizer.step)).parameters.values()
+        if argument.name != "self"
     )
     if needs_closure:
         raise AssertionError(
@@ -191,7 +206,7 @@ class OptimizerGuard:
         self._automatic_loss_scaling = automatic_loss_scaling
         self._label = ""  # the accepted optimizer's name in messages; "" before the first one
         self._attributes: dict[str, set[str]] = {}  # known names, by the keys of `_attribute_names`
-        self._warned: set[type] = set()  # the user's subclasses that a warning was logged for
+        self._warned: set[type] = set()  # classes that a warning of their own `step()` was logged for
 
     def check_and_freeze(
         self, optimizer: torch.optim.Optimizer, names: dict[int, str], compiled: bool
@@ -201,7 +216,8 @@ class OptimizerGuard:
         frozen, hyper = freeze_optimizer(optimizer, names)
         if frozen.kind != OWN_STEP:
             refuse_step_hooks(optimizer)
-        self._warn_of_subclass(optimizer)
+        else:
+            self._warn_of_own_step(type(optimizer))
         label, rates = name_in_messages(optimizer, frozen), _rates_by_name(optimizer, hyper)
         is_loaded = getattr(optimizer, "_has_loaded_rates", False)  # rates of a checkpoint replace constants
         if compiled and self._label:
@@ -221,30 +237,21 @@ class OptimizerGuard:
     def check_attributes(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise Error if an attribute of the accepted optimizer that is compiled in has another value now."""
         before = self._frozen
-        now = _frozen_values(optimizer, before.kind, before.group_of)
+        now = _frozen_values(optimizer, optimizer_kind(optimizer), before.group_of)
         if now != before:
-            self._check_changes(self._label, now, {})
+            self._check_changes(name_in_messages(optimizer, now), now, {})
 
-    def _warn_of_subclass(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log a warning, once per class, if the optimizer's class is the user's own."""
-        kind = type(optimizer)
-        if kind in _TORCH_KINDS or kind in Optimizer._classes or kind in self._warned:
+    def _warn_of_own_step(self, kind: type) -> None:
+        """Log a warning, once per class, that an optimizer runs its own `step()`."""
+        if kind in self._warned:
             return
         self._warned.add(kind)
-        if optimizer_kind(optimizer) == OWN_STEP:
-            logger.warning(
-                "%s updates the weights by its own step(), once per update: slower than optimizers that have a rule"
-                " (%s)",
-                kind.__name__,
-                supported_optimizers(),
-            )
-        else:
-            logger.warning(
-                "Poptorch does not run Python optimizer code directly: optimizers subclassed from classes in "
-                "poptorch.optim or torch.optim are unlikely to behave as intended; "
-                "the engine runs the update, not the Python of %s",
-                kind.__name__,
-            )
+        logger.warning(
+            "%s updates the weights by its own step(), once per update: slower than optimizers that have a rule"
+            " (%s)",
+            kind.__name__,
+            supported_optimizers(),
+        )
 
     def _report_unexpected_names(self, optimizer: torch.optim.Optimizer, label: str) -> None:
         """Log, once, each name that the first accepted optimizer lacks and no class declares."""
@@ -304,9 +311,11 @@ def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
 def _attribute_names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
     """Return the names of attributes, defaults and group keys, by what messages call them."""
     attributes = {name for name in vars(optimizer) if not name.startswith("_")}
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        attributes.discard("step")  # a scheduler has replaced the method, to count its calls
-    names = {"optimizer attribute": attributes, "default group variable": set(map(str, optimizer.defaults))}
+    attributes.discard("step")  # a scheduler replaces the method, to count its calls
+    names = {
+        "optimizer attribute": attributes,
+        "default group variable": set(map(str, getattr(optimizer, "defaults", ()))),
+    }
     for index, group in enumerate(optimizer.param_groups):
         names[f"group {index} attribute"] = set(map(str, group))
     return names

@@ -9,8 +9,8 @@ ipu_state   Accl1___<parameter>   first state of the rule: velocity, first momen
 ipu_param   <rate>___specific___<parameter>   a rate of the parameter's group
             lossScaling_FLOAT                 the loss scaling of the optimizer
 
-The rest of the dictionary is torch's, with the same states and rates, so a checkpoint can be loaded in plain PyTorch,
-and the other way round.
+The rest of the dictionary is torch's, with the same states and rates, so a checkpoint can be loaded in plain PyTorch. A
+dictionary of a torch optimizer can be loaded as {"ipu_state": None, "ipu_param": None, **dictionary}.
 """
 
 import inspect
@@ -142,7 +142,8 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return torch's dictionary, with the state as "ipu_state" too, and the hyperparameters as "ipu_param".
 
-        Both are None before compilation, unless they were loaded. Their tensors are those that updates change.
+        Both are None before compilation, unless they were loaded. Their tensors are copies; those in torch's part are
+        the ones that updates change.
         Raises Error if the state was sharded over instances and the executor has ended.
         """
         whole = super().state_dict()  # type: ignore[misc]
@@ -152,6 +153,7 @@ class Optimizer:
             ipu_state = to_ipu_state(self._kind, states)
             if self._loss_factor is not None:
                 ipu_state[LOSS_FACTOR] = self._loss_factor
+            ipu_state = {name: value.clone() for name, value in ipu_state.items()}
             sizes = [len(group["params"]) for group in self.param_groups]  # type: ignore[attr-defined]
             indices = (index for index, size in enumerate(sizes) for _ in range(size))
             group_of = dict(zip(self._names, indices, strict=False))  # a group may have been added

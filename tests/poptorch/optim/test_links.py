@@ -248,6 +248,17 @@ def test_an_optimizer_goes_on_in_a_new_executor_after_destroy(kind, outer):
     assert torch.equal(trained(True), trained(False))
 
 
+@pytest.mark.parametrize("kind", OURS)
+def test_an_ipu_state_keeps_its_values_in_later_calls(kind):
+    model, _ = made(kind)
+    optimizer = OURS[kind](model.parameters())
+    executor = on_ipus(model, optimizer, data(1))
+    state = optimizer.state_dict()["ipu_state"]
+    before = copy.deepcopy(state)
+    executor(data(1)[0])
+    assert all(torch.equal(state[name], value) for name, value in before.items())
+
+
 def test_a_state_that_was_loaded_after_destroy_is_the_one_to_go_on_from():
     model, _ = made("adam")
     optimizer = OURS["adam"](model.parameters())

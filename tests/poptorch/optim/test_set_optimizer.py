@@ -153,15 +153,6 @@ def test_unexpected_attributes_are_reported_once(caplog):
     ]
 
 
-def test_an_attribute_named_step_is_reported_too(caplog):
-    optimizer = SGD(MODEL.parameters(), lr=0.1)
-    set_optimizer = compiled_with(optimizer)
-    optimizer.step = 0
-    optimizer.loss_scaling = 1.0
-    set_optimizer(optimizer)
-    assert caplog.messages == ["Ignoring unexpected optimizer attribute in SGD2 optimizer: ['step']"]
-
-
 def test_loading_a_state_is_not_reported(caplog):
     optimizer = poptorch.optim.LAMB(MODEL.parameters())
     set_optimizer = compiled_with(optimizer)
@@ -325,19 +316,6 @@ def test_a_poptorch_optimizer_after_a_torch_one_is_no_warning(caplog):
     with caplog.at_level(logging.WARNING, "poptorch::python"):
         set_optimizer(SGD(MODEL.parameters(), lr=0.2))
     assert caplog.messages == []
-
-
-def test_a_subclass_is_warned_about_once(caplog):
-    class Mine(SGD):
-        pass
-
-    set_optimizer = compiled_with(optimizer := Mine(MODEL.parameters(), lr=0.1))
-    set_optimizer(optimizer)
-    (message,) = caplog.messages
-    assert (
-        "Poptorch does not run Python optimizer code directly: optimizers subclassed from classes in "
-        "poptorch.optim or torch.optim are unlikely to behave as intended"
-    ) in message
 
 
 def test_an_accumulator_in_float16_makes_means_running():
