@@ -311,9 +311,12 @@ _TENSORS = (torch.TensorType, torch.ListType)
 
 
 def _view_of(base, like):
-    return aten.as_strided.default.redispatch(
-        _CPU_KEYS, base, like.size(), like.stride(), like.storage_offset()
-    )
+    if like.dtype != base.dtype:  # as one of all memory, which has the other type
+        count = base.untyped_storage().nbytes() // base.element_size()
+        base = aten.as_strided.default.redispatch(_CPU_KEYS, base, (count,), (1,), 0)
+        base = aten.view.dtype.redispatch(_CPU_KEYS, base, like.dtype)
+    layout = like.size(), like.stride(), like.storage_offset()
+    return aten.as_strided.default.redispatch(_CPU_KEYS, base, *layout)
 
 
 def _uploaded(home, value):
@@ -350,10 +353,15 @@ def _copy(target, source, non_blocking):
         if not non_blocking:
             home.wait("upload")
     else:
-        home_of(source).put(lambda: to.copy_(of))
+        home_of(source).put(lambda: _write(to, of))
         if not non_blocking:
             home_of(source).wait("download")
     return target
+
+
+def _write(target, source):
+    with torch.inference_mode(target.is_inference()):
+        target.copy_(source)
 
 
 def _start(home, func, args, kwargs):
@@ -434,6 +442,7 @@ class _Layout:
     key: tuple  # size, stride, dtype
 
 
+_LAYOUT_IS_ASKED_FOR = {"new_empty_strided", "empty_like", "clone", "_to_copy"}
 _layouts = {}  # by operation and description of the arguments
 
 
@@ -443,17 +452,19 @@ def _layouts_of(func, args, kwargs):
     if key not in _layouts:
         zero_args, zero_kwargs = tree_map(_zeros_like, (args, kwargs))
         try:
-            _layouts[key] = tree_map(_layout, func(*zero_args, **zero_kwargs))
+            is_free = other_strides and func.overloadpacket.__name__ not in _LAYOUT_IS_ASKED_FOR
+            results = func(*zero_args, **zero_kwargs)
+            _layouts[key] = tree_map(functools.partial(_layout, is_free), results)
         except Exception:
             _layouts[key] = None
     return _layouts[key]
 
 
-def _layout(value):
+def _layout(is_free, value):
     if not isinstance(value, torch.Tensor):
         return value
     stride = value.stride()
-    if other_strides and value.dim() > 1 and value.is_floating_point():
+    if is_free and value.dim() > 1 and value.is_floating_point():
         stride = torch.empty(value.size()[::-1], device="meta").permute(*range(value.dim())[::-1]).stride()
     return _Layout((value.size(), stride, value.dtype))
 

@@ -100,7 +100,8 @@ def synchronize(device: torch.device) -> None:
             "  why: kernels run after they were started, so the line that is at fault is not known; an index out of"
             " range does this, such as a class label\n"
             "  fix: POPTORCH_DEVICE=cpu runs the same program on the CPU and names the line. The device can't be"
-            " used again in this process"
+            " used again in this process, and the optimizer's state on it is lost. The model's weights are those"
+            " before the call"
         ) from error
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import Error
+from ..errors import Error, UnrecoverableError
 from ..ir import Plan, Slot
 from ..profile import Memory
 from ..settings import Hyper, Optimizer, Settings
@@ -392,7 +392,11 @@ class State:
     def end_call(self) -> None:
         """Copy weights and buffers from an accelerator to the model; on the CPU they are the model's own."""
         if self.device != devices.CPU:
-            devices.synchronize(self.device)
+            try:
+                devices.synchronize(self.device)
+            except UnrecoverableError as error:
+                self.shared.lost = error
+                raise
             for slot in self._weights:
                 write(self._bound[slot.key][0], self._plain[slot.key])
             self.share_buffers()

@@ -15,6 +15,7 @@ from popengine.compile.partition import visits_with_operations
 from popengine.compile.placement import sharded_if_too_few_micro_batches
 from popengine.compile.recording.current_capture import current
 from popengine.compile.rewriting.channels_last import in_wanted_layout
+from popengine.compile.rewriting.fixed_strides import with_fixed_strides
 from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
 from popengine.errors import Error
 from popengine.ir import Graph, Plan
@@ -143,6 +144,8 @@ def _capture_model(
     graph, memory_format = in_wanted_layout(graph, layout or chosen)
     if chosen == "auto":
         logger.info("memoryFormat auto: %s is used", memory_format)
+    if settings.device != "cpu":
+        graph = with_fixed_strides(graph)
     unknown: Any = None  # `compile_model` sets plan and inputs
     outputs = forward.template, forward.returned, anchors, names
     return Executable(unknown, settings, unknown, *outputs, forward.notes, graph, memory_format)

@@ -159,6 +159,13 @@ class LoadedPlans:
         executable = plan.executable
         # An executable from a file runs on the device that this program's options name.
         device = chosen_device(self._options, executable.settings.training)
+        if device != executable.settings.device == "cpu":
+            raise Error(
+                f'the executable was compiled for the CPU, and the device is "{device}"\n'
+                "  why: it may have operations that only CPUs have, such as torch's attention and LSTM for CPUs\n"
+                f'  fix: compile it with options.device("{device}"), or call the model instead of loading it;'
+                " or run it on the CPU"
+            )
         engine = Engine(executable.plan, replace(executable.settings, device=device), self.state)
         if plan.reporter is not None:
             plan.reporter.on_attach(engine, executable)

@@ -14,6 +14,7 @@ import late_device
 from late_device import late_devices
 from popengine.compile import compile_graph
 from popengine.compile.capture import capture
+from popengine.compile.rewriting.fixed_strides import with_fixed_strides
 from popengine.errors import Error, RunError, UnrecoverableError
 from popengine.order import ORDERS
 from popengine.run import devices
@@ -85,6 +86,39 @@ def test_a_graph_runs_again_with_what_its_memory_holds(late):
 def test_each_layout_has_the_bits_of_the_cpu(name, late):
     options = (LAYOUTS | MORE_LAYOUTS)[name]
     assert_same(trained(on_device(**options), calls=2), trained(engine_of(**options), calls=2))
+
+
+class ReadsByStrides(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.weight = nn.GroupNorm(2, 4), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        x = self.norm(x.to(memory_format=torch.channels_last))
+        y = x.flatten(1)[:, :8] @ self.weight
+        bits = (y * 2).view(torch.int32) >> 23
+        pairs = torch.view_as_complex((y + 1).view(2, 4, 2)).abs()
+        return y.as_strided((2, 4), (1, 2)), (y * 3).as_strided((4,), (2,), 1), bits, pairs, y.unfold(1, 3, 2)
+
+
+def test_strides_of_the_device_differ_and_results_do_not(late, monkeypatch):
+    torch.manual_seed(0)
+    model, x = ReadsByStrides().eval(), torch.randn(2, 4, 3, 3)
+    graph = with_fixed_strides(capture(model, lambda inputs: [*model(*inputs)], [x], training=False))
+    settings = Settings(False, Counts(), Strategy(), device="cuda")
+    weights = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    monkeypatch.setattr(late_device, "other_strides", True)
+    engine = Engine(compile_graph(graph, settings), settings, TrainState(weights.copy), GPU)
+    for ours, theirs in zip(engine.run([x], None).outputs(), model(x), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["images", "words"])
+def test_models_compute_the_same_with_other_strides(name, late, monkeypatch):
+    monkeypatch.setattr(late_device, "other_strides", True)
+    one, two = run_model(name, False, GPU), run_model(name, False, devices.CPU)
+    torch.testing.assert_close(one, two)
 
 
 def test_a_profiled_call_has_the_bits_of_the_cpu(late):
@@ -210,6 +244,21 @@ def test_several_processes_that_train_together_are_refused(monkeypatch):
         Error, match=r"2 processes train together\n  why: .*host's memory only\n  fix: one process"
     ):
         devices.check_available("cuda", processes=2)
+
+
+def test_a_kernel_that_fails_ends_all_calls_and_names_no_bare_error_of_the_driver(late):
+    engine = on_device()
+    weights = {key: value.clone() for key, value in engine.state.shared.find_weights().items()}
+    rows, labels = batch_for(engine)
+    labels[-1] = 7  # of three classes
+    for _ in range(2):
+        with pytest.raises(
+            UnrecoverableError, match=r"the device late:0 failed(.|\n)*weights are those\n? before"
+        ):
+            engine.run([rows, labels], rates("sgd"))
+    for key, value in engine.state.shared.find_weights().items():
+        assert torch.equal(value, weights[key])
+    engine.close()
 
 
 def test_a_kernel_that_fails_ends_the_use_of_the_device(monkeypatch):

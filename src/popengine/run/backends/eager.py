@@ -26,6 +26,11 @@ Code = Callable[[list[Any]], tuple[Tensor, ...]]
 NEEDS_GRADIENTS_ON = ("aten.mkldnn_rnn_layer.default",)
 # On accelerators kernels may return other strides than on the CPU, with which these views have to be copies.
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+# The number of operands that an operation needs contiguous on accelerators, and not on the CPU.
+_CONTIGUOUS = {
+    torch.ops.aten.native_group_norm.default: 1,
+    torch.ops.aten.native_group_norm_backward.default: 2,
+}
 
 
 # ---- direct calls --------------------------------------------------------------------------------------------
@@ -99,6 +104,9 @@ def _replacement_on_accelerator(operation: OpOverload, device: torch.device) -> 
         return None
     if operation in _VIEWS:
         return Tensor.reshape
+    if operation in _CONTIGUOUS:
+        count = _CONTIGUOUS[operation]
+        return lambda *args: operation(*(value.contiguous() for value in args[:count]), *args[count:])
     if any(argument.name == "device" and argument.kwarg_only for argument in operation._schema.arguments):
         return lambda *args, **kwargs: operation(*args, **{**kwargs, "device": device, "pin_memory": None})
     return None
