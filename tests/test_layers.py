@@ -38,8 +38,8 @@ MAY_IMPORT = {
     "popengine.environment": set(),
     "popengine.command_parser": {"popengine.errors"},
     "popdist": {"popengine.environment", "popdist.rendezvous", "popdist.collectives"},
-    "popdist.signed_store": {"popengine.environment"},
-    "popdist.rendezvous": VALUES | {"popengine.environment", "popdist.signed_store", "popengine.run"},
+    "popdist.store": set(),
+    "popdist.rendezvous": VALUES | {"popengine.environment", "popdist.store", "popengine.run"},
     "popdist.collectives": VALUES | {"popengine.environment", "popengine.run"},
     "poptorch": VALUES | ENGINE | {"popengine.environment"},
     "popdist.checkpoint": VALUES
@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "popdist.checkpoint_files": VALUES,
     "popdist.poptorch": {"poptorch", "popdist", "popengine.environment"},
     "poprun.aliases": {"popdist", "popdist.collectives", "poptorch"},
-    "poprun": {*COMMANDS, "popdist", "popdist.signed_store", "popdist.checkpoint_files"},
+    "poprun": {*COMMANDS, "popdist", "popdist.store", "popdist.checkpoint_files"},
     "ipujob": {*COMMANDS, "popdist"},
     "popvision": {
         *COMMANDS,

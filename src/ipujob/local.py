@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import secrets
 import signal
 import socket
 import subprocess
@@ -17,7 +16,7 @@ from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from popengine.environment import SECRET, path_with_aliases
+from popengine.environment import path_with_aliases
 
 from . import pods
 from .observe import observe
@@ -43,7 +42,6 @@ class LocalJob:
             **os.environ,
             "PATH": os.pathsep.join(path),
             "PYTHONPATH": path_with_aliases(os.environ.get("PYTHONPATH", "")),
-            SECRET: secrets.token_hex(32),
         }
         with ExitStack() as probes:  # a MASTER_PORT for each instance
             servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(job.instances)]

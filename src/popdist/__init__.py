@@ -94,7 +94,7 @@ def init() -> None:
     """Connect to the other instances. Call it once, before any collective; with one instance it does nothing.
 
     Raises: poptorch.Error, if an instance is missing after POPDIST_INIT_TIMEOUT seconds (default: 600), the address
-        (MASTER_ADDR and MASTER_PORT) is missing, wrong or in use, or the secrets (POPDIST_SECRET) differ
+        (MASTER_ADDR and MASTER_PORT) is missing, wrong or in use
     """
     launch = _read_launch()
     if launch.instances > 1:

@@ -1,7 +1,6 @@
 """The connection of all instances by `popdist.init`, through a store at one address, within a time limit."""
 
 import atexit
-import logging
 import os
 import re
 import socket
@@ -10,21 +9,19 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
-from popengine.environment import SECRET, STORE, Launch, is_on_one_host
+from popengine.environment import INIT_TIMEOUT, RESTART, RUN_ID, STORE, Launch, is_on_one_host
 from popengine.errors import Error
 from popengine.run.instances import process_group
 
-from .signed_store import Server, SignedStore, is_loopback, own_address
+from .store import connect as connect_store
+from .store import is_loopback, own_address, reachable_name, serve
 
-logger = logging.getLogger("popengine")
-
-TIMEOUT = "POPDIST_INIT_TIMEOUT"
 _SIOCGIFADDR = 0x8915
-_stores: list[Any] = []  # torch keeps no reference to a store written in Python
+_PATIENCE_AT_EXIT = 2.0  # seconds
+_served: dist.Store | None = None  # the store that this process serves
 
 
 def connect(launch: Launch) -> None:
@@ -33,22 +30,22 @@ def connect(launch: Launch) -> None:
         process_group.current()
         return
     try:
-        seconds = float(os.environ.get(TIMEOUT, "600"))
+        seconds = float(os.environ.get(INIT_TIMEOUT, "600"))
     except ValueError:
-        raise Error(f"{TIMEOUT} is {os.environ[TIMEOUT]!r}, and must be a number of seconds") from None
+        raise Error(
+            f"{INIT_TIMEOUT} is {os.environ[INIT_TIMEOUT]!r}, and must be a number of seconds"
+        ) from None
     atexit.register(_disconnect_at_exit)
     process_group.call_in_thread(lambda: _connect_instances(launch, seconds))
 
 
 def _disconnect_at_exit() -> None:
-    """Write to the store that this process ends, and wait for torch's threads in this process. Threads that
-    don't end soon may wait for a store that has stopped: close the connection, which ends their waits."""
+    """Write to the store that this process ends, and wait for torch's threads in this process. The process that serves
+    the store first waits a while for all others to do so, because torch prints pages about a store that is gone."""
     process_group.announce_end()
-    if not process_group.join_torch_threads(0.2):  # seconds
-        for store in _stores:
-            if isinstance(store, SignedStore):
-                store.close()
-        process_group.join_torch_threads(2.0)
+    if _served is not None:
+        process_group.await_other_ends(_PATIENCE_AT_EXIT)
+    process_group.join_torch_threads(_PATIENCE_AT_EXIT)
 
 
 def _store_address() -> tuple[str, int]:
@@ -83,7 +80,7 @@ def _connect_instances(launch: Launch, seconds: float) -> None:
         raise Error(
             f"popdist.init(): after {seconds:g} s instance{'s' if len(missing) > 1 else ''}"
             f" {', '.join(map(str, missing))} of {launch.instances} had not come to {address}:{port}\n"
-            f"  fix: see what they print; {TIMEOUT} is the limit in seconds"
+            f"  fix: see what they print; {INIT_TIMEOUT} is the limit in seconds"
         )
     interface = _network_interface(address)
     if interface:
@@ -92,36 +89,35 @@ def _connect_instances(launch: Launch, seconds: float) -> None:
     process_group.set_current(group)
 
 
-def _open_store(launch: Launch, address: str, port: int, seconds: float) -> Any:
-    """Return a connection to the store of poprun or torchrun. Without both, instance 0 first starts a store."""
+def _open_store(launch: Launch, address: str, port: int, seconds: float) -> dist.Store:
+    """Return a connection to the store of poprun or torchrun. Without both, instance 0 serves a store."""
+    global _served
     of_poprun = os.environ.get(STORE, "")
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    secret, limit = os.environ.get(SECRET, ""), timedelta(seconds=seconds)
+    if not (of_poprun or of_torchrun or is_on_one_host()):
+        address = reachable_name(address)
     try:
         if of_poprun.startswith("file:"):
             store = dist.FileStore(of_poprun.removeprefix("file:"))
-            store.set_timeout(limit)
-        elif of_torchrun and not of_poprun:
-            store = dist.TCPStore(address, port, None, False, timeout=limit, wait_for_workers=False)
+            store.set_timeout(timedelta(seconds=seconds))
+        elif launch.instance or of_poprun or of_torchrun:
+            store = connect_store(address, port, seconds)
         else:
-            if launch.instance == 0 and not of_poprun:
-                Server(address, port, secret, is_open=not is_on_one_host(), warn=logger.warning)
-            store = SignedStore(address, port, secret, seconds)
-    except OSError as error:
-        raise Error(
-            f"popdist.init(): instance 0 can't use {address}:{port}: {error}\n"
-            "  fix: MASTER_PORT must be a free port, and MASTER_ADDR this host; poprun chooses both"
-        ) from error
-    except RuntimeError as error:
+            store = _served = serve(address, port, seconds)
+    except (OSError, RuntimeError) as error:
+        if launch.instance == 0 and not (of_poprun or of_torchrun):
+            raise Error(
+                f"popdist.init(): instance 0 can't use {address}:{port}: {error}\n"
+                "  fix: MASTER_PORT must be a free port, and MASTER_ADDR this host; poprun chooses both"
+            ) from error
         raise Error(
             f"popdist.init(): instance {launch.instance} found no store at {address}:{port} in {seconds:g} s:"
             f" {str(error).splitlines()[0]}\n"
             "  fix: MASTER_ADDR must be the host of instance 0, and MASTER_PORT its port, in all instances;"
-            f" {SECRET} must be equal in all, if it is set; {TIMEOUT} is the limit in seconds"
+            f" {INIT_TIMEOUT} is the limit in seconds"
         ) from error
-    _stores.append(store)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")  # poprun's and torchrun's store outlives restarts
-    return store if attempt is None else dist.PrefixStore(f"attempt/{attempt}", store)
+    names = [os.environ[name] for name in (RUN_ID, RESTART) if name in os.environ]
+    return dist.PrefixStore("/".join(["popdist", *names]), store)
 
 
 def _network_interface(address: str) -> str | None:

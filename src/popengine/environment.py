@@ -27,9 +27,11 @@ NODE_RANK = "POPRUN_NODE_RANK"
 
 PLAN_WISH = "PANDO_PLAN"  # set: plan the first model and exit, see `poptorch.planning`
 
-# The address (HOST:PORT) of the store by which poprun's instances connect, and the secret of its clients.
+# The store by which poprun's instances connect: file:PATH or HOST:PORT; without it the one of instance 0.
 STORE = "POPDIST_STORE"
-SECRET = "POPDIST_SECRET"
+# Torchrun's names: keys of the store begin with both, since a store may serve several runs and restarts.
+RUN_ID, RESTART = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
+INIT_TIMEOUT = "POPDIST_INIT_TIMEOUT"
 
 # The folder of `poprun --checkpoint-dir`.
 CHECKPOINTS = "POPDIST_CHECKPOINT_DIR"

@@ -2,9 +2,10 @@
 
     poprun --num-replicas 4 --num-instances 2 python3 train.py
 
-`command_line.py` parses the arguments; `agent.py` starts the instances of this host in each round; `nodes.py` decides
-when rounds begin and end, together with the popruns of other hosts (`shared_folder.py`); `hangs.py` kills
-instances that hang; `guard.py` kills all processes when one of poprun's own is killed.
+`command_line.py` parses the arguments; `hosts.py` starts a poprun on each host by ssh; `agent.py` starts the instances
+of this host in each round; `nodes.py` says when rounds begin and end, in an elastic run by `rounds.py`, a pure function
+of what all popruns write to a shared folder (`shared_folder.py`, `presence.py`); `hangs.py` kills instances that
+hang; `guard.py` kills all processes when one of poprun's own is killed.
 """
 
 import sys

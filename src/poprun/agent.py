@@ -1,7 +1,7 @@
 """The agent: starts this node's instances in each round, and watches them.
 
 torch.distributed.elastic starts the processes, redirects and prefixes their output, and ends them. Its own agent is
-not used: the nodes decide together when rounds end (`nodes.py`), and poprun names the instance that ended first.
+not used: `nodes.py` decides when rounds end, and poprun names the instance that ended first.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, start_processes
 
-from popengine.environment import SECRET, STACK, STORE, Launch, path_with_aliases
+from popengine.environment import INIT_TIMEOUT, RESTART, RUN_ID, STACK, STORE, Launch, path_with_aliases
 
 from . import instance as instance_program
 from .command_line import CommandLine
 from .guard import shell_exit_code
 from .hangs import HangDetector
 from .hosts import CONSEQUENCE, WATCH
-from .nodes import Nodes
-from .shared_folder import TrainingLost
+from .nodes import ElasticNode, FixedNode, NodeOfRun
+from .shared_folder import RunLost
 from .topology import Node, numa_cores
 
 PATIENCE = 5  # seconds for the other instances to end after one has failed
@@ -37,52 +37,51 @@ _POLL = 0.2  # seconds between two checks of the other nodes, and for instances 
 _LAST_LINES = 20
 
 
-def run_node(request: CommandLine, node: Node, folder: str) -> int:
-    """Connect this node to the others, and run its instances in all rounds. Return poprun's exit code: 0 after success;
-    128 + n after signal n; CONSEQUENCE if the training has failed on another host, under `run_on_hosts`; else that
-    of an instance of this node or of a `TrainingLost`. `folder` is a temporary folder of this poprun."""
+def run_node(request: CommandLine, description: Node, folder: str) -> int:
+    """Run the instances of this node in all rounds. Return poprun's exit code: 0 after success; 128 + n after signal n;
+    CONSEQUENCE if the run has failed on another host, under `run_on_hosts`; else that of an instance of this node or
+    of a `RunLost`. `folder` is a temporary folder of this poprun."""
     if request.verbosity < 2:
         logging.disable(logging.CRITICAL)  # elastic logs what poprun prints itself
     for stream in (sys.stdout, sys.stderr):  # elastic copies the instances' output to these
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     code: int | None = None  # of the last round
-    nodes, is_end = None, False  # after a signal the other nodes may wait for this node to come back
+    node, is_end = None, False  # after a signal the other nodes may wait for this node to come back
     try:
-        nodes = Nodes(request, node, folder)
-        while code != 0 and nodes.wait_for_round():
-            code = _run_round(nodes)
+        node = (ElasticNode if request.is_elastic else FixedNode)(request, description, folder)
+        while code != 0 and node.wait_for_round():
+            code = _run_round(node)
         is_end = True
         return 0
-    except TrainingLost as error:
+    except RunLost as error:
         is_end = True
         if str(error):
             request.log.error(f"error: {error}" if error.code == 2 else str(error))
-        is_consequence = WATCH in os.environ and not request.is_elastic
-        return code or (CONSEQUENCE if is_consequence else error.code)
+        return code or error.code
     except SignalException as error:
         return 128 + error.sigval
     finally:
-        if nodes is not None:
-            nodes.close(is_end)
+        if node is not None:
+            node.close(is_end)
 
 
-def _run_round(nodes: Nodes) -> int | None:
-    """Start this node's instances, wait until they or the round end, and end those that still run. Return 0 if all
-    instances of all nodes have succeeded, the exit code of a failed instance of this node, else None."""
-    current, request, log = nodes.round, nodes.request, nodes.request.log
+def _run_round(node: NodeOfRun) -> int | None:
+    """Start this node's instances, wait until they or the round end, and end those that still run. Return 0 after
+    success, the exit code of a failed instance of this node, else None."""
+    current, request, log = node.round, node.request, node.request.log
     if request.is_elastic:
         counts = ", ".join(f"{count} on {name}" for name, count in current.counts.items())
         log.warning(f"round {current.number} of {current.instances} instances begins: {counts}")
     elif current.number:
         times = f"{current.number} of at most {request.max_restarts} times"
         log.warning(f"all instances start again, {times}")
-    with Instances(nodes) as instances:
+    with Instances(node) as instances:
         for instance, pid in instances.running.items():
             log.debug(f"instance {instance} is process {pid}")
-        detector = HangDetector(nodes)
+        detector = HangDetector(node)
         while (failed := instances.first_failure(detector.has_lost_peer)) is None:
             detector.kill_hanging(instances.running)
-            state = nodes.round_state(is_done=not instances.running and not instances.failed)
+            state = node.round_state(is_done=not instances.running and not instances.failed)
             if state == "finished":
                 return 0
             if state != "runs":
@@ -92,13 +91,13 @@ def _run_round(nodes: Nodes) -> int | None:
                 failed = instances.failed[0]
                 break
             instances.wait(_POLL)
-        first_node = nodes.record_failure()
-    return _report_failure(nodes, instances, failed, first_node)
+        first_place = node.end_round(detector.has_lost_peer(failed))
+    return _report_failure(node, instances, failed, first_place)
 
 
-def _instance_variables(nodes: Nodes, local: int) -> dict[str, str]:
+def _instance_variables(node: NodeOfRun, local: int) -> dict[str, str]:
     """Return the environment variables to add for the instance with index `local` among this node's."""
-    current, request, name = nodes.round, nodes.request, nodes.name
+    current, request, name = node.round, node.request, node.name
     replicas, count = request.replicas // current.instances, current.counts[name]
     instance = current.first_instance(name) + local
     master, _, port = current.address.rpartition(":")
@@ -122,29 +121,27 @@ def _instance_variables(nodes: Nodes, local: int) -> dict[str, str]:
         "MASTER_ADDR": master,
         "MASTER_PORT": port,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        INIT_TIMEOUT: os.environ.get(INIT_TIMEOUT, str(node.node.patience)),
         **given,
         "PYTHONPATH": path_with_aliases(given["PYTHONPATH"]),
         "POPRUN_CORES": ",".join(map(str, cores)),
-        "TORCHELASTIC_RUN_ID": "poprun",
-        # The round's number, equal on all nodes: `popdist.init` puts it into its keys of the store.
-        "TORCHELASTIC_RESTART_COUNT": str(current.number),
+        RUN_ID: node.run_id,
+        RESTART: str(current.number),
         "PANDO_RESTARTS": str(int(os.environ.get("PANDO_RESTARTS", "0")) + current.number),
-        STORE: current.store,
-        **({SECRET: nodes.secret} if nodes.secret else {}),
-        STACK: nodes.stack_path(instance),
+        **({STORE: current.store} if current.store else {}),
+        STACK: node.stack_path(instance),
     }
 
 
-def _report_failure(nodes: Nodes, instances: Instances, failed: int, first_node: str) -> int:
+def _report_failure(node: NodeOfRun, instances: Instances, failed: int, first_place: str) -> int:
     """Log which instance of this node `failed` first, and its last lines if silenced; return poprun's exit code.
-    `first_node` is the node that recorded the round's first failure."""
-    code, total, log = instances.exit_codes[failed], nodes.round.instances, nodes.request.log
+    `first_place`: where the round's first failure was, if not here."""
+    code, total, log = instances.exit_codes[failed], node.round.instances, node.request.log
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
     before = takewhile(failed.__ne__, instances.exit_codes)
     early = [str(instance) for instance in before if not instances.exit_codes[instance]]
-    is_consequence = first_node != nodes.name
-    if is_consequence:
-        log.error(f"instance {failed} failed with {how}, after an instance of node {first_node}")
+    if first_place:
+        log.error(f"instance {failed} failed with {how}, after an instance of {first_place}")
     elif early:  # perhaps the cause: a peer that makes fewer calls ends too early
         several = "s" if len(early) > 1 else ""
         ends = f"instance{several} {', '.join(early)} of {total} ended first, with exit code 0"
@@ -154,15 +151,15 @@ def _report_failure(nodes: Nodes, instances: Instances, failed: int, first_node:
     if lines := instances.last_silenced_lines(failed):
         log.error(f"the last lines of instance {failed}:")
         print(*lines, sep="\n", file=sys.stderr, flush=True)
-    return CONSEQUENCE if is_consequence and WATCH in os.environ else shell_exit_code(code)
+    return CONSEQUENCE if first_place and WATCH in os.environ else shell_exit_code(code)
 
 
 class Instances:
     """The processes of this node's instances in one round, started at once. Leaving the `with` ends them."""
 
-    def __init__(self, nodes: Nodes) -> None:
-        request, indices = nodes.request, range(nodes.round.counts[nodes.name])
-        self._first = first = nodes.round.first_instance(nodes.name)
+    def __init__(self, node: NodeOfRun) -> None:
+        request, indices = node.request, range(node.round.counts[node.name])
+        self._first = first = node.round.first_instance(node.name)
         self._silent = {i: _silenced_streams(request, first + i) for i in indices}
         tee = Std.ALL if request.tags_output else Std.NONE
         program = ("-I", "-S", instance_program.__file__, os.getpid(), *request.program)
@@ -170,9 +167,9 @@ class Instances:
             name="instance",
             entrypoint=sys.executable,
             args=dict.fromkeys(indices, program),
-            envs={i: _instance_variables(nodes, i) for i in indices},
+            envs={i: _instance_variables(node, i) for i in indices},
             logs_specs=DefaultLogsSpecs(
-                nodes.folder, self._silent, {i: tee & ~self._silent[i] for i in indices}
+                node.folder, self._silent, {i: tee & ~self._silent[i] for i in indices}
             ),
             log_line_prefixes={i: f"[{first + i}] " for i in indices},
         )

@@ -40,10 +40,18 @@ def main(words: Sequence[str] | None = None) -> int:
     if node.rank == 0 and hosts.WATCH not in os.environ:  # else another poprun of this training prints this
         names = [f"node {rank}" for rank in range(node.count)] if NUM_NODES in os.environ else ["localhost"]
         _print_summary(request, request.hosts if starts_hosts else names)
+        if node.count > 1 and request.max_restarts and not request.is_elastic:
+            request.log.warning(
+                "--max-restarts has no effect if a scheduler starts a poprun on each node: let the scheduler start all"
+                f" again\n  fix: or --num-instances {request.instances}:{request.instances} --checkpoint-dir DIR"
+            )
     if starts_hosts:
         return guard.run_guarded(lambda: hosts.run_on_hosts(request, words, node.patience))
 
     def run_agent() -> int:
+        if request.is_elastic or node.count > 1:  # else no process uses a TCPStore
+            # It prints pages about a store that is gone, and a line for each host without a name.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         from . import agent  # loads torch, which the guard does not use
 
         return agent.run_node(request, node, folder)

@@ -1,9 +1,9 @@
 """Kills instances that hang: stopped by a signal, or blocked for ever.
 
 An instance that waits for a peer writes this into a file every second (`popengine.run.instances.connections`), and is
-not killed. The records of the nodes pass it on to all popruns. Any other instance makes progress while its
-processes use processor time, or wait for a processor on a busy machine. If they do neither for the time limit, poprun
-prints the line of the program at which the instance hangs, and kills it. This counts as a failure.
+not killed. In an elastic run the records of the nodes have the waits of all nodes. Any other instance makes progress
+while its processes use processor time, or wait for a processor on a busy machine. If they do neither for the time
+limit, poprun prints the line of the program at which the instance hangs, and kills it. This counts as a failure.
 """
 
 import json
@@ -22,7 +22,7 @@ from typing import Any
 from popengine.environment import STACK_SIGNAL, STATUS
 
 from .guard import child_pids
-from .nodes import Nodes
+from .nodes import NodeOfRun
 
 _STALE = 5.0  # seconds after which an unchanged record of a wait is ignored: its writer may hang
 _TICKS = os.sysconf("SC_CLK_TCK")  # clock ticks of processor time per second
@@ -39,7 +39,7 @@ _LIBRARIES = (
 class HangDetector:
     """Finds and kills hanging instances of this node during one round."""
 
-    nodes: Nodes
+    node: NodeOfRun
     # By instance: the time of its last progress, and its processor time then.
     progress: dict[int, tuple[float, float]] = field(default_factory=dict)
     next_check: float = 0.0
@@ -47,14 +47,14 @@ class HangDetector:
     def kill_hanging(self, running: Mapping[int, int]) -> None:
         """Kill each instance that has made no progress for `hang_timeout` (without `ends_idle`, only if a peer waits
         for it), and log at which line it hangs. `running`: process ids, by instance"""
-        now, request = time.monotonic(), self.nodes.request
+        now, request = time.monotonic(), self.node.request
         limit = request.hang_timeout
         if not limit or now < self.next_check:  # once a second is enough
             return
         self.next_check = now + min(1.0, limit / 4)
         statuses = {instance: self._read_status(instance, _STALE) for instance in running}
-        self.nodes.waits = {instance: status for instance, status in statuses.items() if "for" in status}
-        waits = self.nodes.peer_waits()
+        self.node.waits = {instance: status for instance, status in statuses.items() if "for" in status}
+        waits = self.node.peer_waits()
         for instance, pid in running.items():
             peers = [peer for peer, wait in waits.items() if wait["for"] == instance]
             if instance in waits or not (peers or request.ends_idle):
@@ -68,7 +68,7 @@ class HangDetector:
                 self.progress[instance] = (now, used)
             elif now - since >= limit and "R" not in states:
                 how = next((f" (it is {_STATES[state]})" for state in states if state in _STATES), "")
-                how += _blocked_line_text(Path(self.nodes.stack_path(instance)), family)
+                how += _blocked_line_text(Path(self.node.stack_path(instance)), family)
                 if peers:
                     verb = "instances {} wait" if len(peers) > 1 else "instance {} waits"
                     names = ", ".join(map(str, peers))
@@ -87,7 +87,7 @@ class HangDetector:
 
     def _read_status(self, instance: int, longest: float = math.inf) -> dict[str, Any]:
         """Return what an instance has written with `write_status` in the last `longest` seconds; else {}."""
-        path = Path(self.nodes.stack_path(instance) + STATUS)
+        path = Path(self.node.stack_path(instance) + STATUS)
         with suppress(OSError, ValueError):
             if time.time() - path.stat().st_mtime < longest:
                 return json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Starts a poprun on each of several hosts by ssh."""
+"""Starts a poprun on each of several hosts by ssh, and all of them again after a failure."""
 
 import os
 import secrets
@@ -10,14 +10,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from popengine.environment import NODE_RANK, NUM_NODES, SECRET
+from popengine.environment import NODE_RANK, NUM_NODES, RUN_ID
 
 from .command_line import CommandLine
 from .guard import shell_exit_code
 from .topology import PORT
 
 _HERE = ("localhost", socket.gethostname())
-_PATIENCE = 16  # seconds for a host to end after another has failed: longer than `agent.PATIENCE`
+_PATIENCE = 30  # seconds for a host to end after another has failed: longer than `agent.PATIENCE_AT_SIGNALS`
 WATCH = "POPRUN_ENDS_WITH_STDIN"  # environment variable: if set, poprun ends when its standard input ends
 CONSEQUENCE = 75  # exit code of a poprun with WATCH that ended because another host failed
 
@@ -31,14 +31,26 @@ def is_here(host: str) -> bool:
 
 def run_on_hosts(request: CommandLine, words: Sequence[str], patience: float) -> int:
     """Run poprun with the arguments `words` on every host; return 0, or the first failed host's exit code. After a
-    failure the popruns of the other hosts are ended; an elastic training fails only if all hosts fail. `patience`:
-    seconds for the host that failed first to end, after another has ended"""
-    secret = os.environ.get(SECRET) or secrets.token_hex(32)
+    failure all popruns are ended and started again, `request.max_restarts` times; but an elastic run fails only if all
+    hosts fail. `patience`: seconds for the host that failed first to end, after another has ended"""
+    attempt = 0
+    while (code := _run_once(request, words, patience, attempt)) and not request.is_elastic:
+        if attempt == request.max_restarts:
+            break
+        attempt += 1
+        times = f"{attempt} of at most {request.max_restarts} times"
+        request.log.warning(f"all instances start again, {times}")
+    return code
+
+
+def _run_once(request: CommandLine, words: Sequence[str], patience: float, attempt: int) -> int:
+    """Run poprun on every host once, as restart number `attempt`; return an exit code as `run_on_hosts` does."""
+    run_id = secrets.token_hex(8)
     running: dict[int, subprocess.Popen[bytes]] = {}
     code, has_succeeded = 0, False
     try:
         for rank in range(len(request.hosts)):
-            running[rank] = _start_poprun(request, rank, words, secret)
+            running[rank] = _start_poprun(request, rank, words, run_id, attempt)
         deadline = float("inf")
         while running and code in (0, CONSEQUENCE) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -70,7 +82,7 @@ def run_on_hosts(request: CommandLine, words: Sequence[str], patience: float) ->
 
 
 def _start_poprun(
-    request: CommandLine, rank: int, words: Sequence[str], secret: str
+    request: CommandLine, rank: int, words: Sequence[str], run_id: str, attempt: int
 ) -> subprocess.Popen[bytes]:
     """Start the poprun of host number `rank`, by ssh or here; return its process. Its environment variables are sent
     to its standard input, since all users of a host see command lines."""
@@ -83,8 +95,9 @@ def _start_poprun(
         "MASTER_ADDR": address,
         "MASTER_PORT": os.environ.get("MASTER_PORT", str(PORT)),
         WATCH: "1",
+        "PANDO_RESTARTS": str(int(os.environ.get("PANDO_RESTARTS", "0")) + attempt),
+        RUN_ID: run_id,
         **dict(request.variables),
-        SECRET: secret,
     }
     settings = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
     poprun = shlex.join([sys.executable, "-m", "poprun", *words])

@@ -1,6 +1,5 @@
-"""The folder `.poprun` in the checkpoint folder, through which the popruns of an elastic training know each other.
+"""The folder `.poprun` in the checkpoint folder, through which the popruns of an elastic run know each other.
 
-    secret           the secret of the nodes' stores; only the file's owner can read it
     node-a-x3f_9k2   the record of one node; its poprun writes it again every second, with a higher counter
     state-12         the newest state of the rounds (`nodes.Round`)
 
@@ -9,19 +8,15 @@ time, one succeeds. All nodes read the same states, and no node has to be reache
 """
 
 import os
-import secrets
 import socket
-import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from popengine.environment import SECRET
 
-
-class TrainingLost(Exception):
-    """Raised if the training can't go on, or if this poprun can't take part in it (exit code 2). The text is "" if
-    the cause has been printed."""
+class RunLost(Exception):
+    """Raised if the run can't continue, or if this poprun can't take part in it (exit code 2). The text is "" if the
+    cause has been printed."""
 
     def __init__(self, text: str, code: int = 1) -> None:
         super().__init__(text)
@@ -29,8 +24,8 @@ class TrainingLost(Exception):
 
 
 class SharedFolder:
-    """The board of an elastic training: the folder in `checkpoint_dir`, which is created if it is missing. The random
-    name of `private`, poprun's temporary folder, becomes part of the node's name. Raises: TrainingLost"""
+    """The folder in `checkpoint_dir`, which is created if it is missing. The random name of `private`, poprun's
+    temporary folder, becomes part of the node's name. Raises: RunLost"""
 
     def __init__(self, checkpoint_dir: str, private: str) -> None:
         self._folder = Path(checkpoint_dir) / ".poprun"
@@ -38,35 +33,12 @@ class SharedFolder:
         self.name = self._record.name.removeprefix("node-")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            if SECRET not in os.environ:
-                self._create_file("secret", secrets.token_hex(32))
-            self.secret = self._read_secret()
         except OSError as error:
-            raise TrainingLost(
+            raise RunLost(
                 f"--checkpoint-dir {checkpoint_dir}: {error}\n"
                 "  fix: a folder in which this user can write, on a file system with hard links",
                 code=2,
             ) from None
-
-    def _read_secret(self) -> str:
-        """Return the secret of `POPDIST_SECRET` or of the file. Raises: TrainingLost, OSError"""
-        path, fault = self._folder / "secret", ""
-        if (secret := os.environ.get(SECRET)) is None:
-            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
-                secret, status = file.read().strip(), os.fstat(file.fileno())
-            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-                fault = (
-                    f"{path} belongs to user {status.st_uid} and has the rights {status.st_mode & 0o777:o}"
-                )
-        if not secret:
-            fault = f"{path if SECRET not in os.environ else SECRET} is empty"
-        if fault:
-            raise TrainingLost(
-                f"the secret can't be trusted: {fault}\n  fix: remove {path} if no training uses it;"
-                f" or export {SECRET}=$(openssl rand -hex 32), with the same value for all popruns",
-                code=2,
-            )
-        return secret
 
     def read_state(self) -> str:
         """Return the newest state; "" if there is none or it can't be read."""
@@ -76,7 +48,7 @@ class SharedFolder:
             return (self._folder / f"state-{self._number}").read_text()
         return ""
 
-    def replace_state(self, old: str, new: str) -> None:
+    def replace_state(self, new: str) -> None:
         """Create the state that follows the one that was read last, unless another node has done so."""
         if self._create_file(f"state-{self._number + 1}", new):
             (self._folder / f"state-{self._number - 1}").unlink(missing_ok=True)
@@ -96,7 +68,7 @@ class SharedFolder:
             file.truncate()
 
     def close(self, is_end: bool) -> None:
-        """Remove this node's record; at the end of the training, if this is the last node, also the states."""
+        """Remove this node's record; at the end of the run, if this is the last node, also the states."""
         with suppress(OSError):
             self._record.unlink(missing_ok=True)
             if is_end and not list(self._folder.glob("node-*")):

@@ -107,12 +107,6 @@ def test_several_workers_are_told_of_each_other(run):
     ]
 
 
-def test_workers_share_a_secret_that_is_new_for_each_run(run):
-    value = job(workers={"replicas": 2}, launcher={"command": [*SH, "echo $POPDIST_SECRET"]})
-    secrets = [{line.split()[1] for line in run(value)[1].splitlines()} for _ in range(2)]
-    assert [len(one) for one in secrets] == [1, 1] and secrets[0] != secrets[1]
-
-
 def test_an_instance_restarts_until_its_limit(run, tmp_path):
     text = f"echo attempt $PANDO_RESTARTS >> {tmp_path}/log; exit $((7 - PANDO_RESTARTS))"
     policy = {"type": "ExitCode", "exitCodes": "6-7", "backOffLimit": 3}

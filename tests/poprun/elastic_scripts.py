@@ -173,7 +173,8 @@ def act(action, chance, runs, start, folder, hosts):
         os.kill(run.agent(), signal.SIGKILL)
         run.wait()
     else:
-        victims = [pid for each in runs for pid in instances_of(each)]
+        while not (victims := [pid for each in runs for pid in instances_of(each)]):
+            time.sleep(0.02)  # a new node has come: all start again
         number = signal.SIGKILL if action == "kill an instance" else signal.SIGSTOP
         os.kill(chance.choice(victims), number)
     return []

@@ -42,8 +42,8 @@ def hosts():
             ip("netns", "del", name)
 
 
-def started(hosts, *words, secrets=("of this test", "of this test"), before=((), ()), **variables):
-    """A poprun on each host, with its secret, and with words before it on the command line."""
+def started(hosts, *words, before=((), ()), **variables):
+    """A poprun on each host, with words before it on the command line."""
     common = {
         "POPRUN_NUM_NODES": "2",
         "MASTER_ADDR": "10.77.0.1",
@@ -55,7 +55,7 @@ def started(hosts, *words, secrets=("of this test", "of this test"), before=((),
     return [
         subprocess.Popen(
             ["ip", "netns", "exec", host, *before[rank], *poprun, *words],
-            env={**os.environ, **common, "POPRUN_NODE_RANK": str(rank), "POPDIST_SECRET": secrets[rank]},
+            env={**os.environ, **common, "POPRUN_NODE_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -136,23 +136,8 @@ def test_a_host_whose_own_name_means_loopback_is_reached_by_the_address_of_its_d
     wrapped = [("unshare", "--mount", "sh", "-c", mount, "sh") for mount in mounts]
     runs = started(hosts, "-c", WAITS, tmp_path, before=wrapped, MASTER_ADDR="first")
     found, said = listening_during(runs, hosts, tmp_path)
-    assert found == [{"127.0.1.1", "10.77.0.1"}, {"10.77.0.2"}], said
+    assert found == [{"10.77.0.1"}, {"10.77.0.2"}], said
     assert [run.returncode for run in runs] == [0, 0]
-
-
-def test_a_node_with_another_secret_is_refused(hosts):
-    runs = started(hosts, "-S", "-c", "pass", secrets=("right", "wrong"), POPRUN_NODE_TIMEOUT="4")
-    said = ended(runs)
-    assert [run.returncode for run in runs] == [1, 1]
-    assert "of 2 nodes these have not come in 4 s: 1" in said[0]
-    assert "does not take this process's secret" in said[1]
-
-
-def test_nodes_without_a_secret_are_warned(hosts):
-    runs = started(hosts, "-S", "-c", "pass", secrets=("", ""))
-    said = ended(runs)
-    assert [run.returncode for run in runs] == [0, 0]
-    assert "serves every caller: POPDIST_SECRET is not set" in said[0] and said[1] == ""
 
 
 def test_a_training_over_two_hosts_has_equal_weights(hosts, tmp_path):
@@ -209,3 +194,37 @@ def test_of_two_hosts_that_lose_each_other_one_goes_on_and_the_other_joins_it_la
     (tmp_path / "end").touch()
     assert [run.wait() for run in runs] == [0, 0]
     assert "round 1 of" not in left.said()
+
+
+@pytest.mark.slow
+def test_a_host_that_can_not_reach_the_others_is_left_out_and_disturbs_nobody(poprun, hosts, tmp_path):
+    """It made itself the leader, whom the healthy run obeyed: 19 calls in 75 s in place of about 250."""
+    words = (
+        "--num-replicas=2",
+        "--num-instances=1:2",
+        "--instances-per-node=1",
+        "--checkpoint-dir",
+        tmp_path,
+    )
+    program = (sys.executable, "-S", "-c", ROUNDS, tmp_path / "end")
+    assert ip("-n", hosts[0], "route", "add", "blackhole", "10.77.0.2/32").returncode == 0
+    first = poprun(*words, *program, TEST_NETWORK=hosts[0], MASTER_ADDR="10.77.0.9")
+    first.until("round 0 of 1.")
+    second = poprun(*words, *program, TEST_NETWORK=hosts[1], MASTER_ADDR="10.77.0.9")
+    second.until("this node is left out until it can reach node")
+    for call in range(2, 8, 2):
+        (tmp_path / f"call-{call}").mkdir()  # at a checkpoint a node that has come is added
+        for record in (tmp_path / ".poprun").glob("node-*"):
+            for _ in range(2):
+                until_changed(record)
+    (tmp_path / "end").touch()
+    assert (first.wait(), second.wait()) == (0, 0), first.said() + second.said()
+    assert first.said().count("begins") == 1 and "begins" not in second.said()
+
+
+def until_changed(record):
+    """Wait until a poprun has renewed its record."""
+    before, until = record.read_text(), time.monotonic() + LIMIT
+    while record.read_text() in (before, ""):
+        assert time.monotonic() < until
+        time.sleep(0.05)

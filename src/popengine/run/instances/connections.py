@@ -242,6 +242,12 @@ class Connections:
                 publishing.join(1.0)  # the store may be in a process that is stopped
                 self._close_group(*failure)
 
+    def close(self) -> None:
+        """Close the gloo group at the end of this process, if connected: peers that wait for it raise PeerLost."""
+        with self._lock:
+            if self._group is not None:
+                self._close_group(f"instance {self.ranks[self.rank]} has ended", True)
+
     def _publish_failure(self, why: str, ends: bool) -> tuple[str, bool]:
         """Write (why, whether the training ends) to the store, or read a peer's pair; return that which counts."""
         key = f"{self._name}/{self._number}/broken"

@@ -10,6 +10,7 @@ import io
 import json
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -226,3 +227,14 @@ def announce_end() -> None:
         publishing = TorchThread(_current.publish, f"left/{_current.rank}", "1")
         publishing.start()
         publishing.join(1.0)  # the store may be in a process that is stopped
+
+
+def await_other_ends(seconds: float) -> None:
+    """Close the connections of this process, and wait up to `seconds` until all other instances announce their ends."""
+    if _current is not None:
+        _current.close()
+        until = time.monotonic() + seconds
+        keys = [f"left/{rank}" for rank in _current.ranks]
+        with suppress(RuntimeError):
+            while not _current._store.check(keys) and time.monotonic() < until:
+                time.sleep(0.01)

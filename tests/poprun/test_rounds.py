@@ -1,0 +1,293 @@
+"""Rounds of an elastic run: which state follows, as a table; and which nodes count as present."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from poprun.command_line import CommandLine
+from poprun.presence import STANDSTILL, Presence
+from poprun.rounds import FIRST_ROUND_PATIENCE, Me, Round, decide, missing_text
+from poprun.topology import Node
+
+REQUEST = CommandLine(("train",), replicas=4, instances=4, fewest_instances=2, max_restarts=1)
+NAMES = "abc"
+
+
+def me(name="a", **node):
+    return Me(name, REQUEST, Node(**node))
+
+
+def nodes(names="ab", **more):
+    """Records of nodes that wait for a round, each with room for two instances; `more`: by name, what differs."""
+    return {
+        name: {
+            "id": f"id-{name}",
+            "count": 1,
+            "command": "digest",
+            "rank": 0,
+            "slots": 2,
+            "address": f"{name}:1",
+            "store": f"{name}:2",
+            "round": -1,
+            "state": "stopped",
+            "reached": [f"id-{other}" for other in NAMES if other != name],
+            "unreached": {},
+            "checkpoint": 4,
+            "since": 4,
+            "waits": {},
+            **more.get(name, {}),
+        }
+        for name in names
+    }
+
+
+def runs(names="ab", number=3, **more):
+    """A running round of these nodes, two instances each."""
+    counts, ids = dict.fromkeys(names, 2), {name: f"id-{name}" for name in names}
+    return Round(number, "runs", command="digest", counts=counts, ids=ids, newest_call=2, **more)
+
+
+def running(names="ab", **more):
+    given = {name: {"round": 3, "state": "running", **more.get(name, {})} for name in names}
+    return nodes(names, **given)
+
+
+def lost(names):
+    several = "s" if "," in names else ""
+    return f"node{several} {names} lost: poprun has ended there, it is stopped, or the host does not answer"
+
+
+def changed(before, **to):
+    return replace(before, **to)
+
+
+# By what happens: the newest state, the records, the seconds since the last change, who decides; what follows.
+TABLE = {
+    "nothing": (runs(), running(), 99, me(), runs()),
+    "all are done": (
+        runs(),
+        running(a={"state": "done"}, b={"state": "done"}),
+        1,
+        me("b"),
+        changed(runs(), state="finished"),
+    ),
+    "one is done": (runs(), running(a={"state": "done"}), 1, me(), runs()),
+    "a node was done in an earlier round": (
+        runs(),
+        running(a={"state": "done"}, b={"state": "done", "round": 2}),
+        1,
+        me(),
+        runs(),
+    ),
+    "a record is missing": (runs(), running("a"), 1, me(), changed(runs(), state="stopped", why=lost("b"))),
+    "another poprun has the name": (
+        runs(),
+        running(b={"id": "new"}),
+        1,
+        me(),
+        changed(runs(), state="stopped", why=lost("b")),
+    ),
+    "two of three are lost": (
+        runs("abc"),
+        running("b"),
+        1,
+        me("b"),
+        changed(runs("abc"), state="stopped", why=lost("a, c")),
+    ),
+    "a node has stopped": (
+        runs(),
+        running(b={"state": "stopped"}),
+        1,
+        me(),
+        changed(runs(), state="stopped", why="node b has stopped its instances"),
+    ),
+    "a node has not begun yet": (runs(), running(b={"state": "stopped", "round": 2}), 1, me(), runs()),
+    "a node can't be reached": (
+        runs(),
+        running(a={"unreached": {"id-b": " at b:2: no route"}}),
+        1,
+        me(),
+        changed(runs(), state="stopped", why="node a can't reach node b at b:2: no route"),
+    ),
+    "another one can't reach a node": (runs(), running(b={"unreached": {"id-a": " at"}}), 1, me(), runs()),
+    "a node outside can't reach one": (
+        runs("ab"),
+        {**running(), **nodes("c", c={"unreached": {"id-a": " at"}})},
+        1,
+        me("c"),
+        runs("ab"),
+    ),
+    "a node outside sees a lost one": (runs("ab"), running("bc"), 1, me("c"), runs("ab")),
+    "a node outside is the last one": (
+        runs("ab"),
+        nodes("c"),
+        1,
+        me("c"),
+        changed(runs("ab"), state="stopped", why=lost("a, b")),
+    ),
+    "a record of this node is missing": (runs(), running("b"), 1, me(), runs()),
+    "a node has come": (runs("a"), {**running("a"), **nodes("b")}, 1, me(), runs("a")),
+    "a node has come, then a checkpoint": (
+        runs("a"),
+        {**running("a", a={"checkpoint": 6}), **nodes("b")},
+        1,
+        me(),
+        changed(runs("a"), state="stopped"),
+    ),
+    "only the first node adds others": (
+        runs(),
+        {**running(b={"checkpoint": 6}), **nodes("c")},
+        1,
+        me("b"),
+        runs(),
+    ),
+    "no node is added at the end": (
+        runs("a"),
+        {**running("a", a={"checkpoint": 6, "state": "done"}), **nodes("b", b={"since": 9})},
+        1,
+        me(),
+        changed(runs("a"), state="finished"),
+    ),
+    "a node has come that has no room": (
+        runs(),
+        {**running(a={"checkpoint": 6}), **nodes("c", c={"slots": 0})},
+        1,
+        me(),
+        runs(),
+    ),
+    "a node has come that can't be reached": (
+        runs("a"),
+        {**running("a", a={"checkpoint": 6, "reached": []}), **nodes("b")},
+        1,
+        me(),
+        runs("a"),
+    ),
+    "a node still runs": (changed(runs(), state="failed"), running(a={"state": "stopped"}), 1, me(), None),
+    "all have finished": (changed(runs(), state="finished"), nodes(), 1, me(), None),
+    "the run was given up": (changed(runs(), state="given up"), nodes(), 1, me(), None),
+    "expected nodes may come": (Round(), nodes("a"), FIRST_ROUND_PATIENCE - 1, me(count=2), None),
+    "too little room": (Round(), nodes("a", a={"slots": 1}), 599, me(), None),
+    "too little room for too long": (
+        Round(),
+        nodes("a", a={"slots": 1}),
+        600,
+        me(),
+        Round(
+            state="given up", node="a", why="there is room for 1 instances, and 2 are the fewest", number=-1
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TABLE)
+def test_a_state_follows_from_the_state_before_and_from_the_records(what):
+    newest, records, now, who, expected = TABLE[what]
+    assert decide(newest, records, now, who) == (newest if expected is None else expected)
+
+
+def begun(newest, records, now=1.0, **node):
+    """The parts of the next round that its beginning decides."""
+    found = decide(newest, records, now, me(**node))
+    assert found.state == "runs" and found.command == "digest"
+    first = next(iter(found.counts))
+    assert (found.address, found.store) == (f"{first}:1", f"{first}:2")
+    assert found.ids == {name: f"id-{name}" for name in found.counts}
+    return found
+
+
+def test_the_first_round_begins_with_all_nodes_that_have_come():
+    assert begun(Round(), nodes(b={"rank": 0}, a={"rank": 1}), count=2).counts == {"b": 2, "a": 2}
+    assert begun(Round(), nodes("a"), FIRST_ROUND_PATIENCE + 1, count=2).counts == {"a": 2}
+
+
+def test_nodes_keep_their_places():
+    before = changed(runs("ba"), state="stopped")
+    assert list(begun(before, nodes("abc", c={"rank": -1})).counts) == ["b", "a", "c"]
+    assert begun(before, nodes("ac")).counts == {"a": 2, "c": 2}
+
+
+def test_the_number_of_a_round_is_higher_than_all_that_a_node_has_seen():
+    """A damaged state does not say which rounds there were."""
+    assert begun(changed(runs(), state="stopped"), nodes()).number == 4
+    assert begun(Round(), nodes(b={"round": 8})).number == 9
+
+
+def test_of_nodes_that_do_not_reach_each_other_the_group_with_the_most_room_runs():
+    split = {"c": {"reached": [], "slots": 1}, "a": {"reached": ["id-b"]}, "b": {"reached": ["id-a"]}}
+    assert begun(Round(), nodes("abc", **split)).counts == {"a": 2, "b": 2}
+    one_way = nodes(b={"reached": []})
+    assert begun(Round(), one_way).counts == {"a": 2}
+
+
+def test_failures_without_a_new_checkpoint_are_counted_and_limited():
+    failed = changed(runs(), state="failed", node="b")
+    first = begun(failed, nodes())
+    assert (first.failures, first.newest_call) == (1, 4)
+    second = decide(changed(first, state="failed", node="b"), nodes(a={"round": 4}), 1, me())
+    assert (second.state, second.node) == ("given up", "a")
+    assert second.why == "instances have failed 2 times without a new checkpoint (--max-restarts)"
+    later = begun(changed(first, state="failed"), nodes(b={"checkpoint": 6}))
+    assert (later.failures, later.newest_call) == (1, 6)
+
+
+def test_a_failure_after_which_a_node_is_lost_does_not_count():
+    """The instances of the others have lost their peers, and fail first."""
+    after = begun(changed(runs(), state="failed"), nodes("a"))
+    assert (after.failures, after.why) == (0, lost("b"))
+
+
+def test_what_is_missing_is_said_until_a_round_can_begin():
+    assert missing_text(nodes("a", a={"slots": 1}), me()) == (
+        "there is room for 1 instances, and 2 are the fewest"
+    )
+    assert missing_text(nodes(), me()) == ""
+
+
+# ---- presence ------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock.monotonic)
+    return clock
+
+
+def record(count, id="one"):
+    return json.dumps({"id": id, "count": count})
+
+
+def test_a_node_is_lost_when_its_record_stands_still_and_present_when_it_changes(clock):
+    presence = Presence()
+    for second in range(40):
+        clock.now += 1
+        presence.update({"still": record(1), "alive": record(second), "new": record(1, id=str(second))})
+        expected = {"alive", "new"} | ({"still"} if second < STANDSTILL - 1 else set())
+        assert presence.alive().keys() == expected
+    presence.update({"still": record(2)})
+    assert presence.alive().keys() == {"still"}
+
+
+def test_while_this_process_is_stopped_no_node_is_lost(clock):
+    presence = Presence()
+    presence.update({"other": record(1)})
+    clock.now += 3600
+    presence.update({"other": record(1)})
+    assert presence.alive().keys() == {"other"}
+
+
+@pytest.mark.parametrize("text", ["", "{", "7", "[]", "null", "[" * 100_000, '{"id": 1}', '{"count": 1}'])
+def test_a_record_that_is_damaged_counts_as_unchanged(clock, text):
+    presence = Presence()
+    presence.update({"other": record(1), "new": text})
+    presence.update({"other": text, "new": text})
+    assert presence.alive() == {"other": {"id": "one", "count": 1}}
