@@ -1,10 +1,9 @@
 """Processes that srun starts are instances of one replica each; without MASTER_ADDR the job says where they meet."""
 
-import socket
-
 import processes
 import pytest
 import training
+from ports import free_port
 
 import popdist
 from popdist import rendezvous
@@ -12,14 +11,9 @@ from popdist import rendezvous
 
 def job():
     """A number of a job whose port is free."""
-    for number in range(4_242, 5_242):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("localhost", 20000 + number))
-            except OSError:
-                continue
-            return number
-    raise AssertionError("no port is free")
+    while (port := free_port()) < 20_000:
+        pass
+    return port - 20_000
 
 
 def step(tasks):
