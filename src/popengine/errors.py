@@ -1,9 +1,20 @@
 """Errors: one class for each pass, so that the type of an error shows where it was raised."""
 
 import difflib
+import os
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from types import FrameType, MappingProxyType, TracebackType
 from typing import Any
+
+FULL_TRACEBACK = "POPTORCH_FULL_TRACEBACK"
+_INTERNAL = (
+    "poptorch",
+    "popengine",
+    "popdist",
+    "popvision",
+    "torch",
+    "contextlib",
+)  # packages whose frames are hidden
 
 
 def did_you_mean(
@@ -19,9 +30,9 @@ def did_you_mean(
 class Error(Exception):
     """The base class of errors in a user's program or in a run.
 
-    `str(error)`, and `args[0]`, is `'poptorch_py_error': <message>`; `message` is the message alone, `type` the word in
-    quotes. Errors of the engine have another type and a `location`, the end of `str(error)`, which names the running
-    passes.
+    `args[0]` is `'poptorch_py_error': <message>`, and so is `str(error)`; `message` is the message alone, `type` the
+    word in quotes. Errors of the engine have another type and a `location`, which names the running passes and is the
+    end of `args[0]`; their `str(error)` is the message alone.
     """
 
     type = "poptorch_py_error"
@@ -29,20 +40,46 @@ class Error(Exception):
     def __init__(self, message: str, location: str = "") -> None:
         self.message = message
         self.location = location
-        super().__init__(str(self))
+        super().__init__(self._whole_text())
 
     def mark_as_engine_error(self, location: str) -> None:
         """Set `location`, and `type` to "poptorch_cpp_error"."""
         self.type, self.location = "poptorch_cpp_error", location
-        self.args = (str(self),)
+        self.args = (self._whole_text(),)
 
     def __setstate__(self, state: dict[str, Any] | None) -> None:
         super().__setstate__(state)
-        self.args = (str(self),)  # pickle and copy passed the whole text to `__init__`
+        self.args = (self._whole_text(),)  # pickle and copy passed the whole text to `__init__`
 
     def __str__(self) -> str:
+        return self.message if self.location else self._whole_text()
+
+    def _whole_text(self) -> str:
         text = f"'{self.type}': {self.message}"
         return f"{text}\n{self.location}" if self.location else text
+
+
+def hide_internal_frames(error: BaseException | None) -> None:
+    """Remove the frames of Pando and torch from the traceback of an error, and from those of its causes. The frames of
+    the user's code stay. With POPTORCH_FULL_TRACEBACK=1, remove nothing."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen and os.environ.get(FULL_TRACEBACK, "0") == "0":
+        shown, entry = list[TracebackType](), error.__traceback__
+        while entry is not None:
+            shown += [entry] if _is_users_frame(entry.tb_frame) else []
+            entry = entry.tb_next
+        kept: TracebackType | None = None
+        for entry in reversed(shown):
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+        error.__traceback__ = kept
+        seen.add(id(error))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _is_users_frame(frame: FrameType) -> bool:
+    """Return whether a frame is neither of Pando, its generated code, nor of torch."""
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package not in _INTERNAL and not frame.f_code.co_filename.startswith("<piece ")
 
 
 class CaptureError(Error):

@@ -23,6 +23,7 @@ import torch
 
 from popengine import profile
 from popengine.compile.describe import describe, held_tensors
+from popengine.errors import Error
 from popengine.run.engine import Engine, threads_per_operation
 from popengine.run.recorder import Recorder, StepDetail
 from popengine.settings import Optimizer
@@ -136,12 +137,18 @@ def _memory_capacity(ipu_bytes: float) -> dict[str, Any]:
 def start_reporter(executor: Any, options: Options, training: bool, number: int) -> Reporter | None:
     """Return a new reporter of one plan, or None if the options request no profile. It gets the waits for
     loaders, and saves its profile also when the executor is garbage-collected, and at SIGTERM unless the
-    program handles SIGTERM."""
+    program handles SIGTERM. Raises Error if the folder can't be written to."""
     directory = options._profile_directory(training)
     if directory is None:
         return None
     if number > 1:
         directory = directory.with_name(f"{directory.name}_{number}")
+    present = next(folder for folder in (directory, *directory.parents) if folder.exists())
+    if not present.is_dir() or not os.access(present, os.W_OK):
+        raise Error(
+            f"the profile can't be written to {directory}: {present} is no folder in which this user may write\n"
+            "  fix: options.enableProfiling(another folder)"
+        )
     reporter = Reporter(directory / "profile.pop", options, number)
     weakref.finalize(executor, reporter.on_release)
     wait_recorders.add(reporter.recorder)

@@ -33,9 +33,11 @@ _SINGLE = (bool, int, float, str, type(None))  # types of figures that are singl
 def find_profiles(path: Path) -> list[Path]:
     """Return the paths of all profile files at `path`, the one in a folder "training" first.
 
-    Args: path: a profile's file, its folder, or a folder of such folders
+    Args: path: a profile's file, its folder, a folder of such folders, or the page in that folder
     Raises: ProfileError, if there is no profile
     """
+    if path.is_file() and path.suffix == ".html":
+        path = path.parent
     if path.is_file():
         return [path]
     here = path / PROFILE

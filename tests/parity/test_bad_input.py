@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import traceback
 
 import pytest
 import torch
@@ -527,3 +528,140 @@ def test_a_model_whose_loss_depends_on_no_parameter_runs_with_a_warning(loss, ac
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert sum("no parameter gets a gradient" in record.message for record in caplog.records) == 1
     executor.destroy()
+
+
+# ---- messages ------------------------------------------------------------------------------------------------
+
+
+def test_a_list_of_tensors_for_one_argument_is_told_to_be_several_arguments():
+    with pytest.raises(poptorch.Error, match=r"fix: pass the tensors as separate arguments: model\(x, y\)"):
+        poptorch.inferenceModel(nn.Linear(4, 4))([torch.zeros(2, 4), torch.zeros(2, 4)])
+
+
+def test_a_message_does_not_print_a_thousand_arguments():
+    with pytest.raises(poptorch.Error, match="and 988 more") as caught:
+        poptorch.inferenceModel(nn.Linear(4, 4))([0.0] * 1000)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_generator_is_no_dataset():
+    with pytest.raises(poptorch.Error, match=r"the dataset is a generator[\s\S]*fix: list\(dataset\), or "):
+        poptorch.DataLoader(poptorch.Options(), (row for row in range(4)))
+
+
+def test_a_folder_that_can_not_hold_a_profile_is_refused_before_the_run(tmp_path):
+    (tmp_path / "report").write_text("a file")
+    options = poptorch.Options().enableProfiling(tmp_path / "report")
+    with pytest.raises(
+        poptorch.Error, match=r"profile can't be written to .*report[\s\S]*fix: options.enable"
+    ):
+        poptorch.inferenceModel(nn.Linear(1, 1), options)
+
+
+def test_a_copy_of_an_executor_is_refused_with_what_to_copy():
+    model = poptorch.inferenceModel(nn.Linear(1, 1))
+    model(torch.zeros(1, 1))
+    with pytest.raises(
+        poptorch.Error, match=r"fix: wrap a copy of its model, copy.deepcopy\(executor.model\)"
+    ):
+        copy.deepcopy(model)
+
+
+def test_a_mark_on_a_layer_that_forward_never_calls_is_one_line_of_the_log(caplog):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used = poptorch.BeginBlock(nn.Linear(2, 2), "used")
+            self.spare = poptorch.BeginBlock(nn.Linear(2, 2), "spare")
+
+        def forward(self, x):
+            return self.used(x)
+
+    options = poptorch.Options().setExecutionStrategy(poptorch.PipelinedExecution("used", "spare"))
+    poptorch.inferenceModel(Model(), options)(torch.zeros(2, 2))
+    lines = [
+        record.getMessage() for record in caplog.records if "its mark has no effect" in record.getMessage()
+    ]
+    assert lines == ["no block begins at spare: forward doesn't call it, so its mark has no effect"]
+
+
+# ---- tracebacks ----------------------------------------------------------------------------------------------
+
+
+class Failing(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.layer, self.error = nn.Linear(2, 2), error
+
+    def forward(self, x):
+        return self.fail(self.layer(x))
+
+    def fail(self, x):
+        if self.error is not None:
+            raise self.error
+        return x @ x.T @ x[:, :1].T  # shapes that do not fit
+
+
+@pytest.mark.parametrize("error", [None, ValueError("mine"), RuntimeError("mine")])
+def test_a_traceback_has_the_users_frames_and_none_of_ours(error):
+    model = poptorch.inferenceModel(Failing(error))
+    with pytest.raises(Exception) as caught:
+        model(torch.zeros(3, 2))
+    names = [entry.name for entry in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[1:] == ["forward", "fail"]
+    assert len("".join(traceback.format_exception(caught.value)).splitlines()) < 20
+
+
+def test_all_frames_are_shown_on_request(monkeypatch):
+    monkeypatch.setenv("POPTORCH_FULL_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="mine") as caught:
+        poptorch.inferenceModel(Failing(ValueError("mine")))(torch.zeros(3, 2))
+    names = [entry.name for entry in traceback.extract_tb(caught.value.__traceback__)]
+    assert {"__call__", "_compile_plan", "capture", "forward", "fail"} <= set(names)
+
+
+# ---- methods of the model ------------------------------------------------------------------------------------
+
+RETURN_SELF = {
+    "to": [torch.float32],
+    "type": [torch.float32],
+    "apply": [lambda module: None],
+    "to_empty": [],
+    **{name: [] for name in ("float", "double", "half", "bfloat16", "cpu", "requires_grad_", "share_memory")},
+    **{name: [] for name in ("train", "eval")},
+}
+
+
+@pytest.mark.parametrize("name", RETURN_SELF)
+def test_methods_that_return_the_model_return_the_executor(name):
+    model = nn.Linear(2, 2)
+    trainer = poptorch.trainingModel(model)
+    more = {"device": "cpu"} if name == "to_empty" else {}
+    assert getattr(trainer, name)(*RETURN_SELF[name], **more) is trainer
+    assert isinstance(getattr(model, name)(*RETURN_SELF[name], **more), nn.Linear)
+
+
+def test_a_method_of_the_users_that_returns_the_model_returns_the_executor():
+    class Model(nn.Linear):
+        def with_bias(self, value):
+            """Sets the bias."""
+            nn.init.constant_(self.bias, value)
+            return self
+
+    trainer = poptorch.trainingModel(Model(2, 2))
+    assert trainer.with_bias(3.0) is trainer and trainer.bias[0] == 3
+    assert trainer.with_bias.__doc__ == "Sets the bias."
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.cuda(),
+        lambda model: model.to("cuda"),
+        lambda model: model.to(device=torch.device("cuda", 1)),
+        lambda model: model.to(0),
+    ],
+)
+def test_moving_an_executor_to_a_gpu_names_the_option(move):
+    with pytest.raises(poptorch.Error, match=r'fix: options.device\("cuda"\) before wrapping'):
+        move(poptorch.trainingModel(nn.Linear(2, 2)))

@@ -36,6 +36,11 @@ def test_a_report_is_written_over_all_profiles_of_a_folder(report, capsys):
     assert '"label":"inference"' in (report / "report.html").read_text()
 
 
+def test_the_page_stands_for_its_report(report, capsys):
+    assert main([str(report), "--no-browser"]) == main(["summary", str(report / "report.html")]) == 0
+    assert "training: 1f1b training, 3 stages" in capsys.readouterr().out
+
+
 def test_report_is_the_name_of_the_command_that_a_folder_stands_for(report, capsys):
     assert main(["report", str(report), "--no-browser"]) == 0
     assert capsys.readouterr().out.strip() == str(report / "report.html")

@@ -139,6 +139,12 @@ def find_begin_hook(module: nn.Module) -> BeginBlockHook | None:
     return next((hook for hook in hooks if isinstance(hook, BeginBlockHook)), None)
 
 
+def marked_layers(model: nn.Module) -> dict[str, str | None]:
+    """Return the name of the block that each marked layer begins, by the layer's name; None: it has never begun."""
+    hooks = ((path or "the model", find_begin_hook(module)) for path, module in model.named_modules())
+    return {path: hook.user_id for path, hook in hooks if hook is not None}
+
+
 def check_begins_no_block(module: nn.Module) -> None:
     hook = find_begin_hook(module)
     if hook is not None:

@@ -25,6 +25,8 @@ _HINT = (
     " destroy() on the executor first, and its next call compiles the model for them"
 )
 
+_MOST_WORDS = 12  # arguments that a message describes
+
 
 class InputKind(NamedTuple):
     """The structure and constants of each argument of a call, and dtype and shape of each tensor."""
@@ -73,7 +75,9 @@ class BoundCall:
         rows = {path: len(s) for path, s in zip(self.named_tensors, samples, strict=True) if s.dim()}
         if len(set(rows.values())) > 1 and not self.rearranged:
             words.append(f"with {ROWS_DIFFER}: {rows}")
-        return ", ".join(words)
+        return ", ".join(words[:_MOST_WORDS]) + f", and {len(words) - _MOST_WORDS} more" * (
+            len(words) > _MOST_WORDS
+        )
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> BoundCall:
         """Return a copy of the call with other tensors, in the order of `self.tensors`."""

@@ -21,7 +21,7 @@ from popengine.errors import Error
 from popengine.ir import Graph, Plan
 from popengine.settings import Settings
 
-from ..annotating.blocks import layers_as_blocks
+from ..annotating.blocks import layers_as_blocks, marked_layers
 from ..annotating.replica_groups import first_rows_only
 from ..annotating.strategies import PipelinedExecution
 from ..enums import OutputMode, OverlapMode
@@ -125,6 +125,11 @@ def _capture_model(
         options._execution_strategy.onEndTracing()
         _call_hooks("Post")
     _check_overlap(graph, options)
+    begun = {visit.name for visit in graph.visits}
+    if unused := [path for path, name in marked_layers(model).items() if name not in begun]:
+        logger.warning(
+            "no block begins at %s: forward doesn't call it, so its mark has no effect", ", ".join(unused)
+        )
     paths = list(call.named_tensors)
     written = {paths[int(result.key)] for result in graph.results if result.kind == "input"}
     if moved := sorted(written & call.rearranged):

@@ -109,8 +109,9 @@ def _refuse_backward_of(value: Tensor) -> Tensor:
 
 def _refuse_backward(*args: Any, **kwargs: Any) -> None:
     raise Error(
-        "backward() cannot be called explicitly on a model's output: the call of the model has trained it\n"
-        "  fix: leave it out; wrap the model with poptorch.trainingModel to have it trained"
+        "backward() cannot be called explicitly on a model's output: it has no graph of gradients\n"
+        "  why: a call of an executor of poptorch.trainingModel has computed the gradients and updated the weights\n"
+        "  fix: leave backward() and optimizer.step() out, and compute in forward whatever belongs to the loss"
     )
 
 

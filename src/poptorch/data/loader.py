@@ -89,6 +89,12 @@ class DataLoader(torch.utils.data.DataLoader):
                 f" {type(options).__name__}, the second {type(dataset).__name__}"
                 "\n  fix: poptorch.DataLoader(options, dataset, batch_size=16)"
             )
+        if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
+            raise DataError(
+                f"the dataset is a {type(dataset).__name__}, which can't be indexed, and no IterableDataset\n"
+                "  why: a generator ends after one epoch, and can't be read by several processes\n"
+                "  fix: list(dataset), or a subclass of IterableDataset whose __iter__ makes the generator"
+            )
         options._freeze()
         self._save_arguments({**locals(), **kwargs})
         self.options, self._progress = options, Progress()

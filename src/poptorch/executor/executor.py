@@ -394,6 +394,10 @@ class PoplarExecutor(PublicNames):
     def __reduce__(self) -> Any:
         """Pickle an executor as its model, options and optimizer. Raises Error if it is compiled."""
         if self.isCompiled():
-            raise Error("a compiled executor can't be pickled\n  fix: write it to a file with save(filename)")
+            raise Error(
+                "a compiled executor can't be pickled or copied\n"
+                "  fix: wrap a copy of its model, copy.deepcopy(executor.model); or write the executor to a file with"
+                " save(filename), which poptorch.load reads"
+            )
         make = functools.partial(PoplarExecutor, training=self._wrapped.training, optimizer=self._optimizer)
         return make, (self._user_model, self.options)

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from types import FunctionType
@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from popengine.errors import Error
+from popengine.errors import Error, hide_internal_frames
 
 from ..annotating.blocks import module_repr
 from ..annotating.replica_groups import GroupableParameter
@@ -30,10 +30,12 @@ T = TypeVar("T")
 
 
 def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a wrapper that calls `function` outside inference mode, and restores grad mode after Ctrl-C."""
+    """Return a wrapper that calls `function` outside inference mode, restores grad mode after Ctrl-C, and hides frames
+    of Pando in the tracebacks of errors."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        __tracebackhide__ = True  # notebooks and pytest leave this frame out, too
         if torch.is_inference_mode_enabled():
             # Tensors made in inference mode can't be a model's: no gradients, and read-only after it.
             with torch.inference_mode(False):
@@ -44,6 +46,9 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
         except KeyboardInterrupt:
             # An interrupt just before the end of a `with torch.no_grad()` keeps it from restoring the mode.
             torch.set_grad_enabled(takes_gradients)
+            raise
+        except Exception as error:
+            hide_internal_frames(error)
             raise
 
     return call
@@ -288,7 +293,10 @@ class PublicNames:
     def cycleCount(self) -> int:
         """Raise Error: there are no cycles to count here."""
         if not self.options._Popart.counts_cycles:
-            raise Error("Cycle count logging is disabled\n  fix: options.logCycleCount(True)")
+            raise Error(
+                "Cycle count logging is disabled (options.logCycleCount), and there are no cycles to count here\n"
+                "  fix: executor.getPerfCounters() and executor.getLatency() have seconds"
+            )
         if self._latest.has_run:
             raise Error(
                 "cycleCount() is only supported on actual IPU hardware; getPerfCounters() has seconds"
@@ -306,10 +314,29 @@ class PublicNames:
         if name.startswith("_") and "_wrapped" not in self.__dict__:
             raise AttributeError(name)  # while the executor is being made
         value = getattr(self.model, name)
+        if getattr(value, "__self__", None) is self.model:
+            return self._method_of_model(name, value)
         if isinstance(value, nn.Parameter) and name in self._wrapped.user._parameters:
             groupings = None if self.isCompiled() else self.per_replica_params
             return GroupableParameter.wrap(value, name, groupings)
         return value
+
+    def _method_of_model(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of the model that returns the executor where the model's method returns the model, and raises
+        Error where it would move the weights to an accelerator."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kind = _device_of_move(name, args, kwargs)
+            if kind not in (None, "cpu", "meta"):
+                raise Error(
+                    f"the weights of an executor stay in the host's memory, and .{name}(...) moves them to {kind!r}\n"
+                    f'  fix: options.device("{kind}") before wrapping chooses where the model runs; leave .{name} out'
+                )
+            result = method(*args, **kwargs)
+            return self if result is self.model else result
+
+        return call
 
     # ---- private names that programs use -----------------------------------------------------------------
 
@@ -325,3 +352,15 @@ class PublicNames:
     def _debugGetPopartIR(self) -> str:
         """Raise Error: there is no PopART graph here."""
         raise Error("_debugGetPopartIR: this implementation has no PopART graph to show")
+
+
+def _device_of_move(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+    """Return the type of the device to which a method of `nn.Module`, called like this, moves weights; None if none."""
+    if name in ("cuda", "cpu", "ipu", "xpu", "mtia"):
+        return name
+    for value in (*args, *kwargs.values()) if name in ("to", "to_empty") else ():
+        if isinstance(value, int | str | torch.device) and not isinstance(value, bool):
+            return "cuda" if isinstance(value, int) else torch.device(value).type
+        if isinstance(value, Tensor):
+            return value.device.type
+    return None

@@ -37,6 +37,10 @@ _HINTS = {
         "an argument of the operation is None: perhaps an optional argument of forward that the call leaves out",
         "pass this argument in the call of the model",
     ),
+    r"must be Tensor, not (list|tuple)[\s\S]*\[0\]: torch\.": (
+        "an argument of forward is a list of tensors, and the operation takes one tensor",
+        "pass the tensors as separate arguments: model(x, y), or model(*batch)",
+    ),
     "must be Tensor, not|must be tuple of Tensors, not|must be Tensor or|received an invalid combination": (
         "an argument that is no tensor is a constant of the compiled model",
         "pass tensors: torch.from_numpy(array), torch.tensor(numbers)",
@@ -84,7 +88,7 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
             f" compiled\n  why: one graph is compiled for all inputs, and {why}\n"
             "  fix: compute with tensors (torch.where, masks that keep the shape), branch with poptorch.cond, or"
             " pass the number as a Python argument of forward; to print it, poptorch.ipu_print_tensor(tensor)"
-        ) from None
+        ).with_traceback(error.__traceback__) from None
     except _KINDS as error:
         *_, innermost = traceback.extract_tb(error.__traceback__)
         is_raised_by_torch = innermost.filename.startswith((TORCH, _MODES)) or _NUMPY in str(error)
@@ -97,7 +101,7 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
             f"  forward was given {given or 'no arguments'}\n"
             f"  why: {why}\n"
             f"  fix: {fix}"
-        ) from None
+        ).with_traceback(error.__traceback__) from None
     finally:
         FAKE_TENSOR_LOG.disabled = before
 
