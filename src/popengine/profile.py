@@ -128,7 +128,7 @@ class HostEvent(NamedTuple):
     end: int
 
 
-class Memory(NamedTuple):
+class KeptBytes(NamedTuple):
     """Bytes that an ipu keeps from step to step."""
 
     replica: int
@@ -206,7 +206,7 @@ class Profile:
     runs: tuple[TaskRun, ...] = ()
     calls: tuple[Call, ...] = ()
     host: tuple[HostEvent, ...] = ()
-    memory: tuple[Memory, ...] = ()
+    memory: tuple[KeptBytes, ...] = ()
     tensors: tuple[Tensor, ...] = ()
     schedule: tuple[Tick, ...] = ()
     options: tuple[Option, ...] = ()

@@ -34,7 +34,7 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The factors of a combined batch (only `product` multiplies them), and the replicas and instances."""
+    """The factors of a combined batch, and the numbers of replicas and instances."""
 
     iterations: int = 1  # device iterations: weight updates per call in training
     accumulation: int = 1  # micro-batches per weight update and replica

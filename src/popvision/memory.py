@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from popengine.profile import Memory, Operation, Profile, TaskRun
+from popengine.profile import KeptBytes, Operation, Profile, TaskRun
 
 from .times import group_by
 from .units import size_text
@@ -41,7 +41,7 @@ def memory_needs(profile: Profile, runs: Sequence[TaskRun] = ()) -> list[IpuMemo
     fixed, facts = {row.ipu: row for row in profile.memory if row.replica == 0}, profile.facts
     waiting, found = peak_bytes_in_transit(profile, runs), []
     for index, ipu in enumerate(profile.devices):
-        row = fixed.get(ipu, Memory(0, ipu))
+        row = fixed.get(ipu, KeptBytes(0, ipu))
         peak = (
             max((size for _, size in bytes_curve(profile, runs, ipu)), default=0) if profile.tensors else None
         )

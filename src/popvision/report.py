@@ -1,7 +1,7 @@
 """Reports of profiled runs: one HTML file with the viewer's scripts and the profiles' data, the headline for the
 terminal, and the class that notebooks display as a page.
 
-The scripts only draw: every figure is computed in Python, by `analysis` and `memory`.
+`analysis` and `memory` compute the figures; the scripts draw them, and add up what a reader selects.
 """
 
 import html

@@ -301,7 +301,7 @@ def slow_in_the_middle(folder, iterations):
     again = training.batch(1, iterations=iterations)
     before = training.weights(model)
     if popdist.getInstanceIndex():
-        updates = executor._plans.engine._step.updates
+        updates = executor._plans.engine._rows.updates
         inner = updates._divide_means
 
         def slow(sums):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from popengine.order import ORDERS, Action, After, StepActions, timeline
 from popengine.profile import (
     Call,
-    Memory,
+    KeptBytes,
     Operation,
     Option,
     Pass,
@@ -109,7 +109,7 @@ def simulated(
         tuple(runs),
         tuple(calls),
         (),
-        tuple(Memory(0, ipu, 100, 0, 100, 200) for ipu in range(stages)),
+        tuple(KeptBytes(0, ipu, 100, 0, 100, 200) for ipu in range(stages)),
         tuple(
             Tensor(ipu, "x", "activation", 1024, ipu, 2 * stages - 1 - ipu if training else ipu)
             for ipu in range(stages)

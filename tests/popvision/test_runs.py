@@ -256,7 +256,7 @@ def test_a_failed_call_is_counted_apart(tmp_path):
     inference = poptorch.inferenceModel(model, options)
     for _ in range(2):
         inference(torch.randn(3 * ROWS, WIDTH))
-    codes = inference._plans.engine._step.codes[0]
+    codes = inference._plans.engine._rows.codes[0]
     before = list(codes)
     codes[0] = lambda values: 1 / 0
     with pytest.raises(poptorch.Error):
@@ -316,7 +316,7 @@ def test_of_a_call_that_failed_half_way_there_is_what_was_done_until_then(tmp_pa
     inference = poptorch.inferenceModel(Model(), options.showCompilationProgressBar(False))
     for _ in range(2):  # these are looked at closer, with code of their own
         inference(torch.randn(3 * ROWS, WIDTH))
-    codes = inference._plans.engine._step.codes[0]
+    codes = inference._plans.engine._rows.codes[0]
     before = list(codes)
     codes[2] = lambda values: 1 / 0  # of the last ipu
     with pytest.raises(poptorch.Error):

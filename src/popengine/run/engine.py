@@ -75,10 +75,10 @@ class Engine:
             from .backends import inductor  # slow to import
 
             codes = inductor.load_pieces(plan.partition, device)
-        self._step = RowFunctions(plan, settings, self._state, codes, self._group)
+        self._rows = RowFunctions(plan, settings, self._state, codes, self._group)
         cores = devices.core_count(settings.device)
         per_operation = threads_per_operation(plan, settings, cores)
-        self._queue = ReadyQueue(self._step, cores // per_operation, per_operation)
+        self._queue = ReadyQueue(self._rows, cores // per_operation, per_operation)
         self._close = weakref.finalize(self, self._queue.close)
 
     def close(self) -> None:
@@ -202,7 +202,7 @@ class Engine:
                 self._group.abort(f"was interrupted at {call.name}")
             # Some libraries have one number of threads for the process, which another thread may have set.
             torch.set_num_threads(torch.get_num_threads())
-        if self._step.updates.is_writing:
+        if self._rows.updates.is_writing:
             self._mark_weights_lost(call)
         self._latest = None
 
@@ -214,7 +214,7 @@ class Engine:
             "  why: an update failed halfway\n"
             "  fix: load the model's and the optimizer's state from a checkpoint; or start again from one"
         )
-        self._step.updates.is_writing = False
+        self._rows.updates.is_writing = False
         self._state.shared.lock.release()
         call.failure = self._state.shared.lost
 

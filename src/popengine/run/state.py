@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..errors import Error, UnrecoverableError
 from ..ir import Plan, Slot
-from ..profile import Memory
+from ..profile import KeptBytes
 from ..settings import Hyper, Optimizer, Settings
 from ..torch_private import DisableTorchFunctionSubclass, is_aligned
 from ..update.group_update import fitting_state
@@ -403,7 +403,7 @@ class State:
 
     # ---- what a profile shows --------------------------------------------------------------------------------
 
-    def memory(self, replica: int, ipu: int) -> Memory:
+    def memory(self, replica: int, ipu: int) -> KeptBytes:
         """Return the bytes that an ipu's weights, gradient sums and states take in a memory of its own."""
         sizes = {name: self.values[replica][name].nbytes for name in self.plan.slots_held_by(ipu)}
         weights = sum(size for name, size in sizes.items() if self._slots[name].role == "parameter")
@@ -414,7 +414,7 @@ class State:
                 weight = self.weight(unit)
                 gradients += weight.numel() * self.settings.optimizer.sum_dtype(weight.dtype).itemsize
                 states += sum(value.nbytes for value in self.optimizer.get(unit, {}).values())
-        return Memory(replica, ipu, weights, sum(sizes.values()) - weights, gradients, states)
+        return KeptBytes(replica, ipu, weights, sum(sizes.values()) - weights, gradients, states)
 
 
 def has_same_bits(one: Tensor, other: Tensor) -> bool:

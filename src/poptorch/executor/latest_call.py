@@ -55,22 +55,22 @@ class LatestCall:
 
 
 def join_results(
-    finished: Sequence[tuple[Run, LoadedPlan, Results]],
+    runs_and_results: Sequence[tuple[Run, LoadedPlan, Results]],
 ) -> tuple[LatestCall, list[Tensor]]:
     """Return a call's results and its outputs, in the forward's order, from the results of its runs."""
-    executable = finished[0][1].executable
-    times = [_run_times(plan, results) for _, plan, results in finished]
-    returned = zip(*(results.outputs(executable.outputs) for _, _, results in finished), strict=True)
+    executable = runs_and_results[0][1].executable
+    times = [_run_times(plan, results) for _, plan, results in runs_and_results]
+    returned = zip(*(results.outputs(executable.outputs) for _, _, results in runs_and_results), strict=True)
     outputs = [_join_values(values, executable.settings.outputs) for values in returned]
     anchored = {}
     for name, anchor in executable.anchors.items():
         # A weight, and the loss scaling, has one value in a step: that of the run which ends the step.
-        chosen = [each for each in finished if each[0].part.ends_step or anchor.is_output]
+        chosen = [each for each in runs_and_results if each[0].part.ends_step or anchor.is_output]
         values = [results.anchor_values(plan.executable.anchors[name]) for _, plan, results in chosen]
         anchored[name] = _join_values(values, anchor.outputs)
     notes = []
-    for parts in zip(*(plan.executable.notes for _, plan, _ in finished), strict=True):
-        values = [note.value(results) for note, (_, _, results) in zip(parts, finished, strict=True)]
+    for parts in zip(*(plan.executable.notes for _, plan, _ in runs_and_results), strict=True):
+        values = [note.value(results) for note, (_, _, results) in zip(parts, runs_and_results, strict=True)]
         tensors = zip(*map(tensors_of, values), strict=True)
         joined = (_join_values(of_runs, "all") for of_runs in tensors)
         notes.append((parts[0].what, with_tensors(values[0], joined)))

@@ -85,18 +85,18 @@ class LoadedPlans:
 
     # ---- plans ---------------------------------------------------------------------------------------------
 
-    def add_plan(self, plan: LoadedPlan) -> None:
+    def add_plan(self, loaded: LoadedPlan) -> None:
         """Add a plan under its key. If there is no current plan, set `current` and `first` to it."""
-        self.by_key[plan.executable.key] = plan
+        self.by_key[loaded.executable.key] = loaded
         if self.current is None:
-            self.current, self.first = plan, plan.executable
+            self.current, self.first = loaded, loaded.executable
 
-    def make_current(self, plan: LoadedPlan) -> None:
-        """Make `plan` current. If the previous plan has an engine, and `plan` has none, create it."""
-        if self.engine is not None and plan.engine is None:
+    def make_current(self, loaded: LoadedPlan) -> None:
+        """Make a plan current. If the previous plan has an engine, and this one has none, create it."""
+        if self.engine is not None and loaded.engine is None:
             self.require_engine()
-            plan.engine = self._new_engine(plan)
-        self.current = plan
+            loaded.engine = self._new_engine(loaded)
+        self.current = loaded
 
     def remove_plan(self, key: Any) -> None:
         """Remove a plan that is not current. If it has an engine, save its profile and close the engine."""

@@ -69,7 +69,7 @@ def test_short_tasks_are_left_to_one_core(worth, threads, monkeypatch):
         torch.set_num_threads(before)
     engine.run(batch_for(engine), rates("sgd"))  # judged here
     seen = set()
-    for codes in engine._step.codes:
+    for codes in engine._rows.codes:
         codes[:] = [noted(code, seen) for code in codes]
     engine.run(batch_for(engine), rates("sgd"))
     assert seen == threads
@@ -98,7 +98,7 @@ def test_an_interrupt_before_the_first_update_leaves_no_trace(monkeypatch):
     """Ctrl-C arrives in the thread that waits, in the middle of the first of many steps."""
     engine, twin = (engine_of(counts=(50, 8, 1)) for _ in range(2))
     running = threading.Event()
-    codes = list(engine._step.codes[0])
+    codes = list(engine._rows.codes[0])
 
     def slow(code):
         def call(values):
@@ -108,7 +108,7 @@ def test_an_interrupt_before_the_first_update_leaves_no_trace(monkeypatch):
 
         return call
 
-    engine._step.codes[0][:] = map(slow, codes)
+    engine._rows.codes[0][:] = map(slow, codes)
 
     interrupts, wait = [KeyboardInterrupt], ready_queue.ReadyQueue.wait_until_idle
 
@@ -122,7 +122,7 @@ def test_an_interrupt_before_the_first_update_leaves_no_trace(monkeypatch):
         patch.setattr(ready_queue.ReadyQueue, "wait_until_idle", interrupted)
         engine.run(batch_for(engine), rates("sgd"))
     assert engine.updates_done == 0
-    engine._step.codes[0][:] = codes
+    engine._rows.codes[0][:] = codes
     assert_same(trained(engine), trained(twin))
 
 
@@ -150,7 +150,7 @@ def test_one_core_runs_the_order_that_is_drawn(order):
         torch.set_num_threads(before)
     engine.run(batch_for(engine), rates("sgd"))
     ran = []
-    nodes = ready_queue.StepTasks(engine._step, 1)
+    nodes = ready_queue.StepTasks(engine._rows, 1)
     rows = [nodes.all[number] for number in range(len(nodes.all))]
     missing, ready = nodes.waits_for.copy(), sorted(nodes.first)
     while ready:

@@ -75,9 +75,7 @@ def test_terminating_does_not_wait_for_a_dataset_that_sleeps():
     iterator = iter(accessor)
     for _ in range(5):
         next(iterator)
-    start = time.monotonic()
-    accessor.terminate()
-    assert time.monotonic() - start < 500  # of 1000 s
+    accessor.terminate()  # the dataset sleeps for 1000 s: longer than a test may take
     assert not is_running(accessor._process.pid)  # type: ignore[arg-type]
 
 

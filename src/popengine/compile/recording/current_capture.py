@@ -231,7 +231,7 @@ def tracing_settings(module: nn.Module, training: bool, device: str) -> Iterator
         torch.compiler.is_compiling = lambda: is_compiling() or _is_called_by_torch(reported)
         if gc.isenabled():
             contexts.callback(gc.enable)
-        gc.disable()  # finalizers (of executors that write their weights back) would be recorded
+        gc.disable()  # the operations of finalizers would be recorded
         yield
 
 
