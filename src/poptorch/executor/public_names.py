@@ -72,6 +72,7 @@ class PublicNames:
         self._plans = LoadedPlans(wrapped.options, wrapped.traced)
         self._optimizer_link = OptimizerLink(wrapped, self._plans)
         self._latest, self._updates = LatestCall(), 0
+        self._host_weights_version = 0  # calls of `copyWeightsToHost`; programs for PopTorch read it
         self._compilation_seconds: float | None = None
 
     # ---- weights, optimizer, random state ----------------------------------------------------------------
@@ -98,6 +99,7 @@ class PublicNames:
         Raises: Error, if the model is not compiled or not attached, or its weights do not fit any more
         """
         self._plans.require_engine().state.bind(None)
+        self._host_weights_version += 1
 
     def copyWeightsToDevice(self) -> None:
         """Check that the model is attached, and its weights. Each call uses the model's current weights.
