@@ -42,7 +42,7 @@ def stages_sentence(figures: Figures) -> str:
     stages, a sentence that says how the page's times were measured."""
     if figures.slowest is None or len(figures.stages) < 2:
         return "Medians of the time that a core computed."
-    return f"The slowest stage takes {figures.unevenness:.2f} times the average one."
+    return f"The slowest stage takes {figures.unevenness:.2f} times as long as the average stage."
 
 
 def _fault_sentences(figures: Figures) -> Iterator[str]:
@@ -63,9 +63,11 @@ def _speed_sentences(figures: Figures) -> Iterator[str]:
         cause, gain = _CAUSES[change.kind], promised_speedup(change.apart, figures.spread)
         if change.kind == "stages" and figures.slowest is not None:
             slowest = figures.stages[figures.slowest]
-            cause = f"Stage {slowest.stage} costs {figures.unevenness:.1f} times the average stage"
+            cause = (
+                f"Stage {slowest.stage} is the slowest, with {figures.unevenness:.1f} times the average cost"
+            )
         yield (
-            f"{cause}: {change.what} would make it at least {gain:.2f} times as fast on separate devices."
+            f"{cause}. With {change.what}, a step on separate devices is at least {gain:.2f} times as fast."
             f" Then {change.also}."
         )
 

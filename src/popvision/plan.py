@@ -90,10 +90,10 @@ class Estimates:
         loads = {ipu: sum(spent.values()) for ipu, spent in costs.by_ipu.items()}
         slowest, mean = max(loads, key=lambda ipu: loads[ipu]), fmean(loads.values())
         return [
-            f"ipu {slowest} has the most to do: {loads[slowest] / (mean or 1):.2f} times the average ipu."
+            f"ipu {slowest} has the most to do, {loads[slowest] / (mean or 1):.2f} times the mean of all ipus."
             f" On {drawn.machine.name} ipus wait {drawn.bubble:.0%} of the time."
         ] + [
-            f"{change.what} would make it {change.apart:.2f} times as fast there. Then {change.also}."
+            f"With {change.what}, a step is {change.apart:.2f} times as fast there. Then {change.also}."
             for change in virtual.advised_changes(costs.profile, costs.step, 0.0)
             if change.apart > 1.03
         ]

@@ -61,7 +61,7 @@ def test_the_slowest_stage_is_named_with_its_time():
     assert found.slowest == 1
     assert [stage.phases["F"] for stage in found.stages] == [1 * MS, 5 * MS, 1 * MS]
     assert found.unevenness == pytest.approx(15 / 7)
-    assert stages_sentence(found) == "The slowest stage takes 2.14 times the average one."
+    assert stages_sentence(found) == "The slowest stage takes 2.14 times as long as the average stage."
 
 
 def test_uneven_stages_are_answered_by_other_stages_and_not_by_accumulation():
@@ -76,8 +76,8 @@ def test_uneven_stages_are_answered_by_other_stages_and_not_by_accumulation():
     assert change.apart == pytest.approx((4 * 33 + 0.8) / (4 * 19.8 + 8.8), rel=0.1)
     (text,) = told(uneven)
     assert text == (
-        "Stage 0 costs 2.0 times the average stage: stages that begin with the block D would make it"
-        f" at least {promised_speedup(change.apart, 0.0):.2f} times as fast on separate devices."
+        "Stage 0 is the slowest, with 2.0 times the average cost. With stages that begin with the block D, a step on"
+        f" separate devices is at least {promised_speedup(change.apart, 0.0):.2f} times as fast."
         " Then the results have the same bits; poptorch.AutoBalance(2) also cuts by measured costs."
     )
 

@@ -77,7 +77,7 @@ def test_the_headline_shows_the_figures(chromium, report):
     chromium.open(report)
     text = chromium.value("document.getElementById('main').innerText")
     assert "Slowest stage\nstage 0\nof 0 to 3: A, B, 6 ms a micro-batch" in text
-    assert "The slowest stage takes 1.71 times the average one." in text
+    assert "The slowest stage takes 1.71 times as long as the average stage." in text
     assert "Bubble\n" in text and "of separate devices; ideal 27.3%" in text
     assert "A step on separate devices\n48 ms" in text
     assert "without waits\n112 ms\n1 of 64 cores ran all ipus; 112 ms with waits, idle for 0.0%" in text

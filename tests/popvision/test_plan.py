@@ -122,10 +122,10 @@ def test_the_page_draws_memory_against_its_limit(chromium, tmp_path):
 def test_the_bottleneck_is_the_ipu_with_the_most_to_do():
     # Each operation has the same FLOPs, so nearly all of an ipu's time is proportional to its blocks.
     say = apart(heavy(3, 60, blocks=("A", "B, C, D, E", "F"))).advice()
-    assert say[0].startswith("ipu 1 has the most to do: 2.00 times the average ipu.")
+    assert say[0].startswith("ipu 1 has the most to do, 2.00 times the mean of all ipus.")
     few = apart(heavy(3, 5)).advice()
     assert few[1].startswith(
-        "options.Training.gradientAccumulation(20) would make it 1.27 times as fast there."
+        "With options.Training.gradientAccumulation(20), a step is 1.27 times as fast there."
     )
 
 
