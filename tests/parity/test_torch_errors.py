@@ -18,8 +18,21 @@ X, LABELS = torch.ones(2, 4), torch.tensor([0, 1])
 torch.library.define("parity_tests::shapeless", "(Tensor x) -> Tensor")
 torch.library.impl("parity_tests::shapeless", "CPU")(lambda x: x * 2)
 
+
+class Sub(torch.Tensor):
+    pass
+
+
+CONSTANT = torch.ones(4).as_subclass(Sub)
+
 # What an expression of a layer, its input and labels is refused for: torch's words, and ours.
 REFUSED = {
+    "a subclass of an input": (lambda layer, x, y: x.as_subclass(Sub) * 2, "of a subclass"),
+    "a subclass of a list": (lambda layer, x, y: x * Sub([1.0]), "of a subclass"),
+    "a subclass of sizes": (lambda layer, x, y: x * Sub(2, 4).fill_(1), "of a subclass"),
+    "a subclass of a result": (lambda layer, x, y: Sub(layer(x)), "of a subclass"),
+    "a subclass of zeros": (lambda layer, x, y: torch.zeros(4).as_subclass(Sub) + x, "of a subclass"),
+    "a constant of a subclass": (lambda layer, x, y: x * CONSTANT, "of a subclass"),
     "columns": (lambda layer, x, y: layer(x[:, :3]), "same reduction dim"),
     "channels": (lambda layer, x, y: nn.Conv2d(3, 4, 3)(x[None]), "to have 3 channels"),
     "dimensions": (lambda layer, x, y: nn.BatchNorm2d(3)(x), "expected 4D input"),

@@ -47,7 +47,8 @@ class BoundCall:
     @cached_property
     def kind(self) -> InputKind:
         """Return the structure and constants of the arguments, and dtype and shape of each tensor."""
-        specs = tuple((name, spec_of(value)) for name, value in self.bound.arguments.items())
+        given = self.bound.arguments
+        specs = tuple((name, spec_of(given.get(name))) for name in self.bound.signature.parameters)
         return InputKind(specs, tuple((tensor.dtype, tensor.shape) for tensor in self.tensors))
 
     @cached_property
@@ -124,8 +125,9 @@ class MissingArgument(Error, TypeError):
 
 
 def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> BoundCall:
-    """Bind a call's arguments to forward's signature, as Python does, with defaults filled in. Raises
-    AssertionError or MissingArgument if they do not fit, and Error for tensors that are not dense."""
+    """Bind a call's arguments to forward's signature, as Python does, with defaults filled in, except tensors, which
+    are constants of the model and not cut into micro-batches. Raises AssertionError or MissingArgument if they do not
+    fit, and Error for tensors that are not dense, or have attributes of Python."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -144,7 +146,10 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
         raise AssertionError(
             f"the model can't be called like this: {what}\n  fix: the parameters of forward{signature}"
         ) from None
+    given = set(bound.arguments)
     bound.apply_defaults()
+    for name in [name for name, value in bound.arguments.items() if name not in given and tensors_of(value)]:
+        del bound.arguments[name]
     call = BoundCall(bound, len(args))
     for index, tensor in enumerate(call.tensors):
         if tensor.is_meta:
@@ -153,6 +158,11 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
             kind, fix = "a nested tensor", "pad it: {}.to_padded_tensor(0)"
         elif tensor.layout is not torch.strided:
             kind, fix = f"sparse ({tensor.layout})", "pass {}.to_dense()"
+        elif attributes := [name for name in vars(tensor) if not name.startswith("_")]:
+            kind = (
+                f"a tensor with attributes of Python ({', '.join(attributes)}), which forward would not find"
+            )
+            fix = "pass them as arguments of forward, and delete them: vars({}).clear()"
         else:
             continue
         path, why = list(call.named_tensors)[index], "the device's inputs are dense tensors"
@@ -231,8 +241,22 @@ def tensors_for_engine(call: BoundCall, has_float64: bool) -> list[Tensor]:
     return [narrow_float64(tensor, has_float64).contiguous() for tensor in plain]
 
 
+def check_written_inputs(call: BoundCall, written: Iterable[int]) -> None:
+    """Raise Error if an input that forward writes into (by index in `call.tensors`) has the memory of another input."""
+    for index in written:
+        memory = [value.data_ptr() for value in call.tensors]
+        if memory.count(memory[index]) > 1:
+            paths = [path for path, value in call.named_tensors.items() if value.data_ptr() == memory[index]]
+            raise Error(
+                f"inputs {' and '.join(paths)} are one tensor, and forward writes into it\n"
+                "  why: each input is a tensor of its own on the device, so the others would keep their value\n"
+                f"  fix: pass {paths[-1]}.clone()"
+            )
+
+
 def write_back_inputs(call: BoundCall, values: dict[int, Tensor]) -> None:
     """Copy the new values of inputs that forward writes into, by index in `call.tensors`, to the caller."""
+    check_written_inputs(call, values)
     with torch.no_grad():
         for index, value in values.items():
             call.tensors[index].copy_(value.reshape(call.tensors[index].shape))

@@ -28,7 +28,14 @@ from ..enums import OutputMode, OverlapMode
 from ..logs import logger
 from ..options import Options
 from . import compilation_log
-from .arguments import BoundCall, CompiledInputs, first_micro_batches, has_float64_weights, weights_of
+from .arguments import (
+    BoundCall,
+    CompiledInputs,
+    check_written_inputs,
+    first_micro_batches,
+    has_float64_weights,
+    weights_of,
+)
 from .losses import choose_loss
 from .outputs import Anchors, Note, make_notes, resolve_anchors, split_outputs
 from .runs import Run
@@ -131,8 +138,9 @@ def _capture_model(
             "no block begins at %s: forward doesn't call it, so its mark has no effect", ", ".join(unused)
         )
     paths = list(call.named_tensors)
-    written = {paths[int(result.key)] for result in graph.results if result.kind == "input"}
-    if moved := sorted(written & call.rearranged):
+    written = [int(result.key) for result in graph.results if result.kind == "input"]
+    check_written_inputs(call, written)
+    if moved := sorted({paths[index] for index in written} & call.rearranged):
         raise Error(
             f"forward writes into {', '.join(moved)}, which options.batchDims splits or repeats: the caller's tensor"
             " would not change\n  fix: return the new value"

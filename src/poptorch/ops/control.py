@@ -29,14 +29,15 @@ def cond(
 
     Compilation traces both bodies; a call, compiled or not, runs the chosen body. Both must return the same number of
     tensors, of the same shapes and dtypes. A body may read tensors of the surrounding forward. In-place
-    changes of its inputs are lost, since the inputs are copies.
+    changes of its inputs are lost, since the inputs are copies; those of other tensors are an error.
 
     >>> (y,) = poptorch.cond(x.sum() > 0, lambda x: x * 2, [x], lambda x: x - 1, [x])
 
     Args: condition: a bool tensor with one element
     Raises:
         ValueError: `then_inps` or `else_inps` is not a list
-        Error: in a compiled model: it is for training, or the bodies' outputs differ in number, shape or dtype
+        Error: in a compiled model: it is for training, a body writes into a tensor that isn't its own, or the bodies'
+            outputs differ in number, shape or dtype
     """
     _raise_unless_list("then_inps", then_inps)
     _raise_unless_list("else_inps", else_inps)
@@ -69,7 +70,8 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
     """Call `inputs = body(*inputs)` `count` times, and return the last outputs, always as a list.
 
     The body returns as many tensors as it takes, of the same shapes and dtypes. In-place changes of its
-    inputs are lost, since the inputs are copies. `count` is an integer, known at compile time.
+    inputs are lost, since the inputs are copies; those of other tensors are an error in a compiled model. `count` is an
+    integer, known at compile time.
 
     >>> (y,) = poptorch.for_loop(3, lambda x: x * 2, [x])
 

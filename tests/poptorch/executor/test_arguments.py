@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import inspect
 import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -360,3 +361,95 @@ def test_outputs_of_calls_do_not_share_memory():
         first = executor(ONE)
         executor(TWO)
     assert torch.equal(first, TWO)
+
+
+DEFAULTS = {
+    "of a parameter": lambda scale: lambda s, x, scale=scale: scale,
+    "of a keyword": lambda scale: lambda s, x, *, scale=scale: scale,
+    "before another one": lambda scale: lambda s, x, scale=scale, n=2: scale * (n / 2),
+    "in a tuple": lambda scale: lambda s, x, scale=(scale, 1): scale[0],
+    "in a dictionary": lambda scale: lambda s, x, scale={"a": scale}: scale["a"],
+}
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_a_tensor_that_is_a_default_value_is_a_constant(kind):
+    read = DEFAULTS[kind](torch.tensor([1.0, 2.0]))
+
+    class Scaled(nn.Linear):
+        pass
+
+    def forward(self, x, **more):
+        return poptorch.identity_loss((nn.Linear.forward(self, x) * read(self, x, **more)).sum(), "none")
+
+    forward.__signature__ = inspect.signature(read)
+    Scaled.forward = forward
+    torch.manual_seed(0)
+    model = Scaled(2, 2)
+    twin = copy.deepcopy(model)
+    own = options()
+    own.Training.gradientAccumulation(2)
+    x = torch.randn(4, 2)
+    trainer = poptorch.trainingModel(model, own, torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer(x)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for rows in x.split(2):
+        (twin(rows.clone()) / 2).backward()
+    optimizer.step()
+    assert torch.equal(model.weight, twin.weight)
+    with pytest.raises(poptorch.Error, match="Type mismatch for scale"):
+        trainer(x, scale=torch.ones(4, 2))
+
+
+def test_attributes_of_python_on_an_input_are_an_error():
+    x = torch.ones(2, 2)
+    x.scale = 3
+    with pytest.raises(poptorch.Error, match=r"input x .*attributes of Python \(scale\)") as caught:
+        poptorch.inferenceModel(lambda x: x * x.scale)(x)
+    assert "fix: " in str(caught.value)
+
+
+@pytest.mark.parametrize("first_is_alone", [False, True])
+def test_one_tensor_for_two_inputs_of_which_forward_writes_one_is_an_error(first_is_alone):
+    executor = poptorch.inferenceModel(lambda a, b: a.mul_(2) + b)
+    if first_is_alone:
+        assert torch.equal(executor(torch.ones(2), torch.ones(2)), torch.full((2,), 3.0))
+    x = torch.ones(2)
+    with pytest.raises(poptorch.Error, match="inputs a and b are one tensor, and forward writes into it"):
+        executor(x, x)
+    assert torch.equal(x, torch.ones(2))
+
+
+CREATED = {
+    "zeros": lambda: torch.zeros(2),
+    "ones": lambda: torch.ones(2),
+    "full": lambda: torch.full((2,), 0.5),
+    "arange": lambda: torch.arange(0.0, 1.0, 0.5),
+    "linspace": lambda: torch.linspace(0, 1, 2),
+    "logspace": lambda: torch.logspace(0, 1, 2),
+    "eye": lambda: torch.eye(2)[0],
+    "rand": lambda: torch.rand(2) * 0,
+    "randn": lambda: torch.randn(2) * 0,
+    "tensor": lambda: torch.tensor([1.0, 2.0]),
+    "empty": lambda: torch.empty(2).fill_(1),
+    "hann_window": lambda: torch.hann_window(2),
+    "scalar_tensor": lambda: torch.scalar_tensor(2.0) * torch.ones(2),
+    "normal": lambda: torch.normal(0.0, 1.0, (2,)) * 0,
+    "Tensor": lambda: torch.Tensor([1.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("name", CREATED)
+def test_what_forward_makes_has_the_dtype_of_its_compilation(name):
+    make = CREATED[name]
+    # 0 in float32, 1 in float64
+    executor = poptorch.inferenceModel(lambda x: ((make() * 0 + 1 + 1e-9) - 1) * 1e9 + x.half())
+    x = torch.ones(2)
+    expected = executor(x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = executor(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)

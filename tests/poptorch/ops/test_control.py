@@ -57,17 +57,17 @@ def test_bodies_use_the_model_around_them():
             torch.testing.assert_close(found, expected)
 
 
-def test_what_a_body_changes_in_place_changes_for_itself_alone():
+def test_what_a_body_changes_in_its_inputs_changes_for_itself_alone():
     def forward(condition, x):
         y = x + 0
 
-        def body(a):
+        def body(a, b):
             a += 1
-            y.mul_(2)
-            return a + y
+            b.mul_(2)
+            return a + b
 
         y += 1
-        return *poptorch.cond(condition, body, [x], body, [x]), x, y
+        return *poptorch.cond(condition, body, [x, y], body, [x, y]), x, y
 
     first, x, y = poptorch.inferenceModel(forward)(YES, X)
     assert torch.equal(first, (X + 1) + (X + 1) * 2)
@@ -170,3 +170,84 @@ def test_wrong_arguments_are_named():
         )(YES, X)
     with pytest.raises(poptorch.Error, match="shapes and types of its inputs"):
         poptorch.inferenceModel(lambda x: poptorch.for_loop(2, lambda a: a.sum(), [x]))(X)
+
+
+class Around(nn.Module):
+    """A model with a loop, or a branch, whose body writes into something that is not its input."""
+
+    def __init__(self, write, control):
+        super().__init__()
+        self.write, self.control = write, control
+        self.layer, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.spectral = nn.utils.spectral_norm(nn.Linear(2, 2))
+        self.register_buffer("state", torch.zeros(2))
+        self.register_buffer("rows", torch.zeros(2, 2))
+        self.plain, self.kept, self.seen = torch.zeros(2), [], None
+
+    def forward(self, x):
+        local, view = torch.zeros(2), self.rows[0]
+
+        def body(y):
+            self.write(self, y, local, view, x)
+            return y + 1
+
+        if self.control == "for_loop":
+            (y,) = poptorch.for_loop(2, body, [x * 1])
+        else:
+            (y,) = poptorch.cond(x.sum() > 0, body, [x * 1], lambda y: y - 1, [x * 1])
+        read = sum(value.sum() for value in (self.state, self.rows, local, view, *self.kept))
+        return y, read
+
+
+# Each writes into a tensor m.*, a local variable or a view outside of the body; y is the body's input [2, 2].
+WRITES = {
+    "add_": lambda m, y, local, view, x: m.state.add_(y[0]),
+    "copy_": lambda m, y, local, view, x: m.state.copy_(y[0]),
+    "fill_": lambda m, y, local, view, x: m.state.fill_(3),
+    "zero_ of rows": lambda m, y, local, view, x: m.rows.zero_(),
+    "an item": lambda m, y, local, view, x: m.state.__setitem__(0, y[0, 0]),
+    "a slice": lambda m, y, local, view, x: m.rows[:, 1].mul_(2),
+    "a mask": lambda m, y, local, view, x: m.state.masked_fill_(y[0] > 0, 1.0),
+    "index_put_": lambda m, y, local, view, x: m.rows.index_put_((torch.tensor([0]),), y[0]),
+    "scatter_": lambda m, y, local, view, x: m.state.scatter_(0, torch.tensor([0]), y[0]),
+    "lerp_": lambda m, y, local, view, x: m.state.lerp_(y[0], 0.5),
+    "out": lambda m, y, local, view, x: torch.add(y[0], 1, out=m.state),
+    "data": lambda m, y, local, view, x: setattr(m.state, "data", y[0]),
+    "a list": lambda m, y, local, view, x: torch._foreach_add_([m.state], 1.0),
+    "an assigned buffer": lambda m, y, local, view, x: setattr(m, "state", m.state + y[0]),
+    "a weight's data": lambda m, y, local, view, x: m.layer.weight.data.add_(1),
+    "a new weight's data": lambda m, y, local, view, x: setattr(m.layer.weight, "data", y * 1),
+    "a weight, without gradients": lambda m, y, local, view, x: m.layer.weight.mul_(y.mean()),
+    "a local variable": lambda m, y, local, view, x: local.add_(y[0]),
+    "a row of a local variable": lambda m, y, local, view, x: local[:1].add_(y[0, :1]),
+    "a view made outside": lambda m, y, local, view, x: view.add_(y[0]),
+    "an input of forward": lambda m, y, local, view, x: x.add_(1),
+    "a plain tensor": lambda m, y, local, view, x: m.plain.add_(y[0]),
+    "running statistics": lambda m, y, local, view, x: m.norm.train()(y),
+    "vectors of spectral_norm": lambda m, y, local, view, x: m.spectral.train()(y),
+    "a result that is kept": lambda m, y, local, view, x: m.kept.append(y * 2),
+}
+
+
+@pytest.mark.parametrize("control", ["for_loop", "cond"])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_body_that_writes_into_another_tensor_than_its_inputs_is_an_error_with_the_line(name, control):
+    model = Around(WRITES[name], control)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(poptorch.Error, match=r"test_control\.py:\d+") as caught:
+        poptorch.inferenceModel(model)(torch.ones(2, 2))
+    assert "body" in str(caught.value)
+    assert "fix: " in str(caught.value)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_a_body_may_write_into_what_it_makes_itself():
+    def body(y):
+        made = torch.zeros(2)
+        made.add_(y[0]).mul_(2)
+        return y.add_(made)
+
+    def forward(x):
+        return poptorch.for_loop(2, body, [x])[0]
+
+    assert torch.equal(poptorch.inferenceModel(forward)(torch.ones(2, 2)), forward(torch.ones(2, 2)))

@@ -270,6 +270,16 @@ def _check_lost_writes(written: dict[fx.Node, fx.Node]) -> None:
         logger.warning(text)
 
 
+def _lost_write_error(node: fx.Node, value: fx.Node) -> CaptureError:
+    return CaptureError(
+        f"the body of a poptorch.for_loop or poptorch.cond changes a tensor of shape"
+        f" {tuple(node.meta['val'].shape)} that is not its own, at {value.meta.get('where', '?')}\n"
+        "  why: a body is recorded once, and only what it returns leaves it\n"
+        "  fix: give the tensor to the body as an input, and return its new value; a buffer is written after that:"
+        " `self.name.copy_(value)`; or put a layer that changes its buffers into eval() mode"
+    )
+
+
 # ---- the bodies of branches and loops -----------------------------------------------------------------------
 
 
@@ -277,7 +287,8 @@ def trace_body(
     capture: Capture, body: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequence[Tensor]
 ) -> tuple[Body, list[Tensor]]:
     """Run the body of a branch or loop once, on new tensors like `inputs`; return it, and the tensors of the
-    surrounding forward that it reads. In-place operations of the body change no tensors outside of it."""
+    surrounding forward that it reads. In-place operations of the body change no tensors outside of it: its inputs are
+    copies, and a change of any other tensor is an error."""
     block = capture.block
     with recording_paused() as fake, fake:
         recorder = GraphRecorder(capture.node_meta, outer_role="outer")
@@ -292,7 +303,11 @@ def trace_body(
         graph, outer = recorder.graph, recorder.constants
         if any(map(is_write, graph.nodes)):
             with DisableTorchFunction():
-                graph = functionalize_graph(graph, {}).graph
+                replayed = functionalize_graph(graph, {})
+            graph = replayed.graph
+            for node, value in replayed.written.items():
+                if node.meta["role"] == "outer":
+                    raise _lost_write_error(node, value)
     drop_aliases_and_dead_code(graph)
     name_of = {node.meta["key"]: node.name for node in graph.find_nodes(op="placeholder")}
     reads = [name_of[key] for key in (*map(str, range(len(inputs))), *outer)]

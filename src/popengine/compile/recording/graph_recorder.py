@@ -175,8 +175,8 @@ class GraphRecorder(TorchDispatchMode):
                 f"a tensor of shape {tuple(value.shape)} that is used or returned at {user_line()} has no value, and"
                 " no operation of this forward has computed it\n"
                 "  why: it was made where operations are not recorded: by code that torch.compile has compiled, in"
-                " another thread, or by an earlier compilation\n"
-                "  fix: compute it in forward, in the thread that runs forward"
+                " another thread, by an earlier compilation, or in the body of a poptorch.for_loop or poptorch.cond\n"
+                "  fix: compute it in forward, in the thread that runs forward; return it from the body"
             )
         name = f"{self._outer_role}_{len(self.constants)}"
         self.constants[name] = value
@@ -210,6 +210,11 @@ class GraphRecorder(TorchDispatchMode):
         as_nodes = map_leaves(
             lambda leaf: self.node_of(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
         )
+        if isinstance(out, Tensor) and _has_default_dtype(func) and kwargs.get("dtype") is None:
+            as_nodes = (
+                as_nodes[0],
+                {**as_nodes[1], "dtype": out.dtype},
+            )  # torch.set_default_dtype may change it
         scope = meta.get("scope")
         name = f"{scope}_{func.overloadpacket.__name__}" if scope else None
         node = self.graph.create_node("call_function", func, *as_nodes, name=name)
@@ -222,6 +227,14 @@ class GraphRecorder(TorchDispatchMode):
                 item.meta.update(meta)
                 self.assign_tensor(item, leaf)
         return out
+
+
+@functools.cache
+def _has_default_dtype(func: Any) -> bool:
+    """Return whether the operation makes a tensor of no other one, with a keyword argument for the dtype."""
+    arguments = func._schema.arguments
+    takes_tensors = any("Tensor" in str(argument.type) for argument in arguments)
+    return not takes_tensors and any(each.name == "dtype" and each.kwarg_only for each in arguments)
 
 
 def _without_generator(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:

@@ -21,13 +21,20 @@ _MODES = str(Path(__file__).parents[1])  # the capture's modes: their frames are
 ROWS_DIFFER = "different numbers of rows"  # words of `given`, see `explaining_torch_errors`
 
 
-_NUMPY = "'numpy.ndarray' and 'FakeTensor'"  # in Python's message for an operator
+# Words of errors that C++ raises where the user's code calls it, without a frame of torch.
+_NUMPY = "'numpy.ndarray' and 'FakeTensor'"
+_SUBCLASS = "Creating a new Tensor subclass"
 
 # By expression, the reason and the fix of errors whose text (or `given`) it matches; the first that matches counts.
 _HINTS = {
     _NUMPY: (
         "a tensor has no values for numpy while the model is compiled",
         "compute with tensors: torch.from_numpy(array)",
+    ),
+    _SUBCLASS: (
+        "forward makes or uses a tensor of a subclass, and operations are recorded on plain tensors only",
+        "leave the subclass out of forward, or wrap what forward returns; `value.as_subclass(torch.Tensor)` before the"
+        " call makes a constant plain",
     ),
     "int32/int64|Long|Integers are expected": (
         "indices and class numbers are integers",
@@ -91,7 +98,9 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
         ).with_traceback(error.__traceback__) from None
     except _KINDS as error:
         *_, innermost = traceback.extract_tb(error.__traceback__)
-        is_raised_by_torch = innermost.filename.startswith((TORCH, _MODES)) or _NUMPY in str(error)
+        is_raised_by_torch = innermost.filename.startswith((TORCH, _MODES)) or any(
+            words in str(error) for words in (_NUMPY, _SUBCLASS)
+        )
         if isinstance(error, (Error, RecursionError)) or not is_raised_by_torch:
             raise
         words = f"{type(error).__name__}: {error}".partition(" You may have run into this message")[0]
