@@ -22,6 +22,7 @@ __all__ = [
     "getInstanceIndex",
     "getLocalInstanceIndex",
     "getNumInstances",
+    "getNumInstancesPerReplica",
     "getNumIpusPerReplica",
     "getNumLocalReplicas",
     "getNumTotalReplicas",
@@ -66,6 +67,11 @@ def getNumInstances() -> int:
     return _read_launch().instances
 
 
+def getNumInstancesPerReplica() -> int:
+    """Return the number of processes that run one replica together, each with some of its ipus; mostly 1."""
+    return _read_launch().instances_per_replica
+
+
 def getInstanceIndex() -> int:
     """Return the index of this process, from 0, among those that train together."""
     return _read_launch().instance
@@ -87,7 +93,10 @@ def getDeviceId(ipus_per_replica: int = 0) -> int:
     Args: ipus_per_replica: ipus of a replica; 0: the number that was given to poprun
     """
     launch = _read_launch()
-    return launch.local_instance * launch.local_replicas * (ipus_per_replica or launch.ipus_per_replica)
+    ipus = (
+        launch.local_replicas * (ipus_per_replica or launch.ipus_per_replica) // launch.instances_per_replica
+    )
+    return launch.local_instance * ipus
 
 
 def init() -> None:

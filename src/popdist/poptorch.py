@@ -35,13 +35,16 @@ class Options(poptorch.Options):
 
     >>> options = popdist.poptorch.Options(ipus_per_replica=2)  # instead of poptorch.Options()
 
-    Args: ipus_per_replica: ipus that a replica of the model uses; by default poprun's --ipus-per-replica
-    Raises: RuntimeError, if there are several replicas, and both numbers of ipus are above 1 and differ
+    Args:
+        ipus_per_replica:      ipus that a replica of the model uses; by default poprun's --ipus-per-replica
+        instances_per_replica: processes that run one replica, each with some of its ipus, for launchers other than
+            poprun, which knows this number
+    Raises: RuntimeError, if there are several processes, and a number is not poprun's or does not divide the others
     """
 
     _ipus_per_replica: int
 
-    def __init__(self, ipus_per_replica: int | None = None) -> None:
+    def __init__(self, ipus_per_replica: int | None = None, instances_per_replica: int | None = None) -> None:
         super().__init__()
         launch = read_launch()
         declared = launch.ipus_per_replica
@@ -51,7 +54,16 @@ class Options(poptorch.Options):
                 f"the model uses {ipus} ipus a replica, but poprun was told {declared}\n"
                 f"  fix: poprun --ipus-per-replica {ipus}"
             )
-        vars(self).update(_ipus_per_replica=ipus, Distributed=_FixedDistributed().rowsByReplica(True))
+        several, known = instances_per_replica or launch.instances_per_replica, launch.instances_per_replica
+        if known not in (1, several) or launch.instances % several or ipus % several:
+            raise RuntimeError(
+                f"{several} instances can't run a replica of {ipus} ipus together, with {launch.instances} instances"
+                f" in all, and {known} for each replica by the launcher\n"
+                "  fix: ipus_per_replica and the number of processes must be multiples of instances_per_replica;"
+                " poprun --num-instances N --num-replicas R makes it N / R"
+            )
+        distributed = _FixedDistributed().rowsByReplica(True).set(instances_per_replica=several)
+        vars(self).update(_ipus_per_replica=ipus, Distributed=distributed)
         self.set(replication_factor=launch.local_replicas)
 
     @property

@@ -66,6 +66,18 @@ class Launch:
     instances: int = 1
     instance: int = 0
 
+    @property
+    def instances_per_replica(self) -> int:
+        """The number of instances that run one replica together, each with some of its ipus; mostly 1."""
+        return max(1, self.instances // self.total_replicas)
+
+    @property
+    def ipus(self) -> range:
+        """The ipus of a replica that this instance runs."""
+        count = self.ipus_per_replica // self.instances_per_replica
+        first = self.instance % self.instances_per_replica * count
+        return range(first, first + count)
+
     def variables(self) -> dict[str, str]:
         """Return the environment variables of this instance, with popdist's, MPI's and torchrun's names."""
         found = {

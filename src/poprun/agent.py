@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, start_processes
 
-from popengine.environment import INIT_TIMEOUT, RESTART, RUN_ID, STACK, STORE, Launch, path_with_aliases
+from popengine.environment import INIT_TIMEOUT, RESTART, RUN_ID, STACK, STORE, path_with_aliases
 
 from . import instance as instance_program
 from .command_line import CommandLine
@@ -28,7 +28,7 @@ from .hangs import HangDetector
 from .hosts import CONSEQUENCE, WATCH
 from .nodes import ElasticNode, FixedNode, NodeOfRun
 from .shared_folder import RunLost
-from .topology import Node, numa_cores
+from .topology import Node, instance_launch, numa_cores, share_text
 
 PATIENCE = 5  # seconds for the other instances to end after one has failed
 PATIENCE_AT_SIGNALS = 25  # seconds to save a checkpoint after SIGTERM; Kubernetes kills after 30
@@ -77,7 +77,8 @@ def _run_round(node: NodeOfRun) -> int | None:
         log.warning(f"all instances start again, {times}")
     with Instances(node) as instances:
         for instance, pid in instances.running.items():
-            log.debug(f"instance {instance} is process {pid}")
+            share = share_text(instance_launch(request, current.instances, instance))
+            log.debug(f"instance {instance} is process {pid}, with {share}")
         detector = HangDetector(node)
         while (failed := instances.first_failure(detector.has_lost_peer)) is None:
             detector.kill_hanging(instances.running)
@@ -98,23 +99,13 @@ def _run_round(node: NodeOfRun) -> int | None:
 def _instance_variables(node: NodeOfRun, local: int) -> dict[str, str]:
     """Return the environment variables to add for the instance with index `local` among this node's."""
     current, request, name = node.round, node.request, node.name
-    replicas, count = request.replicas // current.instances, current.counts[name]
-    instance = current.first_instance(name) + local
+    count, instance = current.counts[name], current.first_instance(name) + local
     master, _, port = current.address.rpartition(":")
     cores = numa_cores(local, count) if request.numa_aware else []
     threads = max(1, len(cores) or len(os.sched_getaffinity(0)) // count)
     given = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **dict(request.variables)}
-    launch = Launch(
-        total_replicas=request.replicas,
-        local_replicas=replicas,
-        ipus_per_replica=request.ipus_per_replica,
-        replica_offset=instance * replicas,
-        local_instance=local,
-        instances=current.instances,
-        instance=instance,
-    )
     return {
-        **launch.variables(),
+        **instance_launch(request, current.instances, instance, local).variables(),
         "LOCAL_WORLD_SIZE": str(count),
         "GROUP_RANK": str(list(current.counts).index(name)),
         "GROUP_WORLD_SIZE": str(len(current.counts)),

@@ -240,11 +240,16 @@ class _Parser(CommandParser):
         fewest, most = (smallest, *largest) if largest else (0, smallest)
         if fewest and not options.checkpoint_dir:
             self.error(f"--num-instances {text} needs a folder\n  fix: add --checkpoint-dir DIR")
-        if all(replicas % count for count in range(fewest or most, most + 1)):
+        several = most // replicas if not fewest and most > replicas and most % replicas == 0 else 0
+        if several and options.ipus_per_replica % several == 0:
+            pass  # each replica uses several instances
+        elif all(replicas % count for count in range(fewest or most, most + 1)):
             meant = f"any number from {fewest} to {most}" if fewest else f"--num-instances {most}"
             self.error(
                 f"--num-replicas {replicas}{' (the default)' * (replicas == 1)} is not a multiple of {meant}: every"
                 f" instance runs the same number of replicas\n  fix: --num-replicas {-(-replicas // most) * most}"
+                + f"; or --ipus-per-replica {several}, for replicas of {several} instances each"
+                * bool(several)
             )
         for name in ("only_output_from_instance", "only_stdout_from_instance"):
             chosen = getattr(options, name)

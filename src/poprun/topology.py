@@ -70,6 +70,33 @@ def instances_by_node(request: CommandLine, slots: Mapping[str, int]) -> dict[st
     return {node: count for node, count in counts.items() if count}
 
 
+def instance_launch(
+    request: CommandLine, instances: int, instance: int, local: int = 0
+) -> environment.Launch:
+    """Return the share of one of `instances` instances, which has the index `local` on its host. If there are more
+    instances than replicas, several consecutive ones run one replica."""
+    each = max(1, request.replicas // instances)
+    return environment.Launch(
+        total_replicas=request.replicas,
+        local_replicas=each,
+        ipus_per_replica=request.ipus_per_replica,
+        replica_offset=instance * request.replicas // instances,
+        local_instance=local,
+        instances=instances,
+        instance=instance,
+    )
+
+
+def share_text(launch: environment.Launch) -> str:
+    """Return the replicas and ipus of an instance, such as "replica 1, ipus 2 to 3"."""
+
+    def numbered(name: str, numbers: range) -> str:
+        return f"{name} {numbers[0]}" if len(numbers) == 1 else f"{name}s {numbers[0]} to {numbers[-1]}"
+
+    replicas = range(launch.replica_offset, launch.replica_offset + launch.local_replicas)
+    return f"{numbered('replica', replicas)}, {numbered('ipu', launch.ipus)}"
+
+
 def numa_cores(local_instance: int, instances: int) -> list[int]:
     """Return the cores of the NUMA node on which one of this host's instances runs; [] if the host has only one
     NUMA node. Instances with neighbouring indices share a node."""
@@ -82,14 +109,18 @@ def numa_cores(local_instance: int, instances: int) -> list[int]:
 
 def topology_table(request: CommandLine, hosts: Sequence[str]) -> str:
     """Return the table of hosts, instances and replicas (if they are many: ranges) that poprun prints."""
-    each = request.replicas // request.instances
+    each = max(1, request.replicas // request.instances)
     replicas = list(map(str, range(request.replicas)))
     if request.replicas > _SHOWN and each > 1:
         replicas = [f"{first} to {first + each - 1}" for first in range(0, request.replicas, each)]
     ilds, instances = (list(map(str, range(count))) for count in (len(hosts), request.instances))
     rows = {"hosts": hosts, "ILDs": ilds, "instances": instances, "replicas": replicas}
-    # Each cell is as wide as the replicas under it, with their borders.
-    spans = {name: len(replicas) // len(cells) for name, cells in rows.items()}
+    if request.instances > request.replicas:
+        launches = [instance_launch(request, request.instances, i) for i in range(request.instances)]
+        rows["ipus"] = [f"{launch.ipus[0]} to {launch.ipus[-1]}" for launch in launches]
+    # Each cell is as wide as the cells of the longest row under it, with their borders.
+    columns = max(map(len, rows.values()))
+    spans = {name: columns // len(cells) for name, cells in rows.items()}
     # The width of a replica's cell, with one border.
     width = max(-(-(len(cell) + 3) // spans[name]) for name, cells in rows.items() for cell in cells)
     lines = []
@@ -97,6 +128,6 @@ def topology_table(request: CommandLine, hosts: Sequence[str]) -> str:
         wide = spans[name] * width - 1
         lines.append("|".join(["", "-" * 11, *["-" * wide] * len(cells), ""]))
         lines.append("|".join(["", f" {name}".ljust(11), *(cell.center(wide) for cell in cells), ""]))
-    total = len(replicas) * width + 11
+    total = columns * width + 11
     title = [f" {'=' * total} ", f"|{'poprun topology'.center(total)}|", f"|{'=' * total}|"]
     return "\n".join([*title, *lines[1:], f" {'-' * total} "])

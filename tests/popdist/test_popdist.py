@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import popdist
 import poptorch
@@ -94,3 +95,72 @@ def test_processes_of_other_launchers_are_instances_of_one_replica(variables):
 
 def test_a_single_process_of_another_launcher_is_alone():
     assert not environment.is_launched({"WORLD_SIZE": "1", "RANK": "0"})
+
+
+# ---- replicas that span several instances -------------------------------------------------------------------
+
+
+def spanned(instance):
+    """An instance of four, of which two run one replica of four ipus."""
+    return environment.Launch(
+        total_replicas=2,
+        ipus_per_replica=4,
+        replica_offset=instance // 2,
+        local_instance=instance,
+        instances=4,
+        instance=instance,
+    )
+
+
+def set_variables(monkeypatch, launch):
+    for name, value in launch.variables().items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("instance", range(4))
+def test_an_instance_knows_its_part_of_a_replica(monkeypatch, instance):
+    set_variables(monkeypatch, spanned(instance))
+    assert environment.read_launch() == spanned(instance)
+    assert (popdist.getNumInstances(), popdist.getNumInstancesPerReplica()) == (4, 2)
+    assert (popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas()) == (2, 1)
+    assert popdist.getReplicaIndexOffset() == instance // 2
+    assert popdist.getDeviceId() == 2 * instance
+    assert environment.read_launch().ipus == (range(0, 2), range(2, 4))[instance % 2]
+
+
+def rows_of(options):
+    dataset = torch.utils.data.TensorDataset(torch.arange(16))
+    loader = poptorch.DataLoader(options.randomSeed(1), dataset, batch_size=2, shuffle=True)
+    return [batch[0].tolist() for batch in loader]
+
+
+def test_the_instances_of_a_replica_read_the_same_rows(monkeypatch):
+    read = []
+    for instance in range(4):
+        set_variables(monkeypatch, spanned(instance))
+        read.append(rows_of(popdist.poptorch.Options()))
+    assert read[0] == read[1] and read[2] == read[3]
+    assert sorted(row for batch in read[0] + read[2] for row in batch) == list(range(16))
+
+
+def test_under_torchrun_options_say_how_many_instances_run_a_replica(monkeypatch):
+    read = []
+    for rank in range(4):
+        for name, value in zip(environment.TORCHRUN, (4, rank, rank), strict=True):
+            monkeypatch.setenv(name, str(value))
+        read.append(rows_of(popdist.poptorch.Options(ipus_per_replica=4, instances_per_replica=2)))
+    assert read[0] == read[1] != read[2] == read[3]
+
+
+@pytest.mark.parametrize("numbers", [(4, 4), (3, None), (3, 2)])
+def test_numbers_that_poprun_contradicts_are_an_error(monkeypatch, numbers):
+    set_variables(monkeypatch, spanned(0))
+    with pytest.raises(RuntimeError, match="\n  fix: "):
+        popdist.poptorch.Options(*numbers)
+
+
+def test_a_replica_of_several_instances_is_refused_at_compilation(monkeypatch):
+    set_variables(monkeypatch, spanned(0))
+    model = poptorch.inferenceModel(torch.nn.Linear(2, 2), popdist.poptorch.Options())
+    with pytest.raises(poptorch.Error, match="a replica can't run in several processes yet\n  fix: poprun"):
+        model(torch.ones(1, 2))

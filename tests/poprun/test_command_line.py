@@ -197,3 +197,15 @@ def test_a_nested_file_of_options_is_refused(tmp_path, capsys):
         parse([f"--import-config={tmp_path / 'options'}", "t"], HERE)
     assert leaving.value.code == 2
     assert "--import-config" in capsys.readouterr().err
+
+
+def test_a_replica_uses_several_instances_if_its_ipus_can_be_divided():
+    request = parse(("--num-instances=4", "--num-replicas=2", "--ipus-per-replica=6", "python3"))
+    assert (request.instances, request.replicas, request.ipus_per_replica) == (4, 2, 6)
+
+
+def test_ipus_that_the_instances_of_a_replica_can_not_divide_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        parse(("--num-instances=4", "--num-replicas=2", "--ipus-per-replica=3", "python3"))
+    said = capsys.readouterr().err
+    assert "fix: --num-replicas 4; or --ipus-per-replica 2, for replicas of 2 instances each" in said

@@ -7,9 +7,11 @@ import pytest
 from poprun.command_line import CommandLine
 from poprun.topology import (
     Node,
+    instance_launch,
     instances_by_node,
     local_instance_count,
     node_from_variables,
+    share_text,
     topology_table,
 )
 
@@ -30,6 +32,39 @@ def test_the_table_shows_hosts_over_instances_over_replicas():
         |-----------|---|---|---|---|
         | replicas  | 0 | 1 | 2 | 3 |
          ---------------------------""").splitlines()
+
+
+SPANNED = CommandLine(("python3",), replicas=2, instances=4, ipus_per_replica=6)
+
+
+def test_the_table_shows_the_ipus_of_instances_that_share_a_replica():
+    drawn = topology_table(SPANNED, ["a", "b"])
+    assert [line.rstrip() for line in drawn.splitlines()] == dedent("""\
+         ===============================================
+        |                poprun topology                |
+        |===============================================|
+        | hosts     |        a        |        b        |
+        |-----------|-----------------|-----------------|
+        | ILDs      |        0        |        1        |
+        |-----------|--------|--------|--------|--------|
+        | instances |   0    |   1    |   2    |   3    |
+        |-----------|-----------------|-----------------|
+        | replicas  |        0        |        1        |
+        |-----------|--------|--------|--------|--------|
+        | ipus      | 0 to 2 | 3 to 5 | 0 to 2 | 3 to 5 |
+         -----------------------------------------------""").splitlines()
+
+
+@pytest.mark.parametrize(
+    "request_, shares",
+    [
+        (FOUR, [f"replicas {i} to {i + 1}, ipus 0 to 1" for i in (0, 2, 4, 6)]),
+        (SPANNED, [f"replica {r}, ipus {i} to {i + 2}" for r in (0, 1) for i in (0, 3)]),
+    ],
+)
+def test_an_instance_has_some_replicas_or_some_ipus_of_one(request_, shares):
+    launches = [instance_launch(request_, 4, instance) for instance in range(4)]
+    assert [share_text(launch) for launch in launches] == shares
 
 
 def test_a_large_table_shows_ranges_of_replicas():

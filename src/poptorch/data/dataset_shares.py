@@ -29,7 +29,7 @@ def sampler_of_process(
     Args: others: further arguments of torch's loader; a "generator" replaces the seed in a single process
     """
     distributed, counts = options.Distributed, options._counts()
-    processes, by_replica = distributed.numProcesses, distributed.rows_by_replica
+    (share_index, processes), by_replica = distributed._share, distributed.rows_by_replica
     samplers = [name for name in ("batch_sampler", "sampler") if others.get(name) is not None]
     is_iterable = isinstance(dataset, IterableDataset)
     if processes == 1:
@@ -82,7 +82,7 @@ def sampler_of_process(
             processes,
         )
     seed = options.random_seed if shuffle else None
-    return ProcessSampler(rows, seed, partial(get_indices, distributed.processId), leftovers)
+    return ProcessSampler(rows, seed, partial(get_indices, share_index), leftovers)
 
 
 class ProcessSampler(Sampler[int]):

@@ -124,7 +124,7 @@ class DataLoader(torch.utils.data.DataLoader):
             self._elements_per_batch = -(-(self._combined_batch_size or 1) // self._worker_size)
         is_shared = auto_distributed_partitioning and options.Distributed.rows_by_replica
         # Number of processes that count batches separately.
-        self._share_count = 1 if is_shared else options.Distributed.numProcesses
+        self._share_count = 1 if is_shared else options.Distributed._share[1]
         if batch_sampler is not None:
             kwargs["batch_sampler"] = batch_sampler
         else:

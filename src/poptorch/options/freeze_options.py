@@ -54,6 +54,11 @@ def engine_settings(
     Args: groups: the groups of replicas of each per-replica parameter, by canonical name
     """
     popart, update, counts = options._Popart, options.Training, options._counts()
+    if (several := options.Distributed.instances_per_replica) > 1:
+        raise Error(
+            f"each replica is to run in {several} instances, and a replica can't run in several processes yet\n"
+            f"  fix: poprun --num-instances {counts.instances // several}, so that each instance runs a replica"
+        )
     mode, period = OutputMode(options.output_mode), options.output_return_period
     if mode == OutputMode.EveryN and counts.iterations % period:
         raise Error(

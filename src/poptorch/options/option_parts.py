@@ -241,11 +241,13 @@ class Distributed(OptionsDict):
     distributed_process_id: int = 0
     num_distributed_processes: int = 1
     rows_by_replica: bool = False
+    instances_per_replica: int = 1
 
     def __init__(self) -> None:
         super().__init__()
         launch = read_launch()
         self._set_process(launch.instance, launch.instances)
+        self.set(instances_per_replica=launch.instances_per_replica)
 
     @property
     def processId(self) -> int:
@@ -256,6 +258,11 @@ class Distributed(OptionsDict):
     def numProcesses(self) -> int:
         """Return the number of processes that train together."""
         return self.num_distributed_processes
+
+    @property
+    def _share(self) -> tuple[int, int]:
+        """Return the index and the number of the shares of a dataset. Processes that run one replica have one share."""
+        return self.processId // self.instances_per_replica, self.numProcesses // self.instances_per_replica
 
     def disable(self) -> Self:
         """Make this process 0 of 1. The environment's variables are ignored."""
@@ -287,4 +294,5 @@ class Distributed(OptionsDict):
             raise AssertionError(
                 f"process {process_id!r} of {num_processes!r}: an id is an integer from 0 and below the number"
             )
-        return self.set(distributed_process_id=process_id, num_distributed_processes=num_processes)
+        self.set(distributed_process_id=process_id, num_distributed_processes=num_processes)
+        return self.set(instances_per_replica=1)
