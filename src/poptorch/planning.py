@@ -32,7 +32,8 @@ from popengine.profile import Profile
 from popengine.run.engine import Engine
 from popengine.run.piece_costs import seconds_on_all_threads
 from popengine.run.ready_queue import JUDGED
-from popengine.run.state import State, TrainState
+from popengine.run.state import State
+from popengine.run.train_state import TrainState
 from popengine.settings import Hyper, Settings
 from popengine.torch_private import OpOverload
 from popengine.update.optimizer_rules import RULES

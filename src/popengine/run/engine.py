@@ -27,7 +27,8 @@ from .instances.process_group import group_of_size
 from .ready_queue import ReadyQueue
 from .recorder import Recorder
 from .row_functions import RowFunctions
-from .state import OptimizerState, State, TrainState, write
+from .state import State
+from .train_state import OptimizerState, TrainState, write
 
 logger = logging.getLogger("popengine")
 _BUFFERS_TAG = 10  # of messages

@@ -12,10 +12,8 @@ Parameters, buffers and optimizer state are the user's own tensors, which update
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,13 +23,13 @@ from ..errors import Error, UnrecoverableError
 from ..ir import Plan, Slot
 from ..profile import KeptBytes
 from ..settings import Hyper, Optimizer, Settings
-from ..torch_private import DisableTorchFunctionSubclass, is_aligned
+from ..torch_private import DisableTorchFunctionSubclass
 from ..update.group_update import fitting_state
 from ..update.optimizer_rules import OWN_STEP, RULES
 from . import devices
 from .devices import with_aligned_start
+from .train_state import OptimizerState, TrainState, write
 
-OptimizerState = dict[str, Tensor]
 WEIGHTS = ("parameter", "buffer")  # roles of the slots that are tensors of the model
 
 
@@ -40,115 +38,6 @@ class Unit(NamedTuple):
 
     key: str  # canonical name
     replica: int  # the first replica of the group
-
-
-class TrainState:
-    """What training changes and calls continue with. All plans and engines of an executor use one `TrainState`.
-
-    Args: find_weights: returns the model's present parameters and buffers, by canonical name
-    """
-
-    def __init__(self, find_weights: Callable[[], Mapping[str, Tensor]], seed: int = 0) -> None:
-        self.find_weights = find_weights
-        # `optimizer.state[parameter]` has the optimizer state.
-        self.optimizer: Any = SimpleNamespace(state={})
-        self._parameters: Mapping[str, Tensor] | None = None  # keys of `optimizer.state`; None: the weights
-        # If processes shard the optimizer state: the process that has a parameter's state, by canonical name.
-        self.owner: dict[str, int] = {}
-        self.shard_name = ""  # under which peers read this process's shard; "": it is not published
-        # (seed, number of weight updates so far): one value, so that an interrupt changes both or none.
-        self.random_state: tuple[int, int] = seed, 0
-        # The `step` of an optimizer without a rule, on gradients by canonical name of the parameter.
-        self.own_step: Callable[[Mapping[str, Tensor]], None]
-        self.loss_factor = torch.ones(())  # of automatic loss scaling: multiplies the user's loss scale
-        self.calls = 0  # complete calls
-        self.engines = 0  # that are not closed
-        # By replica, buffers that forward changes. Those of replica 0 are copies of the model's own after the
-        # latest step: the model's differ if the user has written them, and then all replicas take these.
-        self.buffers: list[dict[str, Tensor]] = []
-        # Of a step that a plan has begun and another one will end: gradient sums and new buffers of replica 0.
-        self.held: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
-        # Held while updates write to the weights, and by threads that read them.
-        self.lock = threading.Lock()
-        self.lost: Error | None = None  # why the weights can't be used any more
-        # Of trained parameters when they were equal in all processes: the tensor, its address and its version counter.
-        self._confirmed: dict[str, tuple[Tensor, int, int]] = {}
-
-    def use_optimizer(self, optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
-        """Keep optimizer state in `optimizer.state` from now on; `parameters`: the optimizer's, by canonical name."""
-        self.optimizer, self._parameters = optimizer, parameters
-
-    def parameters(self) -> Mapping[str, Tensor]:
-        """Return the optimizer's parameters by canonical name; without an optimizer the model's weights."""
-        return self.find_weights() if self._parameters is None else self._parameters
-
-    def optimizer_states(self) -> dict[str, OptimizerState]:
-        """Return the optimizer state of this process by canonical name: the tensors that updates change."""
-        state = self.optimizer.state
-        return {key: state[value] for key, value in self.parameters().items() if state.get(value)}
-
-    def marks_of_optimizer(self) -> list[tuple[int, int]]:
-        """Return (id, version) of each value in the optimizer's state: a write, or another value, changes them."""
-        states = self.optimizer.state.values()
-        values = [value for state in states if isinstance(state, dict) for value in state.values()]
-        return [(id(v), v._version if isinstance(v, Tensor) and not v.is_inference() else 0) for v in values]
-
-    def set_state(self, key: str, state: OptimizerState) -> None:
-        """Set or, with {}, remove the optimizer state of a parameter."""
-        if state:
-            self.optimizer.state[self.parameters()[key]] = state
-        else:
-            self.optimizer.state.pop(self.parameters()[key], None)
-
-    def check_not_lost(self) -> None:
-        """Raise the error `lost` if the weights are lost."""
-        if self.lost is not None:
-            raise self.lost
-
-    def confirm(self, parameters: Mapping[str, Tensor]) -> None:
-        """Record that these parameters are equal in all processes: after a comparison, or an update in all."""
-        self._confirmed |= {key: _mark(value) for key, value in parameters.items()}
-
-    def unconfirmed(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return those of these parameters that were written or replaced since `confirm`, by name."""
-        found = {}
-        for key, value in parameters.items():
-            known = self._confirmed.get(key)
-            if known is None or known[0] is not value or known[1:] != _mark(value)[1:]:
-                found[key] = value.detach()
-        return found
-
-    def own_buffers(
-        self, weights: Mapping[str, Tensor], keys: Iterable[str], replicas: int
-    ) -> list[dict[str, Tensor]]:
-        """Return `buffers`, with these keys for each replica. A buffer that has no value of a replica's own, or
-        that the user has written, gets the model's value (in `weights`) in all replicas."""
-        self.buffers.extend({} for _ in range(replicas - len(self.buffers)))
-        for key in keys:
-            value = weights[key].detach()
-            is_written = key not in self.buffers[0] or not has_same_bits(self.buffers[0][key], value)
-            for own in self.buffers:
-                if is_written or key not in own:
-                    own[key] = value.clone()
-        return self.buffers
-
-    def write_buffers(self, replicas: list[dict[str, Tensor]]) -> None:
-        """Copy buffers, by canonical name for each replica, to the model (replica 0's) and to the replicas."""
-        weights = self.find_weights()
-        for key, value in replicas[0].items():
-            write(weights[key], value)
-        self.buffers = [{key: value.clone() for key, value in each.items()} for each in replicas]
-
-
-def _mark(value: Tensor) -> tuple[Tensor, int, int]:
-    return value, value.data_ptr(), 0 if value.is_inference() else value._version
-
-
-def write(target: Tensor, value: Tensor) -> None:
-    """Copy a value into a tensor of the user's, in place."""
-    # Tensors that were made in inference mode can be written only there.
-    with torch.inference_mode(target.is_inference()), torch.no_grad():
-        target.detach().copy_(value)
 
 
 class State:
@@ -165,11 +54,13 @@ class State:
         self._changed = [name for name in self._slots if name in signature.changed_buffers]
         self.trained = signature.trained
         replicas, trained = range(settings.counts.replicas), set(self.trained)
-        # The model's tensors, with address, shape, strides and dtype; and these tensors without autograd, or copies of
-        # them on an accelerator.
-        self._bound: dict[str, tuple[Tensor, Any, Any, Any, Any]] = {}
+        # The model's tensors, with shape, strides and dtype; and these tensors without autograd, or copies of them on
+        # an accelerator, or with the strides that the plan is compiled for.
+        self._bound: dict[str, tuple[Tensor, Any, Any, Any]] = {}
         self._plain: dict[str, Tensor] = {}
         self._strides: dict[str, tuple[int, ...]] = {}  # of the model's tensors in the first `bind`
+        # The user's tensors with other strides, and copies with those of the plan, which `end_step` copies back.
+        self._copied: dict[str | Unit, list[tuple[Tensor, Tensor]]] = {}
         # Values with replica groups, each with the index of the row that is copied to each row.
         self._repeated: dict[str, tuple[list[Tensor], list[int]]] = {}
         self.new_buffers: list[dict[str, Tensor]] = [{} for _ in replicas]
@@ -225,13 +116,10 @@ class State:
                     " became the same object as another one\n"
                     "  fix: put it back, or change the model before it is wrapped"
                 )
-            for slot in self._weights:
-                value = present[slot.key]
-                now = value, value.data_ptr(), value.shape, value.stride(), value.dtype
-                known = self._bound.get(slot.key)
-                is_known = known is not None and known[0] is value and known[1:] == now[1:]
-                if not is_known or self.device != devices.CPU:
-                    self._bind_weight(slot, value)
+            if moved := [slot for slot in self._weights if not self._is_bound(slot.key, present[slot.key])]:
+                for slot in moved:
+                    self._bind_weight(slot, present[slot.key])
+                self._check_shared_memory(present)
             if len(self.values) > 1:  # replicas 1, 2, ... have buffers of their own
                 keys = (self._slots[name].key for name in self._changed)
                 own = self.shared.own_buffers(present, keys, len(self.values))
@@ -247,8 +135,38 @@ class State:
         """Return the user's trained parameters that the latest `bind` has found, by canonical name."""
         return {key: self._bound[key][0] for key in self.trained}
 
+    def _is_bound(self, key: str, value: Tensor) -> bool:
+        """Return whether `values` are this tensor of the model. Its memory is compared with the present one of the
+        bound tensor: `share_memory()` moves both, and the address that they had may be another tensor's now."""
+        known = self._bound.get(key)
+        return (
+            known is not None
+            and known[0] is value
+            and known[1:] == (value.shape, value.stride(), value.dtype)
+            and self._plain[key].data_ptr() == value.data_ptr()
+        )
+
+    def _check_shared_memory(self, present: Mapping[str, Tensor]) -> None:
+        """Raise Error if two weights overlap in memory, and calls change one of them."""
+        spans = sorted((*_span(value), key) for key, value in present.items() if value.is_cpu)
+        before: list[tuple[int, int, str]] = []
+        for begin, end, key in spans:
+            before = [span for span in before if span[1] > begin]
+            for *_, other in before if end > begin else ():
+                if self._is_changed(key) or self._is_changed(other):
+                    raise Error(
+                        f"{other} and {key} share their memory, but are two tensors; a compiled model keeps each of"
+                        " them, and only one would change\n"
+                        "  fix: use the same object twice, as in `self.decoder.weight = self.encoder.weight`"
+                    )
+            before.append((begin, end, key))
+
+    def _is_changed(self, key: str) -> bool:
+        """Return whether calls change a weight."""
+        return key in self.ipu_of or self.slot_of.get(key) in self._changed
+
     def _bind_weight(self, slot: Slot, value: Tensor) -> None:
-        """Set `values` of all replicas to a tensor of the model, which is moved if its layout has changed."""
+        """Set `values` of all replicas to a tensor of the model, or to a copy if its strides have changed."""
         groups = self.settings.replica_groups.get(slot.key)
         shape = value.shape if groups is None else value.shape[1:]
         if (shape, value.dtype) != (slot.shape, slot.dtype):
@@ -265,15 +183,20 @@ class State:
         is_overlapping = any(
             step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)
         )
-        dense = torch.empty(value.shape, device="meta").stride() if is_overlapping else value.stride()
+        dense = torch.empty_like(value, device="meta").stride()  # without gaps, else as they are
         strides = self._strides.setdefault(slot.key, dense)
-        # A view of larger memory stays there, since the user's other tensors may share this memory.
-        is_unaligned = not is_aligned(value) and not value.storage_offset()
-        if (value.stride() != strides or is_unaligned) and not value.is_inference():
-            moved = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
-            value.data = moved.copy_(value)
-        self._bound[slot.key] = value, value.data_ptr(), value.shape, value.stride(), value.dtype
-        plain = value.detach() if self.device == devices.CPU else value.detach().to(self.device, copy=True)
+        if is_overlapping and not value.is_inference():  # torch refuses to write to it
+            value.data = torch.empty_strided(
+                value.shape, dense, dtype=value.dtype, device=value.device
+            ).copy_(value)
+        self._bound[slot.key] = value, value.shape, value.stride(), value.dtype
+        plain = value.detach()
+        self._copied.pop(slot.key, None)
+        if self.device != devices.CPU:
+            plain = plain.to(self.device, copy=True)
+        elif value.stride() != strides:
+            plain = torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(plain)
+            self._copied[slot.key] = [(value, plain)] if self._is_changed(slot.key) else []
         self._plain[slot.key] = plain
         for replica, values in enumerate(self.values):
             first = self.settings.sharing_replicas(slot.key, replica)[0]
@@ -295,8 +218,8 @@ class State:
     def _bind_optimizer(
         self, unit: Unit, parameter: Tensor, optimizer: Optimizer, hyper: Hyper | None
     ) -> None:
-        """Set `optimizer[unit]` to the shared optimizer state of the user's `parameter`. Missing states are added;
-        those with another dtype or layout are replaced by copies. Remove a state that another process owns."""
+        """Set `optimizer[unit]` to the shared optimizer state of the user's `parameter`, or to copies of states with
+        other strides. Add missing states, replace those of another dtype, remove those that another process owns."""
         if not self.is_updated_here(unit.key):
             self.shared.optimizer.state.pop(parameter, None)
             return
@@ -305,8 +228,9 @@ class State:
         states = self.shared.optimizer.state.get(parameter, {})
         present = [states.get(each.name) for each in kept]
         known = self._bound_states.get(unit)
-        if known is not None and [*map(id, present)] == [*map(id, known)]:
+        if known is not None and unit not in self._copied and [*map(id, present)] == [*map(id, known)]:
             return
+        self._copied.pop(unit, None)
         groups, weight = self.settings.replica_groups.get(unit.key), self.weight(unit)
         fitting = OptimizerState()
         for each, value in zip(kept, present, strict=True):
@@ -320,9 +244,13 @@ class State:
                 fitting[each.name] = rows.to(fitting_state(optimizer, each, weight).dtype)
             if value is None and states.get(each.one_with) is not None:
                 fitting[each.name].fill_(1)
+            if groups is None and value is not None and _differ_in_strides(value, fitting[each.name]):
+                self._copied.setdefault(unit, []).append((value, fitting[each.name]))
+        copied = {id(own): value for value, own in self._copied.get(unit, ())}
+        kept_by_user = {name: copied.get(id(value), value) for name, value in fitting.items()}
         if states or fitting:
-            self.shared.optimizer.state[parameter] = {**states, **fitting}
-        self._bound_states[unit] = tuple(fitting.values())
+            self.shared.optimizer.state[parameter] = {**states, **kept_by_user}
+        self._bound_states[unit] = tuple(kept_by_user.values())
         if groups is not None:
             if groups.repeated_rows:
                 self._repeated[f"state of {unit.key}"] = [*fitting.values()], groups.repeated_rows
@@ -368,6 +296,9 @@ class State:
                 if value is not values[name]:
                     write(values[name], value)
         self._repeat_rows()
+        for pairs in self._copied.values():
+            for users, own in pairs:
+                write(users, own)
         if self.device == devices.CPU:
             self.share_buffers()
         seed, step = self.shared.random_state
@@ -417,6 +348,14 @@ class State:
         return KeptBytes(replica, ipu, weights, sum(sizes.values()) - weights, gradients, states)
 
 
-def has_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one shape and dtype have the same bits; unlike `torch.equal` with NaNs."""
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+def _differ_in_strides(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors differ in strides, and not in dtype, device or shape."""
+    same = (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
+    return same and one.stride() != other.stride()
+
+
+def _span(value: Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte that a tensor spans, and of the byte behind the last one."""
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    begin = value.data_ptr()
+    return begin, begin + (last + 1) * value.element_size() if value.numel() else begin

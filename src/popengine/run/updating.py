@@ -35,7 +35,8 @@ from .call import EngineCall
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from .instances.process_group import FIRST_TAG, ProcessGroup
 from .random_draws import hash_integers
-from .state import State, Unit, has_same_bits
+from .state import State, Unit
+from .train_state import has_same_bits
 
 # Automatic loss scaling keeps half precision gradients large, but within their range: the loss scale doubles if
 # at most `_SHARE` of the gradients' elements are large, and otherwise halves.
@@ -267,7 +268,8 @@ class Updates:
     def _run_own_step(self, units: Sequence[Unit], updates: Sequence[ParameterUpdate]) -> None:
         """Run the optimizer's own `step()`, which may give parameters other memory. If it fails before it has written,
         the weights are not lost: then raise RunError."""
-        shared, weights = self.state.shared, [self.state.weight(unit) for unit in units]
+        shared = self.state.shared
+        weights = [shared.parameters()[unit.key].detach() for unit in units]
         found = (x.gradient for x in updates)
         gradients = (
             torch.view_as_complex(g) if w.is_complex() else g for g, w in zip(found, weights, strict=True)

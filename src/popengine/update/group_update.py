@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..settings import Optimizer
-from ..torch_private import is_aligned
 from .formulas import Formula, Rates, State, Step
 from .optimizer_rules import RULES, RuleState, TrustRatios
 
@@ -35,13 +34,13 @@ def init_state(optimizer: Optimizer, parameter: Tensor) -> State:
 def fitting_state(
     optimizer: Optimizer, state: RuleState, parameter: Tensor, value: Tensor | None = None
 ) -> Tensor:
-    """Return `value`, or a copy with the dtype, layout and alignment that updates need; None: the first state."""
+    """Return `value`, or a copy with the dtype and layout that updates need; None: the first state."""
     if state.name == "step":  # on the CPU: the host reads it
         like, dtype = torch.empty(()), torch.float32
     else:
         like, dtype = parameter, optimizer.state_dtype(parameter.dtype, state.name)
     wanted = dtype, like.device, like.stride()
-    if value is not None and is_aligned(value) and (value.dtype, value.device, value.stride()) == wanted:
+    if value is not None and (value.dtype, value.device, value.stride()) == wanted:
         return value
     new = torch.zeros_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
     if value is not None:

@@ -18,7 +18,7 @@ import torch
 
 from popengine.errors import Error
 from popengine.run.instances.consistency import fingerprint_of_plan, hash_weights
-from popengine.run.state import write
+from popengine.run.train_state import write
 
 from ..annotating.replica_groups import Grouping
 from ..compiling.executable import Executable

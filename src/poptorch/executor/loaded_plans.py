@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from popengine.errors import Error
 from popengine.run.engine import Engine
-from popengine.run.state import TrainState
+from popengine.run.train_state import TrainState
 
 from ..compiling.arguments import weights_of
 from ..compiling.executable import Executable

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from popengine import settings
 from popengine.errors import Error
-from popengine.run.state import TrainState
+from popengine.run.train_state import TrainState
 from popengine.update.optimizer_rules import OWN_STEP
 
 from ..enums import MeanReductionStrategy

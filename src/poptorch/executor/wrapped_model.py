@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from popengine.errors import Error, did_you_mean
-from popengine.run.state import TrainState
+from popengine.run.train_state import TrainState
 
 from ..annotating.replica_groups import Grouping
 from ..compiling.arguments import weights_of

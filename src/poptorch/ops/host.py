@@ -21,7 +21,7 @@ from popengine.compile.recording.current_capture import current, hidden_from_cap
 from popengine.errors import Error
 from popengine.ir import Plan
 from popengine.operations import called_operations
-from popengine.run.state import has_same_bits
+from popengine.run.train_state import has_same_bits
 
 from .known_operations import KNOWN, compute_known_operation
 from .library import check_tensors, raise_in_training, register_computed, shapes_of, shapes_text

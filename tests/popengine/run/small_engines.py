@@ -5,7 +5,7 @@ from engine_models import graph_of, net, stages
 
 from popengine.compile import compile_graph
 from popengine.run.engine import Engine
-from popengine.run.state import TrainState
+from popengine.run.train_state import TrainState
 from popengine.settings import Anchor, Counts, Hyper, Optimizer, Settings
 
 SGD = {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": False}

@@ -7,7 +7,8 @@ import torch
 from engine_models import graph_of, net, stages
 
 from popengine.compile import compile_graph
-from popengine.run.state import State, TrainState
+from popengine.run.state import State
+from popengine.run.train_state import TrainState
 from popengine.run.updating import buckets_of
 from popengine.settings import Counts, Optimizer, Settings
 

@@ -20,7 +20,7 @@ from popengine.order import ORDERS
 from popengine.run import devices
 from popengine.run.engine import Engine
 from popengine.run.recorder import Recorder
-from popengine.run.state import TrainState
+from popengine.run.train_state import TrainState
 from popengine.settings import Counts, Optimizer, Settings, Strategy
 
 GPU = torch.device("late", 0)

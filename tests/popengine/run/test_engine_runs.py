@@ -12,7 +12,7 @@ from popengine.errors import RunError
 from popengine.order import ORDERS
 from popengine.run.engine import Engine
 from popengine.run.row_functions import RowFunctions
-from popengine.run.state import TrainState
+from popengine.run.train_state import TrainState
 from popengine.settings import Counts, Hyper, Optimizer, Settings, Strategy
 
 RATES = {

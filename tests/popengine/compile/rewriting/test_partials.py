@@ -14,7 +14,7 @@ from popengine.errors import RunError
 from popengine.run import row_functions
 from popengine.run.backends.eager import build
 from popengine.run.engine import Engine
-from popengine.run.state import TrainState
+from popengine.run.train_state import TrainState
 from popengine.settings import Counts, Hyper, Optimizer, Settings, StagePlan, Strategy
 
 HALVES = (torch.float16, torch.bfloat16)

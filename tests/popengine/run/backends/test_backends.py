@@ -14,7 +14,7 @@ from popengine.run.backends.eager import build
 from popengine.run.backends.inductor import TensorMetadata, input_metadata, trace_piece
 from popengine.run.engine import Engine
 from popengine.run.recorder import Recorder
-from popengine.run.state import TrainState
+from popengine.run.train_state import TrainState
 from popengine.settings import Counts, Hyper, Optimizer, Settings, StagePlan, Strategy
 
 # Fused kernels keep sums in another order: one float32 rounding (6e-8) an operation, over some twenty

@@ -1,0 +1,148 @@
+"""What training changes and calls continue with: one `TrainState` for all plans and engines of an executor.
+
+Parameters, buffers and optimizer state are the user's own tensors; a `TrainState` finds them by canonical name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import Error
+
+OptimizerState = dict[str, Tensor]
+
+
+class TrainState:
+    """What training changes and calls continue with. All plans and engines of an executor use one `TrainState`.
+
+    Args: find_weights: returns the model's present parameters and buffers, by canonical name
+    """
+
+    def __init__(self, find_weights: Callable[[], Mapping[str, Tensor]], seed: int = 0) -> None:
+        self.find_weights = find_weights
+        # `optimizer.state[parameter]` has the optimizer state.
+        self.optimizer: Any = SimpleNamespace(state={})
+        self._parameters: Mapping[str, Tensor] | None = None  # keys of `optimizer.state`; None: the weights
+        # If processes shard the optimizer state: the process that has a parameter's state, by canonical name.
+        self.owner: dict[str, int] = {}
+        self.shard_name = ""  # under which peers read this process's shard; "": it is not published
+        # (seed, number of weight updates so far): one value, so that an interrupt changes both or none.
+        self.random_state: tuple[int, int] = seed, 0
+        # The `step` of an optimizer without a rule, on gradients by canonical name of the parameter.
+        self.own_step: Callable[[Mapping[str, Tensor]], None]
+        self.loss_factor = torch.ones(())  # of automatic loss scaling: multiplies the user's loss scale
+        self.calls = 0  # complete calls
+        self.engines = 0  # that are not closed
+        # By replica, buffers that forward changes. Those of replica 0 are copies of the model's own after the
+        # latest step: the model's differ if the user has written them, and then all replicas take these.
+        self.buffers: list[dict[str, Tensor]] = []
+        # Of a step that a plan has begun and another one will end: gradient sums and new buffers of replica 0.
+        self.held: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
+        # Held while updates write to the weights, and by threads that read them.
+        self.lock = threading.Lock()
+        self.lost: Error | None = None  # why the weights can't be used any more
+        self._confirmed: dict[
+            str, VersionStamp
+        ] = {}  # of trained parameters, when they were equal in all processes
+
+    def use_optimizer(self, optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
+        """Keep optimizer state in `optimizer.state` from now on; `parameters`: the optimizer's, by canonical name."""
+        self.optimizer, self._parameters = optimizer, parameters
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Return the optimizer's parameters by canonical name; without an optimizer the model's weights."""
+        return self.find_weights() if self._parameters is None else self._parameters
+
+    def optimizer_states(self) -> dict[str, OptimizerState]:
+        """Return the optimizer state of this process by canonical name: the tensors that updates change."""
+        state = self.optimizer.state
+        return {key: state[value] for key, value in self.parameters().items() if state.get(value)}
+
+    def marks_of_optimizer(self) -> list[tuple[int, int]]:
+        """Return (id, version) of each value in the optimizer's state: a write, or another value, changes them."""
+        states = self.optimizer.state.values()
+        values = [value for state in states if isinstance(state, dict) for value in state.values()]
+        return [(id(v), v._version if isinstance(v, Tensor) and not v.is_inference() else 0) for v in values]
+
+    def set_state(self, key: str, state: OptimizerState) -> None:
+        """Set or, with {}, remove the optimizer state of a parameter."""
+        if state:
+            self.optimizer.state[self.parameters()[key]] = state
+        else:
+            self.optimizer.state.pop(self.parameters()[key], None)
+
+    def check_not_lost(self) -> None:
+        """Raise the error `lost` if the weights are lost."""
+        if self.lost is not None:
+            raise self.lost
+
+    def confirm(self, parameters: Mapping[str, Tensor]) -> None:
+        """Record that these parameters are equal in all processes: after a comparison, or an update in all."""
+        self._confirmed |= {key: version_stamp(value) for key, value in parameters.items()}
+
+    def unconfirmed(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return those of these parameters that were written or replaced since `confirm`, by name."""
+        return {
+            key: value.detach()
+            for key, value in parameters.items()
+            if key not in self._confirmed or not self._confirmed[key].fits(value)
+        }
+
+    def own_buffers(
+        self, weights: Mapping[str, Tensor], keys: Iterable[str], replicas: int
+    ) -> list[dict[str, Tensor]]:
+        """Return `buffers`, with these keys for each replica. A buffer that has no value of a replica's own, or
+        that the user has written, gets the model's value (in `weights`) in all replicas."""
+        self.buffers.extend({} for _ in range(replicas - len(self.buffers)))
+        for key in keys:
+            value = weights[key].detach()
+            is_written = key not in self.buffers[0] or not has_same_bits(self.buffers[0][key], value)
+            for own in self.buffers:
+                if is_written or key not in own:
+                    own[key] = value.clone()
+        return self.buffers
+
+    def write_buffers(self, replicas: list[dict[str, Tensor]]) -> None:
+        """Copy buffers, by canonical name for each replica, to the model (replica 0's) and to the replicas."""
+        weights = self.find_weights()
+        for key, value in replicas[0].items():
+            write(weights[key], value)
+        self.buffers = [{key: value.clone() for key, value in each.items()} for each in replicas]
+
+
+class VersionStamp(NamedTuple):
+    """What a write to a tensor changes. `alias` keeps its memory: no other tensor can get the same address."""
+
+    value: Tensor
+    alias: Tensor
+    version: int
+
+    def fits(self, value: Tensor) -> bool:
+        """Return whether a tensor is this one, and neither its memory nor its version counter has changed."""
+        now = version_stamp(value)
+        return self.value is value and (self.alias.data_ptr(), self.version) == (
+            value.data_ptr(),
+            now.version,
+        )
+
+
+def version_stamp(value: Tensor) -> VersionStamp:
+    return VersionStamp(value, value.detach(), 0 if value.is_inference() else value._version)
+
+
+def write(target: Tensor, value: Tensor) -> None:
+    """Copy a value into a tensor of the user's, in place."""
+    # Tensors that were made in inference mode can be written only there.
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        target.detach().copy_(value)
+
+
+def has_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype have the same bits; unlike `torch.equal` with NaNs."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
