@@ -221,7 +221,7 @@ class Engine:
 
     # ---- state of all processes ------------------------------------------------------------------------------
 
-    def read_whole_optimizer(self) -> dict[str, OptimizerState]:
+    def gather_optimizer_states(self) -> dict[str, OptimizerState]:
         """Return the optimizer state by parameter; of all processes, if they shard it (`ProcessGroup.read_shards`)."""
         shared = self.state.shared
         if self._group is None or not shared.shard_name:

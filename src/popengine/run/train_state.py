@@ -34,8 +34,6 @@ class TrainState:
         self.shard_name = ""  # under which peers read this process's shard; "": it is not published
         # (seed, number of weight updates so far): one value, so that an interrupt changes both or none.
         self.random_state: tuple[int, int] = seed, 0
-        # The `step` of an optimizer without a rule, on gradients by canonical name of the parameter.
-        self.own_step: Callable[[Mapping[str, Tensor]], None]
         self.loss_factor = torch.ones(())  # of automatic loss scaling: multiplies the user's loss scale
         self.calls = 0  # complete calls
         self.engines = 0  # that are not closed
@@ -63,6 +61,19 @@ class TrainState:
         """Return the optimizer state of this process by canonical name: the tensors that updates change."""
         state = self.optimizer.state
         return {key: state[value] for key, value in self.parameters().items() if state.get(value)}
+
+    def run_own_step(self, gradients: Mapping[str, Tensor]) -> None:
+        """Run the optimizer's own `step()` on gradients by canonical name; attributes `grad` stay the program's."""
+        parameters = self.parameters()
+        kept = [parameter.grad for parameter in parameters.values()]
+        try:
+            for name, parameter in parameters.items():
+                parameter.grad = gradients.get(name)
+            with torch.enable_grad():  # as in a plain loop
+                self.optimizer.step()
+        finally:
+            for parameter, gradient in zip(parameters.values(), kept, strict=True):
+                parameter.grad = gradient
 
     def marks_of_optimizer(self) -> list[tuple[int, int]]:
         """Return (id, version) of each value in the optimizer's state: a write, or another value, changes them."""

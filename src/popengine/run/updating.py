@@ -278,7 +278,7 @@ class Updates:
             # A write to `parameter.data` leaves no other trace than the bits.
             before, marks = [weight.clone() for weight in weights], shared.marks_of_optimizer()
             try:
-                shared.own_step(
+                shared.run_own_step(
                     {
                         u.key: g.to(w.dtype, copy=True)
                         for u, g, w in zip(units, gradients, weights, strict=True)

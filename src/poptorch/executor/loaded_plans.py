@@ -196,7 +196,7 @@ class LoadedPlans:
     def optimizer_states(self) -> Mapping[str, dict[str, Tensor]]:
         """Return the optimizer states by name; a sharded one is gathered, which waits for all instances."""
         if self.engine is not None:
-            return self.engine.read_whole_optimizer()
+            return self.engine.gather_optimizer_states()
         if self.is_optimizer_sharded:
             raise Error(
                 "the optimizer's state is shared out over the instances, and can be read while all are attached to"

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from popengine import settings
 from popengine.errors import Error
-from popengine.run.train_state import TrainState
 from popengine.update.optimizer_rules import OWN_STEP
 
 from ..enums import MeanReductionStrategy
@@ -79,8 +77,6 @@ class OptimizerLink:
         else:
             self._name_parameters()
         self.hyper, self._groups = hyper, self.present_groups()
-        link = weakref.ref(self)  # threads of an engine refer to the state
-        self._plans.state.own_step = lambda gradients: (it := link()) and it._step(gradients)
         if isinstance(optimizer, PoptorchOptimizer):
             optimizer._has_loaded_rates = False
 
@@ -90,19 +86,6 @@ class OptimizerLink:
             names = self._known_names(self.optimizer)
             self.frozen, _ = self._guard.check_and_freeze(self.optimizer, names, compiled=False)
             self._name_parameters()
-
-    def _step(self, gradients: Mapping[str, Tensor]) -> None:
-        """Run the optimizer's own `step()` with these gradients; attributes `grad` stay the program's."""
-        parameters = parameters_of(self.optimizer)
-        kept, names = [parameter.grad for parameter in parameters], self._names()
-        try:
-            for parameter in parameters:
-                parameter.grad = gradients.get(names[id(parameter)])
-            with torch.enable_grad():  # as in a plain loop
-                self.optimizer.step()
-        finally:
-            for parameter, gradient in zip(parameters, kept, strict=True):
-                parameter.grad = gradient
 
     def present_groups(self) -> Any:
         """Return the optimizer, and the ids of the parameters in each of its groups."""
@@ -196,7 +179,7 @@ class OptimizerLink:
             self._hooks.append(optimizer.register_load_state_dict_pre_hook(check))
         if self._plans.is_optimizer_sharded and self.frozen.kind != OWN_STEP:
             here = self._plans.require_executable().settings.counts.instance
-            hook = functools.partial(_gather_state, weakref.ref(self), self._plans.state, here)
+            hook = functools.partial(_gather_state, self, here)
             if (earlier := vars(optimizer).get("_optimizer_shard_hook")) is not None:
                 earlier.remove()
             self.optimizer._optimizer_shard_hook = self.optimizer.register_state_dict_post_hook(hook)
@@ -248,15 +231,11 @@ def _states_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _gather_state(
-    owner: weakref.ref[OptimizerLink],
-    state: TrainState,
-    here: int,
-    optimizer: Any,
-    state_dict: Mapping[str, Any],
+    link: OptimizerLink, here: int, optimizer: Any, state_dict: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Return an optimizer's `state_dict` with the shards of all instances; raise Error if they have gone."""
-    link = owner()
-    if link is not None and link._is_connected and link.optimizer is optimizer:
+    state = link._plans.state
+    if link._is_connected and link.optimizer is optimizer:
         states = link._plans.optimizer_states()
         whole = {index: states[name] for index, name in enumerate(link._parameters) if name in states}
         return {**state_dict, "state": whole}
