@@ -249,6 +249,9 @@ def _restore_attributes(module: Any, before: dict[str, Any]) -> None:
 class ReadsOfTrainer:
     """The Trainer while a step is recorded; it notes which of its attributes the step reads."""
 
+    _trainer: Any
+    _read: set[str]
+
     def __init__(self, trainer: Any) -> None:
         vars(self).update(_trainer=trainer, _read=set())
 
