@@ -130,6 +130,15 @@ def interleaved_tick(step: StepActions, action: Action, micro_batch: int) -> tup
     return (2 * ((group * rounds + turn) * ipus + member) + ipu + begin,)
 
 
+def _v_key(step: StepActions, action: Action, micro_batch: int) -> tuple[float, ...]:
+    """W runs where nothing else is ready; F is sorted by micro-batch - 2 * stage, and B by micro-batch - stage / 2.
+
+    So an ipu in a V, which has stages i and 2n - 1 - i of 2n, begins new micro-batches last.
+    """
+    is_forward = action.phase == "F"
+    return action.phase == "W", micro_batch - action.stage * (2 if is_forward else 0.5), is_forward
+
+
 def _in_turns(name: str, placement: Literal["turns", "turns of blocks"]) -> Order:
     """Return the order in which one micro-batch passes all stages before the next begins."""
     return Order(
@@ -153,6 +162,14 @@ ORDERS: dict[str, Order] = {
             lambda step, action, micro_batch: ("BFW".index(action.phase), -action.stage, micro_batch),
             _bounds_of_zero_bubble,
             in_flight=lambda step: 2 * step.width,
+            cuts_backwards=True,
+        ),
+        Order(
+            "zero-bubble-v",
+            _v_key,
+            _bounds_of_1f1b,
+            in_flight=lambda step: 2 * step.width,
+            placement="apart",
             cuts_backwards=True,
         ),
         _in_turns("sharded", "turns"),

@@ -42,7 +42,8 @@ def test_twenty_updates_in_every_layout_equal_plain_pytorch(name, layout):
 @pytest.mark.parametrize("schedule", [name for name, order in ORDERS.items() if order.overlaps])
 def test_twenty_updates_in_every_schedule_equal_plain_pytorch(name, schedule):
     """Two stages on each of two ipus; in the transformer the first and the last share a weight."""
-    stages = [poptorch.Stage(block).ipu(ipu) for block, ipu in zip("abcd", (0, 1, 0, 1), strict=True)]
+    ipus = (0, 1, 1, 0) if schedule.endswith("-v") else (0, 1, 0, 1)
+    stages = [poptorch.Stage(block).ipu(ipu) for block, ipu in zip("abcd", ipus, strict=True)]
     strategy = poptorch.PipelinedExecution(*stages, schedule=schedule)
     assert trained(MODELS[name], ADAM, strategy).differs_from(expected(MODELS[name], ADAM)) == []
 

@@ -236,6 +236,30 @@ def test_zero_bubble_leaves_a_third_of_the_bubble(stages, micro_batches):
         assert held[action.stage] <= stages
 
 
+def test_zero_bubble_in_a_v_has_two_stages_on_each_ipu():
+    assert drawn((0, 1, 1, 0), 3, "zero-bubble-v") == dedent("""
+        ipu 0 | F0.0 F0.1 F0.2 F3.0 B3.0 W3.0 F3.1 B3.1 W3.1 W0.0 W0.1 ..   F3.2 B3.2 W3.2 ..   W0.2 ..   ..
+        ipu 1 | ..   F1.0 F2.0 F1.1 F2.1 B2.0 B1.0 F1.2 B2.1 B1.1 W2.0 F2.2 W1.0 W2.1 B2.2 B1.2 W1.1 W2.2 W1.2
+        """)
+
+
+@pytest.mark.parametrize("ipus", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("rounds", [2, 3, 4])
+def test_zero_bubble_in_a_v_leaves_a_sixth_of_the_bubble(ipus, rounds):
+    """n - 1 ticks of half a stage, where 1F1B has 3 (n - 1) of a stage; and an ipu holds half a stage more than the
+    first one does in 1F1B."""
+    micro_batches = rounds * ipus
+    rows = actions(*range(ipus), *reversed(range(ipus)), order="zero-bubble-v")
+    costs = [1 + (action.phase == "W" and not action.stage) for action in rows]
+    tasks, found = timeline(rows, micro_batches, ORDERS["zero-bubble-v"], costs=costs)
+    assert found.length == 6 * micro_batches + ipus - 1
+    held = [0] * ipus
+    for number in found.order:
+        action = rows[tasks[number][0]]
+        held[action.ipu] += {"F": 1, "B": 0, "W": -1}[action.phase]
+        assert held[action.ipu] <= 2 * ipus + 1
+
+
 def test_the_name_of_an_order_is_checked():
     with pytest.raises(Error, match=r"no order '1f1c': known are 1f1b, .*did you mean '1f1b'"):
         order_named("1f1c")
