@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -34,13 +35,14 @@ def allclose(ref_outputs: Any, test_outputs: Any, rtol: float = 1e-5, atol: floa
 
 @dataclass(frozen=True)
 class Comparison:
-    """One weight update compared with plain PyTorch's; prints as a table.
+    """Weight updates compared with plain PyTorch's; prints as a table.
 
     Args:
         title:      the plan, or the function `update`, that was compared with plain PyTorch
         conclusion: "all equal", "all gradients are equal", or how gradients differ, and a likely cause
-        loss:       "equal", or a description of the difference
-        rows:       (name, gradient, new value) of each parameter: "equal", "none" (in both) or a difference
+        loss:       "equal", or a description of the difference; of all updates
+        rows:       (name, gradient, new value) of each parameter, of the last update: "equal", "none" (in both) or a
+            difference
     """
 
     title: str
@@ -70,8 +72,9 @@ def compare(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     update: Callable[[nn.Module, torch.optim.Optimizer, Any], Any] | None = None,
+    updates: int = 1,
 ) -> Comparison:
-    """*Pando*: Return a comparison of one weight update by an executor and by plain PyTorch.
+    """*Pando*: Return a comparison of weight updates by an executor and by plain PyTorch.
 
     Each updates a copy of the model. Plain PyTorch runs the micro-batches one after another, adds their
     gradients and divides the sums by micro-batches × replicas. Random numbers differ: set dropout to 0.
@@ -82,7 +85,10 @@ def compare(
         batch:     a combined batch: a tensor, a tuple or list of arguments, or a dictionary of them
         optimizer: with the parameters of `model`; by default SGD with lr 0.01
         update:    makes the update instead of an executor: called with a copy of the model, a copy of the
-            optimizer, and the rows of one update, returns the loss, and leaves gradients in `.grad`
+            optimizer, and the rows of one update, returns the loss, and leaves gradients in `.grad`, which it
+            finds None
+        updates:   number of updates one after another, each with the rows of the next device iteration, or again of
+            the first one. Two or more also compare the optimizer's state, by its effect
     Raises: Error, if the model can't be compiled, or returns no loss
     """
     options = Options() if options is None else options
@@ -92,21 +98,23 @@ def compare(
         raise Error(
             "compare: options.batchDims is not supported\n  fix: a model and inputs with rows in dimension 0"
         )
-    used = with_tensors(batch, (t.chunk(counts.iterations)[0] for t in tensors_of(batch)))
+    parts = zip(*(t.chunk(counts.iterations) for t in tensors_of(batch)), strict=True)
+    used = list(islice(cycle(with_tensors(batch, iter(part)) for part in parts), updates))
     plain, plain_optimizer = copy.deepcopy((model, optimizer))
     ours, our_optimizer = copy.deepcopy((model, optimizer))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as an ipu computes: more threads add in another order
     try:
         before = [parameter.grad for parameter in model.parameters()]
-        loss_index, expected = _update_plain(plain, plain_optimizer, used, counts)
+        plain_updates = [_update_plain(plain, plain_optimizer, rows, counts) for rows in used]
+        loss_index, expected = plain_updates[0][0], torch.stack([losses for _, losses in plain_updates])
         _check_copied(model, before)
         if update is None:
             options = options.clone().deviceIterations(1)
             title, losses = _update_by_executor(ours, our_optimizer, options, used, loss_index)
         else:
-            title, expected = update.__name__, expected.mean()
-            losses = torch.as_tensor(update(ours, our_optimizer, used)).detach()
+            title, expected = update.__name__, torch.stack([losses.mean() for losses in expected])
+            losses = torch.stack([_update_by_function(ours, our_optimizer, rows, update) for rows in used])
     finally:
         torch.set_num_threads(threads)
     loss = _compare_tensors(losses, expected)
@@ -114,6 +122,7 @@ def compare(
         (name, _compare_tensors(our.grad, weight.grad), _compare_tensors(our.detach(), weight.detach()))
         for (name, weight), our in zip(plain.named_parameters(), ours.parameters(), strict=True)
     )
+    title += f"; {updates} updates" * (updates > 1)
     return Comparison(f"{title}; against plain PyTorch", _describe_gradients(loss, rows, counts), loss, rows)
 
 
@@ -172,24 +181,42 @@ def _update_plain(
     return loss_index, torch.stack([losses[turn] for turn in sorted(losses)])
 
 
+def _update_by_function(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, update: Callable[..., Any]
+) -> Tensor:
+    """Update a model in place by the user's function, and return its loss."""
+    optimizer.zero_grad(set_to_none=True)
+    return torch.as_tensor(update(model, optimizer, batch)).detach().clone()
+
+
 def _update_by_executor(
-    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, batch: Any, loss_index: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: Options,
+    batches: Sequence[Any],
+    loss_index: int,
 ) -> tuple[str, Tensor]:
-    """Update a model in place by an executor; return its plan's title, and all losses. The gradients, left in
-    `.grad`, are the momenta of SGD after an update of a copy of the model."""
-    other = copy.deepcopy(model)
-    executor = trainingModel(model, options.clone().outputMode(OutputMode.All), optimizer)
-    args, kwargs = arguments_of(batch)
-    losses = tensors_of(executor(*args, **kwargs))[loss_index].flatten()
+    """Update a model in place by an executor, once for each batch; return its plan's title, and all losses. The
+    gradients of the last update, left in `.grad`, are the momenta of SGD after an update of a copy of the model."""
+    executor, losses, other = (
+        trainingModel(model, options.clone().outputMode(OutputMode.All), optimizer),
+        [],
+        model,
+    )
+    for batch in batches:
+        other = copy.deepcopy(model)
+        args, kwargs = arguments_of(batch)
+        losses.append(tensors_of(executor(*args, **kwargs))[loss_index].flatten())
     title = executor.plan.title
     executor.destroy()
     sgd = torch.optim.SGD(other.parameters(), lr=0.0, momentum=0.5)
     executor = trainingModel(other, options, sgd)
+    args, kwargs = arguments_of(batches[-1])
     executor(*args, **kwargs)
     executor.destroy()
     for parameter, same in zip(model.parameters(), other.parameters(), strict=True):
         parameter.grad = sgd.state.get(same, {}).get("momentum_buffer")
-    return title, losses
+    return title, torch.stack(losses)
 
 
 def _compare_tensors(found: Tensor | None, plain: Tensor | None) -> str:

@@ -1,5 +1,7 @@
 """allclose compares structure and values; compare finds the faults of an update, and their factor."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -114,6 +116,27 @@ def test_a_loop_that_leaves_rows_out_differs_and_one_that_does_not_is_equal():
     found = compare(Net(), options(), batch(8), update=lambda *given: in_micro_batches(*given, skipped=1))
     assert found.conclusion.startswith("4 of 4 gradients differ, first first.weight: at [0, 0]: ")
     assert compare(Net(), options(), batch(8), update=in_micro_batches).equal
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9)])
+def test_several_updates_are_equal_in_a_layout_with_several_device_iterations(kind):
+    net = Net()
+    found = compare(net, options().deviceIterations(2), batch(16), kind(net.parameters(), lr=0.1), updates=3)
+    assert found.equal and "; 3 updates; against plain PyTorch" in found.title
+
+
+def test_a_loop_that_loses_the_momentum_differs_from_the_second_update_on():
+    def forgetful(model, optimizer, batch):
+        optimizer.state.clear()
+        return in_micro_batches(model, optimizer, batch)
+
+    def found(updates):
+        net = Net()
+        momentum = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        return compare(net, options(), batch(8), momentum, update=forgetful, updates=updates)
+
+    assert found(1).equal
+    assert not found(2).equal and found(2).conclusion == "all gradients are equal"
 
 
 def test_a_loop_that_takes_the_batch_as_one_differs_by_rounding():
