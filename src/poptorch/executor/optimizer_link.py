@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,16 @@ from popengine.update.optimizer_rules import OWN_STEP
 from ..enums import MeanReductionStrategy
 from ..logs import listed, logger
 from ..optim import Optimizer as PoptorchOptimizer
-from ..optim.freeze_optimizer import OptimizerGuard, refuse_step_hooks
+from ..optim.freeze_optimizer import (
+    Snapshot,
+    check_attributes,
+    check_changes,
+    optimizer_kind,
+    refuse_step_hooks,
+    supported_optimizers,
+    take_snapshot,
+    unexpected_names,
+)
 from ..optim.optimizer_base import check_torch_state, parameters_of, rates_of
 from .loaded_plans import LoadedPlans
 from .wrapped_model import WrappedModel
@@ -25,24 +35,30 @@ _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 
 
 class OptimizerLink:
-    """The optimizer of an executor, the rates of the next call (`hyper`), both None in inference, and
-    `frozen`: those properties of the optimizer that can't change after compilation."""
+    """The optimizer of an executor (None in inference), and its `snapshot`: the rates of the next call, and what can't
+    change after compilation."""
 
-    frozen: settings.Optimizer
+    snapshot: Snapshot
 
     def __init__(self, model: WrappedModel, plans: LoadedPlans) -> None:
         self._model, self._plans = model, plans
         self.optimizer: Any = None
-        self.hyper: settings.Hyper | None = None
-        self._has_warned_of_replaced = False
         self._parameters: dict[str, Tensor] = {}  # the optimizer's, by canonical name
         self._groups: Any = None  # `present_groups()` when they were taken over
         self._is_connected = False  # whether an engine updates the optimizer's state
         self._has_trained = False  # whether one did
         self._hooks: list[Any] = []  # of the optimizer
-        self._has_warned = False  # of rates that changed without `setOptimizer`
-        options = model.options
-        self._guard = OptimizerGuard(options._relax_optimizer_checks, bool(options._Popart.scales_loss))
+        self._known: dict[str, set[str]] = {}  # as in `unexpected_names`
+        self._warned: set[Any] = set()  # what a warning was logged of
+
+    @property
+    def hyper(self) -> settings.Hyper | None:
+        """The rates of the next call; None in inference."""
+        return None if self.optimizer is None else self.snapshot.hyper
+
+    @property
+    def frozen(self) -> settings.Optimizer:
+        return self.snapshot.frozen
 
     def set_optimizer(self, optimizer: Any) -> None:
         """`PoplarExecutor.setOptimizer`."""
@@ -54,11 +70,19 @@ class OptimizerLink:
         if type(optimizer).__module__.partition(".")[0] in _WRAPPERS:
             optimizer = optimizer.optimizer
         compiled = self._plans.executable is not None
-        frozen, hyper = self._guard.check_and_freeze(optimizer, self._known_names(optimizer), compiled)
+        now, before = self._snapshot_of(optimizer), None if self.optimizer is None else self.snapshot
+        frozen = now.frozen
+        is_loaded = getattr(optimizer, "_has_loaded_rates", False)  # rates of a checkpoint replace constants
+        if compiled and before is not None:
+            check_changes(before, now, with_rates=not is_loaded)
+            # `Run.regrouped` compares with the groups of the compilation.
+            now = replace(now, frozen=before.frozen) if is_loaded else replace(before, hyper=now.hyper)
+        elif before is None or now.label != before.label:
+            self._known = {}
+        self._report_names(optimizer, now.label)
         if not compiled:
-            is_other = self.optimizer is not None and frozen.kind != self.frozen.kind
+            is_other = before is not None and frozen.kind != before.frozen.kind
             self._has_trained = self._has_trained and not is_other  # a state of another rule is of no use
-            self.frozen = frozen
             is_combined = getattr(optimizer, "use_combined_accum", False)
             if frozen.accumulator_type == torch.float16 and not is_combined:  # running means do not overflow
                 update = self._model.options.Training
@@ -76,16 +100,37 @@ class OptimizerLink:
             self._replace_optimizer(optimizer)
         else:
             self._name_parameters()
-        self.hyper, self._groups = hyper, self.present_groups()
+        self.snapshot, self._groups = now, self.present_groups()
         if isinstance(optimizer, PoptorchOptimizer):
             optimizer._has_loaded_rates = False
 
     def freeze_again(self) -> None:
         """Take over names of parameters, and attributes that are compiled in, from before the compilation."""
         if self.optimizer is not None:
-            names = self._known_names(self.optimizer)
-            self.frozen, _ = self._guard.check_and_freeze(self.optimizer, names, compiled=False)
+            now = self._snapshot_of(self.optimizer)
+            self._report_names(self.optimizer, now.label)
+            self.snapshot = replace(now, hyper=self.snapshot.hyper)
             self._name_parameters()
+
+    def _snapshot_of(self, optimizer: Any) -> Snapshot:
+        """Return an optimizer's snapshot. The optimizer in use may hold parameters that the program has replaced."""
+        replaced = dict.fromkeys(self._names(), "") if optimizer is self.optimizer else {}
+        names = replaced | self._model.parameter_names()
+        return take_snapshot(optimizer, names, bool(self._model.options._Popart.scales_loss))
+
+    def _report_names(self, optimizer: Any, label: str) -> None:
+        """Warn once of an optimizer's own `step()`, and of each attribute or key that is new and unknown."""
+        report = logger.debug if self._model.options._relax_optimizer_checks else logger.warning
+        for description, names in unexpected_names(optimizer, self._known):
+            report("Ignoring unexpected %s in %s optimizer: %s", description, label, names)
+        if optimizer_kind(optimizer) == OWN_STEP and type(optimizer) not in self._warned:
+            self._warned.add(type(optimizer))
+            logger.warning(
+                "%s updates the weights by its own step(), once per update: slower than optimizers that have a rule"
+                " (%s)",
+                type(optimizer).__name__,
+                supported_optimizers(),
+            )
 
     def present_groups(self) -> Any:
         """Return the optimizer, and the ids of the parameters in each of its groups."""
@@ -105,8 +150,8 @@ class OptimizerLink:
         now = {name: held[key] for key, name in names.items() if key in held}
         gone = {name for name, parameter in self._parameters.items() if id(parameter) not in names}
         replaced = [name for name in names.values() if name in gone and name not in now]
-        if replaced and not self._has_warned_of_replaced:
-            self._has_warned_of_replaced = True
+        if replaced and "replaced" not in self._warned:
+            self._warned.add("replaced")
             logger.warning(
                 "%s was replaced by another Parameter, which the optimizer does not hold: it is not updated\n"
                 "  fix: executor.setOptimizer(...) with a new optimizer of model.parameters(); or"
@@ -134,12 +179,6 @@ class OptimizerLink:
     def _names(self) -> dict[int, str]:
         """Return id(parameter) -> canonical name, for the parameters of the optimizer."""
         return {id(parameter): name for name, parameter in self._parameters.items()}
-
-    def _known_names(self, optimizer: Any) -> dict[int, str]:
-        """Return the names for `freeze_optimizer`. The optimizer in use may hold parameters that the program has
-        replaced in the model."""
-        replaced = dict.fromkeys(self._names(), "") if optimizer is self.optimizer else {}
-        return replaced | self._model.parameter_names()
 
     def _name_parameters(self) -> None:
         """Set `_parameters` by the present names. One that the program has replaced in the model keeps its name, with
@@ -199,17 +238,14 @@ class OptimizerLink:
             return
         if self.frozen.kind != OWN_STEP:
             refuse_step_hooks(self.optimizer)
-        self._guard.check_attributes(self.optimizer)
+        check_attributes(self.snapshot, self.optimizer)
         if getattr(self.optimizer, "_has_loaded_rates", False):
-            names = self._known_names(self.optimizer)
-            _, self.hyper = self._guard.check_and_freeze(self.optimizer, names, compiled=True)
-            self.optimizer._has_loaded_rates = False
-            return
-        if self._has_warned:
-            return
+            return self.set_optimizer(self.optimizer)
+        if "rates" in self._warned:
+            return None
         now = rates_of(self.frozen.kind, self.optimizer)
         if now != used:
-            self._has_warned = True
+            self._warned.add("rates")
             scalings = {"loss_scaling": now.loss_scaling}, {"loss_scaling": used.loss_scaling}
             changes = [
                 f"{name} is {value}, and was {before.get(name)}"

@@ -6,6 +6,8 @@ warning. The table `popengine.update.optimizer_rules.RULES` has the rates, state
 
 import inspect
 import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from popengine import settings
 from popengine.errors import Error
 from popengine.torch_private import step_hooks
 from popengine.update.optimizer_rules import OWN_STEP, RULES, Rule
-from poptorch.logs import listed, logger
+from poptorch.logs import listed
 from poptorch.optim.optimizer_base import Optimizer, as_float, rates_of
 
 _TORCH_KINDS: dict[type, str] = {
@@ -194,106 +196,85 @@ def _group_indices(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> d
 # After compilation -------------------------------------------------------------------------------------
 
 
-class OptimizerGuard:
-    """The checks of optimizers after compilation. If `relaxed`, unexpected attributes are logged at DEBUG;
-    with automatic loss scaling the loss scaling may change."""
+@dataclass(frozen=True)
+class Snapshot:
+    """An optimizer as an executor takes it over: `frozen` is compiled in, `hyper` are the rates of calls. `values` is
+    what is compared after compilation, by the names in errors; in a list, each group's value of a rate."""
 
-    _frozen: settings.Optimizer  # the accepted optimizer's values that are compiled in
-    _constants: dict[str, list[float]]  # its rates that may not change, as in `_rates_by_name`
+    label: str  # name in messages
+    frozen: settings.Optimizer
+    hyper: settings.Hyper
+    values: Mapping[str, Any]
+    constants: frozenset[str]  # those rates in `values` that may not change
 
-    def __init__(self, relaxed: bool = False, automatic_loss_scaling: bool = False) -> None:
-        self._report = logger.debug if relaxed else logger.warning
-        self._automatic_loss_scaling = automatic_loss_scaling
-        self._label = ""  # the accepted optimizer's name in messages; "" before the first one
-        self._attributes: dict[str, set[str]] = {}  # known names, by the keys of `_attribute_names`
-        self._warned: set[type] = set()  # classes that a warning of their own `step()` was logged for
 
-    def check_and_freeze(
-        self, optimizer: torch.optim.Optimizer, names: dict[int, str], compiled: bool
-    ) -> tuple[settings.Optimizer, settings.Hyper]:
-        """Return what `freeze_optimizer` does, after checks of hooks and, if `compiled`, of changes. Rates
-        that `load_state_dict` has changed may differ, and replace the constant rates."""
-        frozen, hyper = freeze_optimizer(optimizer, names)
-        if frozen.kind != OWN_STEP:
-            refuse_step_hooks(optimizer)
-        else:
-            self._warn_of_own_step(type(optimizer))
-        label, rates = name_in_messages(optimizer, frozen), _rates_by_name(optimizer, hyper)
-        is_loaded = getattr(optimizer, "_has_loaded_rates", False)  # rates of a checkpoint replace constants
-        if compiled and self._label:
-            self._check_changes(label, frozen, {} if is_loaded else rates)
-        elif label != self._label:
-            self._attributes = _attribute_names(optimizer)
-        self._report_unexpected_names(optimizer, label)
-        if not (compiled and self._label) or is_loaded:
-            self._label, self._frozen = label, frozen
-            self._constants = {
-                n: values for n, values in rates.items() if _is_constant_rate(optimizer, n, values)
-            }
-            if self._automatic_loss_scaling:
-                self._constants.pop("loss_scaling", None)
-        return frozen, hyper
+def take_snapshot(
+    optimizer: torch.optim.Optimizer, names: dict[int, str], automatic_loss_scaling: bool = False
+) -> Snapshot:
+    """Return the snapshot of an optimizer; `names` as in `freeze_optimizer`. Raises errors of that function, and Error
+    for hooks of `step()`."""
+    frozen, hyper = freeze_optimizer(optimizer, names)
+    if frozen.kind != OWN_STEP:
+        refuse_step_hooks(optimizer)
+    rates = _rates_by_name(optimizer, hyper)
+    constants = {name for name, values in rates.items() if _is_constant_rate(optimizer, name, values)}
+    if automatic_loss_scaling:
+        constants.discard("loss_scaling")
+    values = _compared_values(frozen) | {_rate_in_errors(name): found for name, found in rates.items()}
+    label = name_in_messages(optimizer, frozen)
+    return Snapshot(label, frozen, hyper, values, frozenset(map(_rate_in_errors, constants)))
 
-    def check_attributes(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise Error if an attribute of the accepted optimizer that is compiled in has another value now."""
-        before = self._frozen
-        now = _frozen_values(optimizer, optimizer_kind(optimizer), before.group_of)
-        if now != before:
-            self._check_changes(name_in_messages(optimizer, now), now, {})
 
-    def _warn_of_own_step(self, kind: type) -> None:
-        """Log a warning, once per class, that an optimizer runs its own `step()`."""
-        if kind in self._warned:
-            return
-        self._warned.add(kind)
-        logger.warning(
-            "%s updates the weights by its own step(), once per update: slower than optimizers that have a rule"
-            " (%s)",
-            kind.__name__,
-            supported_optimizers(),
+def check_attributes(before: Snapshot, optimizer: torch.optim.Optimizer) -> None:
+    """Raise Error if an attribute of the optimizer that is compiled in has another value than in its snapshot."""
+    now = _frozen_values(optimizer, optimizer_kind(optimizer), before.frozen.group_of)
+    if now != before.frozen:
+        label, values = name_in_messages(optimizer, now), _compared_values(now)
+        check_changes(before, replace(before, label=label, frozen=now, values=values), with_rates=False)
+
+
+def check_changes(before: Snapshot, now: Snapshot, with_rates: bool = True) -> None:
+    """Raise Error if a value that is compiled in, or (`with_rates`) a constant rate, is not that of `before`."""
+    if now.label != before.label:
+        raise Error(
+            f"the optimizer's type can't change once the model is compiled: it was {before.label}, this one is "
+            f"{now.label}.\n  fix: call destroy() on the executor first, so that its next call compiles the model again"
+        )
+    was = before.frozen.accumulator_type
+    if now.frozen.accumulator_type == torch.float16 != was and now.label != "SGD1":
+        raise ValueError(
+            "accum_type=torch.float16 needs options.Training.setMeanAccumulationAndReplicationReductionStrategy("
+            f"poptorch.MeanReductionStrategy.Running), but the model is already compiled with {was}.\n"
+            "  fix: set this optimizer before the first call, or call destroy() on the model first"
+        )
+    changes = [
+        f"  {what}: it was {value}, now it is {now.values[what]}\n"
+        for what, value in before.values.items()
+        if not isinstance(value, list) or (with_rates and what in before.constants)
+        if not _is_equal(value, now.values.get(what, value))
+    ]
+    if changes:
+        raise Error(
+            f"the {now.label} optimizer changes what is compiled in:\n{''.join(changes)}"
+            "  fix: call destroy() on the model first; an attribute may change if it is given to the constructor"
+            " of a poptorch optimizer, or marked by optimizer.variable_attrs.markAsVariable(name), before the"
+            " model is compiled"
         )
 
-    def _report_unexpected_names(self, optimizer: torch.optim.Optimizer, label: str) -> None:
-        """Log, once, each name that the first accepted optimizer lacks and no class declares."""
-        for description, found in _attribute_names(optimizer).items():
-            known = self._attributes.setdefault(description, found)
-            if not (new := found - known):
-                continue
-            # Keys of SGD and LAMB, a bound that any optimizer may have, and a key of torch's load_state_dict.
-            expected = {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable"}
-            expected.update(*map(inspect.get_annotations, type(optimizer).__mro__))
-            if unexpected := sorted(new - expected):
-                known.update(unexpected)
-                self._report("Ignoring unexpected %s in %s optimizer: %s", description, label, unexpected)
 
-    def _check_changes(self, label: str, frozen: settings.Optimizer, rates: dict[str, list[float]]) -> None:
-        """Raise Error if a compiled-in value, or a constant one of `rates`, is not the accepted optimizer's."""
-        before = self._frozen
-        if label != self._label:
-            raise Error(
-                f"the optimizer's type can't change once the model is compiled: it was {self._label}, this one is "
-                f"{label}.\n  fix: call destroy() on the executor first, so that its next call compiles the model again"
-            )
-        if frozen.accumulator_type == torch.float16 != before.accumulator_type and label != "SGD1":
-            raise ValueError(
-                "accum_type=torch.float16 needs options.Training.setMeanAccumulationAndReplicationReductionStrategy("
-                f"poptorch.MeanReductionStrategy.Running), but the model is already compiled with "
-                f"{before.accumulator_type}.\n  fix: set this optimizer before the first call, or call destroy() on "
-                "the model first"
-            )
-        now = _compared_values(frozen, rates)
-        changes = [
-            f"  {what}: it was {value}, now it is {now[what]}\n"
-            for what, value in _compared_values(before, self._constants).items()
-            if not _is_equal(value, now.get(what, value))
-        ]
-        if changes:
-            raise Error(
-                f"the {label} optimizer changes what is compiled in:\n{''.join(changes)}"
-                "  fix: call destroy() on the model first; an attribute may change if it is given to the constructor"
-                " of a poptorch optimizer, or marked by optimizer.variable_attrs.markAsVariable(name), before the"
-                " model is compiled"
-            )
+def unexpected_names(
+    optimizer: torch.optim.Optimizer, known: dict[str, set[str]]
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield (description, names) of attributes and keys that are not `known` and that no class declares; add them.
+    All of a description that is not known are accepted."""
+    # Keys of SGD and LAMB, a bound that any optimizer may have, and a key of torch's load_state_dict.
+    expected = {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable"}
+    for description, found in _attribute_names(optimizer).items():
+        new = found - known.setdefault(description, found)
+        expected.update(*map(inspect.get_annotations, type(optimizer).__mro__) if new else ())
+        if unexpected := sorted(new - expected):
+            known[description] |= new
+            yield description, unexpected
 
 
 def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
@@ -348,13 +329,16 @@ def _is_equal(before: Any, now: Any) -> bool:
     return before == now
 
 
-def _compared_values(frozen: settings.Optimizer, rates: dict[str, list[float]]) -> dict[str, Any]:
-    """Return the values that `setOptimizer` compares, except parameter groups, by their names in errors."""
+def _rate_in_errors(name: str) -> str:
+    return f"modified constant attribute {name!r}"
+
+
+def _compared_values(frozen: settings.Optimizer) -> dict[str, Any]:
+    """Return the values that are compiled in, except parameter groups, by their names in errors."""
     return {
         "the type of gradient sums (accum_type)": frozen.accumulator_type,
         "the clipping (max_grad_norm)": frozen.max_grad_norm,
         "the clipping (max_grad_value)": frozen.max_grad_value,
         **{f"the attribute {name!r}": is_on for name, is_on in frozen.flags.items()},
         **{f"the dtype of the state {name!r}": dtype for name, dtype in frozen.state_types.items()},
-        **{f"modified constant attribute {name!r}": values for name, values in rates.items()},
     }

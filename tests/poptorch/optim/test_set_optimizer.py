@@ -11,17 +11,32 @@ from executor_models import Trained, batch, options
 import poptorch
 from popengine.errors import Error
 from poptorch.optim import SGD, Adam, AdamW
-from poptorch.optim.freeze_optimizer import OptimizerGuard
 
 MODEL = torch.nn.Linear(3, 2)
-NAMES = {id(parameter): name for name, parameter in MODEL.named_parameters()}
+
+
+class Loss(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.model(x).sum(), "none")
 
 
 def compiled_with(optimizer, **flags):
     """Returns setOptimizer of a model that is compiled with an optimizer."""
-    guard = OptimizerGuard(**flags)
-    guard.check_and_freeze(optimizer, NAMES, compiled=False)
-    return lambda later: guard.check_and_freeze(later, NAMES, compiled=True)
+    own = options()
+    own.relaxOptimizerAttributesChecks(flags.get("relaxed", False))
+    own.Training.setAutomaticLossScaling(flags.get("automatic_loss_scaling", False))
+    executor = poptorch.trainingModel(Loss(MODEL), own, optimizer)
+    executor.compile(torch.ones(2, 3))
+
+    def set_optimizer(later):
+        executor.setOptimizer(later)
+        return executor._optimizer_link.frozen, executor._optimizer_link.hyper
+
+    return set_optimizer
 
 
 def test_an_argument_that_was_given_may_change():
@@ -92,10 +107,9 @@ def test_the_loss_scaling_is_constant_unless_given_or_automatic():
 
 
 def test_before_compilation_anything_may_change():
-    guard = OptimizerGuard()
-    guard.check_and_freeze(SGD(MODEL.parameters(), lr=0.1), NAMES, compiled=False)
-    frozen, _ = guard.check_and_freeze(AdamW(MODEL.parameters()), NAMES, compiled=False)
-    assert frozen.kind == "adamw"
+    executor = poptorch.trainingModel(Loss(MODEL), options(), SGD(MODEL.parameters(), lr=0.1))
+    executor.setOptimizer(AdamW(MODEL.parameters()))
+    executor(torch.ones(2, 3))
 
 
 @pytest.mark.parametrize(
