@@ -68,7 +68,7 @@ class Device:
         self.index = index
         self.work = deque()  # (function, event that has to be done before)
         self.graph = None  # the graph that is captured, in place of `work`
-        self.waits, self.kernels, self.failure = Counter(), 0, None
+        self.waits, self.kernels, self.replays, self.failure = Counter(), 0, 0, None
 
     @property
     def device(self):
@@ -83,7 +83,7 @@ class Device:
                 self.work.append((function, after))
             else:
                 assert after is None, "a graph is of one device"
-                self.graph.work.append(function)
+                self.graph.put(function)
 
     def check(self):
         if self.failure is not None:
@@ -136,10 +136,15 @@ class Graph:
     """Captured work, with the methods of torch.cuda.CUDAGraph that Pando uses."""
 
     def __init__(self, device):
-        self.device, self.work, self.generators = devices[device.index], [], {}
+        self.device, self.work, self.generators, self.used = devices[device.index], [], {}, set()
+
+    def put(self, function):
+        self.work.append(function)
 
     def register_generator_state(self, generator):
-        self.generators[id(generator)] = [generator, None]
+        # Torch passes another Python object to the kernel, so a seed of its own identifies the generator.
+        generator.manual_seed(len(self.generators) + 1)
+        self.generators[len(self.generators) + 1] = [generator, None]
 
     @contextmanager
     def capturing(self):
@@ -152,6 +157,7 @@ class Graph:
 
     def replay(self):
         seeds = {key: generator.initial_seed() for key, (generator, _) in self.generators.items()}
+        self.device.replays += 1
         self.device.put(functools.partial(self._seed, seeds))
         for function in self.work:
             self.device.put(function)
@@ -162,9 +168,13 @@ class Graph:
 
     def on_device(self, generator):
         """Return a function that returns the seeded copy of a generator that is registered."""
-        if id(generator) not in self.generators:
-            raise RuntimeError("a generator is used in a capture without register_generator_state")
-        return lambda: self.generators[id(generator)][1]
+        key = generator.initial_seed()
+        if key not in self.generators or key in self.used:
+            raise RuntimeError(
+                "a capture needs register_generator_state for each generator, which is used once"
+            )
+        self.used.add(key)
+        return lambda: self.generators[key][1]
 
 
 # ---- memory --------------------------------------------------------------------------------------------------
@@ -548,15 +558,12 @@ for _name, _function in (
 
 
 @contextmanager
-def late_devices(monkeypatch, seed=0):
+def late_devices(monkeypatch, seed=0, graphs=True):
     """Let Pando find `late:0`, ..., where it looks for GPUs ("cuda")."""
     reset(seed)
 
     def synchronize(device):
         devices[device.index].wait("synchronize")
-
-    def generator(device, key, number):
-        return torch.Generator().manual_seed(random_draws.hash_integers(key, number))
 
     monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
     monkeypatch.setattr(run_devices, "as_current_device", lambda device: nullcontext())
@@ -566,7 +573,9 @@ def late_devices(monkeypatch, seed=0):
     monkeypatch.setattr(
         run_devices, "in_pinned_memory", lambda value, device: value if device.type == "cpu" else pin(value)
     )
-    monkeypatch.setattr(random_draws, "generator", generator)
+    monkeypatch.setattr(run_devices, "new_graph", lambda device: Graph(device) if graphs else None)
+    monkeypatch.setattr(run_devices, "capturing", lambda graph, device: graph.capturing())
+    monkeypatch.setattr(random_draws, "new_generator", lambda device: torch.Generator())
     _hooks.used = True
     try:
         yield devices

@@ -61,6 +61,17 @@ class ResultBuffer:
             self.values[row].copy_(value)
         self.finished[row] = perf_counter()
 
+    def add_step(self, iteration: int, step: "ResultBuffer") -> None:
+        """Copy the rows of an iteration from the buffer of one step."""
+        if step._period == 1 and (iteration + 1) % self._period:
+            return
+        count = len(step.values)
+        start = 0 if self._mode in ("final", "sum") else iteration // self._period * count
+        now = perf_counter()
+        self.values[start : start + count].copy_(step.values)
+        self.started[start : start + count] = [now] * count
+        self.finished[start : start + count] = [perf_counter()] * count
+
     def copy_to_host(self, narrow: bool = True) -> Tensor:
         """Return a copy of all rows on the CPU, `_as_32_bit` if `narrow`, and concatenated in dimension 0. 0-d rows
         become one tensor of shape [rows], or 0-d if there is only one row."""
@@ -126,6 +137,22 @@ class Results:
             self._written[index].put(turn, self._counts.input_group_of(replica), value)
         else:
             self._outputs[index].put(turn, replica, value)
+
+    def add_step(self, iteration: int, step: "Results", turns: range) -> None:
+        """Copy the results of an iteration from those of a call with one step, whose inputs are uploaded now."""
+        for index, buffer in {**self._outputs, **self._written}.items():
+            buffer.add_step(
+                iteration, step._written[index] if index in self._written else step._outputs[index]
+            )
+        rows = slice(turns.start * self._counts.replicas, turns.stop * self._counts.replicas)
+        for times in (*self.load_started, *self.loaded):
+            times[rows] = [perf_counter()] * (rows.stop - rows.start)
+
+    def continue_sums(self, earlier: "Results") -> None:
+        """Set the results with the mode "sum" to those of an earlier part of the call."""
+        for index, buffer in self._outputs.items():
+            if buffer._mode == "sum":
+                buffer.values.copy_(earlier._outputs[index].values)
 
     def anchor_values(self, anchor: Anchor) -> Tensor:
         """Return the values of an anchor, by `ResultBuffer.copy_to_host`, or the latest step's loss scale."""

@@ -88,6 +88,19 @@ def upload(value: Tensor, device: torch.device) -> Tensor:
     return value.to(device, non_blocking=True)
 
 
+def new_graph(device: torch.device) -> Any:
+    """Return an empty graph of an accelerator's work (torch.cuda.CUDAGraph); None if torch has none for this kind."""
+    module = torch.get_device_module(device)
+    kind = getattr(module, "CUDAGraph", None) or getattr(module, "XPUGraph", None)
+    return kind() if kind is not None and hasattr(kind, "register_generator_state") else None
+
+
+def capturing(graph: Any, device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which the work that this thread starts becomes a graph's, and does not run."""
+    options = {"capture_error_mode": "thread_local"} if device.type == "cuda" else {}
+    return torch.get_device_module(device).graph(graph, **options)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until all work that was started on the device is done. Raises UnrecoverableError if it failed."""
     if device.type in WITHOUT_QUEUE:
@@ -113,10 +126,16 @@ def with_aligned_micro_batches(batch: Tensor) -> Tensor:
         number % ALIGNMENT for number in (batch.data_ptr(), *(s * size for s in steps))
     ):
         return batch
+    return empty_micro_batches(batch, CPU).copy_(batch)
+
+
+def empty_micro_batches(batch: Tensor, device: torch.device) -> Tensor:
+    """Return memory for a batch like this, [turns, groups, micro-batch, ...], with aligned micro-batches."""
+    size, (turns, groups) = batch.element_size(), batch.shape[:2]
     row = -(-prod(batch.shape[2:]) * size // ALIGNMENT) * ALIGNMENT // size
-    inner = torch.empty_like(batch[0, 0]).stride()  # keeps channels_last
-    padded = torch.empty(turns * groups * row, dtype=batch.dtype)
-    return padded.as_strided(batch.shape, (groups * row, row, *inner)).copy_(batch)
+    inner = torch.empty_like(batch[0, 0], device="meta").stride()  # keeps channels_last
+    padded = torch.empty(turns * groups * row, dtype=batch.dtype, device=device)
+    return padded.as_strided(batch.shape, (groups * row, row, *inner))
 
 
 def with_aligned_start(value: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ model). So every layout of stages draws the same numbers, and recomputation draw
 
 import functools
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,22 +34,38 @@ def _with_generator(func: Any) -> Any:
     return getattr(func.overloadpacket, "_".join(words).removeprefix("default_"), func)
 
 
-def generator(device: torch.device, key: int, number: int) -> torch.Generator:
-    """Return a new generator for one draw, seeded from the arguments of `draw`."""
-    return torch.Generator(device).manual_seed(hash_integers(key, number))
+def has_generator(func: Any) -> bool:
+    """Return whether `draw` runs a random operation with a generator of its own."""
+    arguments = _with_generator(func)._schema.arguments
+    return func is aten.native_dropout.default or any(each.name == "generator" for each in arguments)
+
+
+def new_generator(device: torch.device) -> torch.Generator:
+    """Return a new generator of a device."""
+    return torch.Generator(device)
 
 
 _default_generator_lock = threading.Lock()  # held while torch's own generator is seeded for one operation
 
 
-def draw(func: Any, key: int, number: int, *args: Any, on: torch.device | None = None, **kwargs: Any) -> Any:
+def draw(
+    func: Any,
+    key: int | Iterator[torch.Generator],
+    number: int,
+    *args: Any,
+    on: torch.device | None = None,
+    **kwargs: Any,
+) -> Any:
     """Run a random operation with a generator of its own, and return its result. `key` is the hash of (seed, step,
-    micro-batch, replica), `number` the index of the draw in the model; tensors are made `on` this device."""
+    micro-batch, replica), `number` the index of the draw in the model; tensors are made `on` this device. While a step
+    is captured, `key` yields the generators of its draws."""
     if on is not None and any(argument.name == "device" for argument in func._schema.arguments):
         kwargs["device"] = on
     of_arguments = (value.device for value in args if isinstance(value, torch.Tensor))
     device = torch.device(next(of_arguments, kwargs.get("device") or "cpu"))
-    random = generator(device, key, number)
+    random = (
+        new_generator(device).manual_seed(hash_integers(key, number)) if isinstance(key, int) else next(key)
+    )
     if func is aten.native_dropout.default:
         value, chance, train = args
         if train is False or chance == 0:
@@ -56,7 +73,7 @@ def draw(func: Any, key: int, number: int, *args: Any, on: torch.device | None =
         kept = torch.empty_like(value).bernoulli_(1 - chance, generator=random)
         return value * kept / (1 - chance), kept.bool()
     func = _with_generator(func)
-    if any(argument.name == "generator" for argument in func._schema.arguments):
+    if has_generator(func):
         return func(*args, generator=random, **kwargs)
     # Of an operation without this argument, such as a fused kernel: torch's own generator gets the state.
     own = torch.random if device.type == "cpu" else torch.get_device_module(device)

@@ -23,6 +23,7 @@ from ..order import After, StepActions, order_named, simulate, timeline
 from ..programs import actions
 from . import devices
 from .call import EngineCall
+from .captured_step import CapturedStep
 from .recorder import Recorder
 from .row_functions import RowFunctions
 from .updating import Work
@@ -159,6 +160,8 @@ class ReadyQueue:
     def __init__(self, rows: RowFunctions, threads: int, threads_per_operation: int) -> None:
         self._rows, self._threads, self._threads_per_operation = rows, threads, threads_per_operation
         self._table: StepTasks | None = None  # made for the first step
+        has_queue = rows.state.device.type not in devices.WITHOUT_QUEUE
+        self._captured = CapturedStep(rows) if has_queue else None
         self._tasks: StepTasks  # of the running step
         self._recorder: Recorder | None = None
         lock = threading.Lock()
@@ -243,6 +246,8 @@ class ReadyQueue:
     def _run_step(self) -> None:
         """Run the tasks of a step; raise the first error."""
         tasks = self._table = self._table or StepTasks(self._rows, self._threads)
+        if self._captured is not None and self._recorder is None and self._captured.run(tasks):
+            return
         if self._recorder is not None:
             self._recorder.begin_step(self._rows, len(tasks.all))
         with self._changed:

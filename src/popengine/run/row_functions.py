@@ -7,7 +7,7 @@ them to the last row that reads them. All ipus share a frame without copies: pie
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from time import perf_counter
 
@@ -51,6 +51,7 @@ class RowFunctions:
         self.updates = Updates(plan, settings, state, group)
         self._prepared = [PreparedValues(plan, state, replica) for replica in replicas]
         self.call: EngineCall
+        self.generators: Iterator[torch.Generator] | None = None  # of all draws, while a step is captured
         self._changed = plan.partition.signature.changed_buffers
         # Indices of the results that are gradients: they are divided by the loss scale.
         self._scaled = {int(anchor.key) for anchor in settings.anchors if anchor.source == "gradient"}
@@ -131,6 +132,13 @@ class RowFunctions:
         """Return the index in the call of a micro-batch, given its index in the step."""
         return self.call.done * self.plan.micro_batches + micro_batch
 
+    def key_of_draws(self, micro_batch: int, replica: int) -> int:
+        """Return the key of the random numbers that pieces draw for a micro-batch of the running step."""
+        counts, number = self.settings.counts, self.settings.part.before + micro_batch
+        return hash_integers(
+            *self.state.shared.random_state, number, counts.instance * counts.replicas + replica
+        )
+
     # ---- forward and backward --------------------------------------------------------------------------------
 
     def _compute_function(self, row: int, replica: int) -> Work:
@@ -147,7 +155,7 @@ class RowFunctions:
         before = [name for name in task.frees if name in flowing]
         after = [name for name in task.frees if name not in flowing]
         device, counts = self.state.device, self.settings.counts
-        group, global_replica = counts.input_group_of(replica), counts.instance * counts.replicas + replica
+        group = counts.input_group_of(replica)
 
         def compute(micro_batch: int) -> None:
             call = self.call
@@ -165,8 +173,7 @@ class RowFunctions:
             for name in before:
                 del frame[name]
             if piece.draws:
-                number_in_step = self.settings.part.before + micro_batch
-                values.append(hash_integers(*self.state.shared.random_state, number_in_step, global_replica))
+                values.append(self.generators or self.key_of_draws(micro_batch, replica))
             try:
                 with self._checks():
                     made = codes[number](values)

@@ -58,6 +58,8 @@ class State:
         # an accelerator, or with the strides that the plan is compiled for.
         self._bound: dict[str, tuple[Tensor, Any, Any, Any]] = {}
         self._plain: dict[str, Tensor] = {}
+        # On an accelerator, of replicas 1, 2, ...: copies of their buffers.
+        self._own_buffers: list[dict[str, Tensor]] = [{} for _ in replicas]
         self._strides: dict[str, tuple[int, ...]] = {}  # of the model's tensors in the first `bind`
         # The user's tensors with other strides, and copies with those of the plan, which `end_step` copies back.
         self._copied: dict[str | Unit, list[tuple[Tensor, Tensor]]] = {}
@@ -123,13 +125,25 @@ class State:
             if len(self.values) > 1:  # replicas 1, 2, ... have buffers of their own
                 keys = (self._slots[name].key for name in self._changed)
                 own = self.shared.own_buffers(present, keys, len(self.values))
-                for values, buffers in list(zip(self.values, own, strict=False))[1:]:
-                    values.update((n, buffers[self._slots[n].key].to(self.device)) for n in self._changed)
+                others = zip(self.values[1:], own[1:], self._own_buffers[1:], strict=False)
+                for values, buffers, known in others:
+                    for name in self._changed:
+                        value = buffers[self._slots[name].key]
+                        if self.device != devices.CPU:
+                            value = known[name] = self._on_device(value, known.get(name), value.stride())
+                        values[name] = value
             if self.settings.optimizer is not None:
                 parameters = self.shared.parameters()
                 for unit in (u for u in self.units if u.key in self.settings.optimizer.group_of):
                     self._bind_optimizer(unit, parameters[unit.key], self.settings.optimizer, hyper)
         self._repeat_rows()
+
+    def _on_device(self, value: Tensor, known: Tensor | None, strides: tuple[int, ...]) -> Tensor:
+        """Return a copy of a value on the accelerator: in the memory of an earlier copy, `known`, so that it has one
+        address, or in new memory with these strides."""
+        if known is None or known.shape != value.shape:
+            known = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=self.device)
+        return known.copy_(value, non_blocking=True)
 
     def bound_parameters(self) -> dict[str, Tensor]:
         """Return the user's trained parameters that the latest `bind` has found, by canonical name."""
@@ -193,7 +207,7 @@ class State:
         plain = value.detach()
         self._copied.pop(slot.key, None)
         if self.device != devices.CPU:
-            plain = plain.to(self.device, copy=True)
+            plain = self._on_device(plain, self._plain.get(slot.key), strides)
         elif value.stride() != strides:
             plain = torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(plain)
             self._copied[slot.key] = [(value, plain)] if self._is_changed(slot.key) else []
@@ -315,9 +329,7 @@ class State:
         """Set the value by which pieces multiply the loss; do nothing if the plan has no loss scale."""
         name = next((slot.name for slot in self._slots.values() if slot.role == "loss_scale"), None)
         if name is not None and scale != self._loss_scale:
-            value = torch.full_like(self.values[0][name], scale)
-            for values in self.values:
-                values[name] = value
+            self.values[0][name].fill_(scale)  # which all replicas share
             self._loss_scale = scale
 
     def end_call(self) -> None:

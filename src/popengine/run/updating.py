@@ -75,7 +75,9 @@ class Updates:
             self._chunks.setdefault(step_key[0], []).extend((step_key, chunk) for chunk in chunks)
         # Values of the running step:
         self._norms: dict[Unit, Tensor] = {}  # of the gradients that this process measures
-        self._counts: list[Tensor] = []  # all, large, and not finite elements of a gradient: int64 [3]
+        self._counts: list[
+            tuple[int, Tensor]
+        ] = []  # elements of a gradient; large and finite ones: int64 [2]
         self._steps: dict[_StepKey, UpdateStep] = {}  # empty: a gradient overflowed, and no weight changes
         self._clipping_factor: Tensor | None = None  # of clipping by norm
         self.is_writing = False  # from `_begin_updates` to `end_step`
@@ -150,9 +152,9 @@ class Updates:
         if owner and owner.get(unit.key, 0) != self.settings.counts.instance:
             return
         if self.settings.automatic_loss_scaling:
-            large = int((gradient.abs() > _LARGE / self.call.results.loss_scale).sum())
-            not_finite = gradient.numel() - int(gradient.isfinite().sum())
-            self._counts.append(torch.tensor([gradient.numel(), large, not_finite]))
+            is_large = gradient.abs() > _LARGE / self.call.results.loss_scale
+            found = torch.stack([is_large.sum(), gradient.isfinite().sum()])
+            self._counts.append((gradient.numel(), found))
         if self._optimizer.max_grad_norm < math.inf:
             # In float32 also for half precision, where the norm may be too large for the gradient's own dtype.
             dtype = torch.promote_types(gradient.dtype, torch.float32)
@@ -234,7 +236,11 @@ class Updates:
 
     def _adapt_loss_scale(self) -> bool:
         """Set the loss factor of the next step; return whether all gradients of this step are finite."""
-        seen = self._all_reduce_if_sharded(sum(self._counts, torch.zeros(3, dtype=torch.int64)))
+        total = sum(count for count, _ in self._counts)
+        # The host waits once for an accelerator.
+        found = [counts for _, counts in self._counts]
+        large, finite = torch.stack(found).sum(0).tolist() if found else (0, 0)
+        seen = self._all_reduce_if_sharded(torch.tensor([total, large, total - finite]))
         elements, large, not_finite = seen.tolist()
         self.state.shared.loss_factor.mul_(2 if not not_finite and large <= _SHARE * elements else 0.5)
         return not not_finite

@@ -204,7 +204,9 @@ def lars(step: Step) -> None:
 
 def _run_fused_adam(kernel: str, step: Step) -> None:
     _, rates, parameters, gradients, _ = step
-    counts = [count.to(parameters[0].device) for count in step.state("step")]
+    counts = step.state("step")
+    if not parameters[0].is_cpu:  # one upload, for which the host does not wait
+        counts = list(torch.stack(counts).to(parameters[0].device, non_blocking=True).unbind())
     tensors = parameters, gradients, step.state("exp_avg"), step.state("exp_avg_sq"), [], counts
     given = {name: rates[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
     getattr(torch, kernel)(*tensors, **given, amsgrad=False, maximize=bool(rates.get("maximize")))

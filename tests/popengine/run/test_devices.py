@@ -21,7 +21,7 @@ from popengine.run import devices
 from popengine.run.engine import Engine
 from popengine.run.recorder import Recorder
 from popengine.run.train_state import TrainState
-from popengine.settings import Counts, Optimizer, Settings, Strategy
+from popengine.settings import Counts, Hyper, Optimizer, Settings, Strategy
 
 GPU = torch.device("late", 0)
 MORE_LAYOUTS = {f"order {name}": {"order": name} for name in ORDERS if name not in ("1f1b", "sharded")} | {
@@ -36,6 +36,10 @@ def late(monkeypatch):
     """The device GPU, which `options.device("cuda")` finds."""
     with late_devices(monkeypatch) as found:
         yield found[0]
+
+
+def refuse(graph, function):
+    raise RuntimeError("operation not permitted when stream is capturing")
 
 
 def on_device(**options):
@@ -86,6 +90,76 @@ def test_a_graph_runs_again_with_what_its_memory_holds(late):
 def test_each_layout_has_the_bits_of_the_cpu(name, late):
     options = (LAYOUTS | MORE_LAYOUTS)[name]
     assert_same(trained(on_device(**options), calls=2), trained(engine_of(**options), calls=2))
+    assert late.replays == (3 if options.get("training", True) else 1)  # all steps but the first
+
+
+@pytest.mark.parametrize("name", ["pipelined", "replicas", "dropout", "adam"])
+def test_a_layout_without_graphs_has_the_bits_of_the_cpu(name, monkeypatch):
+    with late_devices(monkeypatch, seed=1, graphs=False) as (late, *_):
+        options = LAYOUTS[name]
+        assert_same(trained(on_device(**options), calls=2), trained(engine_of(**options), calls=2))
+        assert late.replays == 0
+
+
+FUSED = Hyper(({**rates("adamw").groups[0], "fused": True},))
+
+
+@pytest.mark.parametrize(
+    ("options", "hyper", "reads"),
+    [
+        ({}, rates("sgd"), 0),
+        ({"kind": "adamw"}, rates("adamw"), 0),
+        ({"kind": "adamw"}, FUSED, 0),
+        ({"optimizer": {"max_grad_norm": 0.1}}, rates("sgd"), 0),
+        ({"automatic_loss_scaling": True}, rates("sgd"), 2),
+    ],
+    ids=["sgd", "adamw", "fused adamw", "clipping", "automatic loss scaling"],
+)
+def test_the_host_waits_at_the_end_of_a_call_and_once_a_step_for_automatic_loss_scaling(
+    options, hyper, reads, late, monkeypatch
+):
+    monkeypatch.setattr("torch._fused_adamw_", lambda *args, **kwargs: None)  # has no kernel there
+    engine, waits = on_device(**options), []
+    for call in range(3):
+        before = late.waits.copy()
+        engine.run(batch_for(engine, call), hyper)
+        waits.append(late.waits - before)
+    weights = len(engine.state.shared.find_weights())
+    assert waits[2] == {"synchronize": 1, "download": weights + reads}
+    engine.close()
+
+
+def test_rates_that_change_are_used_in_replays(late):
+    hyper = [rates("adamw", lr) for lr in (0.1, 0.01, 0.2)]
+    one, two = (trained(engine, hyper=hyper) for engine in (on_device(kind="adamw"), engine_of(kind="adamw")))
+    assert_same(one, two)
+    assert late.replays == 5
+
+
+def test_a_step_is_captured_again_if_a_weight_has_another_address(late):
+    found = []
+    for engine in (on_device(), engine_of()):
+        for call in range(3):
+            engine.run(batch_for(engine, call), rates("sgd"))
+            engine.state.values[0]["parameter_a_weight"] = None
+            engine.state._plain.pop("a.weight", None)  # as of a weight that the user has replaced
+            engine.state._bound.pop("a.weight")
+        found.append({key: value.clone() for key, value in engine.state.shared.find_weights().items()})
+        engine.close()
+    assert_same(*found)
+    assert late.replays == 5
+
+
+def test_a_step_that_cannot_be_captured_runs_and_the_log_says_why(late, monkeypatch, caplog):
+    caplog.set_level("INFO", "popengine")
+    options = {"dropout": 0.5, "counts": (2, 8, 2)}
+    for why in ("enableFloatingPointExceptions reads each value", "operation not permitted"):
+        if why.startswith("operation"):
+            monkeypatch.setattr(late_device.Graph, "put", refuse)
+        more = {"finite_checks": True} if why.startswith("enable") else {}
+        assert_same(trained(on_device(**options, **more)), trained(engine_of(**options)))
+        assert f"steps on late:0 are started operation by operation: {why}" in caplog.text
+    assert late.replays == 0
 
 
 class ReadsByStrides(nn.Module):

@@ -1,0 +1,184 @@
+"""A step of an accelerator, captured once and replayed for later steps, so that the host does not start it again.
+
+A graph (`devices.new_graph`) holds the rows of micro-batches: loads, pieces, sums, stores. The host starts the rows of
+the step, which update the weights, while the graph runs. So rates, counts and the loss factor are in no graph.
+
+The graph reads its inputs from, and writes its outputs to, memory of its own. Random numbers have a generator for each
+draw, which gets its seed before each replay. If weights or buffers have other addresses, the step is captured again.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import Error
+from ..ir import Plan
+from ..piece import GATHER
+from ..settings import Outputs, Settings
+from . import devices, random_draws
+from .backends.eager import operation_of
+from .call import EngineCall, Results, Stopped
+from .random_draws import hash_integers
+from .row_functions import RowFunctions
+
+logger = logging.getLogger("popengine")
+_HARMLESS = (GATHER, "popengine.with_strides.default")  # operations other than torch's that a graph may hold
+_MOST = 200_000  # operations of a graph: each is a node, of about a kilobyte
+
+
+def why_not_captured(plan: Plan, settings: Settings, device: torch.device) -> str:
+    """Return why steps of a plan can't be captured; "" if they can, as far as is known before."""
+    lines = [line for piece in plan.partition.pieces for line in piece.lines]
+    others = [c for c in dict.fromkeys(line.call for line in lines) if "." in c and c not in _HARMLESS]
+    others = [call for call in others if not call.startswith(("aten.", "prims."))]
+    draws = [
+        line.call
+        for line in lines
+        if line.draw is not None and not random_draws.has_generator(operation_of(line.call))
+    ]
+    if settings.finite_checks:
+        return "enableFloatingPointExceptions reads each value"
+    if others:
+        return f"the host may see when {others[0]} runs"
+    if draws:
+        return f"{draws[0]} draws random numbers without a generator of its own"
+    if settings.counts.instances > 1 and settings.training:
+        return "several processes exchange gradients"
+    if settings.part.before or not settings.part.ends_step:
+        return "two plans share the step of an incomplete batch"
+    if any(anchor.source == "gradient" for anchor in settings.anchors):
+        return "gradients that are returned are divided by the loss scale"
+    if len(lines) * plan.micro_batches * settings.counts.replicas > _MOST:
+        return f"a step has more than {_MOST} operations"
+    return "" if devices.new_graph(device) is not None else f"torch has no graphs for {device.type}"
+
+
+class CapturedStep:
+    """The graph of a step of a plan, and the memory that it reads and writes."""
+
+    def __init__(self, rows: RowFunctions) -> None:
+        self._rows, self._plan, self._settings, self._state = rows, rows.plan, rows.settings, rows.state
+        self._why_not = why_not_captured(rows.plan, rows.settings, rows.state.device)
+        if self._why_not:
+            self._log()
+        self._is_warm = False  # whether a step has run: kernels are loaded, workspaces allocated
+        self._addresses: list[int] = []  # of weights and buffers, when the step was captured
+        self._graph: Any = None
+        self._inputs: list[Tensor] = []
+        self._results: Results
+        self._generators: list[tuple[torch.Generator, int, int, int]] = []  # with micro-batch, replica, draw
+        self._sums: list[dict[str, Tensor]] = []
+        self._buffers: list[dict[str, Tensor]] = []
+
+    def _log(self) -> None:
+        logger.info("steps on %s are started operation by operation: %s", self._state.device, self._why_not)
+
+    def run(self, table: Any) -> bool:
+        """Run the tasks of a step (a `StepTasks`) by a replay; return False if they are to be run one by one."""
+        if self._why_not or not self._is_warm:
+            self._is_warm = True
+            return False
+        addresses = [value.data_ptr() for values in self._state.values for value in values.values()]
+        order = _order_of(table)
+        rows, tasks = self._plan.tasks, table.all
+        inner = [number for number in order if rows[tasks[number].row].index == "micro_batch"]
+        if self._graph is None or addresses != self._addresses:
+            self._addresses = addresses
+            try:
+                self._capture([tasks[number] for number in inner])
+            except (RuntimeError, Error) as error:
+                self._why_not = str(error.__cause__ or error).splitlines()[0]
+                self._log()
+                self._graph = None
+                self._rows.end_call()
+                self._state.begin_step()
+                return False
+        self._replay()
+        for number in order[len(inner) :]:
+            if self._rows.call.is_stopped:
+                raise Stopped
+            tasks[number].work(tasks[number].index)
+        return True
+
+    # ---- capture -------------------------------------------------------------------------------------------
+
+    def _capture(self, tasks: Sequence[Any]) -> None:
+        """Capture tasks in this order, which is legal for one thread."""
+        rows, state, call, device = self._rows, self._state, self._rows.call, self._state.device
+        settings, count = self._settings, self._plan.micro_batches
+        self._graph = None  # frees its memory
+        graph = devices.new_graph(device)
+        self._generators = []
+        for task in tasks:
+            row = self._plan.tasks[task.row]
+            if row.kind in ("forward", "backward"):
+                for line in self._plan.partition.pieces[row.piece].lines:
+                    if line.draw is not None:
+                        generator = random_draws.new_generator(device)
+                        graph.register_generator_state(generator)
+                        self._generators.append((generator, task.index, task.replica, line.draw))
+        self._inputs = [devices.empty_micro_batches(batch[:count], device) for batch in call.inputs]
+        once = replace(settings.counts, iterations=1) if settings.training else settings.counts
+        anchors = tuple(anchor for anchor in settings.anchors if anchor.is_output)
+        if settings.training:
+            settings = replace(settings, outputs=_of_one_iteration(settings.outputs))
+            anchors = tuple(replace(each, outputs=_of_one_iteration(each.outputs)) for each in anchors)
+        inner = replace(settings, counts=once, anchors=anchors)
+        self._results = Results(self._plan.partition.signature, inner, device)
+        rows.begin_call(EngineCall(self._inputs, self._results, call.hyper, 1, call.threads, call.name))
+        rows.generators = iter([generator for generator, *_ in self._generators])
+        try:
+            with devices.capturing(graph, device):
+                for task in tasks:
+                    task.work(task.index)
+        finally:
+            rows.generators = None
+            rows.begin_call(call)
+        self._graph = graph
+        self._sums = [dict(sums) for sums in state.sums]
+        self._buffers = [dict(buffers) for buffers in state.new_buffers]
+
+    # ---- replay --------------------------------------------------------------------------------------------
+
+    def _replay(self) -> None:
+        """Start the graph on the inputs of the running step."""
+        state, call, count = self._state, self._rows.call, self._plan.micro_batches
+        if call.is_stopped:
+            raise Stopped
+        turns = range(call.done * count, (call.done + 1) * count)
+        for target, batch in zip(self._inputs, call.inputs, strict=True):
+            target.copy_(batch[turns.start : turns.stop], non_blocking=True)
+        keys = dict[tuple[int, int], int]()
+        for generator, micro_batch, replica, draw in self._generators:
+            key = keys.get((micro_batch, replica))
+            if key is None:
+                key = keys[micro_batch, replica] = self._rows.key_of_draws(micro_batch, replica)
+            generator.manual_seed(hash_integers(key, draw))
+        self._results.continue_sums(call.results)
+        self._graph.replay()
+        call.results.add_step(call.done if self._settings.training else 0, self._results, turns)
+        for sums, buffers, replica in zip(self._sums, self._buffers, range(len(self._sums)), strict=True):
+            state.sums[replica].update(sums)
+            state.new_buffers[replica].update(buffers)
+
+
+def _of_one_iteration(outputs: Outputs) -> Outputs:
+    return "all" if outputs == "every_n" else outputs
+
+
+def _order_of(table: Any) -> list[int]:
+    """Return the numbers of a table's tasks in the order in which one thread runs them."""
+    missing, ready, found = table.waits_for.copy(), list(table.first), []
+    heapify(ready)
+    while ready:
+        found.append(heappop(ready))
+        for follower in table.followers[found[-1]]:
+            missing[follower] -= 1
+            if not missing[follower]:
+                heappush(ready, follower)
+    return found
