@@ -55,10 +55,14 @@ _kernels = ThreadPoolExecutor(1)  # kernels run in a thread of their own
 class Event:
     """A point in a queue: `done` once the work before it has run."""
 
-    done = False
+    done, at = False, 0
 
     def record(self):
         self.done = True
+
+    def elapsed_time(self, later):
+        """Return the number of kernels between two events."""
+        return later.at - self.at
 
 
 class Device:
@@ -68,7 +72,7 @@ class Device:
         self.index = index
         self.work = deque()  # (function, event that has to be done before)
         self.graph = None  # the graph that is captured, in place of `work`
-        self.waits, self.kernels, self.replays, self.failure = Counter(), 0, 0, None
+        self.waits, self.kernels, self.replays, self.ran, self.failure = Counter(), 0, 0, 0, None
 
     @property
     def device(self):
@@ -107,6 +111,7 @@ class Device:
 
     def run_head(self):
         function, _ = self.work.popleft()
+        self.ran += 1
         try:
             function()
         except Exception as error:
@@ -175,6 +180,15 @@ class Graph:
             )
         self.used.add(key)
         return lambda: self.generators[key][1]
+
+
+def timing_event(device):
+    """Return an event whose time is the number of kernels that the device has run."""
+    if device.type != NAME:
+        return None
+    event, home = Event(), devices[device.index]
+    home.put(lambda: setattr(event, "at", home.ran))
+    return event
 
 
 # ---- memory --------------------------------------------------------------------------------------------------
@@ -573,6 +587,7 @@ def late_devices(monkeypatch, seed=0, graphs=True):
     monkeypatch.setattr(
         run_devices, "in_pinned_memory", lambda value, device: value if device.type == "cpu" else pin(value)
     )
+    monkeypatch.setattr("popengine.run.recorder.timing_event", timing_event)
     monkeypatch.setattr(run_devices, "new_graph", lambda device: Graph(device) if graphs else None)
     monkeypatch.setattr(run_devices, "capturing", lambda graph, device: graph.capturing())
     monkeypatch.setattr(random_draws, "new_generator", lambda device: torch.Generator())

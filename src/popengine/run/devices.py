@@ -118,6 +118,16 @@ def synchronize(device: torch.device) -> None:
         ) from error
 
 
+def timing_event(device: torch.device) -> Any:
+    """Return an event that an accelerator records after all work that was started; None for the CPU.
+    `first.elapsed_time(second)` returns milliseconds, after `synchronize`."""
+    if device.type in WITHOUT_QUEUE:
+        return None
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
 def with_aligned_micro_batches(batch: Tensor) -> Tensor:
     """Return a CPU batch, [turns, groups, micro-batch, ...], or a copy with padding that aligns the micro-batches."""
     size, (turns, groups) = batch.element_size(), batch.shape[:2]

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..profile import Call, HostEvent, TaskRun
 from .backends.eager import Code, build
-from .devices import synchronize
+from .devices import CPU, synchronize, timing_event
 from .row_functions import RowFunctions
 
 DETAILED_STEPS = 2  # number of steps that are recorded in detail
@@ -128,14 +128,19 @@ class Recorder:
         _append_bounded(self.kept, self._runs, max(1, self.budget // (2 * max(1, self.step_tasks))))
 
     def run_task(self, row: int, index: int, replica: int, work: Callable[[int], None], core: int) -> None:
-        """Run a task by `work(index)`, wait for the device's work, and store the times."""
+        """Run a task by `work(index)`, wait for the device's work, and store the times: of an accelerator its own time
+        in place of the CPU time, which starts the kernels."""
         assert self._rows is not None
+        device = self._rows.state.device
         task, ticks = self._rows.plan.tasks[row], list[tuple[int, int]]()
         self._thread.ticks = ticks
         begin, before = perf_counter_ns(), thread_time_ns()
+        started = timing_event(device)
         work(index)
-        computed = thread_time_ns() - before
-        synchronize(self._rows.state.device)
+        computed, finished = thread_time_ns() - before, timing_event(device)
+        synchronize(device)
+        if started is not None:
+            computed = round(1e6 * started.elapsed_time(finished))
         end = perf_counter_ns()
         if 2 * len(self._runs) < self.budget:
             micro_batch = index if task.index == "micro_batch" else -1
@@ -146,4 +151,9 @@ class Recorder:
             self._detail.unread.append((task.piece, ticks))
 
     def _read_clocks(self) -> None:
-        self._thread.ticks.append((perf_counter_ns(), thread_time_ns()))
+        assert self._rows is not None
+        now, computed = perf_counter_ns(), thread_time_ns()
+        if (device := self._rows.state.device) != CPU:
+            synchronize(device)
+            now = computed = perf_counter_ns()
+        self._thread.ticks.append((now, computed))

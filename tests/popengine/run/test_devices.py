@@ -201,6 +201,18 @@ def test_a_profiled_call_has_the_bits_of_the_cpu(late):
     assert len(recorder.kept) == 4
 
 
+def test_a_profile_has_the_time_of_the_device(late):
+    """A kernel takes a millisecond there, so no other clock gives these times."""
+    recorder, engine = Recorder(), on_device()
+    for call in range(2):
+        engine.run(batch_for(engine, call), rates("sgd"), recorder)
+    engine.close()
+    runs = [run for step in recorder.kept for run in step]
+    assert all(run.computed % 1_000_000 == 0 for run in runs)
+    forward = [run.computed for run in runs if engine.plan.tasks[run.task].kind == "forward"]
+    assert min(forward) >= 1_000_000
+
+
 def test_a_profiled_step_makes_its_tensors_on_the_device(late):
     """Pieces with clocks were built for the CPU."""
     model = torch.nn.ReLU()
