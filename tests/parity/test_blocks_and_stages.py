@@ -274,3 +274,83 @@ def test_stages_may_share_a_layer_with_buffers(kind, accumulation, ipus):
     for name, value in found["whole"].items():
         assert torch.equal(value, found["split"][name]), name
         torch.testing.assert_close(value, found["plain"][name])
+
+
+class Twice(Rows):
+    """A network in stages "a" and "b" that is evaluated on its input, and again on `again(x)`, made in between."""
+
+    again = staticmethod(lambda self, x: x)
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([1.0, 0.0] * (SIZE // 2)))
+
+    def network(self, x):
+        poptorch.Block.start("a")
+        x = torch.tanh(self.b(torch.relu(self.a(x))))
+        poptorch.Block.start("b")
+        return self.d(torch.tanh(self.c(x)))
+
+    def through(self, x):
+        first = self.network(x)
+        return first - self.network(type(self).again(self, x)) * 0.5
+
+
+class Teaches(Twice):
+    def through(self, x):
+        with torch.no_grad():
+            wanted = self.network(x)
+        return self.network(x.flip(1)) - wanted
+
+
+class Penalizes(Twice):
+    def through(self, x):
+        first = self.network(x)
+        scale = torch.rand(len(x), 1) * 0 + 0.25
+        mixed = scale * x + (1 - scale) * x.roll(1, 0)
+        return first + (self.network(mixed) - self.network(mixed + 0.01)).square()
+
+
+BETWEEN = {
+    "nothing": lambda self, x: x,
+    "flip": lambda self, x: x.flip(1),
+    "noise": lambda self, x: x + torch.randn_like(x) * 0,
+    "a mask": lambda self, x: torch.where(x > 0, x, torch.zeros_like(x)),
+    "a buffer": lambda self, x: x * self.mask,
+    "a constant": lambda self, x: x * torch.arange(float(SIZE)),
+    "another shape": lambda self, x: x.reshape(-1, 2, SIZE // 2).transpose(1, 2).reshape(-1, SIZE),
+    "rows": lambda self, x: torch.cat([x[1:], x[:1]]),
+    "several operations": lambda self, x: ((x.roll(1, 0) - x.mean(0)) / (x.std() + 1)).clamp(-1, 1),
+}
+MODELS_TWICE = [type(name, (Twice,), {"again": staticmethod(f)}) for name, f in BETWEEN.items()]
+
+
+@pytest.mark.parametrize("model", [*MODELS_TWICE, Teaches, Penalizes], ids=lambda model: model.__name__)
+def test_a_network_is_evaluated_twice_in_its_two_stages(model):
+    expected = plain(model, sgd, updates=6)
+    strategy = poptorch.PipelinedExecution("a", "b")
+    assert _trained_as_marked(model, strategy).differs_from(expected) == []
+    user = _model(model)
+    own = poptorch.Options().showCompilationProgressBar(False).setExecutionStrategy(strategy)
+    own.Training.gradientAccumulation(3)
+    executor = poptorch.trainingModel(user, own, sgd(user.parameters()))
+    executor(*model.data(12))
+    assert executor._executable.plan.partition.ipus == (0, 1)
+    own = own.clone()
+    own.Training.gradientAccumulation(2)
+    user = _model(model)
+    with pytest.raises(poptorch.Error, match=r"pipeline stages \(3\)"):
+        poptorch.trainingModel(user, own, sgd(user.parameters()))(*model.data(12))
+
+
+class GoesBack(Twice):
+    again = staticmethod(lambda self, x: self.d(x))
+
+
+def test_a_layer_between_two_evaluations_is_not_moved_from_its_stage():
+    user = _model(GoesBack)
+    executor = poptorch.trainingModel(
+        user, options(poptorch.PipelinedExecution("a", "b")), sgd(user.parameters())
+    )
+    with pytest.raises(poptorch.Error, match="flows back from stage 1"):
+        executor(*GoesBack.data(16))

@@ -3,6 +3,7 @@
 The operations are those of torch's own list of schemas; arguments are made from the types and names in a schema.
 """
 
+import copy
 import functools
 import itertools
 import re
@@ -182,3 +183,28 @@ def test_a_write_gives_the_bits_of_plain_pytorch(operation):
                     assert ours.shape == theirs.shape
                 else:
                     assert torch.equal(ours.to(theirs.dtype).nan_to_num(), theirs.nan_to_num()), model.layout
+
+
+def test_in_inference_a_forward_may_write_into_a_parameter():
+    """As `nn.Embedding(max_norm=)` does. In training the value belongs to the optimizer."""
+    torch.manual_seed(0)
+    model = nn.Embedding(5, 3, max_norm=0.5)
+    twin, rows = copy.deepcopy(model), torch.tensor([1, 4, 1])
+    assert torch.equal(poptorch.inferenceModel(model)(rows), twin(rows).detach())
+    assert torch.equal(model.weight, twin.weight)
+
+
+def test_a_trained_embedding_with_max_norm_is_an_error_with_a_fix():
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(5, 3, max_norm=0.5)
+
+        def forward(self, rows):
+            return poptorch.identity_loss(self.embedding(rows), "sum")
+
+    model = Looks()
+    with pytest.raises(poptorch.Error, match=r"Embedding\(max_norm=\)"):
+        poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))(
+            torch.tensor([1])
+        )

@@ -120,7 +120,8 @@ def _views_and_casts(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
 
 
 def _node_stages(graph: Graph, placement: Placement, of_state: set[fx.Node]) -> dict[fx.Node, PhaseAndStage]:
-    """Return the phase and stage of each operation in graph order, without the views and casts `of_state`."""
+    """Return the phase and stage of each operation in graph order, without the views and casts `of_state`. What is
+    computed from inputs only is in the stage that reads it first, if this is earlier than the stage of its block."""
     where: dict[fx.Node, PhaseAndStage] = {}
     calls = [node for node in _operation_nodes(graph) if node not in of_state]
     last = len(placement.ipus) - 1
@@ -133,6 +134,19 @@ def _node_stages(graph: Graph, placement: Placement, of_state: set[fx.Node]) -> 
         # Gradients flow from late stages to early ones.
         operands = [where[operand] for operand in node.all_input_nodes if operand in where]
         where[node] = ("B", min([stage, *(stage for phase, stage in operands if phase == "B")]))
+    free = {
+        n
+        for n in graph.code.find_nodes(op="placeholder")
+        if n.meta["role"] in ("input", "constant", "buffer")
+    }
+    free -= {node for node in free if node.name in graph.changed_buffers}
+    for node in _operation_nodes(graph):
+        if free.issuperset(node.all_input_nodes):
+            free.add(node)
+    for node in reversed(calls):
+        if node in free and node.meta["phase"] == "F":
+            users = [where[user][1] for user in node.users if user in where and where[user][0] == "F"]
+            where[node] = ("F", min([where[node][1], *users]))
     for node in reversed(calls):
         if node.meta["phase"] == "B" and node.meta["block"] is None:
             is_made_of_gradients = any(where.get(n, ("F", 0))[0] == "B" for n in node.all_input_nodes)

@@ -113,8 +113,8 @@ def sharded_if_too_few_micro_batches(visits: Sequence[Visit], used: set[int], se
     """Return the settings, with the order "sharded" for too few micro-batches if `or_sharded`; else raise an error."""
     strategy, training = settings.strategy, settings.training
     placement = place_blocks(visits, used | {*range(1, len(visits))}, strategy)
-    active = [0, *(placement.ipus[stage] for stage in placement.stage_of[1:])]
-    forward = 1 + sum(ipu != following for ipu, following in pairwise(active))
+    # By PopTorch's rule a forward begins on ipu 0.
+    forward = 1 + sum(ipu != following for ipu, following in pairwise([0, *placement.ipus]))
     needed = order_named(strategy.order).least_micro_batches(forward, training)
     given = settings.counts.accumulation if training else settings.counts.iterations
     if forward == 1 or given >= needed:

@@ -151,7 +151,7 @@ def test_attention_without_dropout_draws_nothing():
     assert not [node for node in calls(graph) if "draw" in node.meta]
 
 
-def test_a_parameter_written_by_forward_is_refused():
+def test_a_trained_parameter_written_by_forward_is_refused():
     class Writes(nn.Module):
         def __init__(self):
             super().__init__()
@@ -160,11 +160,11 @@ def test_a_parameter_written_by_forward_is_refused():
         def forward(self, x):
             with torch.no_grad():
                 self.weight += 1
-            return x * self.weight
+            return nn.functional.mse_loss(x * self.weight, x)
 
     model = Writes()
     with pytest.raises(CaptureError, match="Parameter weight is changed in place by the forward"):
-        capture(model, lambda inputs: [model(*inputs)], [torch.zeros(3)], training=False)
+        capture(model, lambda inputs: [model(*inputs)], [torch.zeros(3)], training=True)
     assert torch.equal(model.weight, torch.zeros(3))
 
 

@@ -246,7 +246,9 @@ def _result_kind(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None
             f"Parameter {key} is changed in place by the forward, at {value.meta.get('where', '?')}\n"
             "  why: its value belongs to the optimizer while the model trains\n"
             f"  fix: keep a value that forward changes in a buffer (`register_buffer`), or take the parameter"
-            " out of the training with `requires_grad_(False)`"
+            " out of the training with `requires_grad_(False)`; in place of Embedding(max_norm=) scale the rows that"
+            " forward has looked up; a layer that initializes itself by its first batch runs once in plain PyTorch,"
+            " `model(*micro_batch)`, before the model is wrapped"
         )
     if role == "parameter":  # no update changes it
         node.meta["role"] = role = "buffer"

@@ -207,14 +207,11 @@ class GraphRecorder(TorchDispatchMode):
             return out
         if not isinstance(out, (Tensor, tuple, list)) and not func._schema.is_mutable:
             return out  # a device, a size: known while tracing
+        if isinstance(out, Tensor) and _has_default_dtype(func) and kwargs.get("dtype") is None:
+            kwargs = {**kwargs, "dtype": out.dtype}  # `torch.set_default_dtype` may change the default
         as_nodes = map_leaves(
             lambda leaf: self.node_of(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
         )
-        if isinstance(out, Tensor) and _has_default_dtype(func) and kwargs.get("dtype") is None:
-            as_nodes = (
-                as_nodes[0],
-                {**as_nodes[1], "dtype": out.dtype},
-            )  # torch.set_default_dtype may change it
         scope = meta.get("scope")
         name = f"{scope}_{func.overloadpacket.__name__}" if scope else None
         node = self.graph.create_node("call_function", func, *as_nodes, name=name)

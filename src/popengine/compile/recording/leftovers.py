@@ -114,7 +114,8 @@ def attributes_restored(
             f"the forward leaves tensors behind in {', '.join(paths)}\n"
             "  why: it runs once, to be compiled; a tensor that it keeps outside has no value then, or later\n"
             "  fix: return the tensor from forward; keep a running value in a buffer (`register_buffer`), and"
-            " write into it; or forget it at the end of forward (`self.name = None`)"
+            " write into it; or forget it at the end of forward (`self.name = None`); update a metric (torchmetrics)"
+            " after the call, with what it returns"
         )
 
 
