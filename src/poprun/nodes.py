@@ -115,8 +115,7 @@ class ElasticNode(_Node):
             if newest.state == "finished":
                 return False
             if newest.state == "given up":
-                other = f"another node has given up: the poprun of node {newest.node} says why"
-                raise RunLost(newest.why if newest.node == self.name else other)
+                raise RunLost(newest.why)
             if newest.state == "runs" and self._is_in(newest) and newest.number > self.round.number:
                 self.round = newest
                 self._set_state("running")
@@ -132,10 +131,9 @@ class ElasticNode(_Node):
         if is_done and self._state != "done":
             self._set_state("done")
         newest = self._poll()
-        state = newest.state if newest.number == self.round.number else "stopped"
-        if state == "stopped" and newest.why:
+        if newest.state == "stopped" and newest.why:
             self._log.warning(newest.why)
-        return state
+        return newest.state if newest.number == self.round.number else "stopped"
 
     def end_round(self, has_lost_peer: bool) -> str:
         """End the round after an instance of this node has failed. Return the node of the round's first failure, if it

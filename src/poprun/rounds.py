@@ -46,7 +46,7 @@ class Round:
     state: str = "stopped"
     why: str = ""  # of the state, as a message for the user
     command: str = ""  # a digest of the run's program and number of replicas
-    node: str = ""  # on which the first instance failed, or which has given up
+    node: str = ""  # on which the first instance failed
     address: str = ""  # HOST:PORT on the first node: MASTER_ADDR and MASTER_PORT of the instances
     store: str = ""  # by which the instances connect: HOST:PORT of the first node, or file:PATH
     counts: dict[str, int] = field(default_factory=dict)  # instances by node, in the order of the instances
@@ -149,7 +149,7 @@ def _begin_round(newest: Round, records: Records, now: float, me: Me) -> Round:
     if not counts:
         why = missing_text(records, me)
         is_late = now >= me.node.patience
-        return replace(newest, state="given up", node=me.name, why=why) if is_late else newest
+        return replace(newest, state="given up", why=why) if is_late else newest
     is_first = not newest.counts
     if is_first and now < FIRST_ROUND_PATIENCE and len(group) < me.node.count:
         return newest
@@ -162,7 +162,7 @@ def _begin_round(newest: Round, records: Records, now: float, me: Me) -> Round:
         failures = failures + 1 if call == newest.newest_call else 1
         if failures > me.request.max_restarts:
             why = f"instances have failed {failures} times without a new checkpoint (--max-restarts)"
-            return replace(newest, state="given up", node=me.name, why=why)
+            return replace(newest, state="given up", why=why)
     first = records[next(iter(counts))]
     return Round(
         number=max(newest.number, *(record["round"] for record in records.values())) + 1,

@@ -173,10 +173,13 @@ def act(action, chance, runs, start, folder, hosts):
         os.kill(run.agent(), signal.SIGKILL)
         run.wait()
     else:
-        while not (victims := [pid for each in runs for pid in instances_of(each)]):
-            time.sleep(0.02)  # a new node has come: all start again
         number = signal.SIGKILL if action == "kill an instance" else signal.SIGSTOP
-        os.kill(chance.choice(victims), number)
+        while True:
+            # There are none for a moment, or they end, if a node has come and all start again.
+            with contextlib.suppress(IndexError, ProcessLookupError):
+                os.kill(chance.choice([pid for each in runs for pid in instances_of(each)]), number)
+                break
+            time.sleep(0.02)
     return []
 
 
