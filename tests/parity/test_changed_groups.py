@@ -151,3 +151,33 @@ def test_changes_follow_each_other(name):
     for change in (add_a_group, swap_layers, move_a_parameter, swap_parameters_of_groups, take_a_group_out):
         both.change(change)
         both.step()
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad"])
+def test_a_saved_executor_goes_on_with_the_groups_of_the_program_that_loads_it(name, tmp_path):
+    both = Trainings(name)
+    both.step()
+    both.change(add_a_group)
+    both.step()
+    both.executor.save(tmp_path / "saved.poptorch")
+    model = both.models[0]
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    both.executor.destroy()
+    both.models[0] = parity_runs.made(Square)
+    both.models[0].load_state_dict(weights)
+    groups = [
+        {"params": [getattr(both.models[0], key).weight for key in keys], "lr": group["lr"]}
+        for keys, group in zip(("ab", "c", "e"), both.optimizers[0].param_groups, strict=True)
+    ]
+    own = parity_runs.options(accumulation=ACCUMULATION)
+    few = made_optimizer(name, groups[:2])
+    both.executor = poptorch.trainingModel(both.models[0], own, few)
+    with pytest.raises(
+        poptorch.Error, match=r"(?s)state of e\.weight, which the optimizer does not hold.*fix:"
+    ):
+        both.executor.loadExecutable(tmp_path / "saved.poptorch")
+    both.executor.destroy()
+    both.optimizers[0] = made_optimizer(name, groups)
+    both.executor = poptorch.trainingModel(both.models[0], own, both.optimizers[0])
+    both.executor.loadExecutable(tmp_path / "saved.poptorch")
+    both.step()

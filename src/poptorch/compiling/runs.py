@@ -26,9 +26,8 @@ class Run:
     computes.
 
     `iteration` is the number of device iterations before it, for the last, incomplete step of a ragged batch
-    with OutputMode.EveryN. Parameters in `frozen` require no gradients; those in `regrouped` are in another group of
-    the optimizer than at the first compilation (None: in no group). `tied`: the names of one parameter, the canonical
-    one first.
+    with OutputMode.EveryN. Parameters in `frozen` require no gradients. `group_of`: (name, index of its group) of each
+    parameter in the optimizer. `tied`: the names of one parameter, the canonical one first.
     """
 
     call: BoundCall
@@ -38,12 +37,12 @@ class Run:
     is_ragged: bool = False
     frozen: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
-    regrouped: tuple[tuple[str, int | None], ...] = ()
+    group_of: tuple[tuple[str, int], ...] = ()
 
     @property
     def key(self) -> Any:
         """Return the key of this run's plan. Runs with equal keys share a plan."""
-        weights = self.frozen, self.tied, self.regrouped
+        weights = self.frozen, self.tied, self.group_of
         return self.call.kind, self.counts, self.part, self.iteration, weights
 
     def settings(self, settings: Settings) -> Settings:

@@ -146,7 +146,7 @@ class PoplarExecutor(PublicNames):
             if self._wrapped.training:
                 parameters = self._wrapped.traced.named_parameters()
                 self._of_weights["frozen"] = tuple(n for n, value in parameters if not value.requires_grad)
-                self._of_weights["regrouped"] = self._optimizer_link.follow_changes()
+                self._of_weights["group_of"] = self._optimizer_link.follow_changes()
             self._present = present
         run = Run(call, counts, **self._of_weights)
         if not self._most_plans or call.rearranged or run.key in self._plans.by_key:
@@ -268,8 +268,7 @@ class PoplarExecutor(PublicNames):
             )
         optimizer = self._optimizer_link.frozen if training else None
         if optimizer is not None:
-            group_of = {**optimizer.group_of, **dict(run.regrouped)}
-            optimizer = replace(optimizer, group_of={n: i for n, i in group_of.items() if i is not None})
+            optimizer = replace(optimizer, group_of=dict(run.group_of))
         settings = engine_settings(options, training, optimizer, groups)
         if optimizer is not None and optimizer.kind == OWN_STEP and (groups or settings.device != "cpu"):
             raise Error(

@@ -137,6 +137,11 @@ class LoadedPlans:
         if kept.random is not None:
             self.random_state = kept.random
         if kept.optimizer is not None:
+            if unknown := sorted(kept.optimizer.keys() - self.state.parameters().keys()):
+                raise Error(
+                    f"there is optimizer state of {', '.join(unknown)}, which the optimizer does not hold\n"
+                    "  fix: build the optimizer with the parameter groups that it had when the state was saved"
+                )
             self.state.optimizer.state.clear()
             names = {"velocity": "momentum_buffer"}  # as earlier versions wrote the momentum of SGD and LARS
             for key, state in kept.optimizer.items():

@@ -75,8 +75,7 @@ class OptimizerLink:
         is_loaded = getattr(optimizer, "_has_loaded_rates", False)  # rates of a checkpoint replace constants
         if compiled and before is not None:
             check_changes(before, now, with_rates=not is_loaded)
-            # `Run.regrouped` compares with the groups of the compilation.
-            now = replace(now, frozen=before.frozen) if is_loaded else replace(before, hyper=now.hyper)
+            now = now if is_loaded else replace(before, hyper=now.hyper)
         elif before is None or now.label != before.label:
             self._known = {}
         self._report_names(optimizer, now.label)
@@ -137,14 +136,14 @@ class OptimizerLink:
         groups = () if self.optimizer is None else self.optimizer.param_groups
         return self.optimizer, [list(map(id, group["params"])) for group in groups]
 
-    def follow_changes(self) -> tuple[tuple[str, int | None], ...]:
+    def follow_changes(self) -> tuple[tuple[str, int], ...]:
         """Take over what has changed since the latest call: the optimizer's groups, as `set_optimizer` does, and the
-        places of parameters in the model. Return `Run.regrouped`."""
+        places of parameters in the model. Return `Run.group_of`."""
         if self.present_groups() != self._groups:
             self.set_optimizer(self.optimizer)
         else:
             self._name_parameters()
-        names, before = self._model.parameter_names(), self.frozen.group_of
+        names = self._model.parameter_names()
         groups = enumerate(self.optimizer.param_groups)
         held = {id(parameter): index for index, group in groups for parameter in group["params"]}
         now = {name: held[key] for key, name in names.items() if key in held}
@@ -158,7 +157,7 @@ class OptimizerLink:
                 " optimizer.add_param_group({'params': [the new one]})",
                 listed(replaced),
             )
-        return tuple((n, now.get(n)) for n in sorted(now | before) if now.get(n) != before.get(n))
+        return tuple(now.items())
 
     def _replace_optimizer(self, optimizer: Any) -> None:
         """Set the optimizer. If it has no state, move the previous optimizer's state to it, and leave copies."""
