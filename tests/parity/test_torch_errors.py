@@ -224,3 +224,27 @@ def test_a_write_into_others_memory_is_refused_at_its_line():
     with pytest.raises(poptorch.Error, match="another memory or size") as caught:
         poptorch.inferenceModel(forward)(copy.deepcopy(X))
     assert f"{__file__}:{forward.__code__.co_firstlineno + 1}" in str(caught.value)
+
+
+@pytest.mark.parametrize("derive", [torch.func.hessian, lambda f: torch.func.jacrev(torch.func.jacrev(f))])
+def test_a_hessian_of_each_row_is_refused_in_training_with_a_fix_that_works(derive):
+    class Curved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return torch.func.vmap(derive(lambda row: self.layer(row).tanh().sum()))(x).sum()
+
+    torch.manual_seed(0)
+    model = Curved()
+    expected = model(X).detach()
+    executor = poptorch.trainingModel(
+        model, options(accumulation=1), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    if derive is torch.func.hessian:
+        with pytest.raises(poptorch.Error, match=r"test_torch_errors\.py:\d+") as caught:
+            executor(X)
+        assert "torch.func.jacrev(torch.func.jacrev(f))" in str(caught.value)
+    else:
+        torch.testing.assert_close(executor(X).squeeze(), expected)

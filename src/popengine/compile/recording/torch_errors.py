@@ -52,6 +52,10 @@ _HINTS = {
         "an argument that is no tensor is a constant of the compiled model",
         "pass tensors: torch.from_numpy(array), torch.tensor(numbers)",
     ),
+    "devices, meta and cpu": (
+        "under torch.func.vmap torch's forward-mode derivatives make tensors that the recording does not know",
+        "use reverse mode: torch.func.jacrev(torch.func.jacrev(f)) in place of torch.func.hessian(f)",
+    ),
     "makes a tensor on|cuda|CUDA": (
         "the options say where a compiled model runs, and its tensors are there already",
         "leave `.cuda()` and `.to(device)` out of forward",
