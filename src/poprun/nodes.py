@@ -30,7 +30,7 @@ _RENEWAL = 1.0  # seconds between two writes of a record
 _WARNING_INTERVAL = 60.0  # seconds between two warnings
 
 
-class _Node:
+class _BaseNode:
     """What both kinds of nodes have. `folder` is a temporary folder of this poprun."""
 
     def __init__(self, request: CommandLine, node: Node, folder: str) -> None:
@@ -44,7 +44,7 @@ class _Node:
         return f"{self.folder}/stack-{self.round.number}-{instance}"
 
 
-class FixedNode(_Node):
+class FixedNode(_BaseNode):
     """A node that starts its share of a fixed number of instances. If it is the only one, it also restarts them."""
 
     @property
@@ -82,7 +82,7 @@ class FixedNode(_Node):
         """Do nothing: no other node knows this one."""
 
 
-class ElasticNode(_Node):
+class ElasticNode(_BaseNode):
     """A node of an elastic run. Methods may raise RunLost."""
 
     def __init__(self, request: CommandLine, node: Node, folder: str) -> None:
