@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 15
 
-.PHONY: demo demo-lightning test test-fast test-torch test-avx2 test-all kube check docs fuzz bench bench-all clean
+.PHONY: demo demo-lightning test test-fast test-torch test-avx2 test-gpu test-all kube check docs fuzz bench bench-all clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -50,6 +50,10 @@ test-fast: $(READY)
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 test-avx2: $(READY)
 	env $(AVX2) $(PYTEST) tests/parity tests/examples tests/poptorch/ops tests/popengine/compile/rewriting
+
+# On a machine with a GPU of NVIDIA or AMD, and a build of torch for it.
+test-gpu: $(READY)
+	$(BIN)/python -m pytest tests/popengine/run/test_gpu.py
 
 test-all: $(READY) test-avx2
 	$(PYTEST)

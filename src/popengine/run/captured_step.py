@@ -153,11 +153,13 @@ class CapturedStep:
         turns = range(call.done * count, (call.done + 1) * count)
         for target, batch in zip(self._inputs, call.inputs, strict=True):
             target.copy_(batch[turns.start : turns.stop], non_blocking=True)
-        keys = dict[tuple[int, int], int]()
-        for generator, micro_batch, replica, draw in self._generators:
-            key = keys.get((micro_batch, replica))
-            if key is None:
-                key = keys[micro_batch, replica] = self._rows.key_of_draws(micro_batch, replica)
+        for (
+            generator,
+            micro_batch,
+            replica,
+            draw,
+        ) in self._generators:  # in one process: see `why_not_captured`
+            key = hash_integers(*state.shared.random_state, micro_batch, replica)
             generator.manual_seed(hash_integers(key, draw))
         self._results.continue_sums(call.results)
         self._graph.replay()

@@ -73,7 +73,7 @@ def draw(
         kept = torch.empty_like(value).bernoulli_(1 - chance, generator=random)
         return value * kept / (1 - chance), kept.bool()
     func = _with_generator(func)
-    if has_generator(func):
+    if any(argument.name == "generator" for argument in func._schema.arguments):
         return func(*args, generator=random, **kwargs)
     # Of an operation without this argument, such as a fused kernel: torch's own generator gets the state.
     own = torch.random if device.type == "cpu" else torch.get_device_module(device)

@@ -132,13 +132,6 @@ class RowFunctions:
         """Return the index in the call of a micro-batch, given its index in the step."""
         return self.call.done * self.plan.micro_batches + micro_batch
 
-    def key_of_draws(self, micro_batch: int, replica: int) -> int:
-        """Return the key of the random numbers that pieces draw for a micro-batch of the running step."""
-        counts, number = self.settings.counts, self.settings.part.before + micro_batch
-        return hash_integers(
-            *self.state.shared.random_state, number, counts.instance * counts.replicas + replica
-        )
-
     # ---- forward and backward --------------------------------------------------------------------------------
 
     def _compute_function(self, row: int, replica: int) -> Work:
@@ -155,7 +148,7 @@ class RowFunctions:
         before = [name for name in task.frees if name in flowing]
         after = [name for name in task.frees if name not in flowing]
         device, counts = self.state.device, self.settings.counts
-        group = counts.input_group_of(replica)
+        group, global_replica = counts.input_group_of(replica), counts.instance * counts.replicas + replica
 
         def compute(micro_batch: int) -> None:
             call = self.call
@@ -173,7 +166,8 @@ class RowFunctions:
             for name in before:
                 del frame[name]
             if piece.draws:
-                values.append(self.generators or self.key_of_draws(micro_batch, replica))
+                numbers = self.settings.part.before + micro_batch, global_replica
+                values.append(self.generators or hash_integers(*self.state.shared.random_state, *numbers))
             try:
                 with self._checks():
                     made = codes[number](values)

@@ -1,0 +1,58 @@
+"""The engine on a real GPU (`make test-gpu`): near the CPU's numbers, and the same bits in all layouts."""
+
+import pytest
+import torch
+from small_engines import LAYOUTS, assert_same, engine_of, planned, rates, trained
+
+from popengine.run.engine import Engine
+
+GPU = torch.device("cuda", 0)
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+
+
+def on_gpu(**options):
+    return Engine(*planned(device="cuda", **options), GPU)
+
+
+@pytest.fixture(autouse=True)
+def products_in_float32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+def assert_near(one, two):
+    # The gradient of a bias before BatchNorm is a rounding error, which Adam scales up.
+    one, two = ({k: v for k, v in found.items() if not k.startswith(_BIAS)} for found in (one, two))
+    torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+
+
+_BIAS = ("a.bias", "norm.running_mean")
+
+
+# A GPU draws other random numbers.
+@pytest.mark.parametrize("name", [name for name, options in LAYOUTS.items() if "dropout" not in options])
+def test_each_layout_computes_what_the_cpu_computes(name):
+    one, two = trained(on_gpu(**LAYOUTS[name])), trained(engine_of(**LAYOUTS[name]))
+    assert_near(one, two)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_layouts_have_the_same_bits(dropout):
+    layouts = [{}, {"ipus": (0, 0, 0, 0)}, {"ipus": (0, 1, 0, 1), "order": "sharded"}, {"order": "gpipe"}]
+    first, *others = (trained(on_gpu(dropout=dropout, **layout)) for layout in layouts)
+    for other in others:
+        assert_same(other, first)
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.5}, {"kind": "adamw"}, {"counts": (2, 8, 2)}], ids=str)
+def test_replays_have_the_bits_of_steps_that_are_started_operation_by_operation(options, monkeypatch):
+    engine = on_gpu(**options)
+    one = trained(engine)
+    assert engine._queue._captured._graph is not None
+    monkeypatch.setattr("popengine.run.devices.new_graph", lambda device: None)
+    assert_same(one, trained(on_gpu(**options)))
+
+
+def test_rates_that_change_are_used_in_replays():
+    hyper = [rates("adamw", lr) for lr in (0.1, 0.01, 0.2)]
+    one, two = (trained(make(kind="adamw"), hyper=hyper) for make in (on_gpu, engine_of))
+    assert_near(one, two)
