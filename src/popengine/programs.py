@@ -21,7 +21,9 @@ def actions(plan: Plan) -> tuple[list[Action], list[list[int]]]:
     found = []
     for number, ((phase, stage), rows) in enumerate(groups.items()):
         edges = [edge for row in rows if plan.tasks[row].kind != "sum" for edge in plan.tasks[row].after]
-        after = (After(number_of[edge.row], edge.behind) for edge in edges if edge.behind is not None)
+        # Rows without a phase are no actions: the weights that other ipus send at the begin of a step.
+        edges = [edge for edge in edges if edge.behind is not None and edge.row in number_of]
+        after = (After(number_of[edge.row], edge.behind) for edge in edges)
         after = dict.fromkeys(edge for edge in after if edge != After(number, 0))
         found.append(Action(phase, stage, plan.tasks[rows[0]].ipu, tuple(after)))
     return found, list(groups.values())

@@ -93,7 +93,7 @@ class StepTasks:
         before: list[set[int]] = []
         for task in self.all:
             awaited = (key for edge in after[task.row] for key in self._awaited_tasks(edge, task))
-            before.append({number_of[key] for key in awaited if key in number_of})
+            before.append({number_of[key] for key in awaited})
         for earlier, later in pairwise(self._exchanges(rows)):
             before[number_of[later]].add(number_of[earlier])
         simulate(before, [1.0] * len(before), devices=1)  # raises Error for an order that never ends

@@ -97,7 +97,10 @@ class RowFunctions:
             self.call.results.loss_scale = scale
 
     def end_step(self) -> None:
-        """End a step of inference. In training row "end" does; without it hold gradient sums and new buffers."""
+        """Drop the prepared values of a step, and end a step of inference. In training row "end" does; without it hold
+        gradient sums and new buffers."""
+        for prepared in self._prepared:
+            prepared.clear()
         if not self.settings.training:
             self.state.end_step()
         elif not self.settings.part.ends_step:
