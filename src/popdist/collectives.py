@@ -13,13 +13,13 @@ from torch import Tensor
 
 from popengine.environment import read_launch
 from popengine.run.instances.all_reduce import AllReduce
+from popengine.run.instances.connections import Tag
 from popengine.run.instances.process_group import ProcessGroup, group_of_size
 
 __all__ = ["all_gather", "all_gather_bytes", "all_reduce", "barrier", "broadcast", "restrict_to_instances"]
 
 T = TypeVar("T")
 
-_TAG = 4  # the tag of messages; those of models begin at process_group.FIRST_TAG
 _chosen: Sequence[int] | None = None  # indices of the instances that take part; None: all
 
 
@@ -48,7 +48,9 @@ def all_reduce(value: Tensor | float, op: str = "sum") -> Any:
     else:
         flat = tensor.cpu().reshape(-1).clone()
         what = f"popdist.collectives.all_reduce({op})"
-        _after_barrier(group, what, {"value": tensor}, lambda: AllReduce(group, _TAG).all_reduce([flat]))
+        _after_barrier(
+            group, what, {"value": tensor}, lambda: AllReduce(group, Tag.COLLECTIVE).all_reduce([flat])
+        )
         tensor = flat.reshape(tensor.shape).to(tensor.device)
     if op == "mean":
         tensor = tensor / (1 if group is None else group.size)
@@ -76,7 +78,7 @@ def broadcast(values: Any, root: int = 0) -> Any:
         flat = torch.cat([_to_bytes(value) for value in tensors.values()])
         if group.ranks[group.rank] != root:
             flat.zero_()
-        AllReduce(group, _TAG).all_reduce([flat])
+        AllReduce(group, Tag.COLLECTIVE).all_reduce([flat])
         parts = flat.split([value.nbytes for value in tensors.values()])
         for value, part in zip(tensors.values(), parts, strict=True):
             value.copy_(part.clone().view(value.dtype).view(value.shape))
@@ -109,7 +111,9 @@ def all_gather_bytes(value: bytes, row: Tensor | None = None) -> bytes:
     if group is None:
         return value
     tensors = {} if row is None else {"a row": row}
-    return b"".join(_after_barrier(group, what, tensors, lambda: group.all_gather_bytes(value, _TAG, what)))
+    return b"".join(
+        _after_barrier(group, what, tensors, lambda: group.all_gather_bytes(value, Tag.COLLECTIVE, what))
+    )
 
 
 def _to_bytes(value: Tensor) -> Tensor:

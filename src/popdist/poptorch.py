@@ -42,8 +42,6 @@ class Options(poptorch.Options):
     Raises: RuntimeError, if there are several processes, and a number is not poprun's or does not divide the others
     """
 
-    _ipus_per_replica: int
-
     def __init__(self, ipus_per_replica: int | None = None, instances_per_replica: int | None = None) -> None:
         super().__init__()
         launch = read_launch()

@@ -12,6 +12,7 @@ from torch import fx
 
 from .order import After
 from .piece import Line, Phase, Piece, Value
+from .settings import Place
 
 __all__ = ["After", "Line", "Phase", "Piece", "Value"]  # beside the names defined here
 Role = Literal["parameter", "buffer", "input", "constant", "loss_scale"]
@@ -149,8 +150,9 @@ InstructionKind = Literal[
 
 
 class Instruction(NamedTuple):
-    """One thing that a row does, as if each ipu had memory of its own. In one memory `send`, `receive` and `free` have
-    nothing to do: pieces read what others have written, and a row's `frees` says when memory is freed.
+    """One thing that a row does, as if each ipu had memory of its own. At one place `send`, `receive` and `free` have
+    nothing to do: pieces read what others have written, and a row's `frees` says when memory is freed. The first
+    instruction of rows "send" and "receive" is the message between two places.
 
     kind        what `names` name                             other fields
     load        inputs: their rows of this micro-batch        keys: positions of the inputs
@@ -173,7 +175,9 @@ class Instruction(NamedTuple):
 
 
 TaskKind = Literal[
-    "copy",  # weights of an ipu that pieces of another one read
+    "copy",  # weights of an ipu that pieces of another one at the same place read
+    "send",  # a message to another place: values, weights, or nothing
+    "receive",  # that message; waits for the row "send"
     "forward",
     "backward",
     "gather",  # values of the replicas of a group
@@ -207,6 +211,11 @@ class Task:
     frees: tuple[str, ...] = ()  # the values of the micro-batch that no later row reads
     once: bool = False  # for all replicas together, and not for each replica
 
+    @property
+    def computes(self) -> bool:
+        """Return whether the row runs a piece."""
+        return self.kind in ("forward", "backward", "gather")
+
     def __str__(self) -> str:
         if not self.phase:
             return self.kind
@@ -223,9 +232,24 @@ class Plan:
     micro_batches: int  # per step and replica
     order: str  # a key of `popengine.order.ORDERS`
     state: dict[int, tuple[str, ...]]  # the slots that each ipu reads or updates in every step
+    places: dict[int, Place] = field(default_factory=dict)  # of each ipu; {}: all ipus are at one place
+
+    def is_elsewhere(self, row: int, place: Place) -> bool:
+        """Return whether a row runs at another place than `place`. Rows without an ipu run at each place."""
+        return self.places.get(self.tasks[row].ipu, place) != place
+
+    def sender_of(self, row: int) -> int:
+        """Return the row "send" of the message that a row "receive" awaits."""
+        channel = self.tasks[row].instructions[0].channel
+        sends = (edge.row for edge in self.tasks[row].after if self.tasks[edge.row].kind == "send")
+        return next(send for send in sends if self.tasks[send].instructions[0].channel == channel)
+
+    def state_at(self, place: Place) -> dict[int, tuple[str, ...]]:
+        """Return the slots of each ipu at a place."""
+        return {ipu: names for ipu, names in self.state.items() if self.places.get(ipu, place) == place}
 
     def slots_held_by(self, ipu: int) -> list[str]:
         """Return the names of the slots that an ipu holds: its state, then its copies of other ipus' weights."""
-        copies = [task for task in self.tasks if (task.kind, task.ipu) == ("copy", ipu)]
+        copies = [task for task in self.tasks if task.ipu == ipu and task.index == "step"]
         received = [x for task in copies for x in task.instructions if x.kind == "receive"]
         return [*self.state[ipu], *(name for instruction in received for name in instruction.names)]

@@ -4,11 +4,11 @@ Profiles and drawings number the instructions by these programs.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from .ir import Plan
-from .order import Action, After, draw, order_named, timeline
+from .order import Action, After, StepActions, draw, order_named, timeline
 
 
 def actions(plan: Plan) -> tuple[list[Action], list[list[int]]]:
@@ -29,6 +29,18 @@ def actions(plan: Plan) -> tuple[list[Action], list[list[int]]]:
     return found, list(groups.values())
 
 
+def bounds_of_rows(plan: Plan, cores: int) -> Iterator[tuple[int, After]]:
+    """Yield (row, edge) for each dependency by which the plan's order bounds memory, if `cores` cores share all ipus
+    (0: each ipu is a device)."""
+    found, rows_of = actions(plan)
+    computing = [[row for row in own if plan.tasks[row].computes] for own in rows_of]
+    step = StepActions(tuple(found), plan.micro_batches, cores)
+    for own, bounds in zip(computing, order_named(plan.order).all_bounds(step), strict=True):
+        for row in own:
+            if not any(edge.row in own and not edge.behind for edge in plan.tasks[row].after):
+                yield from ((row, bound._replace(row=computing[bound.row][-1])) for bound in bounds)
+
+
 def programs(plan: Plan) -> dict[int, list[tuple[int, int]]]:
     """Return each ipu's program: by ipu, (row, micro-batch) of the rows that it runs in a step, in order.
 
@@ -36,7 +48,10 @@ def programs(plan: Plan) -> dict[int, list[tuple[int, int]]]:
     """
     found, rows_of = actions(plan)
     tasks, times = timeline(found, plan.micro_batches, order_named(plan.order))
-    rows: list[tuple[int, int]] = [(r, -1) for r, task in enumerate(plan.tasks) if task.kind == "copy"]
+    at_start = (
+        r for r, task in enumerate(plan.tasks) if task.kind in ("copy", "send", "receive") and not task.phase
+    )
+    rows = [(row, -1) for row in at_start]
     rows += [(row, tasks[i][1]) for i in times.order for row in rows_of[tasks[i][0]]]
     rows += [(r, -1) for r, task in enumerate(plan.tasks) if task.kind == "update"]
     made: dict[int, list[tuple[int, int]]] = {ipu: [] for ipu in sorted(set(plan.partition.ipus))}

@@ -1,13 +1,23 @@
 """The engine's settings: frozen values that `poptorch.options.freeze_options` makes from user options."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 AutoRule = Literal["same_as_ipu", "auto_increment", "balance"]
 Outputs = Literal["final", "every_n", "all", "sum"]
 DeviceKind = Literal["cpu", "cuda", "xpu"]
+
+
+class Place(NamedTuple):
+    """Where an ipu's rows run and its values are: a process, by its index among those of the replica, and a device."""
+
+    process: int = 0
+    device: int = 0  # index in the process
+
+
+ONE_PLACE = Place()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +51,12 @@ class Counts:
     replicas: int = 1  # in this process
     groups: int = 1  # input groups: replicas of one group read the same rows
     grouping: Literal["consecutive", "orthogonal"] = "consecutive"
-    instances: int = 1  # processes that train together
-    instance: int = 0  # the index of this process
+    # Processes that train together: `instances` times `parts`. If a replica spans several processes, `parts` of them,
+    # the index of this process in its replica is `part`, and `instance` is the index of the replica.
+    instances: int = 1
+    instance: int = 0
+    parts: int = 1
+    part: int = 0
 
     @property
     def product(self) -> int:
@@ -54,6 +68,24 @@ class Counts:
         if self.grouping == "orthogonal":
             return replica % self.groups
         return replica // (self.replicas // self.groups)
+
+    @property
+    def processes(self) -> int:
+        """Return the number of processes that train together."""
+        return self.instances * self.parts
+
+    @property
+    def process(self) -> int:
+        """Return the index of this process among all."""
+        return self.instance * self.parts + self.part
+
+    def processes_of_replica(self) -> list[int]:
+        """Return the processes that this process's replica spans, by part."""
+        return [self.instance * self.parts + part for part in range(self.parts)]
+
+    def processes_of_part(self) -> list[int]:
+        """Return the processes that have the same ipus as this one, by instance."""
+        return [instance * self.parts + self.part for instance in range(self.instances)]
 
     @property
     def global_replicas(self) -> int:
@@ -168,6 +200,11 @@ class Settings:
     anchors: tuple[Anchor, ...] = ()
     replica_groups: dict[str, ReplicaGroups] = field(default_factory=dict)  # by canonical name
     part: StepPart = StepPart()
+    places: tuple[Place, ...] = ()  # of each ipu of a replica; (): all ipus are at one place
+    place: Place = ONE_PLACE  # of the engine
+    cores: int = (
+        0  # of all places, if there are several, for the bounds of the order; 0: each ipu is a device
+    )
 
     @property
     def is_eager(self) -> bool:

@@ -70,7 +70,7 @@ class Reporter:
 
     def save(self) -> None:
         """Write the profile and the page of all profiles, if an engine is attached, in instance 0."""
-        if self._running is None or self._running[0].settings.counts.instance != 0:
+        if self._running is None or self._running[0].settings.counts.process != 0:
             return
         try:
             self._make_profile(*self._running).save(self.path)
@@ -119,7 +119,7 @@ class Reporter:
             memory=tuple(
                 engine.state.memory(replica, ipu)
                 for replica in range(settings.counts.replicas)
-                for ipu in engine.plan.state
+                for ipu in engine.plan.state_at(engine.settings.place)
             ),
             tensors=tuple(held_tensors(engine.plan, executable.graph)),
             options=tuple(_changed_options(options, settings.training)),

@@ -10,7 +10,8 @@ import traffic
 
 import popdist
 from popengine.run.instances.all_reduce import AllReduce
-from popengine.run.instances.process_group import FIRST_TAG, group_of_size
+from popengine.run.instances.connections import Tag
+from popengine.run.instances.process_group import group_of_size
 
 MB = 1 << 20
 
@@ -43,7 +44,7 @@ def counted(elements):
     send = here.send
     here.send = lambda value, other, tag: (sent.append(value.nbytes), send(value, other, tag))[1]
     flat = torch.ones(elements)
-    AllReduce(here, FIRST_TAG).all_reduce([flat])
+    AllReduce(here, Tag.SUMS).all_reduce([flat])
     assert flat.eq(here.size).all()
     found = len(sent), sum(sent), established()
     popdist.synchronize()  # nobody leaves before all have counted

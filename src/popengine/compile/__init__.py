@@ -6,7 +6,8 @@ from ..errors import Error
 from ..ir import Graph, Partition, Plan
 from ..order import order_named
 from ..piece import GATHER
-from ..settings import Settings
+from ..settings import Settings, StepPart
+from ..update.optimizer_rules import OWN_STEP
 from .partition import cut_backwards, cut_pieces, partition
 from .tasks import make_plan
 
@@ -22,9 +23,36 @@ def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] 
         parts = cut_backwards(parts)
     parts = cut_pieces(parts, settings)
     done("partition")
+    _check_places(parts, settings)
     plan = make_plan(parts, settings)
     done("tasks")
     return plan
+
+
+def _check_places(partition: Partition, settings: Settings) -> None:
+    """Raise Error if the settings or the model need all ipus of a replica in one process."""
+    if not settings.places:
+        return
+    reasons = {
+        f"the model uses ipu {max(partition.ipus)}, and a replica has {len(settings.places)} ipus": (
+            max(partition.ipus) >= len(settings.places)
+        ),
+        "an optimizer without a rule of Pando's updates all parameters in one process": (
+            settings.optimizer is not None and settings.optimizer.kind == OWN_STEP
+        ),
+        "the last micro-batch has fewer rows than the others": settings.part != StepPart(),
+        "per-replica parameters are in one process": bool(settings.replica_groups),
+        "layers that gather over replicas are in one process": any(
+            p.gather_group_size for p in partition.pieces
+        ),
+        "executables for it are not compiled by inductor": not settings.is_eager,
+    }
+    for why in (why for why, is_so in reasons.items() if is_so):
+        raise Error(
+            f"a replica spans {len(set(settings.places))} processes, which this model can't\n"
+            f"  why: {why}\n"
+            "  fix: poprun --num-instances with at most as many instances as replicas; or change what is named above"
+        )
 
 
 def _check_replica_groups(partition: Partition, settings: Settings) -> None:

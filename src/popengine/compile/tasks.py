@@ -2,19 +2,20 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import chain
 from typing import Any
 
 from ..ir import After, Index, Instruction, InstructionKind, Key, Partition, Piece, Plan, Task, TaskKind
-from ..settings import Settings
+from ..programs import bounds_of_rows
+from ..settings import Place, Settings
 from ..update.optimizer_rules import RULES
 
 
 def make_plan(partition: Partition, settings: Settings) -> Plan:
-    """Return the plan of a partition: with the table of a step, and the slots that each ipu holds."""
-    counts, writer = settings.counts, _TableWriter(partition, settings)
-    micro_batches = counts.accumulation if settings.training else counts.iterations
-    return Plan(partition, writer.write(), micro_batches, settings.strategy.order, writer.state)
+    """Return the plan of a partition: with the table of a step, and the slots that each ipu holds.
+
+    The table is the same in all processes. A row reads only values that rows of its own place make, load or receive."""
+    return _TableWriter(partition, settings).write()
 
 
 class _TableWriter:
@@ -38,8 +39,12 @@ class _TableWriter:
         ]
         modes = (settings.outputs, *(anchor.outputs for anchor in settings.anchors))
         self.adds_outputs = "sum" in modes
-        # For each value and ipu, the pieces that read it and don't make it, in order of the data.
+        self.place = {ipu: settings.places[ipu] if settings.places else Place() for ipu in partition.ipus}
+        self.places = list(dict.fromkeys(self.place.values()))
+        # For each value and ipu, the pieces that read it and don't make it, in order of the data; and the first of
+        # these pieces at each place.
         self.readers: dict[tuple[str, int], list[int]] = {}
+        self.first_reader: dict[tuple[str, Place], int] = {}
         # For each ipu, the trained weights that it holds, and the untrained state that its pieces read.
         held: dict[int, set[str]] = {ipu: set() for ipu in sorted(set(partition.ipus))}
         for name in self.trained:
@@ -49,6 +54,7 @@ class _TableWriter:
             for name in partition.names_read_by(piece):
                 if partition.makers.get(name) != i:
                     self.readers.setdefault((name, ipu), []).append(i)
+                    self.first_reader.setdefault((name, self.place[ipu]), i)
                 if name not in self.trained and not partition.is_of_micro_batch(name, i):
                     held[ipu].add(name)
         slots = [slot.name for slot in signature.slots]
@@ -56,36 +62,151 @@ class _TableWriter:
         self.rows: list[Task] = []
         self.row_of: dict[int, int] = {}  # piece -> its row
         self.sums: dict[int, int] = {}  # piece -> the row of its sums
-        self.loader: dict[str, int] = {}  # an input -> the row that loads it
-        self.writer: dict[str, int] = {}  # a changed buffer's slot -> the row that writes its next value
+        # By name and place: the row that makes or receives a value, that loads an input, that receives a weight, that
+        # writes the next value of a changed buffer (its slot); and the rows that make or read a micro-batch's value.
+        self.source: dict[tuple[str, Place], int] = {}
+        self.loader: dict[tuple[str, Place], int] = {}
+        self.weights: dict[tuple[str, Place], int] = {}
+        self.writer: dict[tuple[str, Place], int] = {}
+        self.users: dict[tuple[str, Place], set[int]] = {}
         self.receives: dict[int, list[Instruction]] = {}  # piece -> how it receives values of other ipus
-        # Of each value of a micro-batch, the rows that make or read it.
-        self.users: dict[str, set[int]] = {}
+        self.messages: dict[
+            int, list[int]
+        ] = {}  # piece -> the rows that send values which the piece reads first
 
-    def write(self) -> tuple[Task, ...]:
-        """Write all rows of the table, and return them. May be called once."""
-        for source, target in permutations(self.state, 2):
-            held = self.state[source]
-            names = tuple(n for n in held if n in self.trained and (n, target) in self.readers)
-            if names:
-                channel = f"weights of {source}"
-                send = Instruction("send", names, channel=channel, peer=target)
-                receive = Instruction("receive", names, channel=channel, peer=source)
-                sent = After(self._append(Task("copy", source, index="step", instructions=(send,))))
-                self._append(Task("copy", target, index="step", after=(sent,), instructions=(receive,)))
+    def write(self) -> Plan:
+        """Write all rows of the table, and return its plan. May be called once."""
+        self._add_weights()
         for number in range(len(self.pieces)):
             self._add_piece(number)
         self._add_frees()
+        if len(self.places) > 1:
+            self._add_bounds()
         if self.trained and self.settings.part.ends_step:
             self._add_updates()
-        return tuple(self.rows)
+        return self._plan()
+
+    def _plan(self) -> Plan:
+        counts, order = self.settings.counts, self.settings.strategy.order
+        micro_batches = counts.accumulation if self.settings.training else counts.iterations
+        places = self.place if len(self.places) > 1 else {}
+        return Plan(self.partition, tuple(self.rows), micro_batches, order, self.state, places)
 
     def _append(self, task: Task, uses: Iterable[str] = ()) -> int:
         """Append a row, and return its index. `uses`: the values of a micro-batch that the row makes or reads."""
         for name in uses:
-            self.users.setdefault(name, set()).add(len(self.rows))
+            self.users.setdefault((name, self.place[task.ipu]), set()).add(len(self.rows))
         self.rows.append(task)
         return len(self.rows) - 1
+
+    # ---- messages ------------------------------------------------------------------------------------------
+
+    def _add_weights(self) -> None:
+        """Append the rows that bring weights to ipus that read those of another ipu: one message to each place."""
+        for source, held in self.state.items():
+            for place in self.places:
+                reads = {
+                    ipu: names
+                    for ipu in self.state
+                    if ipu != source
+                    and self.place[ipu] == place
+                    and (names := tuple(n for n in held if n in self.trained and (n, ipu) in self.readers))
+                }
+                origin, channel = source, f"weights of {source}"
+                if reads and place != self.place[source]:
+                    names = tuple(dict.fromkeys(chain(*reads.values())))
+                    origin = next(iter(reads))
+                    like = Task("copy", source, index="step", once=not self.settings.replica_groups)
+                    send = self._append_send(like, names, origin, channel)
+                    received = self._append_receive(send, like)
+                    self.weights.update(((name, place), received) for name in names)
+                for target, names in reads.items():
+                    if target != origin:
+                        send = Instruction("send", names, channel=channel, peer=target)
+                        receive = Instruction("receive", names, channel=channel, peer=origin)
+                        sent = After(self._append(Task("copy", origin, index="step", instructions=(send,))))
+                        self._append(
+                            Task("copy", target, index="step", after=(sent,), instructions=(receive,))
+                        )
+
+    def _append_send(
+        self, like: Task, names: tuple[str, ...], ipu: int, channel: str, after: Iterable[int] = ()
+    ) -> int:
+        """Append the row that sends a message from the ipu of row `like` to the place of `ipu`; return its index."""
+        message = Instruction("send", names, channel=f"{channel} to {ipu}", peer=ipu)
+        waits = tuple(After(row) for row in after)
+        row = replace(like, kind="send", piece=-1, after=waits, instructions=(message,), frees=())
+        return self._append(row, names if like.index == "micro_batch" else ())
+
+    def _append_receive(self, send: int, like: Task, *more: Instruction, after: Iterable[After] = ()) -> int:
+        """Append the row that receives the message of row `send`, in the phase and stage of `like`; return its index.
+        `more`: what it does then. Other ipus of its place get the values from its ipu."""
+        (sent,) = (x for x in self.rows[send].instructions if x.kind == "send")
+        message = sent._replace(kind="receive", peer=self.rows[send].ipu)
+        names = () if more or like.index == "step" else sent.names
+        handed = self._hand_on(names, sent.peer, sent.channel)
+        instructions = (message, *more, *handed)
+        waits = (After(send), *after)
+        row = replace(like, kind="receive", ipu=sent.peer, piece=-1, after=waits, instructions=instructions)
+        received = self._append(row, names)
+        self.source.update(((name, self.place[sent.peer]), received) for name in names)
+        return received
+
+    def _hand_on(self, names: Iterable[str], ipu: int, channel: str) -> list[Instruction]:
+        """Return the instructions by which an ipu sends values to the ipus of its place that read them."""
+        found = []
+        for other in self.state:
+            read = tuple(name for name in names if (name, other) in self.readers)
+            if read and other != ipu and self.place[other] == self.place[ipu]:
+                found.append(Instruction("send", read, channel=channel, peer=other))
+                receive = Instruction("receive", read, channel=channel, peer=ipu)
+                first = min(self.readers[name, other][0] for name in read)
+                self.receives.setdefault(first, []).append(receive)
+        return found
+
+    def _add_sends(self, number: int) -> None:
+        """Append rows that send a piece's values to other places that read them, and next values of buffers to other
+        places that hold these. A buffer's receive is in the order of micro-batches, and after earlier readers."""
+        task, piece, channel = self.rows[self.row_of[number]], self.pieces[number], str(self.pieces[number])
+        for place in self.places:
+            if place == self.place[task.ipu]:
+                continue
+            written = (name for name in piece.writes if name in self.partition.makers)
+            firsts = {n: self.first_reader[n, place] for n in written if (n, place) in self.first_reader}
+            if firsts:
+                first = min(firsts.values())
+                ipu = self.partition.ipus[self.pieces[first].stage]
+                send = self._append_send(task, tuple(firsts), ipu, channel, [self.row_of[number]])
+                self.messages.setdefault(first, []).append(send)
+            here = [ipu for ipu in self.state if self.place[ipu] == place]
+            held = {name: ipu for ipu in reversed(here) for name in self.state[ipu]}  # the first of its ipus
+            written = self._graph_results_of(piece, "buffer")
+            if kept := [(name, key) for name, key in written if self.buffers[key] in held]:
+                slots = [self.buffers[key] for _, key in kept]
+                (keep,) = _instruction_if_any("keep", kept)
+                send = self._append_send(
+                    task, keep.names, held[slots[0]], f"{piece} buffers", [self.row_of[number]]
+                )
+                readers = chain(*(self.readers.get((slot, ipu), ()) for slot in slots for ipu in here))
+                earlier = sorted({After(self.row_of[i]) for i in readers if i in self.row_of})
+                edges = [*earlier, After(len(self.rows), 1)]
+                received = self._append_receive(send, task, keep, after=edges)
+                self.writer.update(((slot, place), received) for slot in slots)
+
+    def _add_bounds(self) -> None:
+        """Add the bounds of the order to the rows. A bound over places is a message without values."""
+        tokens: dict[tuple[int, Place], int] = {}
+        for row, bound in bounds_of_rows(plan := self._plan(), self.settings.cores):
+            task, end = self.rows[row], self.rows[bound.row]
+            place = self.place[task.ipu]
+            if bound.behind is not None and bound.behind >= plan.micro_batches:
+                continue
+            if self.place[end.ipu] != place:
+                if (bound.row, place) not in tokens:
+                    send = self._append_send(end, (), task.ipu, f"end of {end}", [bound.row])
+                    tokens[bound.row, place] = self._append_receive(send, self.rows[send])
+                bound = bound._replace(row=tokens[bound.row, place])
+            self.rows[row] = replace(task, after=(*task.after, bound))
 
     # ---- pieces --------------------------------------------------------------------------------------------
 
@@ -96,33 +217,42 @@ class _TableWriter:
     def _add_piece(self, number: int) -> None:
         """Append the row of a piece; also a `sum` row if the piece writes gradients, or outputs to sum."""
         partition, piece = self.partition, self.pieces[number]
+        ipu = partition.ipus[piece.stage]
+        here = self.place[ipu]
+        kind: TaskKind = "forward" if piece.phase == "F" else "backward"
+        if piece.gather_group_size:  # and does nothing else: see `cut_pieces`
+            kind = "gather"
+        task = Task(kind, ipu, piece.stage, piece.phase, piece=number)
+        for send in self.messages.get(number, ()):
+            self._append_receive(send, task)
         flowing = [name for name in piece.reads if partition.is_of_micro_batch(name, number)]
         makers = [partition.makers[name] for name in flowing if name in partition.makers]
-        makers_rows = {self.row_of[maker] for maker in makers}
-        makers_rows |= {self.loader[name] for name in flowing if name in self.loader}
+        makers_rows = {self.source[name, here] for name in flowing if name in partition.makers}
+        makers_rows |= {self.loader[name, here] for name in flowing if (name, here) in self.loader}
+        read = {(name, here) for name in partition.names_read_by(piece)}
+        makers_rows |= {self.weights[name] for name in read & self.weights.keys()}
         group = max(1, piece.gather_group_size, *(self.pieces[maker].gather_group_size for maker in makers))
         after = [After(row, 0, group) for row in sorted(makers_rows)]
         row = self.row_of[number] = len(self.rows)
         if self.settings.finite_checks or has_side_effects(piece):
             after.append(After(row, 1))
-        kind: TaskKind = "forward" if piece.phase == "F" else "backward"
-        if piece.gather_group_size:  # and does nothing else: see `cut_pieces`
-            kind = "gather"
         stores = _instruction_if_any("store", self._graph_results_of(piece, "output", "input"))
         sums = _instruction_if_any("accumulate", self._graph_results_of(piece, "gradient"))
         sums += stores if self.adds_outputs else []
         own, freed = self._instructions_of_piece(number, [] if self.adds_outputs else stores)
-        task = Task(kind, partition.ipus[piece.stage], piece.stage, piece.phase, piece=number)
         instructions = (*own, *(() if sums else freed))
         self._append(replace(task, after=tuple(after), instructions=instructions), [*flowing, *piece.writes])
         for name in flowing:
             if name in self.inputs:
-                self.loader.setdefault(name, row)
-        self.writer.update({self.buffers[key]: row for _, key in self._graph_results_of(piece, "buffer")})
+                self.loader.setdefault((name, here), row)
+        self.source.update(((name, here), row) for name in piece.writes)
+        buffers = (self.buffers[key] for _, key in self._graph_results_of(piece, "buffer"))
+        self.writer.update(((slot, here), row) for slot in buffers)
         if sums:
             task = replace(task, kind="sum", after=(After(row), After(row + 1, 1)))
             added = [name for instruction in sums for name in instruction.names]
             self.sums[number] = self._append(replace(task, instructions=(*sums, *freed)), added)
+        self._add_sends(number)
 
     def _instructions_of_piece(
         self, number: int, stores: list[Instruction]
@@ -136,14 +266,12 @@ class _TableWriter:
         done = tuple(n for n in piece.writes if n in self.fixed or readers[n][-1] <= number)
         found = [*self.receives.get(number, ()), *_instruction_if_any("load", loads)]
         found.append(Instruction("compute", tuple(last), piece=number))
-        for other in self.state:
-            names = tuple(n for n in piece.writes if n in partition.makers and (n, other) in self.readers)
-            if names and other != ipu:
-                channel, first = str(piece), min(self.readers[name, other][0] for name in names)
-                found.append(Instruction("send", names, channel=channel, peer=other))
-                receive = Instruction("receive", names, channel=channel, peer=ipu)
-                self.receives.setdefault(first, []).append(receive)
-        found += [*_instruction_if_any("keep", self._graph_results_of(piece, "buffer")), *stores]
+        found += self._hand_on([n for n in piece.writes if n in partition.makers], ipu, str(piece))
+        held = {
+            name for each in self.state if self.place[each] == self.place[ipu] for name in self.state[each]
+        }
+        kept = [(n, key) for n, key in self._graph_results_of(piece, "buffer") if self.buffers[key] in held]
+        found += [*_instruction_if_any("keep", kept), *stores]
         return found, [Instruction("free", done)] if done else []
 
     def _add_frees(self) -> None:
@@ -151,17 +279,17 @@ class _TableWriter:
         that use a changed buffer also wait for the row that writes it in the previous micro-batch."""
         writers: dict[int, set[int]] = {}  # row -> the rows that write the changed buffers which the row uses
         for number, row in self.row_of.items():
-            piece = self.pieces[number]
-            read = [name for name in piece.reads if not self.partition.is_of_micro_batch(name, number)]
-            writers[row] = {self.writer[name] for name in read if name in self.writer}
+            piece, here = self.pieces[number], self.place[self.rows[row].ipu]
+            read = {(n, here) for n in piece.reads if not self.partition.is_of_micro_batch(n, number)}
+            writers[row] = {self.writer[name] for name in read & self.writer.keys()}
             writers[row] |= {row}.intersection(self.writer.values())
             if piece.gather_group_size:  # another replica stacks the values that it gathers
-                users = set().union(*(self.users[name] for name in piece.writes)) - {row}
-                for name in self.users.keys() & set(piece.reads):
+                users = set().union(*(self.users[name, here] for name in piece.writes)) - {row}
+                for name in self.users.keys() & {(name, here) for name in piece.reads}:
                     self.users[name] |= users
         frees: dict[int, list[str]] = {}
         waits: dict[int, set[int]] = {}
-        for name, rows in self.users.items():
+        for (name, _), rows in self.users.items():
             last = max(rows)
             task = self.rows[last]
             if (task.kind, task.phase) == ("backward", "W") and task.piece in self.sums:
@@ -193,16 +321,19 @@ class _TableWriter:
         assert optimizer is not None
         ends = (*self.row_of.values(), *self.sums.values())
         ready = [After(row, None, counts.replicas) for row in ends]
+        messages = (row for row, task in enumerate(self.rows) if task.kind in ("send", "receive"))
+        ready += [After(row, None, counts.replicas) for row in messages]
         if counts.instances > 1:
-            # One row after another, in the same order in all processes.
+            # One row after another, in the same order in all processes that have the same ipus.
             gathers = [(row, task.piece) for row, task in enumerate(self.rows) if task.kind == "gather"]
             several = [row for row, n in gathers if self.pieces[n].gather_group_size > counts.replicas]
-            before = [After(row, None) for row in several]
+            before = {place: [After(row, None) for row in several] for place in self.places}
             for number, row in self.sums.items():
                 if any(x.kind == "accumulate" for x in self.rows[row].instructions):
-                    after = [After(row, None), *before]
-                    before = [self._add_step_row("exchange", after, ipu=self.rows[row].ipu, piece=number)]
-            ready += before
+                    ipu = self.rows[row].ipu
+                    after = [After(row, None), *before[self.place[ipu]]]
+                    before[self.place[ipu]] = [self._add_step_row("exchange", after, ipu=ipu, piece=number)]
+            ready += chain(*before.values())
         if settings.measures_gradients:
             ready.append(self._add_step_row("norm", ready, index="parameter"))
         begin = self._add_step_row("begin", ready)

@@ -160,6 +160,10 @@ class Results:
             return torch.tensor(self.loss_scale)
         return self._to_host(self._outputs[int(anchor.key)] if anchor.is_output else self.weights[anchor])
 
+    def buffers(self) -> dict[int | Anchor, ResultBuffer]:
+        """Return all buffers, by index of the result or anchor of the weight."""
+        return {**self._outputs, **self._written, **self.weights}
+
     def rows(self, anchor: Anchor) -> Tensor:
         """Return the values of an anchored output, of their own type, on the CPU: each value is a row."""
         return self._outputs[int(anchor.key)].values.cpu()

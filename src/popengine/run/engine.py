@@ -14,16 +14,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..errors import UnrecoverableError
+from ..errors import Error, UnrecoverableError
 from ..ir import Plan
+from ..places import check_order
 from ..settings import Hyper, Settings
 from . import devices
 from .backends.eager import build
 from .call import EngineCall, Results
 from .devices import with_aligned_micro_batches
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
+from .instances.connections import Tag
 from .instances.consistency import Fingerprint, fingerprint_of_plan, hash_weights, rates_as_texts
 from .instances.process_group import group_of_size
+from .mailbox import Mailbox, ProcessMailbox
 from .ready_queue import ReadyQueue
 from .recorder import Recorder
 from .row_functions import RowFunctions
@@ -31,7 +34,6 @@ from .state import State
 from .train_state import OptimizerState, TrainState, write
 
 logger = logging.getLogger("popengine")
-_BUFFERS_TAG = 10  # of messages
 
 _OVERFLOW = (
     "gradients of step %d hold an infinity or a NaN, and so will the weights: the loss scale is %g\n"
@@ -44,16 +46,27 @@ class Engine:
     """A loaded plan, and the threads that run its calls. Engines of an executor share `shared`."""
 
     def __init__(
-        self, plan: Plan, settings: Settings, shared: TrainState, device: torch.device | None = None
+        self,
+        plan: Plan,
+        settings: Settings,
+        shared: TrainState,
+        device: torch.device | None = None,
+        mail: Mailbox | None = None,
     ) -> None:
-        several = settings.training and settings.counts.instances > 1
-        self._group = group_of_size(settings.counts.instances) if several else None
+        if plan.places:
+            check_order(plan)
+        counts = settings.counts
+        several = settings.training and counts.instances > 1
+        self._group = group_of_size(counts.processes) if several or counts.parts > 1 else None
         if self._group is not None:
             what = f"compilation{' for other inputs' if shared.engines else ''}"
             weights = {} if shared.engines else shared.find_weights()
             seed, _ = shared.random_state
             self._group.barrier(what, fingerprint_of_plan(plan, settings, weights, seed))
         self.plan, self.settings = plan, settings
+        if mail is None and self._group is not None and plan.places:
+            mail = ProcessMailbox(self._group, plan, settings)
+        self._peers = mail or self._group  # None: this process trains alone
         device = device or devices.device_of(settings.device)
         devices.keep_freed_memory()
         # Threads refer to the state and not to the engine: they end when nothing else refers to the engine.
@@ -62,7 +75,7 @@ class Engine:
         if self._group is not None:
             if not shared.engines:
                 shared.confirm(self._state.bound_parameters())
-            if shared.owner and not shared.shard_name:
+            if (shared.owner or plan.places) and not shared.shard_name:
                 shared.shard_name = self._group.publish_state(shared)
         shared.engines += 1
         self._has_warned = False  # of overflowing gradients
@@ -76,7 +89,11 @@ class Engine:
             from .backends import inductor  # slow to import
 
             codes = inductor.load_pieces(plan.partition, device)
-        self._rows = RowFunctions(plan, settings, self._state, codes, self._group)
+        # The processes that have the same ipus as this one sum gradients.
+        sums = self._group if several else None
+        if sums is not None and counts.parts > 1:
+            sums = sums.among(counts.processes_of_part())
+        self._rows = RowFunctions(plan, settings, self._state, codes, sums, mail)
         cores = devices.core_count(settings.device)
         per_operation = threads_per_operation(plan, settings, cores)
         self._queue = ReadyQueue(self._rows, cores // per_operation, per_operation)
@@ -170,18 +187,22 @@ class Engine:
         return found
 
     def _fingerprint(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Fingerprint:
-        """Return the fingerprint of a call, written weights included: it has to be equal in all processes."""
-        assert hyper is not None
+        """Return the fingerprint of a call, written weights included: it has to be equal in all processes; the batch,
+        in those of a replica."""
         seed, step = self._state.shared.random_state
         factor = repr(float(self._state.shared.loss_factor))
         texts: dict[str, dict[str, str]] = {
-            "rates": rates_as_texts(hyper),
+            "rates": {} if hyper is None else rates_as_texts(hyper),
             "state": {"updates so far": str(step), "loss scaling factor": factor},
             "seed": {"random seed": str(seed)},
             "input": {str(index): f"{tuple(value.shape)}" for index, value in enumerate(inputs)},
         }
+        counts = self.settings.counts
         if written := self._state.shared.unconfirmed(self._state.bound_parameters()):
-            texts["value"] = hash_weights(written)
+            texts[f"value@part {counts.part}" if counts.parts > 1 else "value"] = hash_weights(written)
+        if counts.parts > 1:
+            numbered = {str(number): value for number, value in enumerate(inputs)}
+            texts[f"batch@replica {counts.instance}"] = hash_weights(numbered)
         return texts
 
     def _await_idle(self) -> None:
@@ -191,16 +212,16 @@ class Engine:
             return
         if not call.is_over:
             call.stop()
-            if self._group is not None and not call.is_committed:
-                self._group.abort(f"was interrupted at {call.name}")
+            if self._peers is not None and not call.is_committed:
+                self._peers.abort(f"was interrupted at {call.name}")
             while True:
                 try:
                     self._queue.wait_until_idle()
                     break
                 except KeyboardInterrupt:  # a second Ctrl-C: the call is stopping already
                     continue
-            if self._group is not None and call.done < call.steps:
-                self._group.abort(f"was interrupted at {call.name}")
+            if self._peers is not None and call.done < call.steps:
+                self._peers.abort(f"was interrupted at {call.name}")
             # Some libraries have one number of threads for the process, which another thread may have set.
             torch.set_num_threads(torch.get_num_threads())
         if self._rows.updates.is_writing:
@@ -233,6 +254,11 @@ class Engine:
 
     def average_buffers(self) -> None:
         """Set the floating point buffers that forward changes to their means over all replicas of all processes."""
+        if self.plan.places:
+            raise Error(
+                "the mean of running statistics over replicas is not computed if a replica spans several processes\n"
+                "  fix: leave the call out: the running statistics of replica 0 are saved"
+            )
         with self._call_lock:
             self._await_idle()
             results = self.plan.partition.signature.results
@@ -246,7 +272,7 @@ class Engine:
             if self._group is None:
                 tree_sum(leaf_nodes([flat] for flat in flats))
             else:
-                what, reduction = "the mean of running statistics", AllReduce(self._group, _BUFFERS_TAG)
+                what, reduction = "the mean of running statistics", AllReduce(self._group, Tag.BUFFERS)
                 fingerprint = {"buffers": {b.key: str(b.shape) for b in buffers}}
                 self._group.barrier(what, fingerprint, lambda: reduction.all_reduce(flats))
             flat = flats[0] / self.settings.counts.global_replicas

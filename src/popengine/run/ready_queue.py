@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..order import After, StepActions, order_named, simulate, timeline
-from ..programs import actions
+from ..programs import actions, bounds_of_rows
 from . import devices
 from .call import EngineCall
 from .captured_step import CapturedStep
@@ -89,10 +89,12 @@ class StepTasks:
             ),
             key=self._sort_key,
         )
+        self.receives = {n for n, task in enumerate(self.all) if plan.tasks[task.row].kind == "receive"}
         number_of = {(task.row, task.index, task.replica): number for number, task in enumerate(self.all)}
         before: list[set[int]] = []
         for task in self.all:
-            awaited = (key for edge in after[task.row] for key in self._awaited_tasks(edge, task))
+            here = (edge for edge in after[task.row] if not plan.is_elsewhere(edge.row, rows.settings.place))
+            awaited = (key for edge in here for key in self._awaited_tasks(edge, task))
             before.append({number_of[key] for key in awaited})
         for earlier, later in pairwise(self._exchanges(rows)):
             before[number_of[later]].add(number_of[earlier])
@@ -105,23 +107,22 @@ class StepTasks:
         self.first = [number for number, needs in enumerate(before) if not needs]
 
     def _sort_key(self, task: BoundTask) -> tuple[Any, ...]:
-        """Return the sort key of a task: sums first, then others by the plan's order, then those of a step by row."""
+        """Return the sort key of a task: messages first, then sums, then others by the plan's order, then those of a
+        step by row."""
         row, own = self._plan.tasks[task.row], (task.index, task.row, task.replica)
+        if row.kind in ("send", "receive"):
+            return -1, task.row, own
         if row.index != "micro_batch":
             return 2, task.row, own
         action = self._step.actions[self._action_of[task.row]]
         return row.kind != "sum", self._order.key(self._step, action, task.index), own
 
     def _edges_of_rows(self) -> list[list[After]]:
-        """Return the edges of each row: those of the table, and those by which the order bounds memory."""
-        rows = self._plan.tasks
-        found = [list(task.after) for task in rows]
-        for own, bounds in zip(self._rows_of, self._order.all_bounds(self._step), strict=True):
-            for bound in bounds:
-                end = next(row for row in reversed(self._rows_of[bound.row]) if rows[row].kind != "sum")
-                for row in own:
-                    if not any(edge.row in own and not edge.behind for edge in rows[row].after):
-                        found[row].append(bound._replace(row=end))
+        """Return the edges of each row: those of the table, and those by which the order bounds memory, which the table
+        of several places has already."""
+        found = [list(task.after) for task in self._plan.tasks]
+        for row, edge in () if self._plan.places else bounds_of_rows(self._plan, self._step.cores):
+            found[row].append(edge)
         return found
 
     def _exchanges(self, rows: RowFunctions) -> list[tuple[int, int, int]]:
@@ -176,7 +177,8 @@ class ReadyQueue:
         self._is_shared = False  # whether cores other than core 0 take tasks
         self._measured_count, self._spent = 2 * JUDGED if threads == 1 else 0, 0.0
         self._inbox: SimpleQueue[EngineCall | SimpleQueue[None] | None] = SimpleQueue()
-        sender = [_SENDER] if rows.settings.training and rows.settings.counts.instances > 1 else []
+        communicates = rows.mail or (rows.settings.training and rows.settings.counts.instances > 1)
+        sender = [_SENDER] if communicates else []
         self._all = [threading.Thread(target=self._serve_engine_calls, name="core 0", daemon=True)]
         for core in [*range(1, threads), *sender]:
             work = partial(self._run_tasks_until_closed, core)
@@ -242,6 +244,7 @@ class ReadyQueue:
             self._run_step()
             self._rows.end_step()
             call.finish_step()
+        self._rows.share_results()
 
     def _run_step(self) -> None:
         """Run the tasks of a step; raise the first error."""
@@ -322,12 +325,26 @@ class ReadyQueue:
             self._changed.notify_all()
 
     def _add_ready(self, number: int) -> None:
-        """Add a ready task to the heap of its threads; wake the thread that communicates, but no core."""
+        """Add a ready task to the heap of its threads; wake the thread that communicates, but no core. A receive is
+        ready when its message is here, so that no core waits for a message."""
+        if number in self._tasks.receives:
+            task, mail = self._tasks.all[number], self._rows.mail
+            assert mail is not None
+            key = self._rows.message_key(task.row, task.index, task.replica)
+            if not mail.is_here(key, partial(self._add_arrived, number, self._missing)):
+                return
         if self._tasks.all[number].communicates:
             heappush(self._to_send, number)
             self._to_send_changed.notify()
         else:
             heappush(self._ready, number)
+
+    def _add_arrived(self, number: int, missing: list[int]) -> None:
+        """Add a receive whose message has arrived to the ready tasks, unless its step (`missing`) has ended."""
+        with self._changed:
+            if self._failure is None and missing is self._missing:
+                heappush(self._ready, number)
+                self._changed.notify_all()
 
     def _measure_task(self, seconds: float) -> None:
         """Let other cores run tasks once the mean of `JUDGED` tasks, after a warm-up, is above `WORTH_SHARING`."""

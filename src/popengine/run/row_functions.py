@@ -5,10 +5,9 @@ them to the last row that reads them. All ipus share a frame without copies: pie
 """
 
 import sys
-import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -16,19 +15,19 @@ from torch import Tensor
 
 from .. import ir
 from ..errors import Error, RunError
-from ..settings import Settings
+from ..settings import Anchor, Place, Settings
 from ..torch_private import storage_use_count
-from .backends.eager import Code, FiniteCheck, build, user_line
+from .backends.eager import Code, FiniteCheck, user_line
 from .call import EngineCall, Stopped
 from .devices import upload
 from .instances.all_reduce import all_gather_rows
-from .instances.connections import PeerFailed, PeerLost
-from .instances.process_group import ProcessGroup
+from .instances.connections import Connections, PeerFailed, PeerLost, Subset, Tag
+from .mailbox import Mailbox, MessageKey
+from .prepared_values import PreparedValues
 from .random_draws import hash_integers
 from .state import State
 from .updating import Updates, Work
 
-_GATHER_TAG = 8  # of messages
 _FRAME, _STATE, _BUFFER, _PREPARED = range(4)  # where a piece reads a value; _BUFFER: the step's new buffers
 
 
@@ -41,14 +40,19 @@ class RowFunctions:
         settings: Settings,
         state: State,
         codes: Sequence[Code],
-        group: ProcessGroup | None,
+        group: Connections | Subset | None,
+        mail: Mailbox | None,
     ) -> None:
         self.plan, self.settings, self.state, self._group = plan, settings, state, group
+        self.mail = mail  # None: all ipus are at one place
+        self._senders = {
+            row: plan.sender_of(row) for row, task in enumerate(plan.tasks) if task.kind == "receive"
+        }
         replicas = range(settings.counts.replicas)
         # By replica and piece. A recorder replaces the functions of replica 0.
         self.codes: list[list[Code]] = [list(codes) for _ in replicas]
         self.frames: list[dict[int, dict[str, Tensor]]] = [{} for _ in replicas]
-        self.updates = Updates(plan, settings, state, group)
+        self.updates = Updates(plan, settings, state, group, mail)
         self._prepared = [PreparedValues(plan, state, replica) for replica in replicas]
         self.call: EngineCall
         self.generators: Iterator[torch.Generator] | None = None  # of all draws, while a step is captured
@@ -60,8 +64,14 @@ class RowFunctions:
         self._checks = FiniteCheck if settings.finite_checks else nullcontext
 
     def bind(self, row: int, replica: int) -> Work | None:
-        """Return the function that runs a row for a replica, given the row's index; None: nothing to do."""
+        """Return the function that runs a row for a replica, given the row's index; None: nothing to do here."""
+        if self.plan.is_elsewhere(row, self.settings.place):
+            return None
         match self.plan.tasks[row].kind:
+            case "send":
+                return partial(self._send, row, replica)
+            case "receive":
+                return partial(self._receive, row, replica)
             case "forward" | "backward":
                 return self._compute_function(row, replica)
             case "gather":
@@ -77,7 +87,8 @@ class RowFunctions:
         task = self.plan.tasks[row]
         if task.kind == "gather":
             return self.plan.partition.pieces[task.piece].gather_group_size > self.settings.counts.replicas
-        return task.kind in ("exchange", "share") or (task.kind == "begin" and self._group is not None)
+        is_alone = self._group is None and self.mail is None
+        return task.kind in ("exchange", "share") or (task.kind == "begin" and not is_alone)
 
     # ---- a call --------------------------------------------------------------------------------------------
 
@@ -87,6 +98,8 @@ class RowFunctions:
 
     def begin_step(self) -> None:
         """Begin a step: reset the state's buffers, copy the weights that are anchors, set the loss scale."""
+        if self.mail is not None:
+            self.mail.begin_step()
         self.state.begin_step()
         self._copy_anchored_weights("weight")
         if self.call.hyper is not None:
@@ -108,8 +121,9 @@ class RowFunctions:
 
     def wake_peers(self, error: BaseException) -> None:
         """Close the connections after an error, which wakes peers. Ignore Stopped, and errors from peers."""
-        if self._group is not None and not isinstance(error, (PeerFailed, PeerLost, Stopped)):
-            self._group.abort(f"failed at {self.call.name}: {error}")
+        peers = self.mail or self._group
+        if peers is not None and not isinstance(error, (PeerFailed, PeerLost, Stopped)):
+            peers.abort(f"failed at {self.call.name}: {error}")
 
     def end_call(self) -> None:
         """Drop all frames, prepared values and gradients. To be called after each call, also a failed one."""
@@ -119,13 +133,36 @@ class RowFunctions:
         self.updates.clear_step()
 
     def _copy_anchored_weights(self, source: str) -> None:
-        """Copy the weights that have an anchor with this source ("weight" or "updated") to the results."""
+        """Copy this place's weights with an anchor of this source ("weight" or "updated") to the results."""
         iterations = [self.call.done] if self.settings.training else range(self.settings.counts.iterations)
-        for anchor in (anchor for anchor in self.settings.anchors if anchor.source == source):
+        own = (
+            a
+            for a in self.settings.anchors
+            if a.source == source and self._place_of(a) == self.settings.place
+        )
+        for anchor in own:
             for replica, values in enumerate(self.state.values):
                 for iteration in iterations:
                     value = values[self.state.slot_of[anchor.key]]
                     self.call.results.weights[anchor].put(iteration, replica, value)
+
+    def _place_of(self, result: int | Anchor) -> Place:
+        """Return the place that has a result: that of the row that stores it, or that of the weight's ipu."""
+        if isinstance(result, int):
+            kept = ((task.ipu, key) for task in self.plan.tasks for _, key in _names_and_keys(task, "store"))
+            stored = (ipu for ipu, key in kept if key == str(result))
+        else:
+            slot = self.state.slot_of[result.key]
+            stored = (ipu for ipu, names in self.plan.state.items() if slot in names)
+        return self.plan.places.get(next(stored), self.settings.place)
+
+    def share_results(self) -> None:
+        """Send the results that this place has to the other places, and receive theirs."""
+        if self.mail is not None:
+            buffers = self.call.results.buffers()
+            self.mail.share(
+                [b.values for b in buffers.values()], [self._place_of(result) for result in buffers]
+            )
 
     def _end_updates(self, _: int) -> None:
         self.updates.end_step()
@@ -142,7 +179,8 @@ class RowFunctions:
         task, partition = self.plan.tasks[row], self.plan.partition
         piece, number = partition.pieces[task.piece], task.piece
         frames, codes, prepared = self.frames[replica], self.codes[replica], self._prepared[replica]
-        earlier = {name for other in self.plan.tasks[:row] for name, _ in _names_and_keys(other, "load")}
+        before = [i for i in range(row) if not self.plan.is_elsewhere(i, self.settings.place)]
+        earlier = {name for i in before for name, _ in _names_and_keys(self.plan.tasks[i], "load")}
         loads = [(name, int(key)) for name, key in _names_and_keys(task, "load") if name not in earlier]
         stores = _names_and_keys(task, "store")
         slots = [(name, self.state.slot_of[key]) for name, key in _names_and_keys(task, "keep")]
@@ -213,6 +251,37 @@ class RowFunctions:
             f"  at {user_line(piece, error)}\n"
             f"  {left}; the executor can be called again{fix}"
         )
+
+    # ---- messages --------------------------------------------------------------------------------------------
+
+    def message_key(self, row: int, index: int, replica: int) -> MessageKey:
+        """Return the key of the message that a row "receive" awaits."""
+        return self._senders[row], index, replica
+
+    def _send(self, row: int, replica: int, index: int) -> None:
+        """Send the values that a row "send" names to another place."""
+        assert self.mail is not None
+        task = self.plan.tasks[row]
+        message = task.instructions[0]
+        source = self.state.values[replica] if task.index == "step" else self.frames[replica][index]
+        values = [source[name] for name in message.names]
+        self.mail.send(self.plan.places[message.peer], (row, index, replica), values)
+        for name in task.frees:
+            del source[name]
+
+    def _receive(self, row: int, replica: int, index: int) -> None:
+        """Put the values of a message, which is here, into the frame, the new buffers or, of the step, the weights."""
+        assert self.mail is not None
+        task = self.plan.tasks[row]
+        names, values = task.instructions[0].names, self.mail.take(self.message_key(row, index, replica))
+        if task.index == "step":
+            for target in self.state.values if task.once else [self.state.values[replica]]:
+                target.update(zip(names, values, strict=True))
+        elif kept := _names_and_keys(task, "keep"):
+            slots = [self.state.slot_of[key] for _, key in kept]
+            self.state.new_buffers[replica].update(zip(slots, values, strict=True))
+        else:
+            self.frames[replica].setdefault(index, {}).update(zip(names, values, strict=True))
 
     # ---- sums and results ------------------------------------------------------------------------------------
 
@@ -290,9 +359,9 @@ class RowFunctions:
                 return
             found = torch.stack([self.frames[member][micro_batch][value] for member in members])
             if size > counts.replicas:
-                assert self._group is not None
+                assert isinstance(self._group, Connections)
                 ranks = [(before + start) // counts.replicas + i for i in range(size // counts.replicas)]
-                found = all_gather_rows(self._group, ranks, _GATHER_TAG, found)
+                found = all_gather_rows(self._group, ranks, Tag.GATHER, found)
             for member in members:
                 rows = found[:, (before + member) % size].contiguous() if exchanges else found
                 self.frames[member][micro_batch][line.name] = rows
@@ -331,40 +400,3 @@ def _reference_counts_in_frame() -> tuple[int, int]:
 
 
 _ALONE = _reference_counts_in_frame()
-
-
-class PreparedValues:
-    """The prepared values of one replica: computed from weights once per step, such as casts. Thread-safe."""
-
-    def __init__(self, plan: ir.Plan, state: State, replica: int) -> None:
-        makers, pieces = plan.partition.prepared, plan.partition.pieces
-        self._names = [tuple(n for n in piece.reads if n in makers) for piece in pieces]  # by piece
-        self._uses = Counter(name for names in self._names for name in names)  # per micro-batch
-        self._makers = {name: (build(makers[name], device=state.device), makers[name]) for name in self._uses}
-        self._micro_batches, self._state, self._replica = plan.micro_batches, state, replica
-        self._made: dict[str, Tensor] = {}
-        self._left: dict[str, int] = {}  # remaining uses of each value in `_made`
-        self._lock = threading.Lock()
-
-    def values_for(self, piece: int) -> dict[str, Tensor]:
-        """Return the prepared values that piece number `piece` reads, by name. Call it once per piece and micro-batch:
-        a value is computed at its first use in a step, and dropped at its last."""
-        names = self._names[piece]
-        if not names:
-            return {}
-        with self._lock:
-            return {name: self._value(name) for name in names}
-
-    def _value(self, name: str) -> Tensor:
-        """Return the prepared value `name` for one use."""
-        if name not in self._made:
-            code, piece = self._makers[name]
-            values = self._state.values[self._replica]
-            (self._made[name],) = code([values[read] for read in piece.reads])
-            self._left[name] = self._micro_batches * self._uses[name]
-        self._left[name] -= 1
-        return self._made[name] if self._left[name] else self._made.pop(name)
-
-    def clear(self) -> None:
-        """Drop all prepared values."""
-        self._made.clear()

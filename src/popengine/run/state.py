@@ -48,7 +48,8 @@ class State:
         self._loss_scale = 1.0
         signature = plan.partition.signature
         self.slot_of = {slot.key: slot.name for slot in signature.parameters_and_buffers}
-        names = {name for names in plan.state.values() for name in names}
+        here = plan.state_at(settings.place)
+        names = {name for names in here.values() for name in names}
         self._slots = {slot.name: slot for slot in signature.slots if slot.name in names}
         self._weights = [slot for slot in self._slots.values() if slot.role in WEIGHTS]
         self._changed = [name for name in self._slots if name in signature.changed_buffers]
@@ -77,11 +78,14 @@ class State:
                 else:
                     fixed[slot.name] = torch.ones(slot.shape, dtype=slot.dtype, device=device)
             self.values: list[dict[str, Tensor]] = [dict(fixed) for _ in replicas]
-        # The ipu that updates each trained parameter, by canonical name; `units` are in the same order.
-        held = [(self._slots[name], ipu) for ipu, names in plan.state.items() for name in names]
-        self.ipu_of = {s.key: ipu for s, ipu in held if s.role == "parameter" and s.key in trained}
+        # The ipu that updates each trained parameter, by canonical name; `all_units` are in the same order, and `units`
+        # are those of this place.
+        key_of = {name: key for key, name in self.slot_of.items()}
+        held = [(key_of.get(name), ipu) for ipu, names in plan.state.items() for name in names]
+        self.ipu_of = {key: ipu for key, ipu in held if key in trained}
         units = (Unit(key, replica) for key in self.ipu_of for replica in replicas)
-        self.units = [unit for unit in units if settings.sharing_replicas(*unit)[0] == unit.replica]
+        self.all_units = [unit for unit in units if settings.sharing_replicas(*unit)[0] == unit.replica]
+        self.units = [unit for unit in self.all_units if self.ipu_of[unit.key] in here]
         shared.owner = self._owners() | shared.owner
         self.bind(None)
 
@@ -146,8 +150,8 @@ class State:
         return known.copy_(value, non_blocking=True)
 
     def bound_parameters(self) -> dict[str, Tensor]:
-        """Return the user's trained parameters that the latest `bind` has found, by canonical name."""
-        return {key: self._bound[key][0] for key in self.trained}
+        """Return the user's trained parameters of this place that `bind` has found, by canonical name."""
+        return {key: self._bound[key][0] for key in self.trained if key in self._bound}
 
     def _is_bound(self, key: str, value: Tensor) -> bool:
         """Return whether `values` are this tensor of the model. Its memory is compared with the present one of the

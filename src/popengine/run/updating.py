@@ -33,7 +33,8 @@ from ..update.group_update import Chunk, ParameterUpdate, UpdateStep, cut_into_c
 from ..update.optimizer_rules import OWN_STEP
 from .call import EngineCall
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
-from .instances.process_group import FIRST_TAG, ProcessGroup
+from .instances.connections import Connections, Subset, Tag
+from .mailbox import Mailbox
 from .random_draws import hash_integers
 from .state import State, Unit
 from .train_state import has_same_bits
@@ -49,15 +50,22 @@ _StepKey = tuple[int, int]  # (ipu, parameter group) of the parameters of an Upd
 class Updates:
     """The functions that run the rows from "exchange" to "share": reduce gradients, update weights."""
 
-    def __init__(self, plan: ir.Plan, settings: Settings, state: State, group: ProcessGroup | None) -> None:
-        self.plan, self.settings, self.state, self._group = plan, settings, state, group
+    def __init__(
+        self,
+        plan: ir.Plan,
+        settings: Settings,
+        state: State,
+        group: Connections | Subset | None,
+        mail: Mailbox | None,
+    ) -> None:
+        self.plan, self.settings, self.state, self._group, self._mail = plan, settings, state, group, mail
         self.call: EngineCall
         self._slot_index = {slot.key: index for index, slot in enumerate(plan.partition.signature.slots)}
         self.buckets: dict[int, list[Bucket]] = {}  # by row
         if group is not None:
-            self._all_reduce = AllReduce(group, FIRST_TAG)
+            self._all_reduce = AllReduce(group, Tag.SUMS)
             for row, task in enumerate(plan.tasks):
-                if task.kind == "exchange":
+                if task.kind == "exchange" and not plan.is_elsewhere(row, settings.place):
                     self.buckets[row] = buckets_of(plan, task.piece, state)
         self._units: dict[_StepKey, list[Unit]] = {}
         self._chunks: dict[int, list[tuple[_StepKey, Chunk]]] = {}  # by ipu
@@ -149,7 +157,7 @@ class Updates:
         self._reduce([update])
         # Each gradient counts once: if processes sum norms and counts, one of them counts unsharded parameters.
         owner, gradient = self.state.shared.owner, update.gradient
-        if owner and owner.get(unit.key, 0) != self.settings.counts.instance:
+        if (owner or self._mail) and owner.get(unit.key, 0) != self.settings.counts.instance:
             return
         if self.settings.automatic_loss_scaling:
             is_large = gradient.abs() > _LARGE / self.call.results.loss_scale
@@ -180,11 +188,12 @@ class Updates:
             self._clipping_factor = torch.clamp(bound / (self._total_norm() + 1e-6), max=1.0)
         if not self.settings.automatic_loss_scaling or self._adapt_loss_scale():
             self._steps.update((step_key, self._new_step(step_key)) for step_key in self._units)
-        if self._group is None:
+        peers = self._mail or self._group
+        if peers is None:
             self.call.commit()
         else:
             # All processes have all sums, and none updates if one of them is interrupted or fails.
-            self._group.commit_together(self.call.commit)
+            peers.commit_together(self.call.commit)
         self.state.shared.lock.acquire()
         self.is_writing = True
         for step in self._steps.values():
@@ -219,18 +228,23 @@ class Updates:
 
     def _total_norm(self) -> Tensor:
         """Return the norm of all gradients as torch.nn.utils.get_total_norm does, in the parameters' order."""
-        ordered = sorted(self.state.units, key=lambda unit: (self._slot_index[unit.key], unit.replica))
-        # Gradients that a peer measures count 0 here: with sharded state the norms are summed over processes.
-        types = [torch.promote_types(self.state.weight(u).dtype, torch.float32).to_real() for u in ordered]
+        ordered = sorted(self.state.all_units, key=lambda unit: (self._slot_index[unit.key], unit.replica))
+        # Gradients that a peer measures count 0 here: with sharded state, and with ipus elsewhere, the norms are summed
+        # over processes. (A norm of norms of parts would have other bits.)
+        slots = self.plan.partition.signature.slots
+        dtypes = (slots[self._slot_index[unit.key]].dtype for unit in ordered)
+        types = [torch.promote_types(dtype, torch.float32).to_real() for dtype in dtypes]
         found = [
             self._norms[unit] if unit in self._norms else torch.zeros((), dtype=dtype)
             for unit, dtype in zip(ordered, types, strict=True)
         ]
-        return torch.linalg.vector_norm(self._all_reduce_if_sharded(torch.stack(found)))
+        return torch.linalg.vector_norm(self._sum_over_owners(torch.stack(found)))
 
-    def _all_reduce_if_sharded(self, values: Tensor) -> Tensor:
-        """Sum values over all processes, in place, if the optimizer state is sharded; return `values`."""
-        if self.state.shared.owner:
+    def _sum_over_owners(self, values: Tensor) -> Tensor:
+        """Sum values over all processes, in place, if each has the gradients of some parameters; return `values`."""
+        if self._mail is not None:
+            self._mail.sum(values)
+        elif self.state.shared.owner:
             self._all_reduce.all_reduce([values])
         return values
 
@@ -240,7 +254,7 @@ class Updates:
         # The host waits once for an accelerator.
         found = [counts for _, counts in self._counts]
         large, finite = torch.stack(found).sum(0).tolist() if found else (0, 0)
-        seen = self._all_reduce_if_sharded(torch.tensor([total, large, total - finite]))
+        seen = self._sum_over_owners(torch.tensor([total, large, total - finite]))
         elements, large, not_finite = seen.tolist()
         self.state.shared.loss_factor.mul_(2 if not not_finite and large <= _SHARE * elements else 0.5)
         return not not_finite

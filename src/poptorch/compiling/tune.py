@@ -13,7 +13,8 @@ from popengine.compile.placement import Cost, balance_blocks, describe_balance, 
 from popengine.errors import PartitionError
 from popengine.ir import Graph
 from popengine.run.instances.all_reduce import all_gather_rows
-from popengine.run.instances.process_group import FIRST_TAG, group_of_size
+from popengine.run.instances.connections import Tag
+from popengine.run.instances.process_group import group_of_size
 from popengine.run.piece_costs import call_in_one_thread, sample_of
 from popengine.settings import Settings, StagePlan, Strategy
 from popengine.update.optimizer_rules import RULES
@@ -33,11 +34,11 @@ def with_balanced_stages(
     """Return the settings with the stages of `AutoBalance`, by measured costs of the blocks. If all instances
     train, and call this function `together`, they use the seconds of instance 0."""
     costs = _block_costs(graph, settings, weights, inputs)
-    if together and settings.training and settings.counts.instances > 1:
-        group = group_of_size(settings.counts.instances)
+    if together and settings.training and settings.counts.processes > 1:
+        group = group_of_size(settings.counts.processes)
         mine = torch.tensor([[cost.seconds for cost in costs]], dtype=torch.float64)
         fingerprint = {"AutoBalance": {"blocks": str(len(costs))}}
-        gather = partial(all_gather_rows, group, range(group.size), FIRST_TAG, mine)
+        gather = partial(all_gather_rows, group, range(group.size), Tag.COSTS, mine)
         seconds = group.barrier("AutoBalance", fingerprint, gather)[0].tolist()
         costs = [replace(cost, seconds=spent) for cost, spent in zip(costs, seconds, strict=True)]
     cut = balance_blocks(costs, settings.strategy.ipus, settings.strategy.capacity)

@@ -7,7 +7,7 @@ from torch import nn
 
 from popengine.errors import Error
 from popengine.run import devices
-from popengine.settings import DeviceKind, Optimizer, Outputs, ReplicaGroups, Settings
+from popengine.settings import Counts, DeviceKind, Optimizer, Outputs, Place, ReplicaGroups, Settings
 from poptorch.annotating.blocks import strategy_of_marks
 from poptorch.annotating.strategies import PipelinedExecution
 from poptorch.enums import ConnectionType, MeanReductionStrategy, OutputMode, ReductionType
@@ -54,11 +54,6 @@ def engine_settings(
     Args: groups: the groups of replicas of each per-replica parameter, by canonical name
     """
     popart, update, counts = options._Popart, options.Training, options._counts()
-    if (several := options.Distributed.instances_per_replica) > 1:
-        raise Error(
-            f"each replica is to run in {several} instances, and a replica can't run in several processes yet\n"
-            f"  fix: poprun --num-instances {counts.instances // several}, so that each instance runs a replica"
-        )
     mode, period = OutputMode(options.output_mode), options.output_return_period
     if mode == OutputMode.EveryN and counts.iterations % period:
         raise Error(
@@ -85,15 +80,31 @@ def engine_settings(
         shard_optimizer=state.get("min_elements_for_replicated_tensor_sharding", 0) if is_sharded else None,
         recompute=training and bool(popart.recomputation),
         device=chosen_device(options, training),
+        places=_places(options, counts),
+        place=Place(counts.part),
         backend=_option_or_variable(options, "backend", "POPTORCH_BACKEND", BACKENDS),
     )
+
+
+def _places(options: Options, counts: Counts) -> tuple[Place, ...]:
+    """Return the place of each ipu of a replica that spans several processes, each with as many consecutive ipus."""
+    if counts.parts == 1:
+        return ()
+    ipus = options._ipus_per_replica
+    if ipus % counts.parts:
+        raise Error(
+            f"each replica spans {counts.parts} instances, and the options say that it has {ipus} ipus\n"
+            "  fix: popdist.poptorch.Options(ipus_per_replica=...), with a multiple of the instances of a replica"
+        )
+    return tuple(Place(ipu * counts.parts // ipus) for ipu in range(ipus))
 
 
 def chosen_device(options: Options, training: bool) -> DeviceKind:
     """Return the kind of device that the options or POPTORCH_DEVICE choose. Raises Error if it is missing."""
     kind: Any = _option_or_variable(options, "device_kind", "POPTORCH_DEVICE", DEVICES)
     if options.connection_type != ConnectionType.Never:
-        devices.check_available(kind, options._counts().instances if training else 1)
+        counts = options._counts()
+        devices.check_available(kind, counts.processes if training or counts.parts > 1 else 1)
     return kind
 
 

@@ -43,6 +43,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         "defaultAnchorMode": "defaultOutputMode",
     }
 
+    _ipus_per_replica: int = 1
     # The parts can't be assigned.
     _Popart: Popart
     Distributed: option_parts.Distributed
@@ -126,14 +127,17 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
 
     def _counts(self) -> Counts:
         """Return the factors of a combined batch, and the number and id of the processes."""
+        instance, instances = self.Distributed._share
         return Counts(
             iterations=self.device_iterations,
             accumulation=self.Training.gradient_accumulation,
             replicas=self.replication_factor,
             groups=self.replication_factor // self.input_group_size,
             grouping="orthogonal" if self.input_cgt == CommGroupType.Orthogonal else "consecutive",
-            instances=self.Distributed.numProcesses,
-            instance=self.Distributed.processId,
+            instances=instances,
+            instance=instance,
+            parts=self.Distributed.instances_per_replica,
+            part=self.Distributed.processId % self.Distributed.instances_per_replica,
         )
 
     def _printed_fields(self) -> list[str]:

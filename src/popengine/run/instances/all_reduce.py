@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .connections import Connections, Message
+from .connections import Connections, Message, Subset
 
 IN_FLIGHT = 1 << 21  # elements in transit to an instance at the same time, about
 _ALIGNED = 64  # elements: shards begin at multiples, as kernels work on whole vectors
@@ -85,7 +85,7 @@ def _node_positions(instances: int, replicas: int) -> _Positions:
 class AllReduce:
     """The all-reduce, reduce-scatter and broadcast over a group. No other messages may have `tag` and `tag + 1`."""
 
-    def __init__(self, group: Connections, tag: int) -> None:
+    def __init__(self, group: Connections | Subset, tag: int) -> None:
         self._group, self._tag = group, tag
         self._rank, self._size = group.rank, group.size
         # By (number, dtype): memory for the segments that are being received.

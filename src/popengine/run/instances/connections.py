@@ -5,6 +5,8 @@ reason to the store through which the instances met, and closes its gloo group, 
 it. Then all instances connect again. If the process of an instance has ended, the training ends.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import math
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -27,7 +30,27 @@ logger = logging.getLogger("popengine")
 
 WARN_AFTER = 60.0  # seconds of a wait for a peer between warnings
 _FOREVER = timedelta(days=365)
-_CUT, _PROBE, _COMMIT = 3, 3, 6  # tags
+
+
+class Tag(IntEnum):
+    """The tags of all messages between instances. An `AllReduce` uses its tag and the next number."""
+
+    BARRIER = 1
+    FINGERPRINT = 2
+    CUT = 3  # a receive that closes the gloo group
+    PROBE = 4
+    READ = 5  # of state that instances have shared out
+    COMMIT = 6
+    GATHER = 7  # values of the replicas of a group
+    COSTS = 8  # of blocks, for AutoBalance
+    PLACES = 9  # values between the ipus of a replica
+    COLLECTIVE = 10  # of `popdist.collectives`
+    BUFFERS = 12
+    SUMS = 14  # of gradients
+    NORMS = 16
+    RESULTS = 18
+
+
 _Gloo = Any  # dist.ProcessGroupGloo: its stub lacks send and recv
 Message = tuple[dist.Work, int]  # a message that is being sent or received, and its peer
 _process_ends = threading.Event()
@@ -145,9 +168,13 @@ class Connections:
     def commit_together(self, commit: Callable[[], None]) -> None:
         """Wait for all instances, call `commit`, and wait for all again: an error in one is an error in all."""
         what, values = "the sum of gradients", {rank: torch.zeros(1) for rank in range(self.size)}
-        self.all_gather(values, _COMMIT, what)
+        self.all_gather(values, Tag.COMMIT, what)
         commit()
-        self.all_gather(values, _COMMIT, what)
+        self.all_gather(values, Tag.COMMIT, what)
+
+    def among(self, ranks: Sequence[int]) -> Subset:
+        """Return the connections of this instance to those with these ranks, which are numbered from 0 there."""
+        return Subset(self, ranks)
 
     # ---- waits -------------------------------------------------------------------------------------------
 
@@ -227,7 +254,7 @@ class Connections:
         """Raise RuntimeError if a message to a peer, in torch's default gloo group, shows that it has ended."""
         group = dist.group.WORLD
         if group is not None and dist.get_backend(group) == "gloo":
-            group.send([torch.zeros(1, dtype=torch.uint8)], self.ranks[peer], _PROBE)
+            group.send([torch.zeros(1, dtype=torch.uint8)], self.ranks[peer], Tag.PROBE)
 
     # ---- failures ----------------------------------------------------------------------------------------
 
@@ -272,7 +299,7 @@ class Connections:
         self._number += 1
         if group is not None:
             with suppress(RuntimeError):
-                group.recv([torch.empty(1)], self.peers[0], _CUT).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1)], self.peers[0], Tag.CUT).wait(timedelta(milliseconds=1))
 
     def _new_error(self) -> Error:
         """Return a PeerLost if the training ends, else a PeerFailed, with the reason of the closed gloo group."""
@@ -287,3 +314,22 @@ class Connections:
             f"another instance failed: {self._failure}\n"
             "  in all instances the weights are those of the last finished update"
         )
+
+
+class Subset:
+    """The connections to some of the instances, this one included, for sums over them: as `Connections`, with ranks
+    among them. A failure closes the connections of all."""
+
+    def __init__(self, whole: Connections, ranks: Sequence[int]) -> None:
+        self._whole, self._ranks = whole, ranks
+        self.rank, self.size, self.wait = ranks.index(whole.rank), len(ranks), whole.wait
+        self.abort, self.commit_together = whole.abort, whole.commit_together
+        self.peers = [peer for peer in range(self.size) if peer != self.rank]
+
+    def send(self, value: Tensor, peer: int, tag: int) -> Message:
+        """Start to send a tensor."""
+        return self._whole.send(value, self._ranks[peer], tag)
+
+    def receive(self, value: Tensor, peer: int, tag: int) -> Message:
+        """Start to receive a tensor."""
+        return self._whole.receive(value, self._ranks[peer], tag)

@@ -11,26 +11,42 @@ import torch
 from torch import Tensor
 
 from ...ir import Plan
-from ...settings import Hyper, Settings
+from ...settings import ONE_PLACE, Hyper, Settings
 
-Fingerprint = Mapping[str, Mapping[str, str]]  # by section and name
+# Texts by section and name. A section "NAME@SCOPE" is compared among the instances that have it only.
+Fingerprint = Mapping[str, Mapping[str, str]]
 
-HEADER = 256  # bytes
+HEADER = 384  # bytes
 _SHOWN = 6  # differences that the error lists
 _LISTED = 8  # constants with more elements are shown as a hash
 _WIDTH = 120  # characters of a value that are shown
 
 
 def barrier_header(what: str, fingerprint: Fingerprint) -> Tensor:
-    """Return the header of barrier `what`, uint8 [HEADER]: hash of the fingerprint, and `what`, cut to fit."""
-    digest = hashlib.sha256(json.dumps(fingerprint).encode()).hexdigest()
-    text = f"{digest} {what}".encode()[:HEADER]
+    """Return the header of barrier `what`, uint8 [HEADER]: hashes of the fingerprint, and `what`, cut to fit."""
+    common = {name: texts for name, texts in fingerprint.items() if "@" not in name}
+    digest = hashlib.sha256(json.dumps(common).encode()).hexdigest()
+    scoped = {
+        name: _hash_of_bytes(json.dumps(texts).encode()) for name, texts in fingerprint.items() if "@" in name
+    }
+    text = f"{digest}|{json.dumps(scoped)}|{what}".encode()[:HEADER]
     return torch.frombuffer(bytearray(text.ljust(HEADER, b"\0")), dtype=torch.uint8)
+
+
+def _parts_of_header(value: Tensor) -> list[str]:
+    return bytes(value.numpy()).rstrip(b"\0").decode(errors="replace").split("|", 2)
 
 
 def barrier_name(value: Tensor) -> str:
     """Return the barrier's name in a header that `barrier_header` made."""
-    return bytes(value.numpy()).rstrip(b"\0").decode(errors="replace").partition(" ")[2]
+    return _parts_of_header(value)[2]
+
+
+def headers_agree(one: Tensor, other: Tensor) -> bool:
+    """Return whether two headers have equal names, and equal hashes of all sections that both have to have."""
+    (digest, scoped, what), (other_digest, other_scoped, other_what) = map(_parts_of_header, (one, other))
+    both = json.loads(scoped).items(), json.loads(other_scoped)
+    return (digest, what) == (other_digest, other_what) and all(both[1].get(k, v) == v for k, v in both[0])
 
 
 def describe_differences(
@@ -58,7 +74,11 @@ def describe_differences(
 
 def _differing_lines(section: str, fingerprints: Sequence[Fingerprint], ranks: Sequence[int]) -> list[str]:
     """Return a line for each text of a section that differs; in section "operation" for the first only."""
+    if "@" in section:
+        ranks = [rank for rank, each in zip(ranks, fingerprints, strict=True) if section in each]
+        fingerprints = [each for each in fingerprints if section in each]
     of_instances = [of_instance.get(section, {}) for of_instance in fingerprints]
+    section = section.partition("@")[0]
     found = []
     for name in dict.fromkeys(name for texts in of_instances for name in texts):
         values = [texts.get(name, "none") for texts in of_instances]
@@ -87,7 +107,7 @@ def fingerprint_of_plan(
     plan: Plan, settings: Settings, weights: Mapping[str, Tensor], seed: int
 ) -> Fingerprint:
     """Return what has to be equal in all instances that load a plan, from versions to hashes of the parameters."""
-    counts, signature = dataclasses.replace(settings.counts, instance=0), plan.partition.signature
+    counts, signature = dataclasses.replace(settings.counts, instance=0, part=0), plan.partition.signature
     forms: dict[str, dict[str, str]] = {"shape": {}, "input": {}}
     for slot in signature.slots:
         if slot.role != "constant":
@@ -97,7 +117,7 @@ def fingerprint_of_plan(
     code = repr(plan.tasks) + "".join(piece.source for piece in plan.partition.pieces)
     return {
         "versions": {"torch": torch.__version__, "Python": sys.version.split()[0]},
-        "options": _flat_fields(dataclasses.replace(settings, counts=counts)),
+        "options": _flat_fields(dataclasses.replace(settings, counts=counts, place=ONE_PLACE)),
         **forms,
         "constant": _constants(plan),
         "operation": _operations(plan),

@@ -24,13 +24,18 @@ from torch import Tensor
 from ...errors import Error
 from ...torch_private import default_store
 from ..state import OptimizerState, TrainState
-from .connections import Connections, TorchThread, join_torch_threads
-from .consistency import HEADER, Fingerprint, barrier_header, barrier_name, describe_differences
+from .connections import Connections, Tag, TorchThread, join_torch_threads
+from .consistency import (
+    HEADER,
+    Fingerprint,
+    barrier_header,
+    barrier_name,
+    describe_differences,
+    headers_agree,
+)
 
 _PATIENCE = 0.2  # seconds; an interrupt does not wake a thread that waits in torch
 _PATIENCE_AT_EXIT = 2.0  # seconds
-_BARRIER, _FINGERPRINT, _READ = 1, 2, 4  # tags; `connections.py` uses 3
-FIRST_TAG = 16  # tags from here on are free for sums and gathers
 _READING = "the reading of "
 
 T = TypeVar("T")
@@ -110,8 +115,8 @@ class ProcessGroup(Connections):
         return."""
         mine = barrier_header(what, fingerprint)
         while True:
-            headers = self._all_gather_vectors(mine, [HEADER] * self.size, _BARRIER, what)
-            if all(torch.equal(other, mine) for other in headers):
+            headers = self._all_gather_vectors(mine, [HEADER] * self.size, Tag.BARRIER, what)
+            if all(headers_agree(other, mine) for other in headers):
                 if not what.startswith(_READING):
                     for name in self._withdrawn:
                         self._states.pop(name, None)
@@ -123,7 +128,7 @@ class ProcessGroup(Connections):
             if min(readings) == what:
                 return
             self._gather_shards(min(readings))
-        texts = self.all_gather_bytes(json.dumps([what, fingerprint]).encode(), _FINGERPRINT, what)
+        texts = self.all_gather_bytes(json.dumps([what, fingerprint]).encode(), Tag.FINGERPRINT, what)
         whats, others = zip(*map(json.loads, texts), strict=True)
         raise Error(describe_differences(whats, others, self.ranks))
 
@@ -157,7 +162,7 @@ class ProcessGroup(Connections):
             why = "has let go of it" if isinstance(error, KeyError) else f"failed: {error}"
             self.abort(f"was asked for its part of {name.removeprefix(_READING)}, and {why}")
             raise self._new_error() from error
-        parts = self.all_gather_bytes(file.getvalue(), _READ, name)
+        parts = self.all_gather_bytes(file.getvalue(), Tag.READ, name)
         return [torch.load(io.BytesIO(part), weights_only=True) for part in parts]
 
     def all_gather_bytes(self, mine: bytes, tag: int, what: str) -> list[bytes]:

@@ -1,0 +1,192 @@
+"""The mailbox of a place: messages to and from the engines of the other places of a replica, and their meetings."""
+
+import json
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..ir import Plan
+from ..settings import Place, Settings
+from ..torch_private import ALIGNMENT
+from .instances.all_reduce import AllReduce
+from .instances.connections import Message, Tag, TorchThread
+from .instances.process_group import ProcessGroup
+
+MessageKey = tuple[int, int, int]  # the index of the row that sends, its own index (micro-batch), the replica
+_WHAT = "values of another ipu"  # the purpose of waits, for warnings
+
+
+class Mailbox(Protocol):
+    """The messages that arrive at a place, and the meetings of all places."""
+
+    def begin_step(self) -> None:
+        """Begin a step: from now on messages of the step may arrive."""
+
+    def send(self, place: Place, key: MessageKey, values: Sequence[Tensor]) -> None:
+        """Send values to a place without waiting. The receiver gets equal strides, and the same offset from a multiple
+        of 64 bytes, because kernels choose by both. The values must not change before the next `commit_together`."""
+
+    def is_here(self, key: MessageKey, wake: Callable[[], None]) -> bool:
+        """Return whether a message can be taken; if not, another thread calls `wake` once when it can. After a failure
+        all can, and `take` raises the error."""
+        ...
+
+    def take(self, key: MessageKey) -> Sequence[Tensor]:
+        """Return the values of a message, and forget it."""
+        ...
+
+    def sum(self, values: Tensor) -> None:
+        """Sum values over all places, in place. All places must call it."""
+
+    def share(self, tensors: Sequence[Tensor], owners: Sequence[Place]) -> None:
+        """Overwrite each contiguous tensor by that of its owner. All places must call it."""
+
+    def commit_together(self, commit: Callable[[], None]) -> None:
+        """Wait for all places, call `commit`, and wait for all again: an error at one is an error at all."""
+
+    def abort(self, why: str) -> None:
+        """End the waits of all places, which raise an error."""
+
+
+class _Arrivals:
+    """The messages of a step that have arrived, and the receives that wait for one."""
+
+    def __init__(self) -> None:
+        self._lock, self._failure = threading.Lock(), None
+        self._messages: dict[MessageKey, list[Tensor]] = {}
+        self._waiting: dict[MessageKey, Callable[[], None]] = {}
+
+    def add(self, key: MessageKey, values: list[Tensor]) -> None:
+        with self._lock:
+            self._messages[key] = values
+            wake = self._waiting.pop(key, None)
+        if wake is not None:
+            wake()
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._failure = error
+            waiting = [*self._waiting.values()]
+            self._waiting.clear()
+        for wake in waiting:
+            wake()
+
+    def has(self, key: MessageKey, wake: Callable[[], None]) -> bool:
+        with self._lock:
+            if key in self._messages or self._failure is not None:
+                return True
+            self._waiting[key] = wake
+            return False
+
+    def take(self, key: MessageKey) -> list[Tensor]:
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            return self._messages.pop(key)
+
+
+class ProcessMailbox:
+    """The mailbox of a process whose replica spans several processes: each message is a header of a fixed size, then
+    the memory of each value as it lies. A thread for each peer receives the messages of a step."""
+
+    def __init__(self, group: ProcessGroup, plan: Plan, settings: Settings) -> None:
+        self._group, self._ranks = group, settings.counts.processes_of_replica()
+        self._norms = AllReduce(group, Tag.NORMS)
+        self._results = AllReduce(group.among(self._ranks), Tag.RESULTS)
+        # By peer, the number of messages that it sends to this place in a step.
+        self._expected: dict[int, int] = defaultdict(int)
+        names = 0
+        for row, task in enumerate(plan.tasks):
+            if task.kind == "receive":
+                names = max(names, len(task.instructions[0].names))
+                if not plan.is_elsewhere(row, settings.place):
+                    peer = self._ranks[plan.places[task.instructions[0].peer].process]
+                    once = 1 if task.once else settings.counts.replicas
+                    self._expected[peer] += once * (plan.micro_batches if task.index == "micro_batch" else 1)
+        self._header_size = 128 + 384 * names  # bytes
+        self._lock = threading.Lock()  # keeps the parts of a message together
+        self._sending: deque[tuple[Message, Tensor]] = deque()  # with the memory that is being sent
+        self._arrivals = _Arrivals()
+
+    def begin_step(self) -> None:
+        """Start to receive the messages of a step."""
+        self._arrivals = _Arrivals()
+        self._sending.clear()  # those of a step that failed
+        for peer, count in self._expected.items():
+            TorchThread(self._receive_messages, self._arrivals, peer, count).start()
+
+    def send(self, place: Place, key: MessageKey, values: Sequence[Tensor]) -> None:
+        """Start to send a header, and the memory of each value."""
+        forms, memories = [], list[Tensor]()
+        for value in (value.resolve_conj().resolve_neg() for value in values):
+            size = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+            size *= bool(value.numel())
+            start = value.data_ptr() % ALIGNMENT // value.itemsize
+            forms.append([str(value.dtype).partition(".")[2], value.shape, value.stride(), start, size])
+            memories += [value.as_strided((size,), (1,)).view(torch.uint8)] if size else []
+        text = json.dumps([key, forms]).encode().ljust(self._header_size)
+        assert len(text) == self._header_size
+        header, peer = torch.frombuffer(bytearray(text), dtype=torch.uint8), self._ranks[place.process]
+        with self._lock:
+            while self._sending and self._sending[0][0][0].is_completed():
+                self._sending.popleft()
+            for memory in (header, *memories):
+                self._sending.append((self._group.send(memory, peer, Tag.PLACES), memory))
+
+    def _receive_messages(self, arrivals: _Arrivals, peer: int, count: int) -> None:
+        """Receive so many messages of a peer: the function of a thread."""
+        try:
+            for _ in range(count):
+                header = torch.empty(self._header_size, dtype=torch.uint8)
+                self._group.wait([self._group.receive(header, peer, Tag.PLACES)], _WHAT)
+                key, forms = json.loads(header.numpy().tobytes())
+                values, begun = list[Tensor](), list[Message]()
+                for dtype, shape, stride, start, size in forms:
+                    memory = torch.empty(start + size, dtype=getattr(torch, dtype))
+                    values.append(memory.as_strided(shape, stride, start))
+                    if size:
+                        rows = memory[start:].view(torch.uint8)
+                        begun.append(self._group.receive(rows, peer, Tag.PLACES))
+                self._group.wait(begun, _WHAT)
+                arrivals.add(tuple(key), values)
+        except BaseException as error:  # whatever it is, the receives raise it
+            arrivals.fail(error)
+
+    def is_here(self, key: MessageKey, wake: Callable[[], None]) -> bool:
+        """Return whether a message or a failure can be taken; if not, `wake` is called when it can."""
+        return self._arrivals.has(key, wake)
+
+    def take(self, key: MessageKey) -> Sequence[Tensor]:
+        """Return the values of a message; raise the error if a peer has failed."""
+        return self._arrivals.take(key)
+
+    def sum(self, values: Tensor) -> None:
+        """Sum values over all processes, in place."""
+        self._norms.all_reduce([values])
+
+    def share(self, tensors: Sequence[Tensor], owners: Sequence[Place]) -> None:
+        """Send this process's tensors to the others of the replica, and receive theirs."""
+        pairs = [
+            (t.view(-1).view(torch.uint8), owner.process) for t, owner in zip(tensors, owners, strict=True)
+        ]
+        kept = [(memory, owner) for memory, owner in pairs if memory.numel()]
+        self._finish_sends()
+        self._results.broadcast_by_owners([memory for memory, _ in kept], [owner for _, owner in kept])
+
+    def commit_together(self, commit: Callable[[], None]) -> None:
+        """Wait until all messages of this process are sent; then commit with all processes."""
+        self._finish_sends()
+        self._group.commit_together(commit)
+
+    def _finish_sends(self) -> None:
+        """Wait until all messages of this process are sent."""
+        self._group.wait([message for message, _ in self._sending], _WHAT)
+        self._sending.clear()
+
+    def abort(self, why: str) -> None:
+        """Close the connections of all processes."""
+        self._group.abort(why)

@@ -1,0 +1,137 @@
+"""A replica that spans several processes, each with some of its ipus: the program and the bits of one process."""
+
+import processes
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import popdist
+import popdist.poptorch
+import poptorch
+
+
+class Net(nn.Module):
+    """Blocks A to D, one on each ipu; D uses C's weight, and gets a value of A's."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
+        self.drop, self.c, self.d = nn.Dropout(0.2), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x, label):
+        with poptorch.Block("A"):
+            a = self.norm(self.a(x))
+        with poptorch.Block("B"):
+            b = self.drop(torch.relu(self.b(a)))
+        with poptorch.Block("C"):
+            c = torch.tanh(self.c(b))
+        with poptorch.Block("D"):
+            output = self.d(self.norm(functional.linear(c, self.c.weight) + a))
+            return output, functional.cross_entropy(output, label)
+
+
+def batch(call, rows, share=(0, 1)):
+    """The rows of a call; `share`: (replica, number of replicas), of which each reads its micro-batches."""
+    torch.manual_seed(call)
+    x, label = torch.randn(rows, 8), torch.randint(0, 4, (rows,))
+    replica, replicas = share
+    pick = [value.view(-1, replicas, 2, *value.shape[1:])[:, replica].flatten(0, 1) for value in (x, label)]
+    return [value.contiguous() for value in pick]
+
+
+def options_of(parts, replicas, schedule, accumulation=8):
+    alone = parts * replicas == 1
+    options = poptorch.Options() if alone else popdist.poptorch.Options(4, instances_per_replica=parts)
+    options.deviceIterations(2 if accumulation > 1 else 16).Training.gradientAccumulation(accumulation)
+    options.randomSeed(3).outputMode(poptorch.OutputMode.All).showCompilationProgressBar(False)
+    stages = [poptorch.Stage(block).ipu(ipu) for ipu, block in enumerate("ABCD")]
+    options.setExecutionStrategy(poptorch.PipelinedExecution(*stages, schedule=schedule))
+    return options
+
+
+def trained(parts=1, replicas=1, local=1, schedule="1f1b", bad_call=-1):
+    """Outputs and losses of some calls, the weights of this process's ipus, and the errors."""
+    if parts * replicas > 1:
+        popdist.init()
+    torch.manual_seed(0)
+    model, options = Net(), options_of(parts, replicas, schedule)
+    if local > 1:
+        options.replicationFactor(local)
+    optimizer = poptorch.optim.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.5)
+    executor = poptorch.trainingModel(model, options, optimizer)
+    outputs, errors, rows = [], [], 2 * 2 * 8 * max(replicas, local)
+    for call in range(3):
+        share = (options.Distributed.processId, replicas) if local == 1 else (0, 1)
+        x, label = batch(call, rows, share)
+        if call == bad_call:
+            with pytest.raises(poptorch.Error) as caught:
+                executor(x, label + 9)
+            errors.append(str(caught.value))
+        outputs += [value.numpy() for value in executor(x, label)]
+    held = executor._plans.require_engine().state.bound_parameters()
+    weights = {name: value.detach().numpy().copy() for name, value in held.items()}
+    state = executor._plans.require_engine().read_whole_optimizer()
+    return outputs, weights, {name: each["exp_avg"].numpy() for name, each in state.items()}, errors
+
+
+def launches(parts, replicas):
+    return processes.launches(parts * replicas)
+
+
+def assert_equal_to_one_process(ended, parts, **options):
+    outputs, weights, state, _ = trained(**options)
+    assert [each.error for each in ended] == [""] * len(ended)
+    found = {}
+    for each in ended:
+        own = each.value[1]
+        assert all((weights[name] == value).all() for name, value in own.items())
+        found |= own
+        assert each.value[2].keys() == state.keys()
+        assert all((state[name] == value).all() for name, value in each.value[2].items())
+        assert len(own) < len(weights)
+    assert found.keys() == weights.keys()
+    for each in ended[:parts]:
+        assert all((one == other).all() for one, other in zip(each.value[0], ended[0].value[0], strict=True))
+    if parts == len(ended):
+        assert all((one == other).all() for one, other in zip(outputs, ended[0].value[0], strict=True))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_replica_in_two_processes_has_the_bits_of_one_process(schedule):
+    ended = processes.run(trained, 2, 2, 1, 1, schedule)
+    assert_equal_to_one_process(ended, 2, schedule=schedule)
+
+
+def test_two_replicas_in_two_processes_each_have_the_bits_of_one_process():
+    ended = processes.finish(processes.start(trained, launches(2, 2), 2, 2))
+    assert_equal_to_one_process(ended, 2, local=2)
+
+
+def test_an_error_in_one_process_is_an_error_in_both_and_changes_nothing():
+    ended = processes.run(trained, 2, 2, 1, 1, "1f1b", 1)
+    assert_equal_to_one_process(ended, 2)
+    (first,), (last,) = (each.value[3] for each in ended)
+    assert "failed on ipu 3" in last
+    assert "another instance failed: instance 1 failed at call" in first
+
+
+def test_processes_of_a_replica_that_get_other_rows_are_an_error():
+    ended = processes.run(with_other_rows, 2)
+    assert all(
+        "the instances differ at call 2" in each.error and "batch of 0" in each.error for each in ended
+    )
+
+
+def with_other_rows():
+    popdist.init()
+    torch.manual_seed(0)
+    executor = poptorch.inferenceModel(Net().eval(), options_of(2, 1, "1f1b", 1))
+    executor(*batch(0, 32))
+    executor(*batch(popdist.getInstanceIndex(), 32))
+
+
+@pytest.mark.parametrize(("ipus", "parts"), [(3, 2), (4, 3)])
+def test_ipus_and_processes_that_cannot_be_divided_are_an_error(ipus, parts):
+    (ended, _) = processes.run(popdist.poptorch.Options, 2, ipus, parts)
+    assert ended.kind == "RuntimeError" and f"each replica spans {parts} instances" in ended.error
