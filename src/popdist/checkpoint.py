@@ -89,6 +89,7 @@ class Checkpoint:
         Raises: Error, if the checkpoint is of another model, optimizer, number of replicas, options or arguments,
             or, with several instances, if `popdist.init()` was not called
         """
+        model._plans.refuse_files()
         self._model, self._parts = model, {"loader": loader, **others} if loader is not None else others
         self._run = self._describe_run()
         atexit.register(self.wait, 60)  # seconds

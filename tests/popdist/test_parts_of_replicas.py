@@ -10,6 +10,8 @@ import popdist
 import popdist.poptorch
 import poptorch
 
+PER_REPLICA = ("norm.running_mean", "norm.running_var")
+
 
 class Net(nn.Module):
     """Blocks A to D, one on each ipu; D uses C's weight, and gets a value of A's."""
@@ -51,7 +53,7 @@ def options_of(parts, replicas, schedule, accumulation=8):
 
 
 def trained(parts=1, replicas=1, local=1, schedule="1f1b", bad_call=-1):
-    """Outputs and losses of some calls, the weights of this process's ipus, and the errors."""
+    """Outputs and losses of some calls, the names of weights without memory, all weights and states, and errors."""
     if parts * replicas > 1:
         popdist.init()
     torch.manual_seed(0)
@@ -61,18 +63,24 @@ def trained(parts=1, replicas=1, local=1, schedule="1f1b", bad_call=-1):
     optimizer = poptorch.optim.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.5)
     executor = poptorch.trainingModel(model, options, optimizer)
     outputs, errors, rows = [], [], 2 * 2 * 8 * max(replicas, local)
+    share = (options.Distributed.processId // parts, replicas) if local == 1 else (0, 1)
     for call in range(3):
-        share = (options.Distributed.processId, replicas) if local == 1 else (0, 1)
         x, label = batch(call, rows, share)
         if call == bad_call:
             with pytest.raises(poptorch.Error) as caught:
                 executor(x, label + 9)
             errors.append(str(caught.value))
         outputs += [value.numpy() for value in executor(x, label)]
-    held = executor._plans.require_engine().state.bound_parameters()
-    weights = {name: value.detach().numpy().copy() for name, value in held.items()}
-    state = executor._plans.require_engine().read_whole_optimizer()
-    return outputs, weights, {name: each["exp_avg"].numpy() for name, each in state.items()}, errors
+    found = {name: value.numpy().copy() for name, value in model.state_dict().items()}
+    missing = [name for name, value in model.named_parameters() if value.is_meta]
+    for number, each in optimizer.state_dict()["state"].items():
+        found[f"state {number}"] = each["exp_avg"].numpy().copy()
+    executor.copyWeightsToHost()
+    assert all((found[name] == value.numpy()).all() for name, value in model.named_buffers())
+    assert all((found[name] == value.detach().numpy()).all() for name, value in model.named_parameters())
+    executor(*batch(3, rows, share))
+    assert missing == [name for name, value in model.named_parameters() if value.is_meta]
+    return outputs, missing, found, errors
 
 
 def launches(parts, replicas):
@@ -80,17 +88,13 @@ def launches(parts, replicas):
 
 
 def assert_equal_to_one_process(ended, parts, **options):
-    outputs, weights, state, _ = trained(**options)
+    outputs, _, want, _ = trained(**options)
     assert [each.error for each in ended] == [""] * len(ended)
-    found = {}
     for each in ended:
-        own = each.value[1]
-        assert all((weights[name] == value).all() for name, value in own.items())
-        found |= own
-        assert each.value[2].keys() == state.keys()
-        assert all((state[name] == value).all() for name, value in each.value[2].items())
-        assert len(own) < len(weights)
-    assert found.keys() == weights.keys()
+        _, missing, found, _ = each.value
+        assert found.keys() == want.keys()
+        assert [name for name in found if name not in PER_REPLICA and (found[name] != want[name]).any()] == []
+        assert 0 < len(missing) < len(list(Net().parameters()))
     for each in ended[:parts]:
         assert all((one == other).all() for one, other in zip(each.value[0], ended[0].value[0], strict=True))
     if parts == len(ended):
@@ -131,7 +135,27 @@ def with_other_rows():
     executor(*batch(popdist.getInstanceIndex(), 32))
 
 
-@pytest.mark.parametrize(("ipus", "parts"), [(3, 2), (4, 3)])
-def test_ipus_and_processes_that_cannot_be_divided_are_an_error(ipus, parts):
-    (ended, _) = processes.run(popdist.poptorch.Options, 2, ipus, parts)
-    assert ended.kind == "RuntimeError" and f"each replica spans {parts} instances" in ended.error
+def test_what_needs_a_whole_replica_in_a_process_is_refused_by_name():
+    for ended in processes.run(refused, 2):
+        assert len(ended.value) == 3, ended
+        assert "optimizer without a rule" in ended.value[0]
+        assert all("popdist.Checkpoint" in error for error in ended.value[1:])
+
+
+def refused():
+    popdist.init()
+    model, errors = Net(), []
+    own = type("Own", (torch.optim.SGD,), {"step": lambda self, closure=None: None})(
+        model.parameters(), lr=0.1
+    )
+    executor = poptorch.trainingModel(model, options_of(2, 1, "1f1b"), own)
+    attempts = (
+        lambda: executor(*batch(0, 32)),
+        lambda: executor.save("model.poptorch"),
+        lambda: popdist.Checkpoint("checkpoints").restore(executor),
+    )
+    for attempt in attempts:
+        with pytest.raises(poptorch.Error) as caught:
+            attempt()
+        errors.append(str(caught.value))
+    return errors

@@ -157,10 +157,3 @@ def test_numbers_that_poprun_contradicts_are_an_error(monkeypatch, numbers):
     set_variables(monkeypatch, spanned(0))
     with pytest.raises(RuntimeError, match="\n  fix: "):
         popdist.poptorch.Options(*numbers)
-
-
-def test_a_replica_of_several_instances_is_refused_at_compilation(monkeypatch):
-    set_variables(monkeypatch, spanned(0))
-    model = poptorch.inferenceModel(torch.nn.Linear(2, 2), popdist.poptorch.Options())
-    with pytest.raises(poptorch.Error, match="a replica can't run in several processes yet\n  fix: poprun"):
-        model(torch.ones(1, 2))

@@ -77,6 +77,7 @@ class Engine:
                 shared.confirm(self._state.bound_parameters())
             if (shared.owner or plan.places) and not shared.shard_name:
                 shared.shard_name = self._group.publish_state(shared)
+            shared.release_elsewhere()
         shared.engines += 1
         self._has_warned = False  # of overflowing gradients
         self._is_running = False
@@ -142,6 +143,7 @@ class Engine:
         shared = self._state.shared
         shared.check_not_lost()
         self._state.bind(hyper)
+        shared.release_elsewhere()
         self.updates_done = 0
         name = f"call {shared.calls + 1} of the training"
         if self._group is not None:
@@ -249,8 +251,18 @@ class Engine:
             return shared.optimizer_states()
         shards = self._group.read_shards(shared.shard_name)
         # This process's shard is last: each instance has its own states of parameters with replica groups.
-        whole = {key: state for shard in [*shards, shards[self._group.rank]] for key, state in shard.items()}
+        parts = [shard["optimizer"] for shard in (*shards, shards[self._group.rank])]
+        whole = {key: state for part in parts for key, state in part.items()}
         return {key: whole[key] for key in dict.fromkeys(self._state.trained) if key in whole}
+
+    def read_weights_elsewhere(self) -> dict[str, Tensor]:
+        """Return the weights that only other processes of the replica hold, by canonical name: waits for these."""
+        shared = self.state.shared
+        if self._group is None or not shared.elsewhere:
+            return {}
+        shards = self._group.read_shards(shared.shard_name)
+        others = [shards[rank]["weights"] for rank in self.settings.counts.processes_of_replica()]
+        return {key: value for own in others for key, value in own.items() if key in shared.elsewhere}
 
     def average_buffers(self) -> None:
         """Set the floating point buffers that forward changes to their means over all replicas of all processes."""

@@ -87,6 +87,8 @@ class State:
         self.all_units = [unit for unit in units if settings.sharing_replicas(*unit)[0] == unit.replica]
         self.units = [unit for unit in self.all_units if self.ipu_of[unit.key] in here]
         shared.owner = self._owners() | shared.owner
+        kept = {key_of.get(name) for kept_by in plan.state.values() for name in kept_by}
+        shared.elsewhere |= {key for key in kept if key} - {slot.key for slot in self._weights}
         self.bind(None)
 
     def _owners(self) -> dict[str, int]:
@@ -185,6 +187,11 @@ class State:
 
     def _bind_weight(self, slot: Slot, value: Tensor) -> None:
         """Set `values` of all replicas to a tensor of the model, or to a copy if its strides have changed."""
+        if value.is_meta and slot.key in self.shared.elsewhere:
+            raise Error(
+                f"{slot.role} {slot.key} has no value in this process: an ipu of another process held it so far\n"
+                "  fix: call copyWeightsToHost() in all instances, before a model has other ipus"
+            )
         groups = self.settings.replica_groups.get(slot.key)
         shape = value.shape if groups is None else value.shape[1:]
         if (shape, value.dtype) != (slot.shape, slot.dtype):

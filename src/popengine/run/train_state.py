@@ -32,6 +32,9 @@ class TrainState:
         # If processes shard the optimizer state: the process that has a parameter's state, by canonical name.
         self.owner: dict[str, int] = {}
         self.shard_name = ""  # under which peers read this process's shard; "": it is not published
+        # Of a replica that spans several processes: the weights that only others of them hold, by canonical name. Here
+        # they have no memory (device "meta"), so that no old value can be read.
+        self.elsewhere: frozenset[str] = frozenset()
         # (seed, number of weight updates so far): one value, so that an interrupt changes both or none.
         self.random_state: tuple[int, int] = seed, 0
         self.loss_factor = torch.ones(())  # of automatic loss scaling: multiplies the user's loss scale
@@ -74,6 +77,24 @@ class TrainState:
         finally:
             for parameter, gradient in zip(parameters.values(), kept, strict=True):
                 parameter.grad = gradient
+
+    def shard(self) -> dict[str, dict[str, Any]]:
+        """Return what other processes need of this one: optimizer states and, if they lack some, weights."""
+        weights = self.find_weights().items() if self.elsewhere else ()
+        own = {key: value.detach() for key, value in weights if key not in self.elsewhere}
+        return {"optimizer": self.optimizer_states(), "weights": own}
+
+    def release_elsewhere(self) -> None:
+        """Free the memory of the weights that only other processes hold. Raises Error if autograd uses a weight."""
+        for key, value in self.find_weights().items() if self.elsewhere else ():
+            if key in self.elsewhere and not value.is_meta:
+                _swap_memory(key, value, value.detach().to("meta"))
+
+    def fill_elsewhere(self, weights: Mapping[str, Tensor]) -> None:
+        """Give the weights that only other processes hold memory with these values."""
+        for key, value in self.find_weights().items() if self.elsewhere else ():
+            if key in self.elsewhere and value.is_meta:
+                _swap_memory(key, value, weights[key])
 
     def marks_of_optimizer(self) -> list[tuple[int, int]]:
         """Return (id, version) of each value in the optimizer's state: a write, or another value, changes them."""
@@ -145,6 +166,19 @@ class VersionStamp(NamedTuple):
 
 def version_stamp(value: Tensor) -> VersionStamp:
     return VersionStamp(value, value.detach(), 0 if value.is_inference() else value._version)
+
+
+def _swap_memory(key: str, value: Tensor, memory: Tensor) -> None:
+    """Put a weight of the user's into another memory. Assigning `data` refuses another kind of device."""
+    other = torch.Tensor._make_subclass(type(value), memory, value.requires_grad)
+    vars(other).update(vars(value))
+    try:
+        torch.utils.swap_tensors(value, other)
+    except RuntimeError as error:
+        raise Error(
+            f"the memory of {key}, which is a weight of another process's ipus, can't be freed: {error}\n"
+            "  fix: drop what was computed from it by autograd (a loss), and weak references to it, before the call"
+        ) from error
 
 
 def write(target: Tensor, value: Tensor) -> None:

@@ -347,6 +347,7 @@ class PoplarExecutor(PublicNames):
             AssertionError: the file's folder is a file
             Error: the model is not compiled, or can't be pickled
         """
+        self._plans.refuse_files()
         first = self._plans.first or self._plans.require_executable()
         kept = self._plans.kept_state()
         others = (plan.executable for plan in self._plans.by_key.values() if plan.executable is not first)

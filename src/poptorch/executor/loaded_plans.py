@@ -194,9 +194,22 @@ class LoadedPlans:
 
     @property
     def is_optimizer_sharded(self) -> bool:
-        """Return whether each instance has only a shard of the optimizer state. False before compilation."""
-        settings = self.executable and self.executable.settings
-        return settings is not None and settings.shard_optimizer is not None and settings.counts.instances > 1
+        """Return whether each instance has only a part of the optimizer state: a shard, or that of its ipus. False
+        before compilation."""
+        if self.executable is None:
+            return False
+        settings = self.executable.settings
+        is_sharded = settings.shard_optimizer is not None and settings.counts.instances > 1
+        return is_sharded or bool(self.executable.plan.places)
+
+    def refuse_files(self) -> None:
+        """Raise Error if a replica spans several processes, where files with the compiled model are not written."""
+        if self._options.Distributed.instances_per_replica > 1:
+            raise Error(
+                "a replica spans several processes, and files of the compiled model and popdist.Checkpoint need all of"
+                " it in one\n"
+                "  fix: torch.save(model.state_dict(), ...), and the same of the optimizer: both are whole"
+            )
 
     def optimizer_states(self) -> Mapping[str, dict[str, Tensor]]:
         """Return the optimizer states by name; a sharded one is gathered, which waits for all instances."""

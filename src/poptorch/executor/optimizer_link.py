@@ -275,7 +275,8 @@ def _gather_state(
         whole = {index: states[name] for index, name in enumerate(link._parameters) if name in states}
         return {**state_dict, "state": whole}
     for name, parameter in state.parameters().items():
-        if state.owner.get(name, here) != here and not optimizer.state.get(parameter):
+        is_elsewhere = name in state.elsewhere or state.owner.get(name, here) != here
+        if is_elsewhere and not optimizer.state.get(parameter):
             raise Error(
                 "the optimizer's state was shared out over the instances, and has gone with its executor\n"
                 "  fix: call state_dict() before destroy()"

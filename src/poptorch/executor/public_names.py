@@ -22,7 +22,7 @@ from .latest_call import Latency, LatestCall, Times
 from .loaded_plans import LoadedPlans
 from .model_flags import ModelFlags
 from .optimizer_link import OptimizerLink
-from .wrapped_model import HostForward, WrappedModel
+from .wrapped_model import HostForward, WrappedModel, read_weights_elsewhere
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,6 +70,8 @@ class PublicNames:
         self._wrapped = wrapped
         self._flags = ModelFlags(wrapped)
         self._plans = LoadedPlans(wrapped.options, wrapped.traced)
+        if wrapped.options.Distributed.instances_per_replica > 1:
+            read_weights_elsewhere(wrapped.user, self._plans)
         self._optimizer_link = OptimizerLink(wrapped, self._plans)
         self._latest, self._updates = LatestCall(), 0
         self._host_weights_version = 0  # calls of `copyWeightsToHost`; programs for PopTorch read it
@@ -94,11 +96,14 @@ class PublicNames:
         self._optimizer_link.set_optimizer(optimizer)
 
     def copyWeightsToHost(self) -> None:
-        """Check that the model is attached. Its weights are the ones that train: there is nothing to copy.
+        """Check that the model is attached. Its weights are the ones that train: there is nothing to copy, except if a
+        replica spans several processes: then all instances must call this, and have all weights until the next call.
 
         Raises: Error, if the model is not compiled or not attached, or its weights do not fit any more
         """
-        self._plans.require_engine().state.bind(None)
+        engine = self._plans.require_engine()
+        engine.state.bind(None)
+        engine.state.shared.fill_elsewhere(engine.read_weights_elsewhere())
         self._host_weights_version += 1
 
     def copyWeightsToDevice(self) -> None:

@@ -1,10 +1,13 @@
 """The model of an executor, and the mark that a model carries while an executor trains it."""
 
+from __future__ import annotations
+
 import copy
 import weakref
 from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -14,6 +17,9 @@ from popengine.run.train_state import TrainState
 from ..annotating.replica_groups import Grouping
 from ..compiling.arguments import weights_of
 from ..options import Options
+
+if TYPE_CHECKING:
+    from .loaded_plans import LoadedPlans
 
 
 @dataclass(frozen=True)
@@ -142,6 +148,24 @@ def refuse_reads_if_lost(model: nn.Module, state: TrainState) -> None:
 
     model.register_state_dict_pre_hook(check)
     model.register_load_state_dict_post_hook(end)
+
+
+def read_weights_elsewhere(model: nn.Module, plans: LoadedPlans) -> None:
+    """Let `state_dict()` of a model return all weights, if other processes hold some of them: waits for these."""
+
+    def fill(module: nn.Module, found: dict[str, Any], prefix: str, *_: Any) -> None:
+        missing = {key for key, value in found.items() if isinstance(value, Tensor) and value.is_meta}
+        if missing and plans.engine is not None:
+            weights = plans.engine.read_weights_elsewhere()
+            key_of = {id(value): key for key, value in plans.state.find_weights().items()}
+            parameters = module.named_parameters(remove_duplicate=False)
+            named = chain(parameters, module.named_buffers(remove_duplicate=False))
+            of_model = {prefix + name: weights.get(key_of.get(id(value), "")) for name, value in named}
+            found.update(
+                {key: value for key, value in of_model.items() if key in missing and value is not None}
+            )
+
+    model.register_state_dict_post_hook(fill)
 
 
 def attributes_of(model: nn.Module) -> dict[str, Any]:

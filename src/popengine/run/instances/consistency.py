@@ -114,6 +114,8 @@ def fingerprint_of_plan(
             section = "input" if slot.role == "input" else "shape"
             forms[section][slot.key] = f"{tuple(slot.shape)} {slot.dtype}"
     parameters = {slot.key for slot in signature.slots if slot.role == "parameter"}
+    first = {key: value for key, value in weights.items() if key in parameters and not value.is_meta}
+    is_partial = any(value.is_meta for value in weights.values())  # others are in processes with other ipus
     code = repr(plan.tasks) + "".join(piece.source for piece in plan.partition.pieces)
     return {
         "versions": {"torch": torch.__version__, "Python": sys.version.split()[0]},
@@ -123,7 +125,7 @@ def fingerprint_of_plan(
         "operation": _operations(plan),
         "plan": {"the step": _hash_of_bytes(code.encode())},
         "seed": {"random seed": str(seed)},
-        "first value": hash_weights({key: value for key, value in weights.items() if key in parameters}),
+        "first value" + f"@part {settings.counts.part}" * is_partial: hash_weights(first),
     }
 
 

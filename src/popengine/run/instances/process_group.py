@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...errors import Error
 from ...torch_private import default_store
-from ..state import OptimizerState, TrainState
+from ..train_state import TrainState
 from .connections import Connections, Tag, TorchThread, join_torch_threads
 from .consistency import (
     HEADER,
@@ -57,7 +57,7 @@ def call_in_thread(work: Callable[[], T]) -> T:
     return future.result()
 
 
-OptimizerStates = dict[str, OptimizerState]  # by canonical name of the parameter
+Shard = dict[str, dict[str, Any]]  # see `TrainState.shard`
 
 
 class ProcessGroup(Connections):
@@ -148,16 +148,16 @@ class ProcessGroup(Connections):
         if state is not None and not self._has_ended:
             self._withdrawn[name] = state
 
-    def read_shards(self, name: str) -> list[OptimizerStates]:
+    def read_shards(self, name: str) -> list[Shard]:
         """Return the states `name` of all instances, by rank. Waits until each peer reads, too, or is at its next
         barrier. Raises PeerFailed if a peer has dropped its state, PeerLost if a peer has ended."""
         return self.barrier(name, work=lambda: self._gather_shards(name))
 
-    def _gather_shards(self, name: str) -> list[OptimizerStates]:
+    def _gather_shards(self, name: str) -> list[Shard]:
         """Send this instance's state `name` to all peers, and return the states of all instances, by rank."""
         file = io.BytesIO()
         try:
-            torch.save(self._states[name].optimizer_states(), file)
+            torch.save(self._states[name].shard(), file)
         except BaseException as error:
             why = "has let go of it" if isinstance(error, KeyError) else f"failed: {error}"
             self.abort(f"was asked for its part of {name.removeprefix(_READING)}, and {why}")
