@@ -255,14 +255,13 @@ class RowFunctions:
     # ---- messages --------------------------------------------------------------------------------------------
 
     def message_key(self, row: int, index: int, replica: int) -> MessageKey:
-        """Return the key of the message that a row "receive" awaits."""
+        """Return the key of a message to receive."""
         return self._senders[row], index, replica
 
     def _send(self, row: int, replica: int, index: int) -> None:
         """Send the values that a row "send" names to another place."""
         assert self.mail is not None
-        task = self.plan.tasks[row]
-        message = task.instructions[0]
+        message = (task := self.plan.tasks[row]).instructions[0]
         source = self.state.values[replica] if task.index == "step" else self.frames[replica][index]
         values = [source[name] for name in message.names]
         self.mail.send(self.plan.places[message.peer], (row, index, replica), values)
