@@ -159,10 +159,8 @@ class RowFunctions:
     def share_results(self) -> None:
         """Send the results that this place has to the other places, and receive theirs."""
         if self.mail is not None:
-            buffers = self.call.results.buffers()
-            self.mail.share(
-                [b.values for b in buffers.values()], [self._place_of(result) for result in buffers]
-            )
+            found = self.call.results.buffers()
+            self.mail.share([buffer.values for buffer in found.values()], [*map(self._place_of, found)])
 
     def _end_updates(self, _: int) -> None:
         self.updates.end_step()
