@@ -20,7 +20,7 @@ ATTRIBUTES = {
     "UntypedStorage": "_cdata",
     "Module": "_buffers _check_input_dim _compiled_call_impl _flat_weights _flat_weights_names"
     " _forward_pre_hooks _get_name _modules _orig_mod _parameters",
-    "Optimizer": "_opt_called _wrapped_by_lr_sched",
+    "Optimizer": "_init_group _opt_called _wrapped_by_lr_sched",
     "Node of autograd": "_sequence_nr",
     "DataLoader": "_iterator",
     "Lightning": "_AcceleratorConnector _after_closure _check_config_and_set_final_flags _data_connector"

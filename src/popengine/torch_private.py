@@ -77,6 +77,11 @@ def is_aligned(value: Tensor) -> bool:
     return not value.is_cpu or value.data_ptr() % ALIGNMENT == 0
 
 
+def made_as(kind: type[Tensor], value: Tensor, requires_grad: bool) -> Tensor:
+    """Return a tensor of a class, such as `nn.Parameter`, with the memory of `value`."""
+    return torch.Tensor._make_subclass(kind, value, requires_grad)  # old
+
+
 @functools.cache
 def cpu_features() -> Mapping[str, Any]:
     """Return the processor's features by name, such as "avx512_bf16"."""

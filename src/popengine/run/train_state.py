@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Error
+from ..torch_private import made_as
 
 OptimizerState = dict[str, Tensor]
 
@@ -170,7 +171,7 @@ def version_stamp(value: Tensor) -> VersionStamp:
 
 def _swap_memory(key: str, value: Tensor, memory: Tensor) -> None:
     """Put a weight of the user's into another memory. Assigning `data` refuses another kind of device."""
-    other = torch.Tensor._make_subclass(type(value), memory, value.requires_grad)
+    other = made_as(type(value), memory, value.requires_grad)
     vars(other).update(vars(value))
     try:
         torch.utils.swap_tensors(value, other)

@@ -108,10 +108,10 @@ def test_a_model_infers_in_many():
     torch.testing.assert_close(results[0], model(x).detach())
 
 
-def test_destroy_before_compilation_leaves_the_model_wrapped():
+def test_destroy_before_compilation_makes_the_model_an_ordinary_module():
     executor, model = trainer()
     executor.destroy()
-    assert is_wrapped(model)
+    assert not is_wrapped(model)
 
 
 def test_plain_functions_can_be_wrapped():
