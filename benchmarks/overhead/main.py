@@ -37,7 +37,7 @@ def executor(ipus: int, stages: int, micro_batches: int, steps: int) -> poptorch
 def without_work(model: poptorch.PoplarExecutor) -> None:
     """From now on each piece returns what it made last, and computes nothing."""
     assert model._plans.engine is not None
-    for codes in model._plans.engine._step.codes:
+    for codes in model._plans.engine._rows.codes:
         for index, code in enumerate(codes):
 
             def remember(values: list[Any], codes=codes, index=index, code=code) -> tuple[Tensor, ...]:
