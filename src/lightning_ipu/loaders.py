@@ -57,7 +57,8 @@ def _prediction_loader(loader: DataLoader[Any], n: int, lightning: Any) -> DataL
 def _check_length(
     loader: DataLoader[Any], combined: Any, n: int, stage: Any, options: poptorch.Options, lightning: Any
 ) -> None:
-    """Raise an exception if `loader` has less than one call; warn of micro-batches that `combined` leaves out."""
+    """Raise an exception if `loader` has less than one call; warn of micro-batches that `combined` leaves out, which
+    poptorch.DataLoader says itself."""
     micro_batches, calls = length_or_none(loader), length_or_none(combined)
     if micro_batches is None or calls is None:
         return
@@ -67,7 +68,7 @@ def _check_length(
             " Use more data or smaller batches, or lower device_iterations, accumulate_grad_batches or devices."
         )
     left = micro_batches - calls * n * options.Distributed.numProcesses
-    if stage != "train" and left > 0:
+    if stage != "train" and left > 0 and not isinstance(combined, poptorch.DataLoader):
         warnings.warn(
             f"the last {left} of {micro_batches} micro-batches ({stage.value}) are left out: a call takes {n}",
             stacklevel=2,

@@ -77,11 +77,13 @@ def test_a_loader_that_is_shorter_than_a_call_is_refused():
         run.fit(made(), loader())
 
 
-def test_evaluation_says_what_it_leaves_out():
+def test_evaluation_says_what_it_leaves_out(caplog):
+    trainer(devices=4).validate(made(), loader(70), verbose=False)
+    assert "leaves out 6 of 70 rows in each epoch, since a call takes 16" in caplog.text
     with pytest.warns(
         UserWarning, match=r"the last 2 of 18 micro-batches \(validate\) are left out: a call takes 4"
     ):
-        trainer(devices=4).validate(made(), loader(70), verbose=False)
+        trainer(devices=4).validate(made(), Backwards(dataset(72), batch_size=4), verbose=False)
 
 
 def test_counters_count_calls():
@@ -132,6 +134,38 @@ def test_several_loaders_may_have_batches_of_several_shapes():
     assert run.callback_metrics.keys() == expected.callback_metrics.keys()
     for name, value in expected.callback_metrics.items():
         torch.testing.assert_close(run.callback_metrics[name], value)
+
+
+def pack(items):
+    """Return a row for each two items."""
+    return [torch.stack(values).reshape(len(items) // 2, 2, -1).sum(1) for values in zip(*items, strict=True)]
+
+
+class Sums(Classifier):
+    def validation_step(self, batch):
+        self.log("loss", self(batch[0]).sum(0).square().sum(), batch_size=1)
+
+
+class LargeAndSmall(DataLoader):
+    def __iter__(self):
+        return ([x[: 4 - i % 4 // 2 * 2] for x in batch] for i, batch in enumerate(super().__iter__()))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: loader(collate_fn=pack),
+        lambda: DataLoader(dataset(), batch_sampler=BatchSampler(range(64), 4, False), collate_fn=pack),
+        lambda: LargeAndSmall(dataset(), batch_size=4),
+    ],
+    ids=["packed", "packed, batch sampler", "of several sizes"],
+)
+def test_micro_batches_of_evaluation_are_those_of_the_cpu(make):
+    run, expected = trainer(devices=2), trainer("cpu")
+    for each in (run, expected):
+        module = made(Sums)
+        each.validate(module, make(), verbose=False)
+    torch.testing.assert_close(run.callback_metrics["loss"], expected.callback_metrics["loss"])
 
 
 class Hooked(Classifier):

@@ -15,7 +15,7 @@ from torch import Tensor
 from popengine.compile.recording.torch_errors import ROWS_DIFFER
 from popengine.errors import BatchError, Error, did_you_mean
 from popengine.settings import Counts
-from poptorch.data.loader import factors_of_loaded
+from poptorch.data.loader import loaded_batches
 from poptorch.logs import logger
 from poptorch.nested_values import Spec, constants_of, path_step, paths_of, spec_of, tensors_of, with_tensors
 
@@ -189,7 +189,8 @@ def check_batch(call: BoundCall, counts: Counts) -> None:
 
 def warn_about_inputs(call: BoundCall, counts: Counts, has_float64: bool) -> None:
     """Log warnings of inputs that are not used as they are, and of a DataLoader with other options."""
-    loaded = {factors_in_words(theirs) for tensor in call.tensors if (theirs := factors_of_loaded(tensor)[0])}
+    known = (loaded_batches.get(tensor) for tensor in call.tensors)
+    loaded = {factors_in_words(each.counts) for each in known if each is not None}
     if others := loaded - {factors_in_words(counts)}:
         logger.warning(
             "the DataLoader and the model have different options: batches are loaded for %s, and the model"

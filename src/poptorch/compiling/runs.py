@@ -12,7 +12,7 @@ from typing import Any
 
 from popengine.settings import Counts, Settings, StepPart
 
-from ..data.loader import factors_of_loaded
+from ..data.loader import loaded_batches
 from ..enums import OutputMode
 from ..options import Options
 from .arguments import BoundCall, CompiledInputs
@@ -62,13 +62,14 @@ class Run:
 def split_into_runs(whole: Run, options: Options, training: bool, like: CompiledInputs | None) -> list[Run]:
     """Return the runs of a call: several for an incomplete batch, in which all inputs have the same number of
     rows, else only `whole`. `like`: inputs of the first plan, for the rows of a micro-batch without a
-    DataLoader."""
+    DataLoader; None: then the call is complete."""
     call, counts = whole.call, whole.counts
-    rows = {tensor.shape[0] for tensor in call.tensors if tensor.dim()}
-    size = _micro_batch_rows(call, like)
-    if len(rows) != 1 or not size or not 0 < min(rows) < size * counts.product:
+    found = {tensor.shape[0] for tensor in call.tensors if tensor.dim()}
+    rows = found.pop() if len(found) == 1 else 0
+    size = _micro_batch_rows(call, rows, like) if rows else None
+    if not size or rows >= size * counts.product:
         return [whole]
-    count, rest = divmod(rows.pop(), size)
+    count, rest = divmod(rows, size)
     steps, left = divmod(count, counts.accumulation * counts.groups)
     iteration = steps if options.output_mode == OutputMode.EveryN else None
     parts: list[tuple[int, Counts, StepPart, int | None]] = []  # rows, and the fields of a run
@@ -86,19 +87,22 @@ def split_into_runs(whole: Run, options: Options, training: bool, like: Compiled
     if rest:
         part = StepPart(before=left, weight=rest / size) if training and left else _WHOLE_STEP
         parts.append((rest, alone, part, iteration))
-    found, start = [], 0
+    runs, start = [], 0
     for taken, own_counts, part, iteration in parts:
         inputs = (tensor[start : start + taken] if tensor.dim() else tensor for tensor in call.tensors)
         own = {"counts": own_counts, "part": part, "iteration": iteration, "is_ragged": True}
-        found.append(replace(whole, call=call.with_tensors(inputs), **own))
+        runs.append(replace(whole, call=call.with_tensors(inputs), **own))
         start += taken
-    return found
+    return runs
 
 
-def _micro_batch_rows(call: BoundCall, like: CompiledInputs | None) -> int | None:
-    """Return the rows of a micro-batch: the DataLoader's, else the common number of those of `like`."""
-    loaded = next((rows for tensor in call.tensors if (rows := factors_of_loaded(tensor)[1])), None)
-    if loaded is not None or like is None:
-        return loaded
+def _micro_batch_rows(call: BoundCall, rows: int, like: CompiledInputs | None) -> int | None:
+    """Return the rows of a micro-batch: as the DataLoader says, else the common number of those of `like`."""
+    for tensor in call.tensors:
+        known = loaded_batches.get(tensor)
+        if known is not None and (size := known.micro_batch_rows(rows)) is not None:
+            return size
+    if like is None:
+        return None
     sizes = {shape[0] // like.counts.product for _, shape in like.kind.tensors if shape}
     return sizes.pop() if len(sizes) == 1 else None

@@ -4,20 +4,24 @@ The rows of a combined batch are in the order in which an executor reads them, s
 the size of the micro-batch. `dataset_shares.py` chooses the rows of a process, `accessor.py` loads ahead.
 """
 
+import logging
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, inf
 from typing import Any
 
 import torch.utils.data
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, RandomSampler
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from popengine.errors import DataError
 from popengine.settings import Counts
 from poptorch.data.accessor import AsynchronousDataAccessor, length_or_none, row_count_of_epoch
-from poptorch.data.dataset_shares import sampler_of_process
+from poptorch.data.dataset_shares import ProcessSampler, sampler_of_process
 from poptorch.data.loader_state import Progress, ResumableSampler, state_for_loader
 from poptorch.data.rows import group_batches, rebatch_rows
 from poptorch.enums import DataLoaderMode, member_by_name
@@ -28,13 +32,33 @@ from poptorch.options import Options
 # Recorders of profiles, to which each wait for a batch is reported, since a loader has no reference to its executor.
 wait_recorders: weakref.WeakSet[Any] = weakref.WeakSet()
 
-# The batch factors and rows of a micro-batch for which a combined batch was loaded, by the batch's first tensor.
-_loaded = WeakTensorKeyDictionary()
+
+@dataclass(frozen=True)
+class Loaded:
+    """What is known of a combined batch: the loader's factors, its number of micro-batches (with a smaller last one 4/3
+    or so), and the rows of all but the last. None: not known."""
+
+    counts: Counts
+    micro_batches: Fraction | int | None
+    rows: int | None = None
+
+    def micro_batch_rows(self, rows: int) -> int | None:
+        """Return the rows of a micro-batch, given those of the batch, of which collate_fn can make more or fewer than
+        there are items. None: not known; 0: whole micro-batches have no equal number of rows."""
+        exact = self.micro_batches
+        if exact is None or (self.rows and -(-rows // self.rows) == exact):
+            return self.rows
+        count = ceil(exact) if rows % exact else exact
+        return 0 if rows % count and count == self.counts.product else ceil(rows / count)
 
 
-def factors_of_loaded(tensor: torch.Tensor) -> tuple[Counts | None, int | None]:
-    """Return the batch factors and rows of a micro-batch for which a batch with this first tensor was loaded."""
-    return _loaded.get(tensor) or (None, None)
+# What is known of the batches that loaders have yielded, by tensor.
+loaded_batches: MutableMapping[torch.Tensor, Loaded] = WeakTensorKeyDictionary()
+
+
+def record_loaded(batch: Any, loaded: Loaded) -> None:
+    """Store what is known of a batch in `loaded_batches`."""
+    loaded_batches.update(dict.fromkeys(tensors_of(batch), loaded))
 
 
 class DataLoader(torch.utils.data.DataLoader):
@@ -106,6 +130,7 @@ class DataLoader(torch.utils.data.DataLoader):
                 "'rebatched_size' is what the loader computes: use mode=poptorch.DataLoaderMode.AsyncRebatched"
             )
         micro_batch_count = options._counts().product  # micro-batches of a combined batch
+        self._has_batch_sampler = batch_sampler is not None
         self._micro_batch = batch_size  # rows of a micro-batch; None: not known
         self._elements_per_batch = 1  # elements of the sampler per combined batch
         if batch_sampler is not None:
@@ -142,8 +167,7 @@ class DataLoader(torch.utils.data.DataLoader):
             persistent_workers=num_workers > 0 if persistent_workers is None else persistent_workers,
             **kwargs,
         )
-        if not drop_last and not options.exists("new_shapes"):
-            self._warn_of_incomplete_batch(batch_sampler)
+        self._log_incomplete_batch(batch_sampler, bool(shuffle) or isinstance(self.sampler, RandomSampler))
         if self.mode != DataLoaderMode.Sync:
             if self.pin_memory:
                 self.pin_memory = False
@@ -199,8 +223,41 @@ class DataLoader(torch.utils.data.DataLoader):
         return parts // size if self.drops_last else -(-parts // size)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        batches = self._progress.begin_epoch(self) if self._accessor is None else iter(self._accessor)
-        return _yield_and_record(batches, self.options._counts(), self._micro_batch)
+        if self._accessor is None:
+            batches, position = self._progress.begin_epoch(self), self._progress.position
+        else:
+            batches, position = iter(self._accessor), self._accessor._loader_state()["position"]
+        return self._yield_and_record(batches, position)
+
+    def _yield_and_record(self, batches: Iterator[Any], position: int) -> Iterator[Any]:
+        """Yield the batches, from the epoch's `position` on; report the waits to `wait_recorders`, and store what is
+        known of each in `loaded_batches`."""
+        total, start = self._micro_batch_count(), time.perf_counter_ns()
+        for number, batch in enumerate(batches, position):
+            for recorder in list(wait_recorders):
+                recorder.record_host_event("loader", start)
+            record_loaded(batch, self._describe(number, total))
+            yield batch
+            del batch
+            start = time.perf_counter_ns()
+
+    def _micro_batch_count(self) -> Fraction | float | None:
+        """Return the number of micro-batches of an epoch, as in `Loaded`, or inf if there are whole ones only."""
+        if self._has_batch_sampler or not self._micro_batch:
+            return length_or_none(self.batch_sampler)
+        if self.drops_last:
+            return inf
+        rows = None if isinstance(self.dataset, IterableDataset) else row_count_of_epoch(self)
+        return None if rows is None else Fraction(rows, self._micro_batch)
+
+    def _describe(self, number: int, total: Any) -> Loaded:
+        """Return what is known of an epoch's batch, given the `_micro_batch_count`."""
+        counts, rows = self.options._counts(), self._micro_batch
+        left = None if total is None else total - number * counts.product
+        if left is None or (self._has_batch_sampler and left <= counts.product):
+            # The last micro-batch may be smaller.
+            return Loaded(counts, left if rows or left == 1 else None, rows)
+        return Loaded(counts, min(left, counts.product))
 
     def _begin_epoch(self) -> Iterator[Any]:
         batches = super().__iter__()
@@ -241,11 +298,19 @@ class DataLoader(torch.utils.data.DataLoader):
             return None
         return worker_size or combined if is_stream or worker_size not in (None, combined) else None
 
-    def _warn_of_incomplete_batch(self, batch_sampler: Any) -> None:
+    def _log_incomplete_batch(self, batch_sampler: Any, is_shuffled: bool) -> None:
+        """Log once which rows an executor won't run; at level INFO if they are others in each epoch."""
         parts, whole, unit = row_count_of_epoch(self) or 0, self._combined_batch_size or 1, "rows"
         if batch_sampler is not None:
             parts, whole, unit = length_or_none(batch_sampler), self._elements_per_batch, "micro-batches"
-        if parts is None or parts % whole:
+        if self.drops_last:
+            if isinstance(self.sampler, ProcessSampler):
+                parts, whole = self.sampler.rows, whole * self.options.Distributed._share[1]
+            if parts is not None and parts > whole and parts % whole:
+                words = "drop_last=True leaves out %d of %d %s in each epoch, since a call takes %d"
+                level = logging.INFO if is_shuffled else logging.WARNING
+                logger.log(level, words, parts % whole, parts, unit, whole)
+        elif not self.options.exists("new_shapes") and (parts is None or parts % whole):
             size = "may be incomplete" if parts is None else f"has {parts % whole} of {whole} {unit}"
             fix = "without options.allowNewShapes(); drop_last=True leaves it out"
             logger.warning(
@@ -261,19 +326,6 @@ class DataLoader(torch.utils.data.DataLoader):
                 "too few" if rows is None else rows,
                 "more" if combined is None else combined,
             )
-
-
-def _yield_and_record(batches: Iterator[Any], counts: Counts, micro_batch: int | None) -> Iterator[Any]:
-    """Yield the batches; report the waits to `wait_recorders`, and store the factors for `factors_of_loaded`."""
-    start = time.perf_counter_ns()
-    for batch in batches:
-        for recorder in list(wait_recorders):
-            recorder.record_host_event("loader", start)
-        for tensor in tensors_of(batch)[:1]:
-            _loaded[tensor] = counts, micro_batch
-        yield batch
-        del batch
-        start = time.perf_counter_ns()
 
 
 def _limit_worker_count(num_workers: int, dataset: Any, worker_init_fn: Any) -> int:

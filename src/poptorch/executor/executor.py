@@ -149,9 +149,10 @@ class PoplarExecutor(PublicNames):
                 self._of_weights["group_of"] = self._optimizer_link.follow_changes()
             self._present = present
         run = Run(call, counts, **self._of_weights)
-        if not self._most_plans or call.rearranged or run.key in self._plans.by_key:
+        if not self._most_plans or call.rearranged:
             return [run]
-        return split_into_runs(run, self.options, self._wrapped.training, first and first.inputs)
+        like = None if first is None or run.key in self._plans.by_key else first.inputs
+        return split_into_runs(run, self.options, self._wrapped.training, like)
 
     def _execute_run(self, run: Run) -> tuple[LoadedPlan, Results]:
         """Execute a run of a call, and return its plan and results. Inputs that forward changes in place are

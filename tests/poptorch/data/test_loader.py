@@ -139,6 +139,22 @@ def test_a_batch_sampler_may_have_no_length():
     assert len(list(loader)) == 6 // loader.combinedBatchSize
 
 
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rows_that_are_left_out_are_logged_once(mode, shuffle, caplog):
+    """At level INFO if shuffled: then each row has its turn in another epoch."""
+    with caplog.at_level("INFO", "poptorch::python"):
+        loader = loader_of(Rows(11), mode, batch_size=2, shuffle=shuffle)
+        assert [len(numbers(loader)) for _ in range(2)] == [2, 2]
+    found = [each.levelname for each in caplog.records if "leaves out 3 of 11 rows" in each.getMessage()]
+    assert found == ["INFO" if shuffle else "WARNING"]
+
+
+def test_micro_batches_that_are_left_out_are_logged_too(caplog):
+    loader_of(Rows(6), batch_sampler=[[0, 1], [2, 3], [4, 5]])
+    assert "leaves out 1 of 3 micro-batches in each epoch, since a call takes 2" in caplog.text
+
+
 def test_the_tail_of_a_batch_sampler_is_kept_only_if_asked(caplog):
     sampler = [[0, 1], [2, 3], [4, 5]]
     for mode in MODES:

@@ -9,6 +9,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, IterableDataset
 
 import poptorch
 from popengine import profile
@@ -400,3 +401,81 @@ def test_an_empty_batch_is_refused():
     with pytest.raises(poptorch.Error, match="Zero-sized tensors are unsupported"):
         executor(torch.ones(0, 3))
     assert executor(torch.ones(3, 3)).shape == (3, 2)
+
+
+# ---- batches whose rows are not the items of the dataset -------------------------------------------------
+
+
+def pack(items):
+    """Return a row for each three items."""
+    return torch.stack([torch.stack(items[i : i + 3]).sum(0) for i in range(0, len(items), 3)])
+
+
+def keep(items):
+    return torch.stack(items)
+
+
+def double(items):
+    return torch.stack([item for item in items for _ in range(2)])
+
+
+class Stream(IterableDataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+@pytest.mark.parametrize("mode", ["Sync", "Async"])
+@pytest.mark.parametrize("count", [27, 24, 21, 12, 30, 4])
+@pytest.mark.parametrize("collate_fn", [pack, keep, double])
+def test_micro_batches_are_those_of_torchs_loader_however_many_rows_collate_fn_makes(collate_fn, count, mode):
+    """A call has three micro-batches of three items; the last call of an epoch may have fewer."""
+    data = list(torch.randn(count, 2))
+    how = {"batch_size": 3, "collate_fn": collate_fn}
+    executor = poptorch.inferenceModel(lambda x: x.sum(0, keepdim=True), options(deviceIterations=3))
+    loader = poptorch.DataLoader(
+        executor.options, data, drop_last=False, mode=mode, async_options={"sharing_strategy": "Fork"}, **how
+    )
+    expected = [batch.sum(0, keepdim=True) for batch in torch.utils.data.DataLoader(data, **how)]
+    for _ in range(2):
+        assert torch.allclose(
+            torch.cat([executor(batch) for batch in loader]), torch.cat(expected), atol=1e-5
+        )
+
+
+def sampled(batches):
+    return lambda opts: poptorch.DataLoader(
+        opts, list(torch.arange(24.0)), batch_sampler=batches, collate_fn=keep, drop_last=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (
+            lambda opts: poptorch.DataLoader(
+                opts, Stream(list(torch.ones(20))), batch_size=3, collate_fn=pack
+            ),
+            [3.0] * 6,
+        ),
+        (sampled(BatchSampler(range(11), 4, False)), [6.0, 22.0, 27.0]),
+        (
+            sampled([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11], [12, 13, 14, 15]]),
+            [6.0, 22.0, 17.0, 21.0, 54.0],
+        ),
+    ],
+    ids=["stream", "batch sampler", "batches of several sizes"],
+)
+def test_micro_batches_of_streams_and_batch_samplers_stay_apart(make, expected):
+    executor = poptorch.inferenceModel(lambda x: x.sum(0, keepdim=True), options(deviceIterations=2))
+    assert torch.cat([executor(batch) for batch in make(executor.options)]).tolist() == expected
+
+
+def test_rows_that_make_no_equal_micro_batches_are_refused():
+    executor = poptorch.inferenceModel(lambda x: x.sum(0, keepdim=True), options(deviceIterations=3))
+    data = [torch.ones(())] * 9
+    loader = poptorch.DataLoader(executor.options, data, 3, collate_fn=lambda items: torch.ones(7))
+    with pytest.raises(AssertionError, match="Invalid batch dimension: x has shape"):
+        executor(next(iter(loader)))
