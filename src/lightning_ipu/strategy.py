@@ -17,7 +17,7 @@ import popdist
 import poptorch
 from popdist import collectives
 from popengine.torch_private import tree_map_only
-from poptorch.data.loader import Loaded, loaded_batches, record_loaded
+from poptorch.data.loader import LoadedBatch, loaded_batches, record_loaded
 from poptorch.data.rows import row_count_of
 from poptorch.logs import logger
 from poptorch.nested_values import tensors_of, with_tensors
@@ -201,7 +201,7 @@ class StrategyPart:
         n = micro_batch_count(options, is_training)
         if not is_training and not any(tensor in loaded_batches for tensor in tensors_of(args)):
             record_loaded(
-                args, Loaded(options._counts(), n)
+                args, LoadedBatch(options._counts(), n)
             )  # loaders that are not poptorch's yield whole calls
         return tree_map_only((int, float), lambda number: torch.tensor(number).repeat(n), args)
 

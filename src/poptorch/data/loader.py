@@ -34,7 +34,7 @@ wait_recorders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedBatch:
     """What is known of a combined batch: the loader's factors, its number of micro-batches (with a smaller last one 4/3
     or so), and the rows of all but the last. None: not known."""
 
@@ -53,10 +53,10 @@ class Loaded:
 
 
 # What is known of the batches that loaders have yielded, by tensor.
-loaded_batches: MutableMapping[torch.Tensor, Loaded] = WeakTensorKeyDictionary()
+loaded_batches: MutableMapping[torch.Tensor, LoadedBatch] = WeakTensorKeyDictionary()
 
 
-def record_loaded(batch: Any, loaded: Loaded) -> None:
+def record_loaded(batch: Any, loaded: LoadedBatch) -> None:
     """Store what is known of a batch in `loaded_batches`."""
     loaded_batches.update(dict.fromkeys(tensors_of(batch), loaded))
 
@@ -242,7 +242,7 @@ class DataLoader(torch.utils.data.DataLoader):
             start = time.perf_counter_ns()
 
     def _micro_batch_count(self) -> Fraction | float | None:
-        """Return the number of micro-batches of an epoch, as in `Loaded`, or inf if there are whole ones only."""
+        """Return the number of micro-batches of an epoch, as in `LoadedBatch`, or inf if there are whole ones only."""
         if self._has_batch_sampler or not self._micro_batch:
             return length_or_none(self.batch_sampler)
         if self.drops_last:
@@ -250,14 +250,14 @@ class DataLoader(torch.utils.data.DataLoader):
         rows = None if isinstance(self.dataset, IterableDataset) else row_count_of_epoch(self)
         return None if rows is None else Fraction(rows, self._micro_batch)
 
-    def _describe(self, number: int, total: Any) -> Loaded:
+    def _describe(self, number: int, total: Any) -> LoadedBatch:
         """Return what is known of an epoch's batch, given the `_micro_batch_count`."""
         counts, rows = self.options._counts(), self._micro_batch
         left = None if total is None else total - number * counts.product
         if left is None or (self._has_batch_sampler and left <= counts.product):
             # The last micro-batch may be smaller.
-            return Loaded(counts, left if rows or left == 1 else None, rows)
-        return Loaded(counts, min(left, counts.product))
+            return LoadedBatch(counts, left if rows or left == 1 else None, rows)
+        return LoadedBatch(counts, min(left, counts.product))
 
     def _begin_epoch(self) -> Iterator[Any]:
         batches = super().__iter__()
