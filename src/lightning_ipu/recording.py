@@ -78,10 +78,8 @@ class Recording:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, choose its loss, restore the module's attributes and methods, and return the output."""
         module = self._module
-        trainer = ReadsOfTrainer(module._trainer)
         with ExitStack() as undo:
             undo.callback(_restore_attributes, module, self._attributes_before)
-            set_until_closed(undo, vars(module), "_trainer", trainer)
             set_until_closed(undo, vars(module), "log", self._record_log)
             set_until_closed(undo, vars(module), "log_dict", self._record_log_dict)
             for path, metric in self._metrics.items():
@@ -90,7 +88,6 @@ class Recording:
                 set_until_closed(undo, vars(metric), "compute", MetricValue(path)._refuse_use)
             output = getattr(module, self._step)(*args, **kwargs)
             self._record_attributes()
-        trainer._warn_of_counters()
         if self._step == "training_step":
             where = f"the return of {type(module).__name__}.training_step"
             self._capture.choose_loss(_find_loss(output, where), where)
@@ -99,6 +96,7 @@ class Recording:
     def _record_attributes(self) -> None:
         """Record the tensors that the step has left in attributes. Raises CaptureError for one in a set."""
         for name, now, old in _changed_attributes(self._module, self._attributes_before):
+            self._capture.written_by_host.add(f"_forward_module.{name}")
             if isinstance(now, list) and isinstance(old, list) and not _has_traced_tensors(now[: len(old)]):
                 for item in filter(_has_traced_tensors, now[len(old) :]):
                     note(("append", name), item)
@@ -244,31 +242,3 @@ def _restore_attributes(module: Any, before: dict[str, Any]) -> None:
             vars(module)[name] = old
         else:
             del vars(module)[name]
-
-
-class ReadsOfTrainer:
-    """The Trainer while a step is recorded; it notes which of its attributes the step reads."""
-
-    _trainer: Any
-    _read: set[str]
-
-    def __init__(self, trainer: Any) -> None:
-        vars(self).update(_trainer=trainer, _read=set())
-
-    def __getattr__(self, name: str) -> Any:
-        self._read.add(name)
-        return getattr(self._trainer, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._trainer, name, value)
-
-    def _warn_of_counters(self) -> None:
-        """Warn of counters that the step has read, unless they are in `strategy.recompile_on`."""
-        counters = {"current_epoch", "global_step"} - set(self._trainer.strategy.recompile_on)
-        for name in sorted(counters & self._read):
-            logger.warning(
-                "the step reads %s, which is a constant once the step is compiled. To compile anew when it has changed:"
-                " strategy.recompile_on = (%r,)",
-                name,
-                name,
-            )

@@ -46,7 +46,6 @@ class StrategyPart:
     global_rank = local_rank = node_rank = 0
     world_size = 1  # number of processes
     handles_gradient_accumulation = True
-    recompile_on: tuple[str, ...] = ()  # "current_epoch", "global_step": compile again when it has changed
 
     # Attributes of Lightning's base class.
     _lightning_module: Any
@@ -76,7 +75,6 @@ class StrategyPart:
         self._given_opts = {"training_opts": training_opts, "inference_opts": inference_opts}
         vars(self).update({name: given for name, given in self._given_opts.items() if given is not None})
         self.poptorch_models: dict[Any, poptorch.PoplarExecutor] = {}
-        self._compiled_values: dict[Any, Any] = {}
         self._accumulation = 1
         self._undo = ExitStack()
         self._first_batch_rows: dict[int, int] = {}  # for prediction, by the loader's index
@@ -144,7 +142,7 @@ class StrategyPart:
         self._save_random_state()
         for executor in self.poptorch_models.values():
             executor.destroy()
-        self._compiled_values, self._first_batch_rows = {}, {}
+        self._first_batch_rows = {}
         self._undo.close()
         if isinstance(self.model, StepModule):
             self.model = self._lightning_module
@@ -163,7 +161,7 @@ class StrategyPart:
     # ---- steps -------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        executor = self._executor_for(self._current_stage)
+        executor = self.poptorch_models[self._current_stage]
         if self.optimizers:
             executor.setOptimizer(self.optimizers[0])
 
@@ -186,7 +184,7 @@ class StrategyPart:
     def _step(self, stage: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the executor of a stage, repeat the step's actions on the host, and return the call's output."""
         prepared = self._prepare_input(args)
-        executor = self._executor_for(stage)
+        executor = self.poptorch_models[stage]
         random_state = self._loaded_random_state.pop(stage.value, None)
         if random_state is not None and not executor.isCompiled():
             executor.compile(*prepared, **kwargs)
@@ -204,15 +202,6 @@ class StrategyPart:
                 args, LoadedBatch(options._counts(), n)
             )  # loaders that are not poptorch's yield whole calls
         return tree_map_only((int, float), lambda number: torch.tensor(number).repeat(n), args)
-
-    def _executor_for(self, stage: Any) -> poptorch.PoplarExecutor:
-        """Return the executor of a stage. If something that is compiled in has changed, destroy it first."""
-        executor = self.poptorch_models[stage]
-        now = [getattr(self._lightning_module, name) for name in self.recompile_on]
-        if self._compiled_values.setdefault(id(executor), now) != now:
-            self._compiled_values[id(executor)] = now
-            executor.destroy()
-        return executor
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]

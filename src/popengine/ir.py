@@ -99,7 +99,9 @@ class Graph(Signature):
     """
 
     code: fx.Graph
-    held: tuple[Any, ...] = field(default=(), repr=False)  # objects to which the code refers by a number
+    # (number, object) of each object to which the code refers by a number.
+    held: tuple[tuple[int, Any], ...] = field(default=(), repr=False)
+    reads: Any = field(default=None, repr=False)  # `Reads`: what forward has read from Python
 
     @property
     def signature(self) -> Signature:

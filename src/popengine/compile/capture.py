@@ -8,9 +8,10 @@ import contextlib
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
 from ..ir import Graph, Key
-from ..torch_private import DisableTorchFunctionSubclass, FakeTensorMode, modes_restored
+from ..torch_private import DisableTorchFunctionSubclass, FakeTensor, FakeTensorMode, modes_restored
 from .recording.assigned_buffers import assigned_buffers, check_unread
 from .recording.current_capture import (
     ENDED,
@@ -40,7 +41,9 @@ from .recording.graph_recorder import (
     sources_of,
     user_line,
 )
-from .recording.leftovers import attributes_restored
+from .recording.leftovers import StoredValue, attributes_restored, fake_tensors_in
+from .recording.noting import Noting
+from .recording.reads import LENGTH, MISSING, Read, Reads, fingerprint
 from .recording.standins import StandIns
 from .recording.torch_errors import explaining_torch_errors
 
@@ -58,55 +61,76 @@ def capture(
     given: str = "",
     needs_values: bool = True,
 ) -> Graph:
-    """Return one functional graph of `forward` and, in training, of its backward.
+    """Return one functional graph of `forward` and, in training, of its backward, with what forward has read.
 
     Args:
         module:   the module; its parameters and buffers become inputs of the graph, each tensor once
-        forward:  calls the module on a list of inputs, returns a flat list of outputs; called once, with fake tensors
+        forward:  calls the module on a list of inputs, returns a flat list of outputs; called once, with fake tensors;
+                  a second time if it changes what it reads
         samples:  the inputs of one micro-batch; only their shapes, strides and dtypes are read
         device:   where the model will run; if not "cpu", no operations are recorded that only CPUs have
         given:    a description of forward's arguments, for error messages
         needs_values: raise CaptureError for weights on the meta device
     Raises: CaptureError, if forward can't be traced, or in training has not exactly one final loss
     """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    record = partial(
-        _record_step,
-        module,
-        forward,
-        samples,
-        training=training,
-        device=device,
-        given=given,
-        needs_values=needs_values,
-    )
-    graph, reshaped = record({})
-    if reshaped:
-        check_unread(graph, reshaped, *record(reshaped))
-    return graph
+    def make_stand_ins(buffers: Mapping[str, Tensor] = MappingProxyType({})) -> StandIns:
+        # Only shapes are read, so the `__torch_function__` of tensor subclasses is off.
+        with DisableTorchFunctionSubclass(), fake:
+            return StandIns(module, training, needs_values, buffers)
+
+    record = partial(_record, module, forward, samples, fake, training, device, given)
+    stand_ins, dropped = make_stand_ins(), set[str]()
+    with attributes_restored(module, stand_ins.was_used, stand_ins.hooks):
+        found = record(stand_ins)
+        changed = found.changed
+        if changed:
+            found, dropped = _record_again(found, lambda: record(make_stand_ins()))
+    if found.reshaped:
+        with attributes_restored(module, stand_ins.was_used, stand_ins.hooks):
+            again = record(make_stand_ins(found.reshaped))
+        check_unread(found.graph, found.reshaped, again.graph, again.reshaped)
+    _drop_fake_items(read.owner for read in changed if read.key is LENGTH)
+    found.reads.update(dropped)
+    for line, what in found.draws.items():
+        logger.warning(
+            "%s: forward asks for %s: the value is that of the recording, and the same in each call\n"
+            "  fix: torch.rand, torch.randint and dropout are drawn anew; or pass the value as a tensor",
+            line,
+            what,
+        )
+    return replace(found.graph, reads=found.reads)
 
 
-def _record_step(
+@dataclass
+class _RecordedForward:
+    """A recorded forward and backward: the graph, what forward has read, and what it changes of that itself."""
+
+    graph: Graph
+    reads: Reads
+    changed: list[Read]
+    lines: dict[str, str]  # by path of a read, the user's line that has changed it
+    draws: dict[str, str]  # by the user's line, what it has drawn
+    left: list[tuple[StoredValue, Tensor]]  # constants that forward has stored, if it has changed reads
+    reshaped: dict[str, Tensor]  # tensors of other shapes or dtypes that forward has assigned to buffers
+
+
+def _record(
     module: nn.Module,
     forward: Callable[[list[Tensor]], Sequence[Tensor]],
     samples: Sequence[Tensor],
-    others: Mapping[str, Tensor],
-    *,
+    fake: FakeTensorMode,
     training: bool,
     device: str,
     given: str,
-    needs_values: bool,
-) -> tuple[Graph, dict[str, Tensor]]:
-    """Record one step, in which some buffers have the shapes and dtypes of `others`; return its graph, and the tensors
-    of still other shapes or dtypes that forward assigns to buffers."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-
-    # Only shapes are read, so the `__torch_function__` of tensor subclasses is off.
+    stand_ins: StandIns,
+) -> _RecordedForward:
+    """Run the forward once, on stand-ins for the weights, and return the recording."""
     with DisableTorchFunctionSubclass(), fake:
-        stand_ins = StandIns(module, training, needs_values, others)
         inputs = [empty_like(sample) for sample in samples]
         scale = torch.empty(())
-    state = Capture(training, stand_ins)
+    state, noting = Capture(training, stand_ins), Noting(module)
     recorder = state.recorder
     inputs_by_key = {str(i): value for i, value in enumerate(inputs)}
     roles = {"parameter": stand_ins.parameters, "buffer": stand_ins.buffers, "input": inputs_by_key}
@@ -114,7 +138,6 @@ def _record_step(
         for key, value in values.items():
             recorder.add_placeholder(f"{role}_{key}".replace(".", "_"), value, role=role, key=key)
     with (
-        attributes_restored(module, stand_ins.was_used, stand_ins.hooks),
         torch.random.fork_rng(devices=[], device_type="cpu"),
         current_set_to(state),
         tracing_settings(module, training, device),
@@ -124,10 +147,18 @@ def _record_step(
         modes_restored(),
         explaining_torch_errors(given),
     ):
-        with recorder.saved_tensors_listed(), _tracked_calls(module, state):
+        with recorder.saved_tensors_listed(), _tracked_calls(module, state, noting), noting.of(state):
             outputs = list(forward(list(inputs)))
             buffers, reshaped = assigned_buffers(state)
         gradients = _record_backward(state, scale) if training else {}
+    reads = noting.finish(recorder)
+    reads.all = [read for read in reads.all if re.split(r"\[", read.path)[0] not in state.written_by_host]
+    changed = reads.changed()
+    left = [
+        (stored, real)
+        for stored in (fake_tensors_in(module) if changed else ())
+        if (real := recorder.value_of(stored.value)) is not None
+    ]
     results: list[tuple[Key, str, fx.Node]] = [
         *(("output", str(i), recorder.node_of(value)) for i, value in enumerate(outputs)),
         *(("buffer", name, recorder.node_of(value)) for name, value in buffers.items()),
@@ -136,7 +167,52 @@ def _record_step(
     trained = set(stand_ins.trained_parameters()) if training else set[str]()
     graph = make_functional_graph(recorder, results, tuple(state.visits), trained)
     stand_ins.check_shared({result.key for result in graph.results if result.kind in ("gradient", "buffer")})
-    return replace(graph, held=tuple(state.held)), reshaped
+    graph = replace(graph, held=tuple(state.held))
+    return _RecordedForward(graph, reads, changed, noting.lines, noting.draws, left, reshaped)
+
+
+def _record_again(first: _RecordedForward, record: Callable[[], _RecordedForward]) -> tuple[_RecordedForward, set[str]]:
+    """Record a forward that changes what it reads a second time, with what the first recording has left, and return
+    this recording, and the paths of the values that forward changes each time. Raises CaptureError if the graphs
+    differ: then the values would be state between calls."""
+    names = ", ".join(list(dict.fromkeys(read.path for read in first.changed))[:5])
+    left = [(read, read.owner, read.present()) for read in first.changed if isinstance(read.owner, dict)]
+    where = next((first.lines.get(read.path) or read.where for read in first.changed), "") or "forward"
+    text = (
+        f"{where} changes {names}, which forward also reads: what a call leaves there would be lost for the next one\n"
+        "  why: Python's side of forward runs only when it is recorded, and a second run computes something else\n"
+        "  fix: keep the value in a buffer, `self.register_buffer(name, tensor)`, and write into it: `copy_(new)`"
+    )
+    for stored, real in first.left:
+        stored.put(real)
+    try:
+        second = record()
+    except Exception as error:
+        raise CaptureError(text) from error
+    if fingerprint(first.graph, ()) != fingerprint(second.graph, ()):
+        raise CaptureError(text)
+    dropped = {read.path for read in second.changed}
+    for read, owner, value in left:
+        if read.path in dropped and read.key is not LENGTH and value is not MISSING:
+            owner[read.key] = value  # as one run has left it
+    if again := list(dict.fromkeys(read.path for read in first.changed if read.path in dropped)):
+        logger.warning(
+            "%s changes %s: Python's side of forward runs only when it is recorded, and not in each call\n"
+            "  fix: count calls outside of forward; or keep a value that each call changes in a buffer",
+            where,
+            ", ".join(again[:5]),
+        )
+    return second, dropped
+
+
+def _drop_fake_items(containers: Iterable[Any]) -> None:
+    """Remove the fake tensors that forward has put into default values of functions, and other containers."""
+    for each in containers:
+        if isinstance(each, dict):
+            for key in [key for key, value in each.items() if isinstance(value, FakeTensor)]:
+                del each[key]
+        elif isinstance(each, list):
+            each[:] = [value for value in each if not isinstance(value, FakeTensor)]
 
 
 def _without_copy(gradient: fx.Node) -> fx.Node:
@@ -153,7 +229,7 @@ def _without_copy(gradient: fx.Node) -> fx.Node:
 
 
 @contextlib.contextmanager
-def _tracked_calls(module: nn.Module, capture: Capture) -> Iterator[None]:
+def _tracked_calls(module: nn.Module, capture: Capture, noting: Noting) -> Iterator[None]:
     """Give torch functions and autograd functions stand-ins in place of weights, and `capture.module` the name of the
     running submodule, while the body runs. Some modules would compute differently if they had hooks."""
     names = {child: name for name, child in module.named_modules()}
@@ -172,6 +248,7 @@ def _tracked_calls(module: nn.Module, capture: Capture) -> Iterator[None]:
     def apply_with_stand_ins(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if active.get() is capture:
             args = tuple(map(capture.stand_ins.stand_in_of, args))
+            noting.note_methods(cls, ("forward", "setup_context", "backward"))
         return apply.__get__(None, cls)(*args, **kwargs)
 
     nn.Module.__call__ = call_tracked

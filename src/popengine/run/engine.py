@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ class Engine:
         shared: TrainState,
         device: torch.device | None = None,
         mail: Mailbox | None = None,
+        find_constants: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         if plan.places:
             check_order(plan)
@@ -70,7 +71,7 @@ class Engine:
         device = device or devices.device_of(settings.device)
         devices.keep_freed_memory()
         # Threads refer to the state and not to the engine: they end when nothing else refers to the engine.
-        self._state = State(plan, settings, shared, device)
+        self._state = State(plan, settings, shared, device, find_constants)
         self.updates_done = 0  # of the latest call
         if self._group is not None:
             if not shared.engines:

@@ -12,7 +12,7 @@ Parameters, buffers and optimizer state are the user's own tensors, which update
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -43,7 +43,15 @@ class Unit(NamedTuple):
 class State:
     """The tensors of a loaded plan. `bind` has to be called before each call of the engine."""
 
-    def __init__(self, plan: Plan, settings: Settings, shared: TrainState, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        settings: Settings,
+        shared: TrainState,
+        device: torch.device,
+        find_constants: Callable[[], Mapping[str, Tensor]] = dict,
+    ) -> None:
+        self._find_constants = find_constants  # returns the user's plain tensors that forward reads, by key
         self.plan, self.settings, self.shared, self.device = plan, settings, shared, device
         self._loss_scale = 1.0
         signature = plan.partition.signature
@@ -51,6 +59,7 @@ class State:
         here = plan.state_at(settings.place)
         names = {name for names in here.values() for name in names}
         self._slots = {slot.name: slot for slot in signature.slots if slot.name in names}
+        self._constants = {slot.key: slot.name for slot in self._slots.values() if slot.role == "constant"}
         self._weights = [slot for slot in self._slots.values() if slot.role in WEIGHTS]
         self._changed = [name for name in self._slots if name in signature.changed_buffers]
         self.trained = signature.trained
@@ -128,6 +137,11 @@ class State:
                 for slot in moved:
                     self._bind_weight(slot, present[slot.key])
                 self._check_shared_memory(present)
+            for key, value in self._find_constants().items():
+                if key in self._constants:
+                    plain = with_aligned_start(value.detach().to(self.device))
+                    for values in self.values:
+                        values[self._constants[key]] = plain
             if len(self.values) > 1:  # replicas 1, 2, ... have buffers of their own
                 keys = (self._slots[name].key for name in self._changed)
                 own = self.shared.own_buffers(present, keys, len(self.values))

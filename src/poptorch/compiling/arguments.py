@@ -37,30 +37,63 @@ class InputKind(NamedTuple):
 
 @dataclass(frozen=True)
 class BoundCall:
-    """The arguments of a call, bound to forward's signature, the number of positional ones, and the paths of
-    inputs whose rows `rows_first` has moved."""
+    """The arguments of a call, bound to forward's signature, the number of positional ones, the paths of inputs whose
+    rows `rows_first` has moved, and those of constants that do not matter, for which the values of `like` stand."""
 
     bound: inspect.BoundArguments
     positional: int
     rearranged: frozenset[str] = frozenset()
+    unread: frozenset[str] = frozenset()
+    like: InputKind | None = None
 
     @cached_property
     def kind(self) -> InputKind:
         """Return the structure and constants of the arguments, and dtype and shape of each tensor."""
         given = self.bound.arguments
         specs = tuple((name, spec_of(given.get(name))) for name in self.bound.signature.parameters)
+        if self.like is not None and self.unread:
+            known = dict(self.like.specs)
+            specs = tuple((name, self._merged(spec, known[name], self._path(name))) for name, spec in specs)
         return InputKind(specs, tuple((tensor.dtype, tensor.shape) for tensor in self.tensors))
+
+    def _path(self, name: str) -> str:
+        """Return the begin of the paths in an argument: "" for **kwargs."""
+        is_keywords = self.bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        return "" if is_keywords else name
+
+    def _merged(self, found: Spec, compiled: Spec, path: str) -> Spec:
+        """Return a spec with the compiled parts in place of those that are `unread`."""
+        if path in self.unread:
+            return compiled
+        known = dict(compiled.parts)
+        pairs = ((key, part, known.get(key, part)) for key, part in found.parts)
+        parts = ((k, self._merged(part, like, _step(path, found, k))) for k, part, like in pairs)
+        return replace(found, parts=tuple(parts))
+
+    def changed_constants(self, compiled: InputKind) -> frozenset[str]:
+        """Return the paths of values without tensors that differ from the compiled ones; the empty set, if inputs with
+        tensors differ as well."""
+        pairs = zip(compiled.specs, self.kind.specs, strict=True)
+        found = [_changed_constants(old, new, self._path(name)) for (name, old), (_, new) in pairs]
+        is_alike = None not in found and compiled.tensors == self.kind.tensors
+        return frozenset().union(*filter(None, found)) if is_alike else frozenset()
 
     @cached_property
     def tensors(self) -> list[Tensor]:
         """Return the tensors in the arguments, in the order of `tensors_of`."""
-        return tensors_of(list(self.bound.arguments.values()))
+        return [tensor for name in self._with_tensors for tensor in tensors_of(self.bound.arguments[name])]
+
+    @cached_property
+    def _with_tensors(self) -> list[str]:
+        """Return the names of arguments that have tensors; forward may fill others, such as an empty default value."""
+        return [name for name, value in self.bound.arguments.items() if tensors_of(value)]
 
     @property
     def named_tensors(self) -> dict[str, Tensor]:
         """Return the tensors by path: `x`, `b[0]`, `x["k"]`. Paths in **kwargs begin with the keyword."""
         named: dict[str, Any] = {}
-        for name, value in self.bound.arguments.items():
+        for name in self._with_tensors:
+            value = self.bound.arguments[name]
             keywords = self.bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             named.update({key: value[key] for key in sorted(value)} if keywords else {name: value})
         paths = [path for name, value in named.items() for path in paths_of(value, name)]
@@ -82,8 +115,9 @@ class BoundCall:
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> BoundCall:
         """Return a copy of the call with other tensors, in the order of `self.tensors`."""
-        values = with_tensors(list(self.bound.arguments.values()), iter(tensors))
-        arguments: Any = dict(zip(self.bound.arguments, values, strict=True))
+        names, arguments = self._with_tensors, dict(self.bound.arguments)
+        values = with_tensors([arguments[name] for name in names], iter(tensors))
+        arguments |= dict(zip(names, values, strict=True))
         return replace(self, bound=inspect.BoundArguments(self.bound.signature, arguments))
 
     def rows_first(self, dims: dict[str, int | None], micro_batches: int) -> BoundCall:
@@ -118,6 +152,26 @@ class BoundCall:
             near = did_you_mean(min(unknown), known | found.keys())
             raise Error(f"batchDims: no input is named {min(unknown)!r}{near}\n  inputs: {', '.join(found)}")
         return replace(self.with_tensors(found.values()), rearranged=frozenset(moved))
+
+
+def _step(path: str, container: Spec, key: Any) -> str:
+    return path + path_step(container.type, key) if path else str(key)
+
+
+def _has_tensors(spec: Spec) -> bool:
+    return spec.type is Tensor or any(_has_tensors(part) for _, part in spec.parts)
+
+
+def _changed_constants(old: Spec, new: Spec, path: str) -> set[str] | None:
+    """Return the paths at which two specs differ in values without tensors; None if they differ in another way."""
+    if old == new:
+        return set()
+    is_alike = old.type is new.type and [key for key, _ in old.parts] == [key for key, _ in new.parts]
+    if is_alike and old.constant is None:
+        pairs = zip(old.parts, new.parts, strict=True)
+        found = [_changed_constants(one, other, _step(path, old, key)) for (key, one), (_, other) in pairs]
+        return None if None in found else set().union(*filter(None, found))
+    return None if _has_tensors(old) or _has_tensors(new) or not path else {path}
 
 
 class MissingArgument(Error, TypeError):
@@ -302,6 +356,10 @@ class CompiledInputs:
     counts: Counts
     has_float64: bool
 
+    @classmethod
+    def of(cls, call: BoundCall, counts: Counts, has_float64: bool) -> CompiledInputs:
+        return cls(call.kind, list(call.named_tensors), call.positional, counts, has_float64)
+
     @property
     def micro_batch(self) -> InputKind:
         """Return the inputs' kind, cut to one micro-batch. Plans for which it is equal can share a graph."""
@@ -311,7 +369,8 @@ class CompiledInputs:
 
     def check_call(self, call: BoundCall, any_shape: bool = False) -> None:
         """Raise BatchError unless `call` has the compiled structure, constants, dtypes and shapes; with
-        `any_shape` other shapes, and arguments, items and keys that are left out or added, are accepted."""
+        `any_shape` other shapes and constants, and arguments, items and keys that are left out or added, are
+        accepted."""
         pairs = zip(self.kind.specs, call.kind.specs, strict=True)
         for index, ((name, compiled), (_, found)) in enumerate(pairs):
             kind = call.bound.signature.parameters[name].kind
@@ -344,9 +403,9 @@ def _check_spec(expected: Spec, found: Spec, path: str, any_shape: bool, keyword
     if (
         any_shape
         and expected.type is not found.type
-        and (expected.constant is None) != (found.constant is None)
+        and (expected.constant is not None or found.constant is not None)
     ):
-        return  # one call passes a tensor or container, the other leaves the argument out
+        return  # one call passes a tensor or container, the other leaves the argument out, or has a constant
     _check_equal(f"Type mismatch for {path}", expected.type, found.type)
     parts, others = dict(expected.parts), dict(found.parts)
     if issubclass(expected.type, tuple | list) and not any_shape:
@@ -357,7 +416,10 @@ def _check_spec(expected: Spec, found: Spec, path: str, any_shape: bool, keyword
         words = [f"Missing arguments: {', '.join(missing)}."] if missing else []
         words += [f"Unexpected arguments: {', '.join(unexpected)}."] if unexpected else []
         raise BatchError(f"Keys mismatch for {path}: {' '.join(words)}{_HINT}")
-    _check_equal(f"Value mismatch for {path}", expected.constant, found.constant)
+    is_array = expected.type.__module__ == "numpy"
+    fix = "\n  fix: pass what changes as a tensor: torch.from_numpy(array)" if is_array else ""
+    if not any_shape:
+        _check_equal(f"Value mismatch for {path}", expected.constant, found.constant, fix)
     for key, part in parts.items():
         if key in others:
             step = str(key) if keywords else path + path_step(expected.type, key)

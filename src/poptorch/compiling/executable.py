@@ -1,7 +1,7 @@
 """Compilation of a model for the arguments of a call: the result is an `Executable`, which can be saved."""
 
 import inspect
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from popengine.compile.capture import capture
 from popengine.compile.partition import visits_with_operations
 from popengine.compile.placement import sharded_if_too_few_micro_batches
 from popengine.compile.recording.current_capture import current
+from popengine.compile.recording.reads import Reads, fingerprint
 from popengine.compile.rewriting.channels_last import in_wanted_layout
 from popengine.compile.rewriting.fixed_strides import with_fixed_strides
 from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
@@ -42,11 +43,14 @@ from .runs import Run
 from .traced_functions import replace_untraceable_functions
 from .tune import with_balanced_stages
 
+_MOST_VALUES = 8  # plans for one shape and other values of what forward reads
+_MOST_RECORDINGS = 64  # that are compared to find the plan for a value
+
 
 @dataclass(frozen=True)
 class Executable:
     """A compiled model, without weights and state. `template` is forward's return value, with an empty tensor
-    on "meta" in place of each of the `outputs`. `graph`, the captured graph, is None in a file."""
+    on "meta" in place of each of the `outputs`. A file has no `graph` and no `recordings`, but the graph's `code`."""
 
     plan: Plan
     settings: Settings
@@ -58,8 +62,43 @@ class Executable:
     notes: tuple[Note, ...] = ()
     graph: Graph | None = None
     memory_format: str = "preserve"  # never "auto"
+    # `Run.key`, and the number of the plan for other values of what forward reads.
     key: Any = None
     weights: Any = None  # `Run.frozen` and `Run.tied`
+    # One deque: the reads of each recording of this graph, the latest first.
+    recordings: tuple[deque[Reads], ...] = ()
+    code: str = ""  # `fingerprint` of the graph
+
+    def holds(self) -> bool:
+        """Return whether forward would read values for which this graph was recorded; the reads move to the front."""
+        recordings = self.recordings[0] if self.recordings else deque[Reads]()
+        found = next((index for index, reads in enumerate(recordings) if reads.hold()), None)
+        if found:
+            recordings.rotate(-found)
+        return found is not None
+
+    def changes(self) -> str:
+        """Return in words how the values that forward reads differ from those of the latest recording."""
+        changed = self.recordings[0][0].changed() if self.recordings else []
+        return "; ".join(map(str, changed[:3]))
+
+    def present_tensors(self) -> dict[str, Tensor]:
+        """Return the plain tensors that forward reads, by key of the graph's constants."""
+        tensors = self.recordings[0][0].tensors if self.recordings else {}
+        return {key: find() for key, find in tensors.items()}
+
+    def add_recording(self, new: "Executable") -> None:
+        """Hold for the values that the recording of an equal graph has read, too."""
+        if not self.recordings:  # from a file
+            object.__setattr__(self, "recordings", new.recordings)
+        elif self.recordings is not new.recordings:
+            self.recordings[0].appendleft(new.recordings[0][0])
+
+    def graph_code(self) -> str:
+        """Return the `fingerprint` of the graph."""
+        if self.graph is None:
+            return self.code
+        return fingerprint(self.graph, self.recordings[0][0].tensors)
 
 
 def compile_model(
@@ -74,33 +113,61 @@ def compile_model(
     """Compile the plan of a run: capture the model, unless `earlier` has the graph, and lower the graph.
 
     `settings` are those of a complete combined batch. A plan has the stages of `earlier` plans and, if the
-    micro-batch is equal, their graph. If it `is_plan_only`, weights need no values, and other instances do
+    micro-batch is equal, and what forward reads, their graph. If a forward that is recorded again has the graph of an
+    earlier plan, return this plan. If it `is_plan_only`, weights need no values, and other instances do
     not compile.
     """
     if earlier:
         settings = replace(settings, strategy=earlier[0].settings.strategy)
-    settings, call, has_float64 = run.settings(settings), run.call, has_float64_weights(model)
-    inputs = CompiledInputs(call.kind, list(call.named_tensors), call.positional, run.counts, has_float64)
-    samples = first_micro_batches(call, run.counts, has_float64)
-    weights = run.frozen, run.tied
+    others = [e for e in earlier if e.key[0] == run.key]
+    changes = others[-1].changes() if others else ""
+    settings, weights = run.settings(settings), (run.frozen, run.tied)
+    inputs = CompiledInputs.of(run.call, run.counts, has_float64_weights(model))
     kind = inputs.micro_batch, weights
-    same = [e for e in earlier if e.graph is not None and (e.inputs.micro_batch, e.weights) == kind]
-    layout = earlier[0].memory_format if earlier else None
-    new = same[0] if same else _capture_model(model, call, options, settings, samples, layout, is_plan_only)
+    alike = [e for e in earlier if e.graph is not None and (e.inputs.micro_batch, e.weights) == kind]
+    new = next((e for e in alike if e.holds()), None)
+    if new is None:
+        new = record_model(model, run, options, settings, earlier, is_plan_only)
     graph = new.graph
     assert graph is not None
+    for other in others:
+        if other.graph_code() == new.graph_code():
+            other.add_recording(new)
+            return other
+    if len(others) >= _MOST_VALUES:
+        raise Error(
+            f"there are {_MOST_VALUES} plans for values that forward reads, and one changes again: {changes}\n"
+            "  why: each value is a part of a plan, which is compiled for it\n"
+            '  fix: pass it as a tensor, with options.batchDims({"name": None}), or keep it in a buffer'
+            " (`register_buffer`), and write into it"
+        )
     anchors = (*new.anchors.values(), *(anchor for note in new.notes for anchor in note.anchors))
     settings = replace(settings, anchors=anchors, products_in_float32=new.settings.products_in_float32)
     if settings.counts.replicas > 1 and options.broadcast_buffers:
         _check_buffers(graph, settings.counts.replicas)
     done("capture")
     if settings.strategy.auto == "balance":
-        values = weights_of(model)
+        samples, values = first_micro_batches(run.call, run.counts, inputs.has_float64), weights_of(model)
         settings = with_balanced_stages(graph, settings, values, samples, together=not is_plan_only)
     settings = sharded_if_too_few_micro_batches(graph.visits, visits_with_operations(graph), settings)
     plan = compile_graph(graph, settings, done)
     compilation_log.check_hardware_rules(plan, settings)
-    return replace(new, plan=plan, settings=settings, inputs=inputs, key=run.key, weights=weights)
+    number = 1 + max((e.key[1] for e in others), default=-1)
+    return replace(new, plan=plan, settings=settings, inputs=inputs, key=(run.key, number), weights=weights)
+
+
+def record_model(
+    model: nn.Module,
+    run: Run,
+    options: Options,
+    settings: Settings,
+    earlier: Sequence[Executable] = (),
+    is_plan_only: bool = False,
+) -> Executable:
+    """Return an executable without plan and inputs: a captured graph (see `compile_model`)."""
+    samples = first_micro_batches(run.call, run.counts, has_float64_weights(model))
+    layout = earlier[0].memory_format if earlier else None
+    return _capture_model(model, run.call, options, settings, samples, layout, is_plan_only)
 
 
 def _capture_model(
@@ -161,7 +228,10 @@ def _capture_model(
         graph = with_fixed_strides(graph)
     unknown: Any = None  # `compile_model` sets plan and inputs
     outputs = forward.template, forward.returned, anchors, names
-    return Executable(unknown, settings, unknown, *outputs, forward.notes, graph, memory_format)
+    recordings = (deque([graph.reads], maxlen=_MOST_RECORDINGS),)
+    return Executable(
+        unknown, settings, unknown, *outputs, forward.notes, graph, memory_format, recordings=recordings
+    )
 
 
 @dataclass
@@ -180,6 +250,9 @@ class _TracedForward:
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         bound, state = self.call.with_tensors(tensors).bound, current()
+        named = dict(
+            zip(self.call.named_tensors, tensors, strict=True)
+        )  # before forward fills its default values
         assert state is not None
         state.allows_autocast = self.options.Precision.autocast_enabled
         with replace_untraceable_functions():
@@ -191,7 +264,6 @@ class _TracedForward:
         self.returned = len(outputs)
         if state.training:
             choose_loss(value, state, self.options)
-        named = dict(zip(self.call.named_tensors, tensors, strict=True))
         for index, (loss, *_) in enumerate(state.losses):
             named |= {f"loss:{index}": loss, "loss": loss}
         self.names = tuple(named)

@@ -115,7 +115,11 @@ def _format_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> str:
 def _value_of(tensor: Tensor) -> Tensor | None:
     """Return a tensor with values: `tensor`, or what was computed from constants alone; else None."""
     capture = current()
-    return capture.recorder.value_of(tensor) if capture is not None and is_traced(tensor.data) else tensor
+    if capture is not None and is_traced(tensor.data):
+        return capture.recorder.value_of(tensor)
+    if capture is not None:
+        capture.recorder.values_read.append(tensor)
+    return tensor
 
 
 def _format_value(tensor: Tensor, spec: str) -> str:

@@ -63,7 +63,8 @@ def write_file(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
         raise AssertionError(f"can't save to {path}: {path.parent} is a file, and not a folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    saved = replace(saved, executables=tuple(replace(each, graph=None) for each in saved.executables))
+    executables = (replace(e, graph=None, recordings=(), code=e.graph_code()) for e in saved.executables)
+    saved = replace(saved, executables=tuple(executables))
     try:
         content = io.BytesIO()
         content.seek(_HASH)

@@ -6,6 +6,7 @@ Its parts: plans and engines (`loaded_plans.py`), the model's flags (`model_flag
 (`optimizer_link.py`), the latest call's results (`latest_call.py`), all other methods (`public_names.py`).
 """
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -23,11 +24,11 @@ from popengine.update.optimizer_rules import OWN_STEP
 from ..annotating.replica_groups import make_replica_groups
 from ..compiling import arguments
 from ..compiling.compilation_log import log_plan, progress
-from ..compiling.executable import compile_model
+from ..compiling.executable import compile_model, record_model
 from ..compiling.outputs import fill_outputs
 from ..compiling.runs import Run, split_into_runs
 from ..enums import ConnectionType
-from ..logs import logger
+from ..logs import listed, logger
 from ..optim import SGD
 from ..options import Options
 from ..options.freeze_options import engine_settings, resolve_options
@@ -77,8 +78,9 @@ class PoplarExecutor(PublicNames):
         # Made before the first plan, to record the waits for a loader from now on.
         self._next_reporter = start_reporter(self, options, training, 1)
         # Parameters and optimizer groups of the latest call, and the fields of its runs that depend on them.
-        self._present: tuple[list[tuple[int, bool]], Any] = [], None
+        self._present: Any = None
         self._of_weights: dict[str, Any] = {}
+        self._unread: frozenset[str] = frozenset()  # paths of arguments whose values do not matter
         self._lock = threading.RLock()  # calls in several threads run one by one
         self._compiled_plans = 0  # dropped ones included
         if training:
@@ -123,17 +125,20 @@ class PoplarExecutor(PublicNames):
                 plan, results = self._execute_run(run)
                 finished.append((run, plan, results))
             if self._most_plans:
-                self._plans.remove_oldest([run.key for run, _, _ in finished], self._most_plans)
+                self._plans.remove_oldest([plan.executable.key for _, plan, _ in finished], self._most_plans)
             self._latest, outputs = join_results(finished)
             return fill_outputs(finished[0][1].executable.template, outputs)
 
     def _bind(self, args: Any, kwargs: Any) -> arguments.BoundCall:
         """Bind arguments to the signature of forward, which before compilation is the one of now."""
+        self._flags.take()
         if not self._plans.by_key:
-            self._flags.take()
+            self._flags.choose_modes()
             self._optimizer_link.freeze_again()
             self._signature = inspect.signature(self._wrapped.traced.forward)
-        return arguments.bind(self._signature, args, kwargs)
+        call = arguments.bind(self._signature, args, kwargs)
+        first = self._plans.first
+        return replace(call, unread=self._unread, like=first and first.inputs.kind) if self._unread else call
 
     def _split_call(self, call: arguments.BoundCall) -> list[Run]:
         """Return the runs of a call: one run; with `allowNewShapes` several runs for an incomplete batch."""
@@ -141,7 +146,7 @@ class PoplarExecutor(PublicNames):
         if self.options.exists("batch_dims"):
             call = call.rows_first(self.options("batch_dims"), counts.product)
         present = self._flags.present_parameters(), self._optimizer_link.present_groups()
-        if not present[0] or present != self._present:
+        if not present[0][0] or present != self._present:
             self._of_weights = {"tied": self._wrapped.tied_parameters()}
             if self._wrapped.training:
                 parameters = self._wrapped.traced.named_parameters()
@@ -151,18 +156,19 @@ class PoplarExecutor(PublicNames):
         run = Run(call, counts, **self._of_weights)
         if not self._most_plans or call.rearranged:
             return [run]
-        like = None if first is None or run.key in self._plans.by_key else first.inputs
+        like = None if first is None or self._plans.plans_of(run.key) else first.inputs
         return split_into_runs(run, self.options, self._wrapped.training, like)
 
     def _execute_run(self, run: Run) -> tuple[LoadedPlan, Results]:
         """Execute a run of a call, and return its plan and results. Inputs that forward changes in place are
         copied to the caller's tensors. A plan that is compiled here is removed if no update succeeds."""
         plans, before = self._plans, self._plans.current
-        plan = plans.by_key.get(run.key)
-        is_new = plan is None
-        if plan is None:
-            if plans.first is not None:
+        plan, number = plans.find_plan(run.key), self._compiled_plans
+        if plan is None and plans.first is not None and not plans.plans_of(run.key):
+            plan = self._plan_for_other_constants(run, plans.first.inputs)
+            if plan is None:
                 plans.first.inputs.check_call(run.call, any_shape=self._most_plans > 0)
+        if plan is None:
             plan = self._compile_plan(run)
         else:
             plans.make_current(plan)
@@ -181,8 +187,8 @@ class PoplarExecutor(PublicNames):
             if plans.state.lost is not None:
                 wrapped_model.refuse_reads_if_lost(self._user_model, plans.state)
             # The inputs may have caused the error: remove the plan, so that others can be compiled for.
-            if is_new and not self.finished_updates:
-                self._remove_plan(run.key, before)
+            if number < self._compiled_plans and not self.finished_updates:
+                self._remove_plan(plan.executable.key, before)
             raise
         if plan.reporter is not None:
             plan.reporter.after_call()
@@ -212,7 +218,7 @@ class PoplarExecutor(PublicNames):
         with self._lock:
             call = self._bind(args, kwargs)
             for run in self._split_call(call):
-                if run.key not in self._plans.by_key:
+                if self._plans.find_plan(run.key) is None:
                     self._compile_plan(run)
 
     def _compile_plan(self, run: Run) -> LoadedPlan:
@@ -227,11 +233,17 @@ class PoplarExecutor(PublicNames):
         reporter = self._make_reporter(number)
         times = {} if reporter is None else reporter.passes
         with progress(options._show_progress_bar, times) as done:
+            others = plans.plans_of(run.key)
+            changes = others[-1].executable.changes() if others else ""
             with self._flags.as_compiled():
                 earlier = [plan.executable for plan in plans.by_key.values()]
                 found = compile_model(model, run, options, settings, done, earlier=earlier)
-            if before is None:
-                self._flags.fix(any(piece.draws for piece in found.plan.partition.pieces))
+            self._flags.fix(any(piece.draws for piece in found.plan.partition.pieces))
+            for plan in others:
+                if plan.executable is found:
+                    logger.info("recorded again, with an equal graph: %s", changes or "a plan of a file")
+                    plans.make_current(plan)
+                    return plan
             log_plan(found.plan, found.settings)
             plan = LoadedPlan(found, reporter)
             plans.add_plan(plan)
@@ -241,17 +253,42 @@ class PoplarExecutor(PublicNames):
                 elif options.connection_type != ConnectionType.Never:
                     self.attachToDevice()
             except BaseException:
-                self._remove_plan(run.key, before)
+                self._remove_plan(found.key, before)
                 raise
             executable_file.write_to_cache_folder(found, options, self.per_replica_params)
             done("load")
         self._compiled_plans, self._compilation_seconds = number, sum(times.values())
         if before is not None:
             what = f"inputs {', '.join(str(list(tensor.shape)) for tensor in run.call.tensors)}"
-            if run.key[0] == earlier[-1].key[0]:
+            if others:
+                what = changes
+            elif run.key[0] == earlier[-1].key[0][0]:
                 what = "other parameters that are trained"
             logger.info("plan %d, for %s, took %.2f s", number, what, self._compilation_seconds)
         return plan
+
+    def _plan_for_other_constants(self, run: Run, compiled: arguments.CompiledInputs) -> LoadedPlan | None:
+        """Record a call again whose arguments without tensors have other values than at the compilation. If the
+        graph is equal, compare these values no more, and return its plan; else None."""
+        unread = run.call.changed_constants(compiled.kind)
+        if not unread:
+            return None
+        like = replace(run.call, unread=self._unread | unread, like=compiled.kind)
+        plans = self._plans.plans_of(replace(run, call=like).key)
+        settings = self._checked_settings(run, self.options)
+        with self._flags.as_compiled(), contextlib.suppress(Error):
+            new = record_model(
+                self._wrapped.traced, run, self.options, settings, [p.executable for p in plans]
+            )
+            for plan in plans:
+                if plan.executable.graph_code() == new.graph_code():
+                    logger.info(
+                        "recorded again, with an equal graph, for other values of %s", listed(sorted(unread))
+                    )
+                    self._unread |= unread
+                    plan.executable.add_recording(new)
+                    return plan
+        return None
 
     def _make_reporter(self, number: int) -> Reporter | None:
         """Return a reporter for the plan with this number (from 1); None if no profile is requested."""
@@ -309,6 +346,7 @@ class PoplarExecutor(PublicNames):
     def destroy(self) -> None:
         """Free devices and plans. Afterwards the model is an ordinary module, and the next call compiles again."""
         self._plans.clear_plans()
+        self._unread = frozenset()
         self._optimizer_link.release_optimizer()
         self._latest = LatestCall()
         # The model's weak reference to this executor is None already when `__del__` runs.
@@ -382,6 +420,7 @@ class PoplarExecutor(PublicNames):
         if self._wrapped.training:
             wrapped_model.mark_model(self._user_model, self)
         self._flags.take()
+        self._flags.choose_modes()
         self._flags.fix(any(piece.draws for piece in saved.executables[0].plan.partition.pieces))
         self._compiled_plans = len(saved.executables)
         for number, executable in enumerate(saved.executables, 1):

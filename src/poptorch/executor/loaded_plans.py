@@ -49,7 +49,7 @@ class LoadedPlans:
         self._options = options
         self.state = TrainState(functools.partial(weights_of, model))
         self._is_seeded = False  # whether `state.random_state` is set
-        self.by_key: dict[Any, LoadedPlan] = {}  # by `Run.key`, in order of use, the latest last
+        self.by_key: dict[Any, LoadedPlan] = {}  # by `Executable.key`, in order of use, the latest last
         self.current: LoadedPlan | None = None
         self.first: Executable | None = None  # compiled first; calls are checked against its inputs
         self._process = -1  # id of the process that attached; a fork of it has no threads
@@ -84,6 +84,17 @@ class LoadedPlans:
         return self.engine
 
     # ---- plans ---------------------------------------------------------------------------------------------
+
+    def plans_of(self, key: Any) -> list[LoadedPlan]:
+        """Return the plans of runs with this `Run.key`, each for other values of what forward reads."""
+        return [plan for (of_run, _), plan in self.by_key.items() if of_run == key]
+
+    def find_plan(self, key: Any) -> LoadedPlan | None:
+        """Return the plan of a run with this `Run.key` for the present values of what forward reads; None without."""
+        current = self.current
+        if current is not None and current.executable.key[0] == key and current.executable.holds():
+            return current
+        return next((plan for plan in self.plans_of(key) if plan.executable.holds()), None)
 
     def add_plan(self, loaded: LoadedPlan) -> None:
         """Add a plan under its key. If there is no current plan, set `current` and `first` to it."""
@@ -171,7 +182,8 @@ class LoadedPlans:
                 f'  fix: compile it with options.device("{device}"), or call the model instead of loading it;'
                 " or run it on the CPU"
             )
-        engine = Engine(executable.plan, replace(executable.settings, device=device), self.state)
+        settings = replace(executable.settings, device=device)
+        engine = Engine(executable.plan, settings, self.state, find_constants=executable.present_tensors)
         if plan.reporter is not None:
             plan.reporter.on_attach(engine, executable)
         return engine

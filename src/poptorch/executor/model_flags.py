@@ -1,27 +1,24 @@
-"""What a compilation fixes of a model besides weights: modes, layers, plain attributes and hooks.
+"""Modes, which the first compilation fixes; attributes of the user's top-level module; hooks of parameters.
 
 An executor for inference has modes of its own: it computes in eval mode what was in eval mode when it was wrapped or
-at its first call. Changes after compilation have no effect, and one warning for each kind of change.
+at its first call. Later changes of modes, torch's seed and autocast have no effect, and one warning each. All else that
+forward reads is followed: `LoadedPlan.holds`.
 """
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping
-from types import CodeType, FunctionType
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from popengine.errors import Error
 
 from ..logs import listed, logger
 from .wrapped_model import WrappedModel, attributes_of
-
-# Attributes of these types are compared with those of the compilation.
-_PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None), torch.dtype)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_NOT_OF_FORWARD = ("__init__", "__repr__", "__setstate__", "extra_repr", "reset_parameters")
 
 
 class ModelFlags:
@@ -34,7 +31,14 @@ class ModelFlags:
         # By name, the mode to compile a layer in, unless its flag is no longer the one in `_seen`.
         self._modes = self._seen = self._present_modes()
         self._compiled: dict[str, bool] = {}
-        self._layers: dict[str, _Fixed] = {}
+        # By name, attributes of each compiled layer, and its flag `training` when the first plan was compiled.
+        self._layers: dict[str, dict[str, Any]] = {}
+        self._flags: dict[str, bool] = {}
+        self._children: list[
+            dict[str, Any]
+        ] = []  # of each layer, its layers when the latest plan was compiled
+        self._hooks: dict[str, list[int]] = {}  # numbers of the hooks of each parameter
+        self._has_hooks = False
         self._draws, self._torch_state = False, None
         if not model.training:
             vars(model.traced)["train"] = _OwnTrain(model.traced, self)
@@ -44,33 +48,44 @@ class ModelFlags:
         modes = {name: layer.training for name, layer in self._model.traced.named_modules()}
         return modes | {"": self._model.user.training}
 
-    def set_mode(self, mode: bool) -> None:
-        """Set the mode in which layers are compiled. In inference the user's layers keep their flags."""
+    def set_mode(self, mode: bool) -> bool:
+        """Set the mode in which layers are compiled. In inference the user's layers keep their flags. Return whether a
+        layer is compiled in another mode."""
+        model = self._model.user
         if self._model.training:
-            self._model.user.train(mode)
+            model.train(mode)
+            wanted = self._present_modes()
         else:
             model, before = self._model.traced, self._present_modes()
             type(model).train(model, mode)
-            self._modes = {name: layer.training for name, layer in model.named_modules()}
+            wanted = self._modes = {name: layer.training for name, layer in model.named_modules()}
             _set_modes(model, {name: flag for name, flag in before.items() if name})
             self._seen = before
-        for name, flag in self._present_modes().items():
-            if name in self._layers:  # no second warning at the next call
-                self._layers[name].mode = flag
+        self._flags |= {name: flag for name, flag in self._present_modes().items() if name in self._flags}
+        return any(wanted.get(name, flag) != flag for name, flag in self._compiled.items())
 
     # ---- compiling ---------------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Before the first compilation: choose the modes, and take over new attributes of the user's model."""
-        user, traced = attributes_of(self._model.user), self._model.traced
+        """Take over attributes that were set on the user's top-level module, unless the copy has another one."""
+        user, traced = attributes_of(self._model.user), vars(self._model.traced)
+        if user.keys() == self._taken.keys() and all(map(operator.is_, user.values(), self._taken.values())):
+            return
+        absent = object()
         for name in user.keys() | self._taken.keys():
-            before = self._taken.get(name)
-            if user.get(name) is not before and vars(traced).get(name) is before:  # not set on the copy
-                vars(traced).pop(name, None)
+            before = self._taken.get(name, absent)
+            if (
+                user.get(name, absent) is not before and traced.get(name, absent) is before
+            ):  # not set on the copy
+                traced.pop(name, None)
                 if name in user:
-                    vars(traced)[name] = user[name]
+                    traced[name] = user[name]
         self._taken = user
-        present, top = self._present_modes(), {"": traced.training}
+
+    def choose_modes(self) -> None:
+        """Choose the modes of the first compilation, and forget what an earlier one has fixed."""
+        self._layers, self._flags, self._children, self._hooks = {}, {}, [], {}
+        present, top = self._present_modes(), {"": self._model.traced.training}
         if self._model.training:
             self._compiled = present | top
             return
@@ -84,6 +99,7 @@ class ModelFlags:
     def as_compiled(self) -> Iterator[None]:
         """Set the modes of the model to those of the first compilation, inside the `with`."""
         now = {name: layer.training for name, layer in self._model.traced.named_modules()}
+        self._compiled = now | self._compiled  # layers that are new keep their mode
         _set_modes(self._model.traced, self._compiled)
         try:
             yield
@@ -91,42 +107,41 @@ class ModelFlags:
             _set_modes(self._model.traced, now)
 
     def fix(self, draws: bool) -> None:
-        """After the first compilation, of a model that draws random numbers or not: store what it has fixed."""
-        self._draws = draws
-        self._torch_state = self._present_torch_state()
-        layers = dict(self._model.traced.named_modules())
-        names: set[str] = set().union(*map(_names_read_by, {type(layer) for layer in layers.values()}))
-        modes = self._present_modes()
-        layers[""] = self._model.user  # with attributes of its own, and the same layers and hooks
-        self._layers = {name: _Fixed(layer, modes[name], names) for name, layer in layers.items()}
+        """After a compilation, of a model that draws random numbers or not: note what it has fixed."""
+        if not self._layers:
+            self._draws = draws
+            self._torch_state = self._present_torch_state()
+        self._flags = self._present_modes() | self._flags
+        layers = dict(self._model.traced.named_modules()) | {"": self._model.user}  # its flag is the user's
+        self._layers = {name: vars(layer) for name, layer in layers.items()}
+        self._children = [dict(own["_modules"]) for own in self._layers.values()]
+        self._hooks = {
+            key: self._hooks.get(key, _hooks_of(value))
+            for key, value in self._model.traced.named_parameters(remove_duplicate=False)
+        }
+        self._has_hooks = any(self._hooks.values())
 
     def _present_torch_state(self) -> Any:
         """Return torch's dtype for autocast (False: off), and torch's seed, or False if the model draws no numbers."""
         autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
         return autocast, self._draws and torch.initial_seed()
 
-    def present_parameters(self) -> list[tuple[int, bool]]:
-        """Return id and `requires_grad` of each compiled parameter; [] if layers were replaced."""
-        if any(layer.own["_modules"] != layer.layers for layer in self._layers.values()):
-            return []
-        return [
-            (id(parameter), parameter.requires_grad)
-            for layer in self._layers.values()
-            for parameter in layer.parameters.values()
-            if parameter is not None
-        ]
+    def present_parameters(self) -> tuple[list[int], list[bool]]:
+        """Return ids and `requires_grad` of the compiled layers' parameters; empty lists if layers were replaced."""
+        layers = self._layers.values()
+        if [own["_modules"] for own in layers] != self._children:
+            return [], []
+        shelves = (own["_parameters"].values() for own in layers)
+        found = [value for value in chain.from_iterable(shelves) if value is not None]
+        return [*map(id, found)], [value.requires_grad for value in found]
 
     # ---- changes after it --------------------------------------------------------------------------------
 
     def check_changes(self) -> None:
-        """Warn, once per kind, of changes of the model since its compilation, of torch's seed and of
-        autocast: calls ignore them. Raises Error if the hooks of a parameter have changed."""
-        changed = {name: layer for name, layer in self._layers.items() if layer.has_changed()}
-        if changed:
-            self._warn_of_modes(changed)
-            found = [change for name, layer in changed.items() for change in layer.changes(name)]
-            if found:
-                self._warn_once(f"{listed(found)} since the compilation", "computes as it did then")
+        """Warn, once per kind, of changes of modes since the compilation, of torch's seed and of autocast: calls ignore
+        them. Raises Error if the hooks of a parameter have changed."""
+        if any(own["training"] is not self._flags[name] for name, own in self._layers.items()):
+            self._warn_of_modes()
         if self._torch_state is not None and self._torch_state != (now := self._present_torch_state()):
             (autocast, seed), before = now, self._torch_state
             if autocast != before[0]:
@@ -137,13 +152,21 @@ class ModelFlags:
             if seed != before[1]:
                 change = "torch.manual_seed was called after the compilation"
                 self._warn_once(change, "keeps its seed", "options.randomSeed(seed), before the first call")
+        if self._model.training:
+            self._check_parameter_hooks()
+
+    def _check_parameter_hooks(self) -> None:
+        """Raise Error if a parameter has other hooks than at the compilation."""
         names = [
             f"{name}.{key}".lstrip(".")
-            for name, layer in self._layers.items()
-            for key, parameter in layer.parameters.items()
-            if parameter is not None and _hooks_of(parameter) != layer.parameter_hooks.get(key, [])
+            for name, own in self._layers.items()
+            for key, value in own["_parameters"].items()
+            if value is not None
+            and (self._has_hooks or value._backward_hooks or value._post_accumulate_grad_hooks)
         ]
-        if names and self._model.training:
+        parameters = dict(self._model.traced.named_parameters(remove_duplicate=False)) if names else {}
+        names = [name for name in names if _hooks_of(parameters[name]) != self._hooks.get(name, [])]
+        if names:
             raise Error(
                 f"a hook is set on, or removed from, {listed(names)} of a compiled model, and that would have no"
                 " effect\n"
@@ -152,14 +175,14 @@ class ModelFlags:
                 " again"
             )
 
-    def _warn_of_modes(self, changed: Mapping[str, "_Fixed"]) -> None:
+    def _warn_of_modes(self) -> None:
         """Warn, once, of layers in another mode than the one they were compiled in."""
         training = self._model.training
-        modes = {name: layer.own["training"] for name, layer in changed.items()}
+        modes = {name: own["training"] for name, own in self._layers.items()}
         others = {
             name: mode
             for name, mode in modes.items()
-            if mode != changed[name].mode and mode != self._compiled[name] and (training or not mode)
+            if mode != self._flags[name] and mode != self._compiled[name] and (training or not mode)
         }
         if not others:
             return
@@ -175,57 +198,11 @@ class ModelFlags:
             + ("; wrap the model with poptorch.inferenceModel to evaluate it" if training else ""),
         )
 
-    def _warn_once(
-        self,
-        change: str,
-        effect: str,
-        fix: str = "call destroy() on the executor: its next call compiles the model as it is",
-    ) -> None:
+    def _warn_once(self, change: str, effect: str, fix: str) -> None:
         """Log "`change`, and the compiled program `effect`" with a fix, unless `effect` was logged before."""
         if effect not in self._warned:
             self._warned.add(effect)
             logger.warning("%s, and the compiled program %s\n  fix: %s", change, effect, fix)
-
-
-class _Fixed:
-    """A layer when it was compiled: its mode, the layers in it, its attributes in `names`, and hooks."""
-
-    def __init__(self, layer: nn.Module, mode: bool, names: set[str]) -> None:
-        self.own, self.mode, self.parameters = vars(layer), mode, layer._parameters
-        self.parameter_hooks = {key: _hooks_of(value) for key, value in self.parameters.items()}
-        self.layers = dict(layer._modules)
-        names = {name for name, value in self.own.items() if name in names and isinstance(value, _PLAIN)}
-        self._attributes = {name: self.own.get(name) for name in (*names, "forward")}
-        self._hooks = self._present_hooks()
-
-    def _present_hooks(self) -> list[int]:
-        return [number for name in _HOOKS for number in self.own[name]]
-
-    def has_changed(self) -> bool:
-        """Return whether anything may have changed."""
-        own, attributes = self.own, self._attributes
-        return (
-            own["training"] is not self.mode
-            or own["_modules"] != self.layers
-            or any(own.get(name) is not value for name, value in attributes.items())
-            or self._present_hooks() != self._hooks
-        )
-
-    def changes(self, name: str) -> list[str]:
-        """Return each change of the layer `name`, except its mode, in words."""
-        prefix, now = f"{name}." if name else "", self.own["_modules"]
-        found = [
-            f"{prefix}{key} has another layer in its place"
-            for key, layer in self.layers.items()
-            if not _computes_the_same(layer, now.get(key, layer))
-        ]
-        for key, before in self._attributes.items():
-            value = self.own.get(key)
-            if value is not before and (type(value) is not type(before) or value != before):
-                found.append(f"{prefix}{key} is {value!r}, and was {before!r},")
-        if self._present_hooks() != self._hooks:
-            found.append(f"a hook of {name or 'the model'} was registered or removed")
-        return found
 
 
 class _OwnTrain:
@@ -250,27 +227,7 @@ def _set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
         vars(layer)["training"] = modes.get(name, layer.training)
 
 
-def _computes_the_same(one: nn.Module | None, other: nn.Module | None) -> bool:
-    """Return whether two layers are one, or of one class and print the same arguments."""
-    if one is other or one is None or other is None:
-        return one is other
-    return type(one) is type(other) and one.extra_repr() == other.extra_repr()
-
-
-def _names_read_by(kind: type) -> set[str]:
-    """Return the names, without private ones, that methods of a class may read, except those of nn.Module."""
-    own = [base for base in kind.__mro__ if base not in (nn.Module, object)]
-    functions = [f for base in own for name, f in vars(base).items() if name not in _NOT_OF_FORWARD]
-    codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
-    found: set[str] = set()
-    while codes:
-        code = codes.pop()
-        found.update(code.co_names, (value for value in code.co_consts if isinstance(value, str)))
-        codes += [value for value in code.co_consts if isinstance(value, CodeType)]
-    return {name for name in found if not name.startswith("_")} - {"training"}
-
-
-def _hooks_of(parameter: nn.Parameter | None) -> list[int]:
+def _hooks_of(parameter: Tensor) -> list[int]:
     """Return the numbers of a parameter's hooks."""
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return [number for name in names for number in getattr(parameter, name, None) or ()]
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # pyright: ignore
+    return [number for numbers in hooks if numbers for number in numbers]

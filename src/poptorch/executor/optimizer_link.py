@@ -43,6 +43,7 @@ class OptimizerLink:
     def __init__(self, model: WrappedModel, plans: LoadedPlans) -> None:
         self._model, self._plans = model, plans
         self.optimizer: Any = None
+        self._first_names = frozenset[str]()  # of the model's parameters before the compilation
         self._parameters: dict[str, Tensor] = {}  # the optimizer's, by canonical name
         self._groups: Any = None  # `present_groups()` when they were taken over
         self._is_connected = False  # whether an engine updates the optimizer's state
@@ -90,6 +91,7 @@ class OptimizerLink:
                 self._model.options._freeze()
             parameters = self._model.traced.named_parameters()
             trained = [name for name, parameter in parameters if parameter.requires_grad]
+            self._first_names = frozenset(self._model.parameter_names().values())
             lost = [name for name in trained if name not in frozen.group_of]
             if lost:
                 logger.warning("parameters in no group of the optimizer are not updated: %s", ", ".join(lost))
@@ -148,7 +150,8 @@ class OptimizerLink:
         held = {id(parameter): index for index, group in groups for parameter in group["params"]}
         now = {name: held[key] for key, name in names.items() if key in held}
         gone = {name for name, parameter in self._parameters.items() if id(parameter) not in names}
-        replaced = [name for name in names.values() if name in gone and name not in now]
+        is_new = {name for name in names.values() if name in gone or name not in self._first_names}
+        replaced = [name for name in names.values() if name in is_new and name not in now]
         if replaced and "replaced" not in self._warned:
             self._warned.add("replaced")
             logger.warning(

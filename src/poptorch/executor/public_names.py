@@ -183,9 +183,8 @@ class PublicNames:
         wrapped. In inference they are the executor's own. Compilation fixes all modes: a later `train` logs a
         warning, and calls compute as before, until `destroy`.
         """
-        if self.isCompiled():
+        if self._flags.set_mode(mode) and self.isCompiled():
             logger.warning("train() and eval() come too late: the model is compiled, and its mode with it")
-        self._flags.set_mode(mode)
         return self
 
     def eval(self) -> Self:

@@ -49,6 +49,10 @@ class HostCall:
     scratch: int  # the number of first inputs that the function may change
     weights: tuple[tuple[str, weakref.ref[Tensor]], ...]  # of the model, which it must not change
 
+    def __str__(self) -> str:
+        forward = self.function.forward
+        return f"{self.function.name} {getattr(forward, '__code__', forward)}"
+
 
 # By handle; a call lives as long as the graph that contains the handle.
 _host_calls: weakref.WeakValueDictionary[int, HostCall] = weakref.WeakValueDictionary()
@@ -66,7 +70,7 @@ def _record_host_call(
     weights = tuple((member.name, weakref.ref(member.real)) for member in capture.stand_ins.members)
     handle = next(_handles)
     _host_calls[handle] = call = HostCall(function, shapes_of(like), scratch, weights)
-    capture.held.append(call)
+    capture.held.append((handle, call))
     return list(torch.ops.poptorch.host_call(list(inputs), handle))
 
 

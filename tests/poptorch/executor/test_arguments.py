@@ -168,7 +168,9 @@ def test_the_batch_is_whole_micro_batches():
     ],
 )
 def test_what_differs_from_the_compiled_inputs_is_named(first, second, message):
-    executor = wrapped(lambda a, b: a)
+    executor = wrapped(
+        lambda a, b: a * sum(n for n in (b if isinstance(b, list) else [b]) if isinstance(n, int))
+    )
     executor(*first)
     with pytest.raises(poptorch.Error, match=message) as error:
         executor(*second)
@@ -241,7 +243,7 @@ def test_keyword_arguments_are_fixed():
 
 
 def test_what_came_through_kwargs_has_its_plain_name():
-    executor = wrapped(lambda a, **kwargs: a + kwargs["t"][0] if kwargs["u"] else a)
+    executor = wrapped(lambda a, **kwargs: a + kwargs["t"][0] * kwargs["u"])
     executor(ONE, u=5, t=[ONE])
     with pytest.raises(poptorch.Error, match="Value mismatch for u: expected 5 but got 3"):
         executor(ONE, u=3, t=[ONE])

@@ -268,6 +268,7 @@ class CaptureRecorder(GraphRecorder):
         self.stand_in_of = stand_in_of
         # By memory, lists of one tensor each, which autograd saved for its backward.
         self._saved: dict[int, list[list[Tensor]]] = {}
+        self.values_read: list[Tensor] = []  # constants whose values forward has read
         # The values of the nodes that `value_of` has run; None if they depend on more than constants.
         self._values: dict[fx.Node, Any] = {}
 
@@ -389,6 +390,8 @@ class CaptureRecorder(GraphRecorder):
                 if node not in self._values:
                     self._compute_value(node)
             known = self._values[wanted]
+            keys = (node.meta["key"] for node in sources_of([wanted]) if node.op == "placeholder")
+            self.values_read += [self.constants[key] for key in keys if key in self.constants]
             return None if known is None else known.clone()
 
     def _compute_value(self, node: fx.Node) -> None:

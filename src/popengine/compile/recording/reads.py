@@ -1,0 +1,197 @@
+"""Reads: the values that a recorded forward has read from Python, and whether they are still the same.
+
+A recording holds as long as they are. `noting.py` finds the values; here they are compared, before each call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from itertools import starmap
+from types import MethodType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from ...ir import Graph
+from ...torch_private import tree_leaves
+from .graph_recorder import run_node
+
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "missing"})()
+LENGTH, CLASS = object(), object()  # the keys of a container's length, and of an object's class
+_COMPARED = (bool, int, str, bytes, frozenset, torch.dtype, torch.device, MethodType, numpy.generic)
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """A value that forward has read: an item, the length or the class of `owner`, or what `get` returns."""
+
+    path: str  # for messages, such as "layer.scale"
+    where: str  # the user's line, if it is known
+    owner: Any
+    key: Any
+    value: Any  # MISSING: the owner had no such item
+    get: Callable[[], Any] | None = None
+
+    def present(self) -> Any:
+        """Return the value of now; MISSING if there is none."""
+        try:
+            if self.get is not None:
+                return self.get()
+            if self.key is LENGTH or self.key is CLASS:
+                return len(self.owner) if self.key is LENGTH else type(self.owner)
+            has_item = not isinstance(self.owner, Mapping) or self.key in self.owner
+            return self.owner[self.key] if has_item else MISSING
+        except (LookupError, AttributeError, ValueError):  # an item, attribute or cell has gone
+            return MISSING
+
+    def finder(self) -> Callable[[], Any]:
+        """Return a function that returns the present value."""
+        return Read(self.path, self.where, self.owner, self.key, None, self.get).present
+
+    def __str__(self) -> str:
+        words = "the number of items of " if self.key is LENGTH else ""
+        return f"{words}{self.path} is {_in_words(self.present())}, and was {_in_words(self.value)}"
+
+
+class Reads:
+    """The values that a recording has read, and by key of the graph's constants the plain tensors among them, each as a
+    function that returns the present tensor."""
+
+    def __init__(self) -> None:
+        self.all: list[Read] = []
+        self.tensors: dict[str, Callable[[], Tensor]] = {}
+        self._is_same: Callable[[], bool] | None = None  # compares by identity
+
+    def hold(self) -> bool:
+        """Return whether all values are as they were."""
+        if self._is_same is None:
+            self._is_same = _comparison_of(self.all)
+        if self._is_same():
+            return True
+        if self.changed():
+            return False
+        for read in self.all:  # equal values, but other objects
+            read.value = read.present()
+        self._is_same = None
+        return True
+
+    def changed(self) -> list[Read]:
+        """Return the reads whose values have changed."""
+        return [read for read in self.all if not _are_same(read.value, read.present())]
+
+    def update(self, dropped: set[str]) -> None:
+        """Drop the reads with these paths, which forward changes itself; note the present values of the others."""
+        if not dropped:
+            return
+        self.all = [read for read in self.all if read.path not in dropped]
+        for read in self.all:
+            read.value = read.present()
+        self._is_same = None
+
+
+def _comparison_of(reads: list[Read]) -> Callable[[], bool]:
+    """Return a function that compares values by identity, in loops of C."""
+    items = [read for read in reads if read.get is None and read.key is not LENGTH and read.key is not CLASS]
+    found = [(read.owner, read.key) for read in items if read.value is not MISSING]
+    values = [read.value for read in items if read.value is not MISSING]
+    absent = [(read.owner, read.key) for read in items if read.value is MISSING]
+    sizes = {id(read.owner): read for read in reads if read.key is LENGTH}.values()
+    empty = [read.owner for read in sizes if not read.value]
+    filled, lengths = [r.owner for r in sizes if r.value], [r.value for r in sizes if r.value]
+    objects = [read.owner for read in reads if read.key is CLASS]
+    classes = [read.value for read in reads if read.key is CLASS]
+    others = [read for read in reads if read.get is not None]
+
+    def is_same() -> bool:
+        try:
+            return (
+                all(map(operator.is_, starmap(operator.getitem, found), values))
+                and all(map(operator.is_, map(type, objects), classes))
+                and not any(starmap(operator.contains, absent))
+                and not any(empty)
+                and all(map(operator.eq, map(len, filled), lengths))
+                and all(_are_same(read.value, read.present()) for read in others)
+            )
+        except LookupError:
+            return False
+
+    return is_same
+
+
+def layout_of(value: Any) -> Any:
+    """Return type, dtype, shape and strides of a tensor; of another value its type."""
+    return (Tensor, value.dtype, value.shape, value.stride()) if isinstance(value, Tensor) else type(value)
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Return whether a forward that reads either value computes the same: one object, or equal plain data."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float | complex):
+        return repr(one) == repr(other)  # NaN is equal, and 0.0 and -0.0 are not
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_are_same, one, other))
+    if isinstance(one, Tensor):
+        return layout_of(one) == layout_of(other) and one.equal(other)
+    if isinstance(one, numpy.ndarray):
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and one.tobytes() == other.tobytes()
+    return isinstance(one, _COMPARED) and one == other
+
+
+def _in_words(value: Any) -> str:
+    text = f"a {type(value).__name__}" if isinstance(value, torch.nn.Module | Tensor) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def fingerprint(graph: Graph, bound: Container[str]) -> str:
+    """Return a hash of what a graph computes. What depends on constants alone counts by its value; of the constants in
+    `bound`, which each call binds anew, only the layout counts."""
+    texts: dict[fx.Node, str] = {}
+    values: dict[fx.Node, Any] = {}  # of nodes that depend on constants alone
+    handles = {handle: f"{index}: {call}" for index, (handle, call) in enumerate(graph.held)}
+    lines: list[Any] = [graph.results and [(r.kind, r.key, r.shape, r.dtype) for r in graph.results]]
+    lines += [(visit.name, visit.ipu) for visit in graph.visits]
+    for node in graph.code.nodes:
+        meta, key = node.meta, node.meta.get("key")
+        if node.op == "output":
+            lines.append(map_arg(node.args, texts.__getitem__))
+        elif node.op == "placeholder" and meta["role"] == "constant" and key not in bound:
+            values[node] = graph.constants[key]
+        elif node.op == "placeholder":
+            texts[node] = repr((meta["role"], key, layout_of(meta["val"])))
+        elif all(operand in values for operand in node.all_input_nodes) and _can_fold(node):
+            values[node] = run_node(node, values)
+        else:
+            arguments = map_arg((node.args, node.kwargs), lambda n: texts.get(n, ""))
+            lines.append(
+                [handles.get(part, part) for part in tree_leaves(arguments)] if handles else arguments
+            )
+            lines.append(
+                (node.target, meta.get("phase"), meta.get("block"), meta.get("draw"), meta.get("scope"))
+            )
+            lines.append((meta.get("attributes"), meta.get("group")))
+            texts[node] = f"%{len(lines)}"
+        if node in values:
+            texts[node] = _text_of_value(values[node])
+    return hashlib.sha256(repr(lines).encode()).hexdigest()
+
+
+def _can_fold(node: fx.Node) -> bool:
+    target: Any = node.target
+    is_torch = target is operator.getitem or target.namespace == "aten"
+    return is_torch and torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ())
+
+
+def _text_of_value(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr([_text_of_value(part) for part in value] if isinstance(value, list | tuple) else value)
+    content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{layout_of(value)} {hashlib.sha256(content).hexdigest()}"

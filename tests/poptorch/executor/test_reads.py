@@ -1,0 +1,642 @@
+# ruff: noqa: E501  (a table with a place in each line)
+"""What forward reads from Python between calls: places for a number, changes of structure, state, random numbers.
+
+Each model is called, changed, and called again; plain PyTorch says what it must compute.
+"""
+
+import argparse
+import collections
+import dataclasses
+import datetime
+import enum
+import functools
+import random
+import time
+import types
+from contextvars import ContextVar
+
+import numpy as np
+import pytest
+import torch
+from executor_models import options
+from torch import nn
+
+import poptorch
+
+X = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
+
+
+class Model(nn.Module):
+    """A layer, and a function of the model and the layer's output."""
+
+    def __init__(self, function, **attributes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.function = nn.Linear(2, 2), function
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.function(self, self.layer(x))
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+# ---- 42 places where a number can live ------------------------------------------------------------------------
+
+
+class Mode(enum.Enum):
+    SMALL = 2.0
+    LARGE = 5.0
+
+
+@dataclasses.dataclass
+class Data:
+    scale: float = 2.0
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    scale: float = 2.0
+
+
+class Config:
+    scale = 2.0
+
+    def __init__(self, **values):
+        vars(self).update(values)
+
+
+class Mapped(Config):
+    """As configurations of transformers, which have several names for one attribute."""
+
+    def __getattribute__(self, name):
+        return super().__getattribute__("inner_scale" if name == "scale" else name)
+
+
+class Private(nn.Module):
+    def __init__(self, value=2.0):
+        super().__init__()
+        self._scale = value
+
+    @property
+    def scale(self):
+        return self._scale
+
+    def forward(self, x):
+        return x * self._scale
+
+
+class Inherited(Private):
+    factor = 2.0
+
+    def forward(self, x):
+        return x * type(self).factor
+
+
+class Scaling(torch.autograd.Function):
+    factor = 2.0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * Scaling.factor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * Scaling.factor
+
+
+SCALE = 2.0
+TABLE = {"scale": 2.0}
+VARIABLE = ContextVar("scale", default=2.0)
+Pair = collections.namedtuple("Pair", "a b")
+module = types.ModuleType("of_the_user")
+module.scale = 2.0
+
+
+def read(model):
+    return model.scale
+
+
+def read_deeply(model):
+    return read(model) + 0
+
+
+def set_global(model):
+    global SCALE
+    SCALE = 5.0
+
+
+def with_attribute(model, y):
+    return y * with_attribute.scale
+
+
+with_attribute.scale = 2.0
+
+
+def with_default(y, scale=2.0):
+    return y * scale
+
+
+def with_keyword(y, *, table={"scale": 2.0}):  # noqa: B006
+    return y * table["scale"]
+
+
+def closure():
+    scale = 2.0
+
+    def function(model, y):
+        return y * scale
+
+    def change(model):
+        nonlocal scale
+        scale = 5.0
+
+    return function, change
+
+
+CLOSURE = closure()
+
+
+def assign(name, value, owner=lambda model: model):
+    return lambda model: setattr(owner(model), name, value)
+
+
+def item(key, value, owner):
+    return lambda model: owner(model).__setitem__(key, value)
+
+
+by_attribute = lambda model, y: y * model.scale  # noqa: E731
+FIVE = torch.tensor([5.0, 5.0])
+
+# name: function, attributes, change
+PLACES = {
+    "attribute": (by_attribute, {"scale": 2.0}, assign("scale", 5.0)),
+    "private attribute": (lambda m, y: y * m._scale, {"_scale": 2.0}, assign("_scale", 5.0)),
+    "property of a layer": (lambda m, y: y * m.part.scale, {"part": Private()}, assign("_scale", 5.0, lambda m: m.part)),
+    "private attribute of a layer": (lambda m, y: m.part(y), {"part": Private()}, assign("_scale", 5.0, lambda m: m.part)),
+    "second attribute": (lambda m, y: y * m.a * m.b, {"a": 2.0, "b": 2.0}, lambda m: (assign("a", 3.0)(m), assign("b", 5.0)(m))),
+    "helper": (lambda m, y: y * read(m), {"scale": 2.0}, assign("scale", 5.0)),
+    "helper of a helper": (lambda m, y: y * read_deeply(m), {"scale": 2.0}, assign("scale", 5.0)),
+    "getattr": (lambda m, y: y * getattr(m, "sc" + "ale", 1.0), {"scale": 2.0}, assign("scale", 5.0)),
+    "absent attribute": (lambda m, y: y * getattr(m, "scale", 2.0), {}, assign("scale", 5.0)),
+    "removed attribute": (lambda m, y: y * getattr(m, "scale", 2.0), {"scale": 5.0}, lambda m: delattr(m, "scale")),
+    "integer": (lambda m, y: y.roll(m.shift, 1), {"shift": 0}, assign("shift", 1)),
+    "flag": (lambda m, y: y if m.flag else -y, {"flag": True}, assign("flag", False)),
+    "text": (lambda m, y: getattr(y, m.name)(), {"name": "relu"}, assign("name", "exp")),
+    "dtype": (lambda m, y: y.to(m.dtype).float(), {"dtype": torch.float32}, assign("dtype", torch.bfloat16)),
+    "dictionary": (lambda m, y: y * m.table["scale"], {"table": {"scale": 2.0}}, item("scale", 5.0, lambda m: m.table)),
+    "new key": (lambda m, y: y * m.table.get("scale", 2.0), {"table": {}}, item("scale", 5.0, lambda m: m.table)),
+    "nested": (lambda m, y: y * m.table["a"][0][1], {"table": {"a": [(1, 2.0)]}}, item(0, (1, 5.0), lambda m: m.table["a"])),
+    "list": (lambda m, y: y * m.values[1], {"values": [1.0, 2.0]}, item(1, 5.0, lambda m: m.values)),
+    "list that grows": (lambda m, y: y * len(m.values), {"values": [1.0]}, lambda m: m.values.append(2.0)),
+    "deque": (lambda m, y: y * m.values[-1], {"values": collections.deque([2.0])}, lambda m: m.values.append(5.0)),
+    "set": (lambda m, y: y * len(m.values), {"values": {1, 2}}, lambda m: m.values.add(3)),
+    "tuple": (lambda m, y: y * m.pair.b, {"pair": Pair(1, 2.0)}, assign("pair", Pair(1, 5.0))),
+    "enum": (lambda m, y: y * m.mode.value, {"mode": Mode.SMALL}, assign("mode", Mode.LARGE)),
+    "dataclass": (lambda m, y: y * m.data.scale, {"data": Data()}, assign("scale", 5.0, lambda m: m.data)),
+    "slots": (lambda m, y: y * m.data.scale, {"data": Slots()}, assign("scale", 5.0, lambda m: m.data)),
+    "simple namespace": (lambda m, y: y * m.s.scale, {"s": types.SimpleNamespace(scale=2.0)}, assign("scale", 5.0, lambda m: m.s)),
+    "argparse": (lambda m, y: y * m.args.scale, {"args": argparse.Namespace(scale=2.0)}, assign("scale", 5.0, lambda m: m.args)),
+    "configuration": (lambda m, y: y * m.c.inner.scale, {"c": Config(inner=Config(scale=2.0))}, assign("scale", 5.0, lambda m: m.c.inner)),
+    "configuration with names": (lambda m, y: y * m.c.scale, {"c": Mapped(inner_scale=2.0)}, assign("inner_scale", 5.0, lambda m: m.c)),
+    "numpy number": (lambda m, y: y * float(m.n), {"n": np.float32(2)}, assign("n", np.float32(5))),
+    "numpy array": (lambda m, y: y * float(m.n[1]), {"n": np.array([1.0, 2.0])}, item(1, 5.0, lambda m: m.n)),
+    "plain tensor, filled": (lambda m, y: y * m.t, {"t": torch.full((2,), 2.0)}, lambda m: m.t.fill_(5)),
+    "plain tensor, replaced": (lambda m, y: y * m.t, {"t": torch.full((2,), 2.0)}, assign("t", FIVE)),
+    "plain tensor of another type": (lambda m, y: y * m.t, {"t": torch.full((2,), 2.0)}, assign("t", torch.tensor([2, 5]))),
+    "value of a plain tensor": (lambda m, y: y * m.t.item(), {"t": torch.tensor(2.0)}, lambda m: m.t.fill_(5)),
+    "tensor in a list": (lambda m, y: y * m.ts[0], {"ts": [torch.full((2,), 2.0)]}, item(0, FIVE, lambda m: m.ts)),
+    "lambda": (lambda m, y: m.f(y), {"f": lambda y: y * 2}, assign("f", lambda y: y * 5)),
+    "partial": (lambda m, y: m.f(y), {"f": functools.partial(with_default, scale=2.0)}, lambda m: m.f.keywords.update(scale=5.0)),
+    "default value": (lambda m, y: with_keyword(y), {}, lambda m: with_keyword.__kwdefaults__["table"].update(scale=5.0)),
+    "class attribute": (lambda m, y: m.part(y), {"part": Inherited()}, lambda m: setattr(Inherited, "factor", 5.0)),
+    "attribute of a class": (lambda m, y: y * Config.scale, {}, lambda m: setattr(Config, "scale", 5.0)),
+    "global": (lambda m, y: y * SCALE, {}, set_global),
+    "global table": (lambda m, y: y * TABLE["scale"], {}, item("scale", 5.0, lambda m: TABLE)),
+    "attribute of a module of Python": (lambda m, y: y * module.scale, {}, lambda m: setattr(module, "scale", 5.0)),
+    "closure": (CLOSURE[0], {}, CLOSURE[1]),
+    "attribute of a function": (with_attribute, {}, lambda m: setattr(with_attribute, "scale", 5.0)),
+    "context variable": (lambda m, y: y * VARIABLE.get(), {}, lambda m: VARIABLE.set(5.0) and None),
+    "autograd function": (lambda m, y: Scaling.apply(y), {}, lambda m: setattr(Scaling, "factor", 5.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_value_that_forward_reads_and_that_changes_counts_at_the_next_call(name, caplog):
+    function, attributes, change = PLACES[name]
+    model = Model(function, **attributes)
+    executor = poptorch.inferenceModel(model, options())
+    before = model(X).detach()
+    for _ in range(2):
+        assert torch.equal(executor(X), before)
+    recorded = len(executor._executable.recordings[0])
+    change(model)
+    expected = model(X).detach()
+    assert not torch.equal(expected, before)
+    for _ in range(2):
+        assert torch.equal(executor(X), expected)
+    is_bound = name in ("plain tensor, filled", "plain tensor, replaced", "tensor in a list")
+    assert len(executor._plans.by_key) == (1 if is_bound else 2)
+    assert recorded == 1
+    assert warnings(caplog) == []
+
+
+def test_plans_are_kept_for_values_and_the_ninth_is_an_error(caplog):
+    model = Model(by_attribute, scale=0.0)
+    executor = poptorch.inferenceModel(model, options())
+    captures = []
+    handle = poptorch.registerPreCompileHook(lambda: captures.append(1))
+    try:
+        for _ in range(2):
+            for value in range(8):
+                model.scale = float(value)
+                assert torch.equal(executor(X), model(X).detach())
+        assert len(captures) == 8
+    finally:
+        handle.remove()
+    model.scale = 8.0
+    with pytest.raises(poptorch.Error, match=r"(?s)scale is 8.0, and was 7.0.*batchDims.*register_buffer"):
+        executor(X)
+    model.scale = 3.0
+    assert torch.equal(executor(X), model(X).detach())
+
+
+def test_a_value_that_does_not_change_the_graph_is_not_compiled_for(caplog):
+    model = Model(lambda m, y: y * (2.0 if m.epoch < 5 else 3.0), epoch=0)
+    executor = poptorch.inferenceModel(model, options())
+    with caplog.at_level("INFO", "poptorch::python"):
+        for model.epoch in (0, 1, 2, 6, 7, 1):
+            assert torch.equal(executor(X), model(X).detach())
+    assert len(executor._plans.by_key) == 2
+    assert "recorded again, with an equal graph: epoch is 1, and was 0" in caplog.messages
+    assert any("for epoch is 6, and was 2" in message for message in caplog.messages)
+
+
+def test_a_change_counts_in_training_and_in_a_plan_for_another_shape():
+    def loss(model, y):
+        return poptorch.identity_loss((y * model.scale).square().mean(), "none")
+
+    weights = []
+    for is_plain in (True, False):
+        model = Model(loss, scale=1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        executor = poptorch.trainingModel(model, options().allowNewShapes(), optimizer)
+        for number in range(6):
+            model.scale = 1.0 + number % 3
+            x = X[: 1 + number % 2]
+            if is_plain:
+                optimizer.zero_grad()
+                (model.layer(x) * model.scale).square().mean().backward()
+                optimizer.step()
+            else:
+                executor(x)
+        weights.append(model.layer.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
+# ---- structure ------------------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """As an adapted layer of peft."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.scaling, self._disabled, self._active = (
+            nn.Linear(2, 2),
+            {"a": 2.0, "b": 3.0},
+            False,
+            ["a"],
+        )
+        self.adapters = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+
+    def forward(self, x):
+        result = self.base(x)
+        if not self._disabled:
+            for name in self._active:
+                result = result + self.adapters[name](x) * self.scaling[name]
+        return result
+
+
+class Tripled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 3
+
+
+def part(model):
+    return model.part
+
+
+def set_forward(model):
+    type(model.part).forward = lambda self, x: x * 7
+
+
+call = lambda model, y: model.part(y)  # noqa: E731
+STRUCTURES = {
+    "None becomes a layer": (lambda m, y: y if m.part is None else m.part(y), lambda: None, assign("part", nn.Linear(2, 2))),
+    "a layer becomes None": (lambda m, y: y if m.part is None else m.part(y), lambda: nn.Linear(2, 2), assign("part", None)),
+    "Sequential.append": (call, lambda: nn.Sequential(nn.ReLU()), lambda m: m.part.append(nn.Linear(2, 2))),
+    "a layer of a Sequential": (call, lambda: nn.Sequential(nn.ReLU()), lambda m: m.part.__setitem__(0, nn.Tanh())),
+    "a layer of another class": (call, lambda: nn.Linear(2, 2), assign("part", Tripled(2, 2))),
+    "a function in a list": (lambda m, y: sum(f(y) for f in m.part), lambda: [torch.relu], lambda m: m.part.append(torch.exp)),
+    "forward of a class": (call, lambda: type("Own", (nn.Module,), {"forward": lambda self, x: x * 2})(), set_forward),
+    "forward of an instance": (call, lambda: nn.Linear(2, 2), assign("forward", lambda x: x * 7, part)),
+    "a hook": (call, lambda: nn.ReLU(), lambda m: m.part.register_forward_hook(lambda module, x, y: y * 3)),
+    "disable_adapter": (call, Adapted, assign("_disabled", True, part)),
+    "scale_layer": (call, Adapted, item("a", 5.0, lambda m: m.part.scaling)),
+    "set_adapter": (call, Adapted, lambda m: m.part._active.__setitem__(0, "b")),
+    "a class of a layer": (call, lambda: nn.Linear(2, 2), assign("__class__", Tripled, part)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_change_of_structure_counts_at_the_next_call(name, caplog):
+    function, make, change = STRUCTURES[name]
+    model = Model(function, part=make())
+    executor = poptorch.inferenceModel(model, options())
+    before = model(X).detach()
+    assert torch.equal(executor(X), before)
+    change(model)
+    expected = model(X).detach()
+    assert not torch.equal(expected, before)
+    for _ in range(2):
+        assert torch.equal(executor(X), expected)
+    assert warnings(caplog) == []
+
+
+# ---- state of forward -----------------------------------------------------------------------------------------
+
+
+class Counting:
+    count = 0
+
+
+store = {}
+STATE = ContextVar("state", default=0)
+total = 0
+
+
+def count_attribute(m, y):
+    m.n += 1
+    return y * m.n
+
+
+def keep_output(m, y):
+    m.h = y + (m.h if hasattr(m, "h") else 0)
+    return m.h
+
+
+def keep_output_from_none(m, y):
+    m.kept = y if m.kept is None else m.kept + y
+    return m.kept
+
+
+def count_in_class(m, y):
+    Counting.count += 1
+    return y * Counting.count
+
+
+def count_in_global(m, y):
+    global total
+    total += 1
+    return y * total
+
+
+def count_in_dictionary(m, y):
+    m.table["n"] = m.table.get("n", 0) + 1
+    return y * m.table["n"]
+
+
+def count_in_list(m, y):
+    m.values.append(1)
+    return y * len(m.values)
+
+
+def count_in_function(m, y):
+    count_in_function.n += 1
+    return y * count_in_function.n
+
+
+count_in_function.n = 0
+
+
+def count_in_variable(m, y):
+    STATE.set(STATE.get() + 1)
+    return y * STATE.get()
+
+
+def run_once(m, y):
+    if not hasattr(m, "seen"):
+        m.seen = True
+        return y * 2
+    return y * 3
+
+
+def keep_in_closure():
+    n = 0
+
+    def function(m, y):
+        nonlocal n
+        n += 1
+        return y * n
+
+    return function
+
+
+STATES = {
+    "attribute": (count_attribute, {"n": 0}, "n"),
+    "created attribute": (keep_output, {}, "h"),
+    "attribute that is None": (keep_output_from_none, {"kept": None}, "kept"),
+    "class": (count_in_class, {}, "Counting.count"),
+    "global": (count_in_global, {}, "total"),
+    "dictionary": (count_in_dictionary, {"table": {}}, "table"),
+    "list": (count_in_list, {"values": []}, "values"),
+    "function": (count_in_function, {}, "count_in_function.n"),
+    "context variable": (count_in_variable, {}, "STATE"),
+    "first call": (run_once, {}, "seen"),
+    "closure": (keep_in_closure(), {}, "n"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_state_that_forward_keeps_is_an_error_that_names_it(name):
+    function, attributes, path = STATES[name]
+    with pytest.raises(poptorch.Error, match=rf"changes .*{path}.*(?s:.*)register_buffer"):
+        poptorch.inferenceModel(Model(function, **attributes), options())(X)
+
+
+def test_the_error_of_state_names_the_line_that_sets_it():
+    with pytest.raises(
+        poptorch.Error, match=rf"test_reads.py:{count_attribute.__code__.co_firstlineno + 1} changes n"
+    ):
+        poptorch.inferenceModel(Model(count_attribute, n=0), options())(X)
+
+
+def count_for_prints(m, y):
+    m.calls += 1
+    return y * 2
+
+
+def cache_constant(m, y):
+    if not hasattr(m, "mask"):
+        m.mask = torch.ones(2).cumsum(0)
+        m.factor = 3.0
+    return y * m.mask * m.factor
+
+
+def cache_from_none(m, y):
+    if m.mask is None:
+        m.mask = torch.ones(2) * 3
+    return y * m.mask
+
+
+def test_a_counter_that_does_not_matter_is_one_warning(caplog):
+    model = Model(count_for_prints, calls=0)
+    executor = poptorch.inferenceModel(model, options())
+    for _ in range(3):
+        assert torch.equal(executor(X), model.layer(X).detach() * 2)
+    (message,) = warnings(caplog)
+    assert "changes calls: Python's side of forward runs only when it is recorded" in message
+    assert executor.model.calls == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "attributes"), [(cache_constant, {}), (cache_from_none, {"mask": None})]
+)
+def test_a_constant_that_is_made_once_is_right_and_silent(function, attributes, caplog):
+    model, executor = Model(function, **attributes), None
+    executor = poptorch.inferenceModel(model, options().allowNewShapes())
+    expected = Model(function, **attributes)
+    for x in (X, X[:1], X):
+        assert torch.equal(executor(x), expected(x).detach())
+    assert warnings(caplog) == []
+
+
+def test_a_list_that_forward_appends_to_is_no_state(caplog):
+    seen = []
+    model = Model(lambda m, y: seen.append(tuple(y.shape)) or y)
+    executor = poptorch.inferenceModel(model, options())
+    for _ in range(2):
+        executor(X)
+    assert seen == [(2, 2)]
+    assert warnings(caplog) == []
+
+
+# ---- random numbers and time ----------------------------------------------------------------------------------
+
+DRAWS = {
+    "random": (lambda m: random.random(), "random numbers"),
+    "randint": (lambda m: random.randint(1, 9), "random numbers"),
+    "Random": (lambda m: m.source.random(), "random numbers"),
+    "numpy": (lambda m: float(np.random.rand()), "random numbers"),
+    "numpy choice": (lambda m: float(np.random.choice([1.0, 2.0, 3.0])), "random numbers"),
+    "Generator": (lambda m: float(m.generator.normal()), "random numbers"),
+    "time": (lambda m: time.time() % 2, "the time"),
+    "perf_counter": (lambda m: time.perf_counter() % 2, "the time"),
+    "datetime": (lambda m: datetime.datetime.now().second, "the time"),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_value_of_chance_or_time_is_one_warning_with_the_line(name, caplog):
+    draw, what = DRAWS[name]
+    model = Model(lambda m, y: y * draw(m), source=random.Random(1), generator=np.random.default_rng(1))
+    executor = poptorch.inferenceModel(model, options())
+    assert torch.equal(executor(X), executor(X))
+    (message,) = warnings(caplog)
+    assert f"test_reads.py:{draw.__code__.co_firstlineno}: forward asks for {what}" in message
+
+
+def test_torchs_random_numbers_are_drawn_anew_without_a_warning(caplog):
+    executor = poptorch.inferenceModel(Model(lambda m, y: y * torch.rand(2)), options())
+    assert not torch.equal(executor(X), executor(X))
+    assert warnings(caplog) == []
+
+
+# ---- arguments that are no tensors ----------------------------------------------------------------------------
+
+
+class Sample:
+    def __init__(self, name):
+        self.name = name
+
+
+VALUES = {
+    "text": ("mol4", "mol5"),
+    "integer": (7, 8),
+    "float": (0.5, 0.6),
+    "flag": (True, False),
+    "bytes": (b"a", b"b"),
+    "None": (None, "mol4"),
+    "another type": (1, "one"),
+    "list": (["mol4"], ["mol5", "mol6"]),
+    "tuple": ((1, 2), (3,)),
+    "set": ({1}, {2}),
+    "dictionary": ({"id": 1}, {"id": 2}),
+    "other keys": ({"id": 1}, {"name": "mol4"}),
+    "nested": ({"ids": [1, {"a": 2}]}, {"ids": [1, {"a": 3}]}),
+    "numpy array": (np.array([1, 2]), np.array([3, 4])),
+    "numpy texts": (np.array(["a"]), np.array(["b", "c"])),
+    "date": (datetime.date(2026, 1, 1), datetime.date(2026, 1, 2)),
+    "enum": (Mode.SMALL, Mode.LARGE),
+    "dataclass": (Data(1.0), Data(2.0)),
+    "namespace": (types.SimpleNamespace(id=1), types.SimpleNamespace(id=2)),
+    "object": (Sample("mol4"), Sample("mol5")),
+    "range": (range(2), range(3)),
+    "function": (abs, max),
+}
+
+
+class Named(nn.Module):
+    def forward(self, batch, power=1):
+        return batch["x"] ** power
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_an_argument_that_forward_does_not_read_may_change(name, caplog):
+    captures = []
+    handle = poptorch.registerPreCompileHook(lambda: captures.append(1))
+    executor = poptorch.inferenceModel(Named(), options())
+    try:
+        for number in range(4):
+            batch = {"x": X + number, "extra": VALUES[name][number % 2]}
+            assert torch.equal(executor(batch), X + number)
+    finally:
+        handle.remove()
+    assert len(captures) == 2
+    assert len(executor._plans.by_key) == 1
+
+
+def test_an_argument_that_matters_is_refused_or_has_a_plan_of_its_own():
+    executor = poptorch.inferenceModel(Named(), options())
+    executor({"x": X})
+    for _ in range(2):
+        with pytest.raises(poptorch.Error, match="Value mismatch for power: expected 1 but got 2"):
+            executor({"x": X}, power=2)
+    executor = poptorch.inferenceModel(Named(), options().allowNewShapes())
+    for power in (1, 2, 1, 3, 2):
+        assert torch.equal(executor({"x": X}, power=power), X**power)
+    assert len(executor._plans.by_key) == 3
+
+
+def test_an_array_that_changes_is_told_to_be_a_tensor():
+    executor = poptorch.inferenceModel(lambda x, array: x * float(array[0]), options())
+    executor(X, np.array([1.0]))
+    with pytest.raises(poptorch.Error, match=r"(?s)Value mismatch for array.*torch.from_numpy"):
+        executor(X, np.array([2.0]))
+
+
+def fill_default(x, seen={}):  # noqa: B006
+    seen["x"] = x * 2
+    return x + 1
+
+
+def test_a_default_value_that_forward_fills_stays_as_it_was(caplog):
+    executor = poptorch.inferenceModel(fill_default, options())
+    for _ in range(2):
+        assert torch.equal(executor(X), X + 1)
+    assert fill_default.__defaults__ == ({},)
+    assert len(warnings(caplog)) == 1
