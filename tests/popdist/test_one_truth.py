@@ -178,6 +178,28 @@ def test_a_rate_or_weights_that_change_in_one_instance_are_noticed_before_the_ne
         assert "differ at call 3" in loaded and "value of first.weight" in loaded
 
 
+def forward_reads_another_value_in_one():
+    popdist.init()
+    torch.manual_seed(0)
+    model = Scaled(0.5, 1.0)
+    opts = popdist.poptorch.Options().randomSeed(0)
+    executor = poptorch.trainingModel(model, opts, poptorch.optim.SGD(model.parameters(), lr=0.1))
+
+    def call(factor):
+        model.factor = factor
+        return caught(partial(executor, torch.ones(2, 4), torch.tensor([0, 1])))
+
+    apart = 0.25 if popdist.getInstanceIndex() else 0.5
+    return [call(0.5), call(0.25), call(apart), call(0.5)]
+
+
+def test_a_value_that_forward_reads_and_that_changes_in_one_instance_is_noticed():
+    for ended in processes.run(forward_reads_another_value_in_one, 2):
+        first, second, apart, equal = ended.value
+        assert (first, second, equal) == ("nothing",) * 3
+        assert "differ at call 3" in apart and "plan of the step: " in apart
+
+
 # ---- failures ------------------------------------------------------------------------------------------------
 
 

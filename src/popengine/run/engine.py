@@ -63,7 +63,11 @@ class Engine:
             what = f"compilation{' for other inputs' if shared.engines else ''}"
             weights = {} if shared.engines else shared.find_weights()
             seed, _ = shared.random_state
-            self._group.barrier(what, fingerprint_of_plan(plan, settings, weights, seed))
+            compared = fingerprint_of_plan(plan, settings, weights, seed)
+            self._group.barrier(what, compared)
+            self._hash_of_plan = compared[
+                "plan"
+            ]  # for other values that forward reads, there are other plans
         self.plan, self.settings = plan, settings
         if mail is None and self._group is not None and plan.places:
             mail = ProcessMailbox(self._group, plan, settings)
@@ -194,11 +198,12 @@ class Engine:
         in those of a replica."""
         seed, step = self._state.shared.random_state
         factor = repr(float(self._state.shared.loss_factor))
-        texts: dict[str, dict[str, str]] = {
+        texts: dict[str, Mapping[str, str]] = {
             "rates": {} if hyper is None else rates_as_texts(hyper),
             "state": {"updates so far": str(step), "loss scaling factor": factor},
             "seed": {"random seed": str(seed)},
             "input": {str(index): f"{tuple(value.shape)}" for index, value in enumerate(inputs)},
+            "plan": self._hash_of_plan,
         }
         counts = self.settings.counts
         if written := self._state.shared.unconfirmed(self._state.bound_parameters()):

@@ -116,12 +116,13 @@ def fingerprint_of_plan(
     parameters = {slot.key for slot in signature.slots if slot.role == "parameter"}
     first = {key: value for key, value in weights.items() if key in parameters and not value.is_meta}
     is_partial = any(value.is_meta for value in weights.values())  # others are in processes with other ipus
-    code = repr(plan.tasks) + "".join(piece.source for piece in plan.partition.pieces)
+    constants = _constants(plan)
+    code = repr((plan.tasks, constants)) + "".join(piece.source for piece in plan.partition.pieces)
     return {
         "versions": {"torch": torch.__version__, "Python": sys.version.split()[0]},
         "options": _flat_fields(dataclasses.replace(settings, counts=counts, place=ONE_PLACE)),
         **forms,
-        "constant": _constants(plan),
+        "constant": constants,
         "operation": _operations(plan),
         "plan": {"the step": _hash_of_bytes(code.encode())},
         "seed": {"random seed": str(seed)},
