@@ -171,7 +171,9 @@ def _record(
     return _RecordedForward(graph, reads, changed, noting.lines, noting.draws, left, reshaped)
 
 
-def _record_again(first: _RecordedForward, record: Callable[[], _RecordedForward]) -> tuple[_RecordedForward, set[str]]:
+def _record_again(
+    first: _RecordedForward, record: Callable[[], _RecordedForward]
+) -> tuple[_RecordedForward, set[str]]:
     """Record a forward that changes what it reads a second time, with what the first recording has left, and return
     this recording, and the paths of the values that forward changes each time. Raises CaptureError if the graphs
     differ: then the values would be state between calls."""

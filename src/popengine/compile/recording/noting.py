@@ -7,7 +7,6 @@ their code. Containers are noted as a whole.
 
 import contextlib
 import dis
-import functools
 import gc
 import pickle
 import random
@@ -18,7 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from enum import Enum
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy
@@ -29,72 +27,17 @@ from ...torch_private import FakeTensor
 from .current_capture import Capture, active
 from .graph_recorder import CaptureRecorder, user_line
 from .reads import CLASS, LENGTH, MISSING, Read, Reads, layout_of
+from .user_code import OPAQUE, PANDO, is_opaque, is_users, loaded_names, names_in, package_of, users_line
 
 # Modes are fixed by the first compilation; the others are bound by name, or change while forward is recorded.
-_NOT_NOTED = {
-    "training",
-    "_parameters",
-    "_buffers",
-    "_flat_weights",
-    "_flat_weight_refs",
-    "_compiled_call_impl",
-}
+_NOT_NOTED = {"training", "_parameters", "_buffers", "_compiled_call_impl"}
+_NOT_NOTED |= {"_flat_weights", "_flat_weight_refs"}
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
-_PANDO = {"popengine", "poptorch", "popdist", "lightning_ipu"}
-_STANDARD = sys.stdlib_module_names - {"__main__", "argparse", "collections", "types"}
-_OPAQUE = {
-    *_STANDARD,
-    *_PANDO,
-    "torch",
-    "numpy",
-    "torchmetrics",
-}  # packages whose objects are not looked into
 _MOST_ITEMS = 1000  # of a container; of a larger one only the length is noted
 _CLOCKS = {"time", "time_ns", "perf_counter", "monotonic", "now", "utcnow", "today", "urandom"}
 # Attributes of methods, partial functions, properties and wrappers, which can't be set or are seldom set.
 _PARTS_OF_FUNCTIONS = ("__func__", "__self__", "func", "args", "keywords", "fget", "__wrapped__")
 _NOT_DRAWN = {"seed", "getstate", "setstate"}
-
-
-def _package(value: Any) -> str:
-    return "" if value is MISSING else (getattr(value, "__module__", None) or "").partition(".")[0]
-
-
-def _is_opaque(kind: type) -> bool:
-    is_distribution = kind.__module__.startswith("torch.distributions")
-    return not is_distribution and kind.__module__.partition(".")[0] in _OPAQUE
-
-
-@functools.cache
-def _is_users(file: str) -> bool:
-    """Return whether code of this file is the user's, or a library's that is not opaque."""
-    folders = [path for name in _OPAQUE for path in getattr(sys.modules.get(name), "__path__", ())]
-    library = random.__file__.removesuffix("random.py")
-    is_standard = file.startswith(library) and "-packages" not in file.removeprefix(library)
-    return not (is_standard or file.startswith((*(f"{f}/" for f in folders), "<frozen")))
-
-
-@functools.cache
-def _names_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names in a function and the functions inside it, and texts that can be names (for `getattr`)."""
-    inner = (_names_in(value) for value in code.co_consts if isinstance(value, types.CodeType))
-    texts = (value for value in code.co_consts if isinstance(value, str) and value.isidentifier())
-    return frozenset(code.co_names).union(texts, *inner)
-
-
-_APPENDING = {"append", "appendleft", "extend", "add", "insert"}
-
-
-@functools.cache
-def _loaded_names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names that code only appends to (`self.name.append(...)`), and the names that it reads."""
-    steps = [*dis.get_instructions(code)]
-    pairs = [
-        (step.argval, after.argval) for step, after in pairwise(steps) if step.opname.startswith("LOAD_")
-    ]
-    read = {name for name, after in pairs if isinstance(name, str) and after not in _APPENDING}
-    appended = {name for name, after in pairs if isinstance(name, str) and after in _APPENDING}
-    return frozenset(appended - read), frozenset(read)
 
 
 class Noting(TorchFunctionMode):
@@ -152,7 +95,7 @@ class Noting(TorchFunctionMode):
         read their values."""
         keys = {id(value): key for key, value in recorder.constants.items()}
         contents = set(map(id, recorder.values_read))
-        loaded = [*map(_loaded_names, self._ran)]
+        loaded = [*map(loaded_names, self._ran)]
         appended = frozenset().union(*(a for a, _ in loaded)) - frozenset().union(*(r for _, r in loaded))
         unread = [range(i, j) for path, i, j in self._containers if path.rpartition(".")[2] in appended]
         hidden = {number for numbers in unread for number in numbers}
@@ -233,7 +176,7 @@ class Noting(TorchFunctionMode):
         if key in self._done or name in _NOT_NOTED or name.startswith("__"):
             return
         known = self._known.get(id(owner))
-        if known is None or _package(value) in _PANDO or isinstance(value, FakeTensor):
+        if known is None or package_of(value) in PANDO or isinstance(value, FakeTensor):
             return
         path, own = f"{known[1]}.{name}".lstrip("."), {}
         with contextlib.suppress(AttributeError):  # it has slots
@@ -287,7 +230,7 @@ class Noting(TorchFunctionMode):
 
     def _add(self, read: Read) -> None:
         """Note a read, and what its value contains."""
-        if isinstance(read.value, FakeTensor) or _package(read.value) in _PANDO:
+        if isinstance(read.value, FakeTensor) or package_of(read.value) in PANDO:
             return
         self.reads.all.append(read)
         self._look_into(read)
@@ -326,7 +269,7 @@ class Noting(TorchFunctionMode):
             pass  # its attributes are noted when they are read
         elif parts := [getattr(value, name) for name in _PARTS_OF_FUNCTIONS if hasattr(value, name)]:
             self._note_items(tuple(parts), path)
-        elif not _is_opaque(type(value)) and not self._watch_class(type(value)):
+        elif not is_opaque(type(value)) and not self._watch_class(type(value)):
             self._note_items(getattr(value, "__dict__", {}), path, ".")
 
     def _note_items(self, container: Any, path: str, dot: str = "") -> None:
@@ -345,7 +288,7 @@ class Noting(TorchFunctionMode):
         code = frame.f_code
         if active.get() is not self._capture:
             return
-        if event == "call" and _is_users(code.co_filename):
+        if event == "call" and is_users(code.co_filename):
             first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             self.note_function(code, frame.f_globals, first if isinstance(first, type) else type(first))
         elif event == "c_call":
@@ -356,20 +299,19 @@ class Noting(TorchFunctionMode):
         name, owner = function.__name__, getattr(function, "__self__", None)
         if isinstance(owner, random.Random):
             if name not in _NOT_DRAWN:
-                self.draws.setdefault(_line_outside_library(), "random numbers")
-        elif name in _CLOCKS and (_is_users(code.co_filename) or name == "urandom"):
+                self.draws.setdefault(users_line(), "random numbers")
+        elif name in _CLOCKS and (is_users(code.co_filename) or name == "urandom"):
             module = getattr(owner, "__name__", "") if isinstance(owner, types.ModuleType | type) else ""
             if module in ("time", "posix", "nt", "datetime", "date"):
-                self.draws.setdefault(
-                    _line_outside_library(), "random numbers" if name == "urandom" else "the time"
-                )
+                what = "random numbers" if name == "urandom" else "the time"
+                self.draws.setdefault(users_line(), what)
 
     def note_function(self, code: types.CodeType, scope: dict[str, Any], kind: type) -> None:
         """Note globals, outer variables and defaults of a function that runs, and attributes of the class `kind`."""
         kinds = self._ran.setdefault(code, set())
         if kind in kinds:
             return
-        names = _names_in(code)
+        names = names_in(code)
         if not kinds:
             self._note_names(scope, names)
             for function in self._functions.get(code, ()):
@@ -377,13 +319,13 @@ class Noting(TorchFunctionMode):
             if code not in self._functions and {*code.co_freevars} - {"__class__"}:
                 self._unknown.append(code)
         kinds.add(kind)
-        if not _is_opaque(kind):
+        if not is_opaque(kind):
             self._note_class(kind, names, f"{kind.__name__}.")
 
     def note_methods(self, kind: type, names: Sequence[str]) -> None:
         """Note what these methods of a class read, which run where the profile function is off."""
         for function in (getattr(kind, name, None) for name in names):
-            if isinstance(function, types.FunctionType) and _is_users(function.__code__.co_filename):
+            if isinstance(function, types.FunctionType) and is_users(function.__code__.co_filename):
                 self._functions.setdefault(function.__code__, []).append(function)
                 self.note_function(function.__code__, function.__globals__, kind)
 
@@ -391,15 +333,15 @@ class Noting(TorchFunctionMode):
         """Note the names that are found in a module's globals; of a module and a class among them, their attributes."""
         for name in names & scope.keys():
             value = scope[name]
-            if (id(scope), name) in self._done or _package(value) in _PANDO:
+            if (id(scope), name) in self._done or package_of(value) in PANDO:
                 continue
             self._done.add((id(scope), name))
             if isinstance(value, types.ModuleType):
-                if value.__name__.partition(".")[0] not in _OPAQUE:
+                if value.__name__.partition(".")[0] not in OPAQUE:
                     self._note_names(vars(value), names, f"{prefix}{name}.")
                 continue
             self._add(Read(f"{prefix}{name}", "", scope, name, value))
-            if isinstance(value, type) and not _is_opaque(value):
+            if isinstance(value, type) and not is_opaque(value):
                 self._note_class(value, names, f"{prefix}{name}.")
             if isinstance(value, types.FunctionType):
                 self._note_items(vars(value), f"{prefix}{name}", ".") if vars(value) else None
@@ -410,18 +352,10 @@ class Noting(TorchFunctionMode):
             with contextlib.suppress(ValueError):  # not bound yet
                 value = cell.cell_contents
                 self._add(Read(name, "", cell, name, value, lambda cell=cell: cell.cell_contents))
-                if isinstance(value, type) and not _is_opaque(value) and name != "__class__":
-                    self._note_class(value, _names_in(function.__code__), f"{name}.")
+                if isinstance(value, type) and not is_opaque(value) and name != "__class__":
+                    self._note_class(value, names_in(function.__code__), f"{name}.")
         for values in (function.__defaults__, function.__kwdefaults__):
             if values:
                 self._note_items(values, f"the default values of {function.__name__}")
         if vars(function):
             self._note_items(vars(function), function.__name__, ".")
-
-
-def _line_outside_library() -> str:
-    """Return file and line of the innermost frame of the user's code."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and not _is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -22,7 +22,8 @@ from ...ir import Graph
 from ...torch_private import tree_leaves
 from .graph_recorder import run_node
 
-MISSING: Any = type("Missing", (), {"__repr__": lambda self: "missing"})()
+# Of no package: noting leaves out objects of ours.
+MISSING: Any = type("Missing", (), {"__module__": "", "__repr__": lambda self: "missing"})()
 LENGTH, CLASS = object(), object()  # the keys of a container's length, and of an object's class
 _COMPARED = (bool, int, str, bytes, frozenset, torch.dtype, torch.device, MethodType, numpy.generic)
 
