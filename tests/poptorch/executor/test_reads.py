@@ -640,3 +640,22 @@ def test_a_default_value_that_forward_fills_stays_as_it_was(caplog):
         assert torch.equal(executor(X), X + 1)
     assert fill_default.__defaults__ == ({},)
     assert len(warnings(caplog)) == 1
+
+
+class Making(dict):
+    """Makes an object of the class that it holds at each access, as the table of activations of transformers does."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key)()
+
+
+MADE = Making(relu=nn.ReLU, tanh=nn.Tanh)
+
+
+def test_a_container_that_makes_its_items_keeps_what_it_holds(caplog):
+    model = Model(lambda m, y: MADE["relu"](y))
+    executor = poptorch.inferenceModel(model, options())
+    assert torch.equal(executor(X), model(X))
+    assert list(MADE.values()) == [nn.ReLU, nn.Tanh] and warnings(caplog) == []
+    MADE.update(relu=nn.Sigmoid)
+    assert torch.equal(executor(X), model(X))

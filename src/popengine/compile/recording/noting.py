@@ -277,8 +277,14 @@ class Noting(TorchFunctionMode):
         where, first = user_line() if container else "", len(self.reads.all)
         self.reads.all.append(Read(path, where, container, LENGTH, len(container)))
         if len(container) <= _MOST_ITEMS:
-            for key, item in container.items() if isinstance(container, dict) else enumerate(container):
-                self._add(Read(f"{path}.{key}" if dot else f"{path}[{key!r}]", where, container, key, item))
+            kinds = (kind for kind in (dict, list, tuple, deque) if isinstance(container, kind))
+            base: Any = next(kinds, type(container))  # a subclass may make its items at each access
+            is_plain = type(container).__getitem__ is base.__getitem__
+            items = base.items(container) if hasattr(base, "items") else enumerate(base.__iter__(container))
+            for key, item in items:
+                get = None if is_plain else partial(base.__getitem__, container, key)
+                name = f"{path}.{key}" if dot else f"{path}[{key!r}]"
+                self._add(Read(name, where, container, key, item, get))
         self._containers.append((path, first, len(self.reads.all)))
 
     # ---- functions -----------------------------------------------------------------------------------------
