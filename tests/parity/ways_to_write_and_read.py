@@ -694,6 +694,7 @@ def a_layer_replaced_with_its_optimizer(loop: Loop) -> Any:
 @way
 def a_layer_of_another_shape(loop: Loop) -> Any:
     loop.step()
+    torch.manual_seed(1)
     loop.model.first = nn.Linear(4, 6, bias=False)
     loop.step()
 
