@@ -59,6 +59,7 @@ class Engine:
         counts = settings.counts
         several = settings.training and counts.instances > 1
         self._group = group_of_size(counts.processes) if several or counts.parts > 1 else None
+        self._hash_of_plan: Mapping[str, str] = {}
         if self._group is not None:
             what = f"compilation{' for other inputs' if shared.engines else ''}"
             weights = {} if shared.engines else shared.find_weights()
