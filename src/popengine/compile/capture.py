@@ -152,7 +152,7 @@ def _record(
             buffers, reshaped = assigned_buffers(state)
         gradients = _record_backward(state, scale) if training else {}
     reads = noting.finish(recorder)
-    reads.all = [read for read in reads.all if re.split(r"\[", read.path)[0] not in state.written_by_host]
+    reads.all = [read for read in reads.all if read.path.partition("[")[0] not in state.written_by_host]
     changed = reads.changed()
     left = [
         (stored, real)

@@ -66,9 +66,8 @@ class Engine:
             seed, _ = shared.random_state
             compared = fingerprint_of_plan(plan, settings, weights, seed)
             self._group.barrier(what, compared)
-            self._hash_of_plan = compared[
-                "plan"
-            ]  # for other values that forward reads, there are other plans
+            # Compared at each call: for other values that forward reads there are other plans.
+            self._hash_of_plan = compared["plan"]
         self.plan, self.settings = plan, settings
         if mail is None and self._group is not None and plan.places:
             mail = ProcessMailbox(self._group, plan, settings)
