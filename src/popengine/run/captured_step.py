@@ -159,7 +159,7 @@ class CapturedStep:
             replica,
             draw,
         ) in self._generators:  # in one process: see `why_not_captured`
-            key = hash_integers(*state.shared.random_state, micro_batch, replica)
+            key = hash_integers(*state.train_state.random_state, micro_batch, replica)
             generator.manual_seed(hash_integers(key, draw))
         self._results.continue_sums(call.results)
         self._graph.replay()

@@ -43,13 +43,13 @@ _OVERFLOW = (
 
 
 class Engine:
-    """A loaded plan, and the threads that run its calls. Engines of an executor share `shared`."""
+    """A loaded plan, and the threads that run its calls. Engines of an executor share their `train_state`."""
 
     def __init__(
         self,
         plan: Plan,
         settings: Settings,
-        shared: TrainState,
+        train_state: TrainState,
         device: torch.device | None = None,
         mail: Mailbox | None = None,
         find_constants: Callable[[], Mapping[str, Tensor]] = dict,
@@ -61,9 +61,9 @@ class Engine:
         self._group = group_of_size(counts.processes) if several or counts.parts > 1 else None
         self._hash_of_plan: Mapping[str, str] = {}
         if self._group is not None:
-            what = f"compilation{' for other inputs' if shared.engines else ''}"
-            weights = {} if shared.engines else shared.find_weights()
-            seed, _ = shared.random_state
+            what = f"compilation{' for other inputs' if train_state.engines else ''}"
+            weights = {} if train_state.engines else train_state.find_weights()
+            seed, _ = train_state.random_state
             compared = fingerprint_of_plan(plan, settings, weights, seed)
             self._group.barrier(what, compared)
             # Compared at each call: for other values that forward reads there are other plans.
@@ -75,15 +75,15 @@ class Engine:
         device = device or devices.device_of(settings.device)
         devices.keep_freed_memory()
         # Threads refer to the state and not to the engine: they end when nothing else refers to the engine.
-        self._state = State(plan, settings, shared, device, find_constants)
+        self._state = State(plan, settings, train_state, device, find_constants)
         self.updates_done = 0  # of the latest call
         if self._group is not None:
-            if not shared.engines:
-                shared.confirm(self._state.bound_parameters())
-            if (shared.owner or plan.places) and not shared.shard_name:
-                shared.shard_name = self._group.publish_state(shared)
-            shared.release_elsewhere()
-        shared.engines += 1
+            if not train_state.engines:
+                train_state.confirm(self._state.bound_parameters())
+            if (train_state.owner or plan.places) and not train_state.shard_name:
+                train_state.shard_name = self._group.publish_state(train_state)
+            train_state.release_elsewhere()
+        train_state.engines += 1
         self._has_warned = False  # of overflowing gradients
         self._is_running = False
         self._latest: EngineCall | None = None  # the call that the threads may still run
@@ -107,11 +107,11 @@ class Engine:
 
     def close(self) -> None:
         """End the threads. Peers can read this optimizer shard until the next barrier."""
-        shared = self._state.shared
-        shared.engines -= 1
-        if self._group is not None and shared.shard_name and not shared.engines:
-            self._group.withdraw_state(shared.shard_name)
-            shared.shard_name = ""
+        train_state = self._state.train_state
+        train_state.engines -= 1
+        if self._group is not None and train_state.shard_name and not train_state.engines:
+            self._group.withdraw_state(train_state.shard_name)
+            train_state.shard_name = ""
         self._close()
 
     # ---- running -----------------------------------------------------------------------------------------
@@ -145,12 +145,12 @@ class Engine:
         if recorder is not None:
             recorder.begin_call()
         self._await_idle()
-        shared = self._state.shared
-        shared.check_not_lost()
+        train_state = self._state.train_state
+        train_state.check_not_lost()
         self._state.bind(hyper)
-        shared.release_elsewhere()
+        train_state.release_elsewhere()
         self.updates_done = 0
-        name = f"call {shared.calls + 1} of the training"
+        name = f"call {train_state.calls + 1} of the training"
         if self._group is not None:
             self._group.barrier(name, self._fingerprint(hyper, inputs))
         call = self._latest = EngineCall(
@@ -166,10 +166,10 @@ class Engine:
             self._queue.wait_until_idle()
         finally:
             self._await_idle()  # returns at once, except after Ctrl-C
-            shared.calls += call.done == call.steps
+            train_state.calls += call.done == call.steps
             self._state.end_call()
             if self._group is not None:
-                shared.confirm(self._state.bound_parameters())
+                train_state.confirm(self._state.bound_parameters())
             self.updates_done = call.done if self.settings.training and self.settings.part.ends_step else 0
             if recorder is not None:
                 recorder.end_call(call.done, failed=call.done < call.steps)
@@ -196,8 +196,8 @@ class Engine:
     def _fingerprint(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Fingerprint:
         """Return the fingerprint of a call, written weights included: it has to be equal in all processes; the batch,
         in those of a replica."""
-        seed, step = self._state.shared.random_state
-        factor = repr(float(self._state.shared.loss_factor))
+        seed, step = self._state.train_state.random_state
+        factor = repr(float(self._state.train_state.loss_factor))
         texts: dict[str, Mapping[str, str]] = {
             "rates": {} if hyper is None else rates_as_texts(hyper),
             "state": {"updates so far": str(step), "loss scaling factor": factor},
@@ -206,7 +206,7 @@ class Engine:
             "plan": self._hash_of_plan,
         }
         counts = self.settings.counts
-        if written := self._state.shared.unconfirmed(self._state.bound_parameters()):
+        if written := self._state.train_state.unconfirmed(self._state.bound_parameters()):
             texts[f"value@part {counts.part}" if counts.parts > 1 else "value"] = hash_weights(written)
         if counts.parts > 1:
             numbered = {str(number): value for number, value in enumerate(inputs)}
@@ -238,24 +238,24 @@ class Engine:
 
     def _mark_weights_lost(self, call: EngineCall) -> None:
         """Mark the weights as lost after a failed update: `call` and later calls raise UnrecoverableError."""
-        self._state.shared.lost = UnrecoverableError(
+        self._state.train_state.lost = UnrecoverableError(
             f"the weights are lost: some are those after {call.name}, and some those before"
             f" ({type(call.failure).__name__}: {call.failure})\n"
             "  why: an update failed halfway\n"
             "  fix: load the model's and the optimizer's state from a checkpoint; or start again from one"
         )
         self._rows.updates.is_writing = False
-        self._state.shared.lock.release()
-        call.failure = self._state.shared.lost
+        self._state.train_state.lock.release()
+        call.failure = self._state.train_state.lost
 
     # ---- state of all processes ------------------------------------------------------------------------------
 
     def gather_optimizer_states(self) -> dict[str, OptimizerState]:
         """Return the optimizer state by parameter; of all processes, if they shard it (`ProcessGroup.read_shards`)."""
-        shared = self.state.shared
-        if self._group is None or not shared.shard_name:
-            return shared.optimizer_states()
-        shards = self._group.read_shards(shared.shard_name)
+        train_state = self.state.train_state
+        if self._group is None or not train_state.shard_name:
+            return train_state.optimizer_states()
+        shards = self._group.read_shards(train_state.shard_name)
         # This process's shard is last: each instance has its own states of parameters with replica groups.
         parts = [shard["optimizer"] for shard in (*shards, shards[self._group.rank])]
         whole = {key: state for part in parts for key, state in part.items()}
@@ -263,12 +263,12 @@ class Engine:
 
     def read_weights_elsewhere(self) -> dict[str, Tensor]:
         """Return the weights that only other processes of the replica hold, by canonical name: waits for these."""
-        shared = self.state.shared
-        if self._group is None or not shared.elsewhere:
+        train_state = self.state.train_state
+        if self._group is None or not train_state.elsewhere:
             return {}
-        shards = self._group.read_shards(shared.shard_name)
+        shards = self._group.read_shards(train_state.shard_name)
         others = [shards[rank]["weights"] for rank in self.settings.counts.processes_of_replica()]
-        return {key: value for own in others for key, value in own.items() if key in shared.elsewhere}
+        return {key: value for own in others for key, value in own.items() if key in train_state.elsewhere}
 
     def average_buffers(self) -> None:
         """Set the floating point buffers that forward changes to their means over all replicas of all processes."""

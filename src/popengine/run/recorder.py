@@ -102,7 +102,7 @@ class Recorder:
 
     def begin_step(self, rows: RowFunctions, tasks: int) -> None:
         """Prepare to record a step of so many tasks. In the first two steps replica 0's eager pieces read clocks."""
-        _, self._step = rows.state.shared.random_state  # over all calls
+        _, self._step = rows.state.train_state.random_state  # over all calls
         if self._rows is None or self._rows.plan is not rows.plan:
             self.detail = None
         self._rows, self._detail, self._runs, self.step_tasks = rows, None, [], tasks

@@ -105,7 +105,7 @@ class RowFunctions:
         if self.call.hyper is not None:
             scale = self.call.hyper.loss_scaling
             if self.settings.automatic_loss_scaling:
-                scale *= float(self.state.shared.loss_factor)
+                scale *= float(self.state.train_state.loss_factor)
             self.state.set_loss_scale(scale * self._weight)
             self.call.results.loss_scale = scale
 
@@ -206,7 +206,9 @@ class RowFunctions:
                 del frame[name]
             if piece.draws:
                 numbers = self.settings.part.before + micro_batch, global_replica
-                values.append(self.generators or hash_integers(*self.state.shared.random_state, *numbers))
+                values.append(
+                    self.generators or hash_integers(*self.state.train_state.random_state, *numbers)
+                )
             try:
                 with self._checks():
                     made = codes[number](values)

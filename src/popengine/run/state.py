@@ -47,12 +47,12 @@ class State:
         self,
         plan: Plan,
         settings: Settings,
-        shared: TrainState,
+        train_state: TrainState,
         device: torch.device,
         find_constants: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         self._find_constants = find_constants  # returns the user's plain tensors that forward reads, by key
-        self.plan, self.settings, self.shared, self.device = plan, settings, shared, device
+        self.plan, self.settings, self.train_state, self.device = plan, settings, train_state, device
         self._loss_scale = 1.0
         signature = plan.partition.signature
         self.slot_of = {slot.key: slot.name for slot in signature.parameters_and_buffers}
@@ -95,9 +95,9 @@ class State:
         units = (Unit(key, replica) for key in self.ipu_of for replica in replicas)
         self.all_units = [unit for unit in units if settings.sharing_replicas(*unit)[0] == unit.replica]
         self.units = [unit for unit in self.all_units if self.ipu_of[unit.key] in here]
-        shared.owner = self._owners() | shared.owner
+        train_state.owner = self._owners() | train_state.owner
         kept = {key_of.get(name) for kept_by in plan.state.values() for name in kept_by}
-        shared.elsewhere |= {key for key in kept if key} - {slot.key for slot in self._weights}
+        train_state.elsewhere |= {key for key in kept if key} - {slot.key for slot in self._weights}
         self.bind(None)
 
     def _owners(self) -> dict[str, int]:
@@ -123,9 +123,9 @@ class State:
     def bind(self, hyper: Hyper | None) -> None:
         """Set `values` and `optimizer` to the present tensors of model and optimizer (on an accelerator to copies), and
         add missing optimizer state. Raises Error if weights are lost, or have another shape or dtype."""
-        self.shared.check_not_lost()
+        self.train_state.check_not_lost()
         with torch.no_grad(), DisableTorchFunctionSubclass(), devices.as_current_device(self.device):
-            present = self.shared.find_weights()
+            present = self.train_state.find_weights()
             if lost := [slot.key for slot in self._weights if slot.key not in present]:
                 raise Error(
                     f"the model has lost {', '.join(lost)} since it was compiled\n"
@@ -144,7 +144,7 @@ class State:
                         values[self._constants[key]] = plain
             if len(self.values) > 1:  # replicas 1, 2, ... have buffers of their own
                 keys = (self._slots[name].key for name in self._changed)
-                own = self.shared.own_buffers(present, keys, len(self.values))
+                own = self.train_state.own_buffers(present, keys, len(self.values))
                 others = zip(self.values[1:], own[1:], self._own_buffers[1:], strict=False)
                 for values, buffers, known in others:
                     for name in self._changed:
@@ -153,7 +153,7 @@ class State:
                             value = known[name] = self._on_device(value, known.get(name), value.stride())
                         values[name] = value
             if self.settings.optimizer is not None:
-                parameters = self.shared.parameters()
+                parameters = self.train_state.parameters()
                 for unit in (u for u in self.units if u.key in self.settings.optimizer.group_of):
                     self._bind_optimizer(unit, parameters[unit.key], self.settings.optimizer, hyper)
         self._repeat_rows()
@@ -201,7 +201,7 @@ class State:
 
     def _bind_weight(self, slot: Slot, value: Tensor) -> None:
         """Set `values` of all replicas to a tensor of the model, or to a copy if its strides have changed."""
-        if value.is_meta and slot.key in self.shared.elsewhere:
+        if value.is_meta and slot.key in self.train_state.elsewhere:
             raise Error(
                 f"{slot.role} {slot.key} has no value in this process: an ipu of another process held it so far\n"
                 "  fix: call copyWeightsToHost() in all instances, before a model has other ipus"
@@ -257,14 +257,14 @@ class State:
     def _bind_optimizer(
         self, unit: Unit, parameter: Tensor, optimizer: Optimizer, hyper: Hyper | None
     ) -> None:
-        """Set `optimizer[unit]` to the shared optimizer state of the user's `parameter`, or to copies of states with
+        """Set `optimizer[unit]` to the optimizer state of the user's `parameter`, or to copies of states with
         other strides. Add missing states, replace those of another dtype, remove those that another process owns."""
         if not self.is_updated_here(unit.key):
-            self.shared.optimizer.state.pop(parameter, None)
+            self.train_state.optimizer.state.pop(parameter, None)
             return
         rates = {} if hyper is None else hyper.groups[optimizer.group_of[unit.key]]
         kept = list(RULES[optimizer.kind].states_of(optimizer, rates))
-        states = self.shared.optimizer.state.get(parameter, {})
+        states = self.train_state.optimizer.state.get(parameter, {})
         present = [states.get(each.name) for each in kept]
         known = self._bound_states.get(unit)
         if known is not None and unit not in self._copied and [*map(id, present)] == [*map(id, known)]:
@@ -288,7 +288,7 @@ class State:
         copied = {id(own): value for value, own in self._copied.get(unit, ())}
         kept_by_user = {name: copied.get(id(value), value) for name, value in fitting.items()}
         if states or fitting:
-            self.shared.optimizer.state[parameter] = {**states, **kept_by_user}
+            self.train_state.optimizer.state[parameter] = {**states, **kept_by_user}
         self._bound_states[unit] = tuple(kept_by_user.values())
         if groups is not None:
             if groups.repeated_rows:
@@ -305,14 +305,14 @@ class State:
 
     def is_updated_here(self, key: str) -> bool:
         """Return whether this process updates a parameter: False if a peer owns the optimizer state."""
-        return self.shared.owner.get(key, self.settings.counts.instance) == self.settings.counts.instance
+        return self.train_state.owner.get(key, self.settings.counts.instance) == self.settings.counts.instance
 
     def begin_step(self) -> None:
         """Set the new buffers to the current ones; take those, and the sums, of a plan that has begun the step."""
         for values, new in zip(self.values, self.new_buffers, strict=True):
             new.clear()
             new.update((name, values[name]) for name in self._changed)
-        held, self.shared.held = self.shared.held, None
+        held, self.train_state.held = self.train_state.held, None
         if held is None or not self.settings.part.before:
             return
         sums, buffers = held
@@ -326,7 +326,7 @@ class State:
     def hold_sums_and_buffers(self) -> None:
         """Hold the gradient sums and new buffers of replica 0 for the plan that ends the step."""
         buffers = {self._slots[name].key: value for name, value in self.new_buffers[0].items()}
-        self.shared.held = dict(self.sums[0]), buffers
+        self.train_state.held = dict(self.sums[0]), buffers
 
     def end_step(self) -> None:
         """Copy the new buffers into `values`, and add 1 to the step count in `random_state`."""
@@ -340,13 +340,13 @@ class State:
                 write(users, own)
         if self.device == devices.CPU:
             self.share_buffers()
-        seed, step = self.shared.random_state
-        self.shared.random_state = seed, step + 1
+        seed, step = self.train_state.random_state
+        self.train_state.random_state = seed, step + 1
 
     def share_buffers(self) -> None:
-        """Copy the buffers of all replicas to `shared`."""
+        """Copy the buffers of all replicas to `train_state`."""
         if len(self.values) > 1:
-            for values, own in zip(self.values, self.shared.buffers, strict=False):
+            for values, own in zip(self.values, self.train_state.buffers, strict=False):
                 for name in self._changed:
                     own[self._slots[name].key].copy_(values[name])
 
@@ -363,7 +363,7 @@ class State:
             try:
                 devices.synchronize(self.device)
             except UnrecoverableError as error:
-                self.shared.lost = error
+                self.train_state.lost = error
                 raise
             for slot in self._weights:
                 write(self._bound[slot.key][0], self._plain[slot.key])

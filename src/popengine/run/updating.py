@@ -156,7 +156,7 @@ class Updates:
         update = self._parameter_update(unit)
         self._reduce([update])
         # Each gradient counts once: if processes sum norms and counts, one of them counts unsharded parameters.
-        owner, gradient = self.state.shared.owner, update.gradient
+        owner, gradient = self.state.train_state.owner, update.gradient
         if (owner or self._mail) and owner.get(unit.key, 0) != self.settings.counts.instance:
             return
         if self.settings.automatic_loss_scaling:
@@ -194,7 +194,7 @@ class Updates:
         else:
             # All processes have all sums, and none updates if one of them is interrupted or fails.
             peers.commit_together(self.call.commit)
-        self.state.shared.lock.acquire()
+        self.state.train_state.lock.acquire()
         self.is_writing = True
         for step in self._steps.values():
             step.increment_counts()
@@ -218,7 +218,7 @@ class Updates:
         if scale != 1 and self.state.device.type == "cpu" and not self.settings.automatic_loss_scaling:
             bounds = (bound for gradient in gradients if gradient.numel() for bound in gradient.aminmax())
             if not all(map(math.isfinite, bounds)):
-                self.call.overflows.append((self.state.shared.random_state[1], scale))
+                self.call.overflows.append((self.state.train_state.random_state[1], scale))
         if self._clipping_factor is not None:
             torch._foreach_mul_(gradients, self._clipping_factor)
         if optimizer.max_grad_value < math.inf:
@@ -244,7 +244,7 @@ class Updates:
         """Sum values over all processes, in place, if each has the gradients of some parameters; return `values`."""
         if self._mail is not None:
             self._mail.sum(values)
-        elif self.state.shared.owner:
+        elif self.state.train_state.owner:
             self._all_reduce.all_reduce([values])
         return values
 
@@ -256,14 +256,14 @@ class Updates:
         large, finite = torch.stack(found).sum(0).tolist() if found else (0, 0)
         seen = self._sum_over_owners(torch.tensor([total, large, total - finite]))
         elements, large, not_finite = seen.tolist()
-        self.state.shared.loss_factor.mul_(2 if not not_finite and large <= _SHARE * elements else 0.5)
+        self.state.train_state.loss_factor.mul_(2 if not not_finite and large <= _SHARE * elements else 0.5)
         return not not_finite
 
     def _rounding_seed(self, unit: Unit) -> int | None:
         """Return the seed of a parameter's stochastic rounding in this step; None: no stochastic rounding."""
         if not self.settings.stochastic_rounding or self.state.weight(unit).dtype == torch.float32:
             return None
-        return hash_integers(hash_integers(*self.state.shared.random_state), self._slot_index[unit.key])
+        return hash_integers(hash_integers(*self.state.train_state.random_state), self._slot_index[unit.key])
 
     def _measure_norms_of_chunk(self, ipu: int, index: int) -> None:
         step_key, chunk = self._chunks[ipu][index]
@@ -288,24 +288,26 @@ class Updates:
     def _run_own_step(self, units: Sequence[Unit], updates: Sequence[ParameterUpdate]) -> None:
         """Run the optimizer's own `step()`, which may give parameters other memory. If it fails before it has written,
         the weights are not lost: then raise RunError."""
-        shared = self.state.shared
-        weights = [shared.parameters()[unit.key].detach() for unit in units]
+        train_state = self.state.train_state
+        weights = [train_state.parameters()[unit.key].detach() for unit in units]
         found = (x.gradient for x in updates)
         gradients = (
             torch.view_as_complex(g) if w.is_complex() else g for g, w in zip(found, weights, strict=True)
         )
         with torch.inference_mode(False):  # else new states and weights could not be written outside of it
             # A write to `parameter.data` leaves no other trace than the bits.
-            before, marks = [weight.clone() for weight in weights], shared.marks_of_optimizer()
+            before, marks = [weight.clone() for weight in weights], train_state.marks_of_optimizer()
             try:
-                shared.run_own_step(
+                train_state.run_own_step(
                     {
                         u.key: g.to(w.dtype, copy=True)
                         for u, g, w in zip(units, gradients, weights, strict=True)
                     }
                 )
             except Exception as error:
-                is_same = all(map(has_same_bits, before, weights)) and marks == shared.marks_of_optimizer()
+                is_same = (
+                    all(map(has_same_bits, before, weights)) and marks == train_state.marks_of_optimizer()
+                )
                 if self._group is not None or not is_same:  # peers may have updated
                     raise
                 self._release_weights()
@@ -317,9 +319,11 @@ class Updates:
 
     def _broadcast_weights(self, _: int) -> None:
         """Send the weights that this process has updated to all peers; receive those that peers updated."""
-        units = [unit for unit in self.state.units if unit.key in self.state.shared.owner]
+        units = [unit for unit in self.state.units if unit.key in self.state.train_state.owner]
         weights = [self.state.weight(unit) for unit in units]
-        self._all_reduce.broadcast_by_owners(weights, [self.state.shared.owner[unit.key] for unit in units])
+        self._all_reduce.broadcast_by_owners(
+            weights, [self.state.train_state.owner[unit.key] for unit in units]
+        )
 
     def end_step(self) -> None:
         """End the step in the state, drop its gradients, and release the lock of the weights."""
@@ -329,7 +333,7 @@ class Updates:
 
     def _release_weights(self) -> None:
         self.is_writing = False
-        self.state.shared.lock.release()
+        self.state.train_state.lock.release()
 
     def clear_step(self) -> None:
         """Drop the gradient sums (those in buckets keep their memory), norms and counts of a step."""
@@ -360,11 +364,11 @@ class Bucket:
     def __init__(
         self, units: Sequence[Unit], members: Sequence[int], dtype: torch.dtype, state: State
     ) -> None:
-        is_sharded, step = units[0].key in state.shared.owner, max(1, ALIGNMENT // dtype.itemsize)
+        is_sharded, step = units[0].key in state.train_state.owner, max(1, ALIGNMENT // dtype.itemsize)
         cuts, starts = [0], dict[Unit, int]()
         for owner in range(state.settings.counts.instances) if is_sharded else [None]:
             end = cuts[-1]
-            for unit in (unit for unit in units if state.shared.owner.get(unit.key) == owner):
+            for unit in (unit for unit in units if state.train_state.owner.get(unit.key) == owner):
                 starts[unit] = end
                 end += -(-state.weight(unit).numel() // step) * step
             cuts.append(end)
@@ -385,6 +389,6 @@ def buckets_of(plan: ir.Plan, piece: int, state: State) -> list[Bucket]:
     for unit in (unit for unit in state.units if unit.key in keys):
         assert settings.optimizer is not None
         dtype = settings.optimizer.sum_dtype(state.weight(unit).dtype)
-        kind = settings.sharing_replicas(unit.key, unit.replica), dtype, unit.key in state.shared.owner
+        kind = settings.sharing_replicas(unit.key, unit.replica), dtype, unit.key in state.train_state.owner
         kinds.setdefault(kind, []).append(unit)
     return [Bucket(units, members, dtype, state) for (members, dtype, _), units in kinds.items()]

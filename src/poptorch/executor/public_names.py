@@ -103,7 +103,7 @@ class PublicNames:
         """
         engine = self._plans.require_engine()
         engine.state.bind(None)
-        engine.state.shared.fill_elsewhere(engine.read_weights_elsewhere())
+        engine.state.train_state.fill_elsewhere(engine.read_weights_elsewhere())
         self._host_weights_version += 1
 
     def copyWeightsToDevice(self) -> None:

@@ -136,20 +136,20 @@ class MemoryMailbox:
 class SeveralEngines:
     """The engines of the places of a plan, each with the weights of its ipus, and the interface of an engine."""
 
-    def __init__(self, plan, settings, shared, held=0, seed=0):
+    def __init__(self, plan, settings, train_state, held=0, seed=0):
         self.plan, self.settings = plan, settings
         places = sorted(set(plan.places.values()))
-        self.world, weights = World(places, held, seed), shared.find_weights()
+        self.world, weights = World(places, held, seed), train_state.find_weights()
         slots = {slot.name: slot.key for slot in plan.partition.signature.slots}
         self.unread = dict(weights)
-        self.shared, self.engines = {}, {}
+        self.train_state, self.engines = {}, {}
         for place in places:
             held_here = {slots[name] for names in plan.state_at(place).values() for name in names}
             own = {key: value.clone() for key, value in weights.items() if key in held_here}
-            self.shared[place] = TrainState(own.copy, seed=shared.random_state[0])
+            self.train_state[place] = TrainState(own.copy, seed=train_state.random_state[0])
             own_settings = replace(settings, place=place)
             mail = self.world.mail[place]
-            self.engines[place] = Engine(plan, own_settings, self.shared[place], mail=mail)
+            self.engines[place] = Engine(plan, own_settings, self.train_state[place], mail=mail)
 
     def run(self, inputs, hyper, recorder=None):
         self.world.begin()
@@ -177,13 +177,15 @@ class SeveralEngines:
     def find_weights(self):
         """All weights; trained ones and buffers from the places that hold them, which have equal bits."""
         found = dict(self.unread)
-        for shared in self.shared.values():
-            found |= shared.find_weights()
+        for train_state in self.train_state.values():
+            found |= train_state.find_weights()
         return found
 
     def optimizer_states(self):
         return {
-            key: state for shared in self.shared.values() for key, state in shared.optimizer_states().items()
+            key: state
+            for train_state in self.train_state.values()
+            for key, state in train_state.optimizer_states().items()
         }
 
     def close(self):

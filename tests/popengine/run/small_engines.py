@@ -92,8 +92,8 @@ def trained(engine, calls=3, hyper=None, recorder=None):
     for call in range(calls):
         results = engine.run(batch_for(engine, call), hyper[call], recorder)
         found |= {f"output {call} {i}": value.clone() for i, value in enumerate(results.outputs())}
-    found |= {name: value.clone() for name, value in engine.state.shared.find_weights().items()}
-    for key, state in engine.state.shared.optimizer_states().items() if engine.settings.training else ():
+    found |= {name: value.clone() for name, value in engine.state.train_state.find_weights().items()}
+    for key, state in engine.state.train_state.optimizer_states().items() if engine.settings.training else ():
         found |= {f"{key} {name}": value.cpu() for name, value in state.items()}
     engine.close()
     return found

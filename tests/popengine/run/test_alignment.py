@@ -89,20 +89,20 @@ def test_every_computation_reads_what_begins_well_whatever_the_user_gives(ipus):
         twin.run([x, y], HYPER)
     assert wrong == [[], []]
     assert all(
-        torch.equal(value, twin.state.shared.find_weights()[name])
-        for name, value in engine.state.shared.find_weights().items()
+        torch.equal(value, twin.state.train_state.find_weights()[name])
+        for name, value in engine.state.train_state.find_weights().items()
     )
 
 
 def test_a_weight_stays_where_it_is():
     """As torch.nn.utils.vector_to_parameters makes it: the vector is trained, too, as in plain PyTorch."""
     engine = engine_for()
-    weights = engine.state.shared.find_weights()
+    weights = engine.state.train_state.find_weights()
     whole = torch.cat([torch.zeros(1), weights["a.weight"].reshape(-1)])
     weights["a.weight"].data = whole[1:].view_as(weights["a.weight"])
     weights["b.weight"].data = odd = odd_memory(weights["b.weight"])
     before = whole.clone()
     engine.run(batch(16), HYPER)
     assert not torch.equal(whole[1:], before[1:])
-    assert torch.equal(whole[1:], engine.state.shared.find_weights()["a.weight"].reshape(-1))
+    assert torch.equal(whole[1:], engine.state.train_state.find_weights()["a.weight"].reshape(-1))
     assert weights["b.weight"].data_ptr() == odd.data_ptr()

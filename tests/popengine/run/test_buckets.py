@@ -56,21 +56,21 @@ def test_the_sums_are_the_memory_of_their_bucket_and_begin_well(monkeypatch, rep
 
 def test_gradients_that_one_process_needs_lie_in_its_share(monkeypatch):
     state, (bucket,) = made(monkeypatch, 1 << 20, least=0)
-    assert set(state.shared.owner.values()) == {0, 1}
+    assert set(state.train_state.owner.values()) == {0, 1}
     start, middle, stop = bucket.cuts
     assert (start, stop) == (0, bucket.flats[0].numel())
     sums = state.sums[0]
-    assert all((sums[key].storage_offset() >= middle) == bool(state.shared.owner[key]) for key in sums)
+    assert all((sums[key].storage_offset() >= middle) == bool(state.train_state.owner[key]) for key in sums)
 
 
 def test_the_state_is_shared_out_evenly(monkeypatch):
     state, _ = made(monkeypatch, 1 << 20, least=0)
     loads = [0, 0]
     for unit in state.units:
-        loads[state.shared.owner[unit.key]] += state.weight(unit).numel()
+        loads[state.train_state.owner[unit.key]] += state.weight(unit).numel()
     assert abs(loads[0] - loads[1]) <= max(state.weight(unit).numel() for unit in state.units)
     assert {unit.key for unit in state.optimizer} == {
-        k for k, owner in state.shared.owner.items() if owner == 0
+        k for k, owner in state.train_state.owner.items() if owner == 0
     }
 
 

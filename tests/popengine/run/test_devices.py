@@ -124,7 +124,7 @@ def test_the_host_waits_at_the_end_of_a_call_and_once_a_step_for_automatic_loss_
         before = late.waits.copy()
         engine.run(batch_for(engine, call), hyper)
         waits.append(late.waits - before)
-    weights = len(engine.state.shared.find_weights())
+    weights = len(engine.state.train_state.find_weights())
     assert waits[2] == {"synchronize": 1, "download": weights + reads}
     engine.close()
 
@@ -144,7 +144,7 @@ def test_a_step_is_captured_again_if_a_weight_has_another_address(late):
             engine.state.values[0]["parameter_a_weight"] = None
             engine.state._plain.pop("a.weight", None)  # as of a weight that the user has replaced
             engine.state._bound.pop("a.weight")
-        found.append({key: value.clone() for key, value in engine.state.shared.find_weights().items()})
+        found.append({key: value.clone() for key, value in engine.state.train_state.find_weights().items()})
         engine.close()
     assert_same(*found)
     assert late.replays == 5
@@ -298,7 +298,7 @@ def run_model(name, training, device):
     inputs = [torch.randn_like(x) if x.is_floating_point() else torch.randint_like(x, 5) for x in inputs]
     results = engine.run(inputs, rates("adamw") if training else None)
     found = {str(index): value for index, value in enumerate(results.outputs())}
-    found |= engine.state.shared.find_weights()
+    found |= engine.state.train_state.find_weights()
     engine.close()
     return found
 
@@ -334,7 +334,7 @@ def test_several_processes_that_train_together_are_refused(monkeypatch):
 
 def test_a_kernel_that_fails_ends_all_calls_and_names_no_bare_error_of_the_driver(late):
     engine = on_device()
-    weights = {key: value.clone() for key, value in engine.state.shared.find_weights().items()}
+    weights = {key: value.clone() for key, value in engine.state.train_state.find_weights().items()}
     rows, labels = batch_for(engine)
     labels[-1] = 7  # of three classes
     for _ in range(2):
@@ -342,7 +342,7 @@ def test_a_kernel_that_fails_ends_all_calls_and_names_no_bare_error_of_the_drive
             UnrecoverableError, match=r"the device late:0 failed(.|\n)*weights are those\n? before"
         ):
             engine.run([rows, labels], rates("sgd"))
-    for key, value in engine.state.shared.find_weights().items():
+    for key, value in engine.state.train_state.find_weights().items():
         assert torch.equal(value, weights[key])
     engine.close()
 

@@ -48,12 +48,12 @@ def batch(micro_batches):
 
 
 def copied(engine):
-    return {name: value.clone() for name, value in engine.state.shared.find_weights().items()}
+    return {name: value.clone() for name, value in engine.state.train_state.find_weights().items()}
 
 
 def write(engine, weights):
     for name, value in weights.items():
-        engine.state.shared.find_weights()[name].copy_(value)
+        engine.state.train_state.find_weights()[name].copy_(value)
 
 
 def assert_equal(one, two):
@@ -63,7 +63,7 @@ def assert_equal(one, two):
 
 def test_the_engine_trains_the_tensors_that_it_is_given():
     model, engine = net(), engine_for()
-    given = dict(engine.state.shared.find_weights())
+    given = dict(engine.state.train_state.find_weights())
     assert_equal(given, dict(model.state_dict()))
     engine.run(batch(16), HYPER)
     assert not torch.equal(given["a.weight"], model.a.weight)
@@ -95,8 +95,8 @@ def test_a_sum_reduction_equals_a_mean_with_a_rate_as_many_times_higher():
     total = engine_for(reduction="sum")
     mean.run(batch(16), Hyper(({**RATES, "lr": 0.08},)))
     total.run(batch(16), Hyper(({**RATES, "lr": 0.01},)))
-    for name, value in mean.state.shared.find_weights().items():
-        torch.testing.assert_close(value, total.state.shared.find_weights()[name])
+    for name, value in mean.state.train_state.find_weights().items():
+        torch.testing.assert_close(value, total.state.train_state.find_weights()[name])
 
 
 def test_a_loss_scale_of_a_power_of_two_changes_nothing():
@@ -113,9 +113,9 @@ def test_a_loss_scale_of_a_power_of_two_changes_nothing():
 def test_new_rates_need_no_new_plan():
     engine = engine_for()
     engine.run(batch(16), Hyper(({**RATES, "lr": 0.0},)))
-    assert torch.equal(engine.state.shared.find_weights()["a.weight"], net().a.weight)
+    assert torch.equal(engine.state.train_state.find_weights()["a.weight"], net().a.weight)
     engine.run(batch(16), HYPER)
-    assert not torch.equal(engine.state.shared.find_weights()["a.weight"], net().a.weight)
+    assert not torch.equal(engine.state.train_state.find_weights()["a.weight"], net().a.weight)
 
 
 def test_weights_written_are_used_by_every_replica():
@@ -127,10 +127,10 @@ def test_weights_written_are_used_by_every_replica():
 
 def test_weights_that_are_written_one_after_another_are_all_compared_with_the_peers():
     engine = engine_for()
-    engine.state.shared.confirm(engine.state.bound_parameters())
+    engine.state.train_state.confirm(engine.state.bound_parameters())
     assert "value" not in engine._fingerprint(HYPER, batch(16))
     for names in (["a.weight"], ["c.bias", "norm.running_mean"]):
-        write(engine, {name: engine.state.shared.find_weights()[name].clone() for name in names})
+        write(engine, {name: engine.state.train_state.find_weights()[name].clone() for name in names})
     assert engine._fingerprint(HYPER, batch(16))["value"].keys() == {"a.weight", "c.bias"}
 
 
@@ -158,11 +158,11 @@ def test_a_failed_call_leaves_what_its_finished_updates_have_made(failing):
     said = f"{failing} of the 3 weight updates" if failing else "as they were before the call"
     assert said in str(error.value)
     assert engine.updates_done == failing
-    assert engine.state.shared.random_state == twin.state.shared.random_state
+    assert engine.state.train_state.random_state == twin.state.train_state.random_state
     assert_equal(copied(engine), copied(twin))
     other = engine_for(iterations=3)
     write(other, copied(twin))
-    other.state.shared.random_state = twin.state.shared.random_state
+    other.state.train_state.random_state = twin.state.train_state.random_state
     assert torch.equal(engine.run(batch(24), HYPER).outputs()[1], other.run(batch(24), HYPER).outputs()[1])
 
 

@@ -136,10 +136,12 @@ def at_places(plan, settings, place):
 
 def differing(make, place, held=0, seed=0):
     """The names of what differs between one engine and an engine at each place."""
-    plan, settings, shared = make()
-    one = left_behind(Engine(plan, settings, shared), shared.find_weights, shared.optimizer_states)
-    plan, settings, shared = make()
-    several = SeveralEngines(*at_places(plan, settings, place), shared, held, seed)
+    plan, settings, train_state = make()
+    one = left_behind(
+        Engine(plan, settings, train_state), train_state.find_weights, train_state.optimizer_states
+    )
+    plan, settings, train_state = make()
+    several = SeveralEngines(*at_places(plan, settings, place), train_state, held, seed)
     found = left_behind(several, several.find_weights, several.optimizer_states)
     return [name for name in one if name not in found or not has_same_bits(one[name], found[name])]
 
@@ -278,18 +280,18 @@ def test_a_fast_first_place_does_not_run_ahead_of_the_last_one():
 
 
 def test_an_error_at_one_place_ends_the_call_at_all_and_changes_nothing():
-    plan, settings, shared = made(("norm", "tied"))
-    before = {name: value.clone() for name, value in shared.find_weights().items()}
-    several = SeveralEngines(*at_places(plan, settings, TWO), shared, held=3)
+    plan, settings, train_state = made(("norm", "tied"))
+    before = {name: value.clone() for name, value in train_state.find_weights().items()}
+    several = SeveralEngines(*at_places(plan, settings, TWO), train_state, held=3)
     rows, labels = batch_for(several)
     with pytest.raises(RunError, match="failed on ipu 3"):
         several.run([rows, labels + 7], rates("sgd"))
     assert all(has_same_bits(value, before[name]) for name, value in several.find_weights().items())
     several.close()
-    one = Engine(*made(("norm", "tied"))[:2], shared)
-    want = left_behind(one, shared.find_weights, shared.optimizer_states)
-    plan, settings, shared = made(("norm", "tied"))
-    again = SeveralEngines(*at_places(plan, settings, TWO), shared)
+    one = Engine(*made(("norm", "tied"))[:2], train_state)
+    want = left_behind(one, train_state.find_weights, train_state.optimizer_states)
+    plan, settings, train_state = made(("norm", "tied"))
+    again = SeveralEngines(*at_places(plan, settings, TWO), train_state)
     with pytest.raises(RunError):
         again.run([rows, labels + 7], rates("sgd"))
     found = left_behind(again, again.find_weights, again.optimizer_states)

@@ -223,7 +223,7 @@ RATES = Hyper(
 def trained(ipus, accumulation=3, **more):
     engine = engine_of(ipus, accumulation, **more)
     losses = engine.run(batch_of(torch.float16, 4 * accumulation), RATES).outputs()[1].clone()
-    found = {name: value.clone() for name, value in engine.state.shared.find_weights().items()}
+    found = {name: value.clone() for name, value in engine.state.train_state.find_weights().items()}
     engine.close()
     return {"losses": losses, **found}
 
@@ -263,9 +263,9 @@ def test_a_failed_call_leaves_no_old_copies_behind():
     wrong[-1] = 99  # in the last micro-batch of the second step
     with pytest.raises(RunError, match="Target 99 is out of bounds"):
         engine.run([images, wrong], RATES)
-    for name, value in engine.state.shared.find_weights().items():
-        twin.state.shared.find_weights()[name].copy_(value)
-    twin.state.shared.random_state = engine.state.shared.random_state
+    for name, value in engine.state.train_state.find_weights().items():
+        twin.state.train_state.find_weights()[name].copy_(value)
+    twin.state.train_state.random_state = engine.state.train_state.random_state
     found = engine.run([images, labels], RATES).outputs()[1]
     assert torch.equal(found, twin.run([images, labels], RATES).outputs()[1])
     engine.close()

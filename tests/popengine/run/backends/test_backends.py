@@ -53,7 +53,7 @@ def trained(backend, recorder=None, **more):
     losses = (
         engine.run([torch.randn(24, 4), torch.randint(0, 3, (24,))], RATES, recorder).outputs()[1].clone()
     )
-    found = {name: value.clone() for name, value in engine.state.shared.find_weights().items()}
+    found = {name: value.clone() for name, value in engine.state.train_state.find_weights().items()}
     engine.close()
     return {"losses": losses, **found}
 
