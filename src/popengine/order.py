@@ -87,12 +87,6 @@ class Order:
         """Return the number of micro-batches that a step needs: as many as fill a pipeline, or 1."""
         return (2 * forward_stages - 1 if training else forward_stages) if self.overlaps else 1
 
-    def most_ahead(self, step: StepActions, stage: int) -> int:
-        """Return the number of micro-batches that a stage may begin before it ends the first one."""
-        forward = next(one for one in step.actions if (one.phase, one.stage) == ("F", stage))
-        bounds = (edge.behind for edge in self.bounds(step, forward) if edge.behind)
-        return min(bounds, default=self.in_flight(step))
-
     def all_bounds(self, step: StepActions) -> list[list[After]]:
         """Return the bounds of each action; the first ones of a micro-batch wait for that `in_flight` before, too."""
         awaited = {edge.row for action in step.actions for edge in action.after if edge.behind == 0}

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from popengine.compile import compile_graph
-from popengine.compile.describe import describe, peak_bytes_by_ipu
+from popengine.compile.describe import are_sizes_known, describe, held_tensors
 from popengine.environment import PLAN_WISH
 from popengine.ir import Graph, Plan
-from popengine.order import ORDERS, StepActions
 from popengine.profile import Profile
 from popengine.run.engine import Engine
 from popengine.run.piece_costs import seconds_on_all_threads
@@ -116,49 +115,19 @@ def make_profiles(
 
 
 def planned_profile(
-    whole: Plan, settings: Settings, graph: Graph, more: Mapping[str, Any] = MappingProxyType({})
+    plan: Plan, settings: Settings, graph: Graph, more: Mapping[str, Any] = MappingProxyType({})
 ) -> Profile:
-    """Return the profile of a plan that has not run, with the peak bytes of each ipu, and `more` facts."""
-    # More micro-batches need no more memory; popvision computes the times of all micro-batches.
-    plan = replace(whole, micro_batches=min(whole.micro_batches, 3 * whole.partition.stages + 8))
+    """Return the profile of a plan that has not run, with the tensors that each ipu holds, and `more` facts."""
     found, ipus = describe(plan, settings, graph), sorted(set(plan.partition.ipus))
-    alive = {index: -piece.enters for index, piece in enumerate(found.pieces)}
-    for operation in found.operations:
-        row = operation.piece
-        alive[row] = max(alive[row], operation.live - found.pieces[row].enters)
-    facts = {
-        **found.facts,
-        **more,
-        "schedule_micro_batches": whole.micro_batches,
-        "calls": 0,
-        "steps": 0,
-        "activations": peak_bytes_by_ipu(graph, plan, alive),
-        "between": [_most_bytes_in_transit(found, ipu) for ipu in ipus],
-    }
+    facts = {**found.facts, **more, "calls": 0, "steps": 0, "sizes_known": are_sizes_known(graph)}
     weights = {
         slot.key: torch.empty(slot.shape, dtype=slot.dtype, device="meta")
         for slot in plan.partition.signature.parameters_and_buffers
     }
     unsharded = replace(settings, replica_groups={}, shard_optimizer=None)
     state = State(plan, unsharded, TrainState(lambda: weights), torch.device("meta"))
-    return replace(found, facts=facts, memory=tuple(state.memory(0, ipu) for ipu in ipus))
-
-
-def _most_bytes_in_transit(found: Profile, ipu: int) -> int:
-    """Return an upper bound of the bytes that are sent to `ipu`, and not received yet, at any time."""
-    step, order = (
-        StepActions(found.actions, found.facts["schedule_micro_batches"]),
-        ORDERS[found.facts["mode"]],
-    )
-    sent = {part.channel: part for part in found.instructions if part.kind == "send" and part.peer == ipu}
-    total = 0
-    for part in {part for part in found.instructions if part.kind == "receive" and part.ipu == ipu}:
-        sender, count = sent[part.channel], 1
-        if sender.phase:  # a gradient waits for a stage that has begun as many micro-batches
-            stage = sender.stage if sender.phase == "F" else part.stage
-            count = min(step.micro_batches, order.most_ahead(step, stage))
-        total += count * part.bytes
-    return total
+    memory = tuple(state.memory(0, ipu) for ipu in ipus)
+    return replace(found, facts=facts, memory=memory, tensors=tuple(held_tensors(plan, graph)))
 
 
 def measure_times(found: Executable, hyper: Hyper | None, planned: Profile) -> dict[str, Any]:

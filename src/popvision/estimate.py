@@ -1,6 +1,6 @@
 """Estimates: the time and memory that a planned program needs on a machine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,12 +33,11 @@ class Estimate:
         self.profile, self.machine = profile, machine
         self.replicas, self.accumulation = replicas, accumulation
         self.costs: Costs | None = None  # None on this host
-        needs = memory_needs(profile)  # of a replica
         # Bytes by kind of what each memory holds at most, and the bytes that it can hold.
         self.memory: dict[str, dict[str, int]]
         self.capacity: float
         self.problems: list[str] = []  # reasons why the program would fail on the machine; empty: it fits
-        if any(need.activations is None for need in needs):
+        if not profile.facts.get("sizes_known", True):
             self.problems.append("a kernel needs memory of a size that only it knows")
         loaded = accumulation * sum(part.bytes for part in profile.instructions if part.kind == "load")
         # `bubble`: share of time in which the ipus (on this host: the cores) wait. `spent`: seconds of the
@@ -46,6 +45,7 @@ class Estimate:
         if machine.kind == "here":
             taken, self.bubble, self.spent = _step_seconds_on_host(profile, replicas, accumulation)
             facts, processes = profile.facts, profile.facts.get("processes", 1)
+            needs = _simulated_needs(profile, dict.fromkeys(range(len(profile.tasks)), 1.0), accumulation)
             held = _held(needs, processes, replicas)
             held["activations"] *= 2  # in depth-first order up to twice as many micro-batches wait
             held["program"] = processes * facts["base"]  # a process and its libraries
@@ -62,6 +62,7 @@ class Estimate:
             # A chip has its program, and of the optimizer's state only what the options keep there.
             shards = replicas if profile.facts.get("shards_optimizer") else 1
             is_on_chip = not profile.facts.get("optimizer_off_chip")
+            needs = _simulated_needs(profile, self.costs.rows, accumulation)
             needs = [replace(need, optimizer=is_on_chip * -(-need.optimizer // shards)) for need in needs]
             code = {"program": round(machine.code)}
             self.memory = {f"ipu {need.ipu}": _held([need]) | code for need in needs}
@@ -112,6 +113,12 @@ class Estimate:
             "bound by": self.bound_by,
             "largest ipu": size_text(max(self.memory_per_ipu, default=0)),
         }
+
+
+def _simulated_needs(profile: Profile, rows: Mapping[int, float], micro_batches: int) -> list[IpuMemory]:
+    """Return the memory of each ipu of a replica in a simulated step, given the ns of one run of each row."""
+    step = virtual.StepModel.of(profile, rows, updates={}, micro_batches=micro_batches)
+    return memory_needs(profile, virtual.runs_on_devices(profile, step, rows))
 
 
 def _held(needs: Sequence[IpuMemory], processes: int = 1, replicas: int = 1) -> dict[str, int]:

@@ -36,19 +36,17 @@ class IpuMemory:
 
 
 def memory_needs(profile: Profile, runs: Sequence[TaskRun] = ()) -> list[IpuMemory]:
-    """Return the bytes that each ipu of replica 0 needs: at the peaks of a step on separate devices, whose tasks are
-    `runs`; for a plan, whose profile has no recorded tensors, by the upper bounds in its facts."""
-    fixed, facts = {row.ipu: row for row in profile.memory if row.replica == 0}, profile.facts
+    """Return the bytes that each ipu of replica 0 needs, at the peaks of a step on separate devices, whose tasks are
+    `runs`."""
+    fixed = {row.ipu: row for row in profile.memory if row.replica == 0}
     waiting, found = peak_bytes_in_transit(profile, runs), []
-    for index, ipu in enumerate(profile.devices):
+    for ipu in profile.devices:
         row = fixed.get(ipu, KeptBytes(0, ipu))
         peak = (
             max((size for _, size in bytes_curve(profile, runs, ipu)), default=0) if profile.tensors else None
         )
-        passing = peak, waiting.get(ipu, 0)
-        if "activations" in facts:
-            passing = facts["activations"][index], facts["between"][index]
-        found.append(IpuMemory(ipu, row.weights, row.buffers, row.gradients, row.optimizer, *passing))
+        kept = row.weights, row.buffers, row.gradients, row.optimizer
+        found.append(IpuMemory(ipu, *kept, peak, waiting.get(ipu, 0)))
     return found
 
 
@@ -72,7 +70,9 @@ def bytes_curve(profile: Profile, runs: Sequence[TaskRun], ipu: int) -> list[tup
             if tensor.died >= 0:
                 at_end[tensor.died] -= tensor.bytes
     own = [run for run in runs if profile.tasks[run.task].ipu == ipu]
-    inside = operation_end_shares(profile) if len(own) < MOST_POINTS // 4 else {}
+    inside = operation_end_shares(profile)
+    if len(own) * len(profile.operations) > MOST_POINTS * len(profile.pieces):  # only the peak of each piece
+        inside = {piece: [max(rows, key=lambda row: row[1].live)] for piece, rows in inside.items()}
     held, points = 0, [(own[0].start, 0)] if own else []
     for run in own:
         held += at_start[run.task]

@@ -129,7 +129,9 @@ def _step_entry(one: Estimate) -> dict[str, Any]:
     figures = {"stages": stages, "device_usages": usages, "stages_say": one.machine.description}
     # The schedule of a plan has other micro-batches than its step.
     facts = profile.facts | {"schedule_micro_batches": one.accumulation}
-    return step_data(replace(profile, schedule=(), facts=facts), runs, operation_sums(profile), figures)
+    return step_data(
+        replace(profile, schedule=(), tensors=(), facts=facts), runs, operation_sums(profile), figures
+    )
 
 
 def compile_profiles(program: Sequence[str], kinds: Sequence[str]) -> dict[str, Profile]:

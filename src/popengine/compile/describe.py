@@ -28,7 +28,7 @@ from ..profile import (
     Tensor,
     Tick,
 )
-from ..programs import actions, programs
+from ..programs import actions
 from ..settings import Settings
 from ..torch_private import storage_id
 from .partition import AGAIN
@@ -260,6 +260,11 @@ def held_tensors(plan: Plan, graph: Graph | None) -> list[Tensor]:
     return found
 
 
+def are_sizes_known(graph: Graph) -> bool:
+    """Return whether the size of each value of a graph is known; if not, only a kernel knows one."""
+    return all(size is not None for _, size in _memory_of_values(graph).values())
+
+
 def bytes_held_for_backward(graph: Graph, partition: Partition) -> tuple[int, ...]:
     """Return the bytes of activations and inputs that each stage's backward reads, for one micro-batch."""
     memories, found = _memory_of_values(graph), [0] * partition.stages
@@ -269,25 +274,3 @@ def bytes_held_for_backward(graph: Graph, partition: Partition) -> tuple[int, ..
         held = dict(memories[name] for name in set(piece.reads) - others if name in memories)
         found[piece.stage] = sum(size or 0 for size in held.values())
     return tuple(found)
-
-
-def peak_bytes_by_ipu(graph: Graph, plan: Plan, inside: Mapping[int, int]) -> list[int | None]:
-    """Return the peak of the bytes that each ipu, in ascending order, holds for micro-batches in its program; None if
-    only a kernel knows the size of a value. `inside`: by piece, the peak of the bytes that it allocates itself."""
-    found, memories, unknown = list[int | None](), _memory_of_values(graph), set[int]()
-    # By row, the change of the bytes when it begins, and when it ends.
-    begin, end = Counter[int](), Counter[int]()
-    for tensor in held_tensors(plan, graph):
-        (end if tensor.kind == "activation" else begin)[tensor.born] += tensor.bytes
-        end[tensor.died] -= tensor.bytes
-        if memories[tensor.name][1] is None:
-            unknown.add(tensor.ipu)
-    for ipu, program in programs(plan).items():
-        held = most = 0
-        for row in (row for row, micro_batch in program if micro_batch >= 0):
-            held += begin[row]
-            most = max(most, held + (inside[plan.tasks[row].piece] if plan.tasks[row].kind != "sum" else 0))
-            held += end[row]
-            most = max(most, held)
-        found.append(None if ipu in unknown else most)
-    return found
