@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from popengine.environment import INIT_TIMEOUT, RESTART, RUN_ID, STORE, Launch, is_on_one_host
+from popengine.environment import AGENT_STORE, INIT_TIMEOUT, RESTART, RUN_ID, STORE, Launch, is_on_one_host
 from popengine.errors import Error
 from popengine.run.instances import process_group
 
@@ -50,9 +50,6 @@ def _disconnect_at_exit() -> None:
 
 def _store_address() -> tuple[str, int]:
     """Return the store's host and port, from variables of poprun, torchrun, Slurm or the user."""
-    if STORE in os.environ:
-        address, _, port = os.environ[STORE].rpartition(":")
-        return (address, int(port)) if port.isdecimal() else ("127.0.0.1", 0)  # else a file on this host
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if "SLURM_STEP_ID" in os.environ:  # srun names the nodes of its tasks, but sets no address
         first = re.match(r"([^\[,]+)(?:\[(\d+))?", os.environ.get("SLURM_STEP_NODELIST", ""))
@@ -92,20 +89,19 @@ def _connect_instances(launch: Launch, seconds: float) -> None:
 def _open_store(launch: Launch, address: str, port: int, seconds: float) -> dist.Store:
     """Return a connection to the store of poprun or torchrun. Without both, instance 0 serves a store."""
     global _served
-    of_poprun = os.environ.get(STORE, "")
-    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not (of_poprun or of_torchrun or is_on_one_host()):
+    is_served = os.environ.get(AGENT_STORE) == "True"
+    if not (is_served or is_on_one_host()):
         address = reachable_name(address)
     try:
-        if of_poprun.startswith("file:"):
-            store = dist.FileStore(of_poprun.removeprefix("file:"))
+        if STORE in os.environ:
+            store = dist.FileStore(os.environ[STORE])
             store.set_timeout(timedelta(seconds=seconds))
-        elif launch.instance or of_poprun or of_torchrun:
+        elif launch.instance or is_served:
             store = connect_store(address, port, seconds)
         else:
             store = _served = serve(address, port, seconds)
     except (OSError, RuntimeError) as error:
-        if launch.instance == 0 and not (of_poprun or of_torchrun):
+        if launch.instance == 0 and not is_served:
             raise Error(
                 f"popdist.init(): instance 0 can't use {address}:{port}: {error}\n"
                 "  fix: MASTER_PORT must be a free port, and MASTER_ADDR this host; poprun chooses both"

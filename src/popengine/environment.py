@@ -27,9 +27,11 @@ NODE_RANK = "POPRUN_NODE_RANK"
 
 PLAN_WISH = "PANDO_PLAN"  # set: plan the first model and exit, see `poptorch.planning`
 
-# The store by which poprun's instances connect: file:PATH or HOST:PORT; without it the one of instance 0.
+# The file of the store by which poprun's instances connect, on one host.
 STORE = "POPDIST_STORE"
-# Torchrun's names: keys of the store begin with both, since a store may serve several runs and restarts.
+# Torchrun's names, also for torch: "True" if the launcher serves the store at MASTER_ADDR, else instance 0 does; and
+# the begin of the keys, since a store may serve several runs and restarts.
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 RUN_ID, RESTART = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
 INIT_TIMEOUT = "POPDIST_INIT_TIMEOUT"
 

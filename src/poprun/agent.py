@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, start_processes
 
-from popengine.environment import INIT_TIMEOUT, RESTART, RUN_ID, STACK, STORE, path_with_aliases
+from popengine.environment import INIT_TIMEOUT, RESTART, STACK, path_with_aliases
 
 from . import instance as instance_program
 from .command_line import CommandLine
@@ -116,10 +116,9 @@ def _instance_variables(node: NodeOfRun, local: int) -> dict[str, str]:
         **given,
         "PYTHONPATH": path_with_aliases(given["PYTHONPATH"]),
         "POPRUN_CORES": ",".join(map(str, cores)),
-        RUN_ID: node.run_id,
         RESTART: str(current.number),
         "PANDO_RESTARTS": str(int(os.environ.get("PANDO_RESTARTS", "0")) + current.number),
-        **({STORE: current.store} if current.store else {}),
+        **node.store_variables(),
         STACK: node.stack_path(instance),
     }
 

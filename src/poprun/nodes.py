@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from popdist.checkpoint_files import call_number, complete_checkpoints
-from popengine.environment import RUN_ID
+from popengine.environment import AGENT_STORE, RUN_ID, STORE
 
 from .command_line import CommandLine
 from .presence import Presence, Reach
@@ -47,22 +47,24 @@ class _BaseNode:
 class FixedNode(_BaseNode):
     """A node that starts its share of a fixed number of instances. If it is the only one, it also restarts them."""
 
-    @property
-    def run_id(self) -> str:
-        """A text that is equal on all nodes of the run, and new for each restart by `hosts.py`."""
-        return os.environ.get(RUN_ID, f"poprun-{os.environ.get('PANDO_RESTARTS', '0')}")
+    def store_variables(self) -> dict[str, str]:
+        """Return variables for instances: their store, unless instance 0 serves it, and a run's id that is equal on
+        all nodes, and new for each restart by `hosts.py`."""
+        run_id = os.environ.get(RUN_ID, f"poprun-{os.environ.get('PANDO_RESTARTS', '0')}")
+        file = {STORE: f"{self.folder}/store-{self.round.number}"} if self.node.count == 1 else {}
+        return {RUN_ID: run_id, **file}
 
     def wait_for_round(self) -> bool:
         """Set the next `round`, and return True. Raises: RunLost, if no restart is left"""
         number, count = self.round.number + 1, self.node.count
         if number > (self.request.max_restarts if count == 1 else 0):
             raise RunLost("")  # poprun has said which instance failed
-        store, address = "", f"{self.node.address}:{self.node.port}"
-        if count == 1:
-            store, address = f"file:{self.folder}/store-{number}", _free_address("127.0.0.1")
-        share = local_instance_count(self.request, count)
-        counts = {str(rank): share for rank in range(count)}
-        self.round = Round(number, "runs", address=address, store=store, counts=counts)
+        address = f"{self.node.address}:{self.node.port}"
+        if count == 1:  # for programs that use torch's own store
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                address = f"127.0.0.1:{free.getsockname()[1]}"
+        counts = {str(rank): local_instance_count(self.request, count) for rank in range(count)}
+        self.round = Round(number, "runs", address=address, counts=counts)
         return True
 
     def round_state(self, is_done: bool) -> str:
@@ -101,10 +103,9 @@ class ElasticNode(_BaseNode):
         self._since: int | None = None  # `since` of this node's record
         self._announced: set[str] = set()  # new nodes that the log has named
 
-    @property
-    def run_id(self) -> str:
-        """A text that is equal on all nodes of the round: the random id of the first one."""
-        return next(iter(self.round.ids.values()))
+    def store_variables(self) -> dict[str, str]:
+        """Return variables for instances: the round's first node serves their store, and its random id is the run's."""
+        return {AGENT_STORE: "True", RUN_ID: next(iter(self.round.ids.values()))}
 
     def wait_for_round(self) -> bool:
         """Wait for the next `round` with instances on this node; return False if the run has succeeded."""
@@ -219,8 +220,7 @@ class ElasticNode(_BaseNode):
             "command": self._command,
             "rank": self.node.rank,
             "slots": local_instance_count(self.request, self.node.count),
-            "address": _free_address(self._reach.host),
-            "store": self._reach.address,
+            "address": self._reach.address,
             "round": self.round.number,
             "state": self._state,
             "reached": self._reach.reached(),
@@ -246,7 +246,7 @@ class ElasticNode(_BaseNode):
             if rivals:
                 return {}
         own = {name: record for name, record in alive.items() if record["command"] == self._command}
-        self._reach.addresses = {r["id"]: r["store"] for name, r in own.items() if name != self.name}
+        self._reach.addresses = {r["id"]: r["address"] for name, r in own.items() if name != self.name}
         return own
 
     # ---- messages ------------------------------------------------------------------------------------------
@@ -280,12 +280,6 @@ class ElasticNode(_BaseNode):
                 f"this node is left out until it can reach node {name}{errors[newest.ids[name]]}\n"
                 "  fix: set MASTER_ADDR for all popruns, to an address in the network that the hosts share"
             )
-
-
-def _free_address(host: str) -> str:
-    """Return HOST:PORT with a port that is free at an IP address of this host."""
-    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-        return f"{host}:{free.getsockname()[1]}"
 
 
 NodeOfRun = FixedNode | ElasticNode

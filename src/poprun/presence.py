@@ -57,7 +57,7 @@ class Reach(threading.Thread):
         except OSError:  # the name of a pod that has ended
             host = store.own_address()
         self._store = store.serve(host, 0, _TEST_PATIENCE)
-        self.host, self.address = host, f"{host}:{self._store.port}"
+        self.address = f"{host}:{self._store.port}"
         self.addresses: dict[str, str] = {}  # to test, by the random ids of the nodes
         self.errors: dict[str, str] = {}  # of the last test, by id; "" after success
         self._reached: dict[str, float] = {}  # by id: the clock of `lasting_errors` at the last success

@@ -18,8 +18,7 @@ FIRST_ROUND_PATIENCE = 10.0  # seconds that the first round waits for expected n
 #     count         how often the record was written: a node whose count stands still is lost
 #     command       a digest of the run's program and number of replicas
 #     rank, slots   its place among the nodes; the most instances that it runs
-#     address       HOST:PORT for MASTER_ADDR and MASTER_PORT, if its first instance is instance 0
-#     store         HOST:PORT of its store
+#     address       HOST:PORT of its store
 #     round, state  its newest round; "stopped", "running" or "done" (all its instances have succeeded)
 #     reached       ids of the nodes that it could reach last
 #     unreached     why it could not reach a node for a while, by id
@@ -48,7 +47,6 @@ class Round:
     command: str = ""  # a digest of the run's program and number of replicas
     node: str = ""  # on which the first instance failed
     address: str = ""  # HOST:PORT on the first node: MASTER_ADDR and MASTER_PORT of the instances
-    store: str = ""  # by which the instances connect: HOST:PORT of the first node, or file:PATH
     counts: dict[str, int] = field(default_factory=dict)  # instances by node, in the order of the instances
     ids: dict[str, str] = field(default_factory=dict)  # the random id of each node's poprun
     failures: int = 0  # rounds that ended with "failed" since checkpoint `newest_call`
@@ -163,14 +161,12 @@ def _begin_round(newest: Round, records: Records, now: float, me: Me) -> Round:
         if failures > me.request.max_restarts:
             why = f"instances have failed {failures} times without a new checkpoint (--max-restarts)"
             return replace(newest, state="given up", why=why)
-    first = records[next(iter(counts))]
     return Round(
         number=max(newest.number, *(record["round"] for record in records.values())) + 1,
         state="runs",
         why=why,
         command=records[me.name]["command"],
-        address=first["address"],
-        store=first["store"],
+        address=records[next(iter(counts))]["address"],
         counts=counts,
         ids={name: records[name]["id"] for name in counts},
         failures=failures,

@@ -29,7 +29,6 @@ def nodes(names="ab", **more):
             "rank": 0,
             "slots": 2,
             "address": f"{name}:1",
-            "store": f"{name}:2",
             "round": -1,
             "state": "stopped",
             "reached": [f"id-{other}" for other in NAMES if other != name],
@@ -190,7 +189,7 @@ def begun(newest, records, now=1.0, **node):
     found = decide(newest, records, now, me(**node))
     assert found.state == "runs" and found.command == "digest"
     first = next(iter(found.counts))
-    assert (found.address, found.store) == (f"{first}:1", f"{first}:2")
+    assert found.address == f"{first}:1"
     assert found.ids == {name: f"id-{name}" for name in found.counts}
     return found
 
