@@ -135,6 +135,37 @@ def with_other_rows():
     executor(*batch(popdist.getInstanceIndex(), 32))
 
 
+def test_a_weight_of_the_other_process_is_read_from_state_dict_only():
+    for ended, other in zip(processes.run(read_weights, 2), ("d.weight", "a.weight"), strict=True):
+        assert ended.error == ""
+        errors, loaded, differing = ended.value
+        assert all(f"{other} has no value in this process" in error for error in errors)
+        assert all(loaded), "load_state_dict() gives all weights until the next call"
+        assert "threads per operation" in differing and "1 in instance 0; 2 in instance 1" in differing
+
+
+def read_weights():
+    popdist.init()
+    torch.manual_seed(0)
+    instance, model = popdist.getInstanceIndex(), Net()
+    executor = poptorch.trainingModel(model, options_of(2, 1, "1f1b"))
+    executor(*batch(0, 32))
+    layer, errors = (model.d, model.a)[instance], []
+    for read in (lambda: layer.weight.sum().item(), lambda: layer(torch.ones(2, layer.in_features))):
+        with pytest.raises(poptorch.Error) as caught:
+            read()
+        errors.append(str(caught.value))
+    doubled = {name: 2 * value for name, value in model.state_dict().items()}
+    model.load_state_dict(doubled)
+    loaded = [torch.equal(value, doubled[name]) for name, value in model.named_parameters()]
+    executor(*batch(0, 32))
+    assert layer.weight.is_meta
+    torch.set_num_threads((8, 16)[instance])
+    with pytest.raises(poptorch.Error) as caught:
+        poptorch.trainingModel(Net(), options_of(2, 1, "1f1b"))(*batch(0, 32))
+    return errors, loaded, str(caught.value)
+
+
 def test_what_needs_a_whole_replica_in_a_process_is_refused_by_name():
     for ended in processes.run(refused, 2):
         assert len(ended.value) == 3, ended

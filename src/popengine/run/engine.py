@@ -56,7 +56,8 @@ class Engine:
     ) -> None:
         if plan.places:
             check_order(plan)
-        counts = settings.counts
+        counts, cores = settings.counts, devices.core_count(settings.device)
+        per_operation = threads_per_operation(plan, settings, cores)
         several = settings.training and counts.instances > 1
         self._group = group_of_size(counts.processes) if several or counts.parts > 1 else None
         self._hash_of_plan: Mapping[str, str] = {}
@@ -65,6 +66,9 @@ class Engine:
             weights = {} if train_state.engines else train_state.find_weights()
             seed, _ = train_state.random_state
             compared = fingerprint_of_plan(plan, settings, weights, seed)
+            if plan.places:  # the bits of a replica depend on it
+                name = "threads per operation, which torch.set_num_threads() decides"
+                compared = {**compared, "options": {**compared["options"], name: str(per_operation)}}
             self._group.barrier(what, compared)
             # Compared at each call: for other values that forward reads there are other plans.
             self._hash_of_plan = compared["plan"]
@@ -100,8 +104,6 @@ class Engine:
         if sums is not None and counts.parts > 1:
             sums = sums.among(counts.processes_of_part())
         self._rows = RowFunctions(plan, settings, self._state, codes, sums, mail)
-        cores = devices.core_count(settings.device)
-        per_operation = threads_per_operation(plan, settings, cores)
         self._queue = ReadyQueue(self._rows, cores // per_operation, per_operation)
         self._close = weakref.finalize(self, self._queue.close)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Error
-from ..torch_private import made_as
+from .elsewhere import swap_memory
 
 OptimizerState = dict[str, Tensor]
 
@@ -89,13 +89,14 @@ class TrainState:
         """Free the memory of the weights that only other processes hold. Raises Error if autograd uses a weight."""
         for key, value in self.find_weights().items() if self.elsewhere else ():
             if key in self.elsewhere and not value.is_meta:
-                _swap_memory(key, value, value.detach().to("meta"))
+                swap_memory(key, value, value.detach().to("meta"))
 
     def fill_elsewhere(self, weights: Mapping[str, Tensor]) -> None:
-        """Give the weights that only other processes hold memory with these values."""
+        """Let weights that only other processes hold be these tensors, where shape and dtype are equal."""
         for key, value in self.find_weights().items() if self.elsewhere else ():
-            if key in self.elsewhere and value.is_meta:
-                _swap_memory(key, value, weights[key])
+            other = weights.get(key) if key in self.elsewhere and value.is_meta else None
+            if other is not None and (value.shape, value.dtype) == (other.shape, other.dtype):
+                swap_memory(key, value, other)
 
     def marks_of_optimizer(self) -> list[tuple[int, int]]:
         """Return (id, version) of each value in the optimizer's state: a write, or another value, changes them."""
@@ -167,19 +168,6 @@ class VersionStamp(NamedTuple):
 
 def version_stamp(value: Tensor) -> VersionStamp:
     return VersionStamp(value, value.detach(), 0 if value.is_inference() else value._version)
-
-
-def _swap_memory(key: str, value: Tensor, memory: Tensor) -> None:
-    """Put a weight of the user's into another memory. Assigning `data` refuses another kind of device."""
-    other = made_as(type(value), memory, value.requires_grad)
-    vars(other).update(vars(value))
-    try:
-        torch.utils.swap_tensors(value, other)
-    except RuntimeError as error:
-        raise Error(
-            f"the memory of {key}, which is a weight of another process's ipus, can't be freed: {error}\n"
-            "  fix: drop what was computed from it by autograd (a loss), and weak references to it, before the call"
-        ) from error
 
 
 def write(target: Tensor, value: Tensor) -> None:

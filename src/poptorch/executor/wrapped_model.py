@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -151,7 +151,8 @@ def refuse_reads_if_lost(model: nn.Module, state: TrainState) -> None:
 
 
 def read_weights_elsewhere(model: nn.Module, plans: LoadedPlans) -> None:
-    """Let `state_dict()` of a model return all weights, if other processes hold some of them: waits for these."""
+    """Let `state_dict()` of a model return all weights, if other processes hold some of them: waits for these. After
+    `load_state_dict()` such weights are the dictionary's tensors, without a copy, until the next call."""
 
     def fill(module: nn.Module, found: dict[str, Any], prefix: str, *_: Any) -> None:
         missing = {key for key, value in found.items() if isinstance(value, Tensor) and value.is_meta}
@@ -165,7 +166,12 @@ def read_weights_elsewhere(model: nn.Module, plans: LoadedPlans) -> None:
                 {key: value for key, value in of_model.items() if key in missing and value is not None}
             )
 
+    def take(module: nn.Module, given: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        elsewhere = plans.state.elsewhere & plans.state.find_weights().keys()
+        plans.state.fill_elsewhere({key: given[prefix + key] for key in elsewhere if prefix + key in given})
+
     model.register_state_dict_post_hook(fill)
+    model.register_load_state_dict_pre_hook(take)
 
 
 def attributes_of(model: nn.Module) -> dict[str, Any]:

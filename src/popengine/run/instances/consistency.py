@@ -113,9 +113,9 @@ def fingerprint_of_plan(
         if slot.role != "constant":
             section = "input" if slot.role == "input" else "shape"
             forms[section][slot.key] = f"{tuple(slot.shape)} {slot.dtype}"
-    parameters = {slot.key for slot in signature.slots if slot.role == "parameter"}
-    first = {key: value for key, value in weights.items() if key in parameters and not value.is_meta}
-    is_partial = any(value.is_meta for value in weights.values())  # others are in processes with other ipus
+    here = {name for names in plan.state_at(settings.place).values() for name in names}
+    own = (slot.key for slot in signature.slots if slot.role == "parameter" and slot.name in here)
+    first = {key: weights[key] for key in own if key in weights and not weights[key].is_meta}
     constants = _constants(plan)
     code = repr((plan.tasks, constants)) + "".join(piece.source for piece in plan.partition.pieces)
     return {
@@ -126,7 +126,7 @@ def fingerprint_of_plan(
         "operation": _operations(plan),
         "plan": {"the step": _hash_of_bytes(code.encode())},
         "seed": {"random seed": str(seed)},
-        "first value" + f"@part {settings.counts.part}" * is_partial: hash_weights(first),
+        "first value" + f"@part {settings.counts.part}" * bool(plan.places): hash_weights(first),
     }
 
 
