@@ -1,10 +1,11 @@
 """`popdist.poptorch.Options`: PopTorch's options with the launcher's number of replicas and processes."""
 
+import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import poptorch
-from popengine.environment import read_launch
+from popengine.environment import PARTS, TOTAL, read_launch
 from poptorch.options import Distributed
 
 __all__ = ["Options"]
@@ -52,15 +53,19 @@ class Options(poptorch.Options):
                 f"the model uses {ipus} ipus a replica, but poprun was told {declared}\n"
                 f"  fix: poprun --ipus-per-replica {ipus}"
             )
-        several, known = instances_per_replica or launch.instances_per_replica, launch.instances_per_replica
-        if known not in (1, several) or launch.instances % several or ipus % several:
+        known = launch.instances_per_replica
+        several = instances_per_replica or known
+        is_fixed = TOTAL in os.environ or known > 1  # poprun, or earlier options, have set it
+        if (is_fixed and several != known) or launch.instances % several or ipus % several:
             raise RuntimeError(
                 f"{several} instances can't run a replica of {ipus} ipus together, with {launch.instances} instances"
                 f" in all, and {known} for each replica by the launcher\n"
                 "  fix: ipus_per_replica and the number of processes must be multiples of instances_per_replica;"
                 " poprun --num-instances N --num-replicas R makes it N / R"
             )
-        distributed = _FixedDistributed().rowsByReplica(True).set(instances_per_replica=several)
+        if several != known:  # another launcher than poprun started the processes
+            os.environ[PARTS] = str(several)
+        distributed = _FixedDistributed().rowsByReplica(True)
         vars(self).update(_ipus_per_replica=ipus, Distributed=distributed)
         self.set(replication_factor=launch.local_replicas)
 

@@ -20,6 +20,7 @@ IPUS = "POPDIST_NUM_IPUS_PER_REPLICA"
 OFFSET = "POPDIST_REPLICA_INDEX_OFFSET"
 UNIFORM = "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE"
 LOCAL_INSTANCE = "POPDIST_LOCAL_INSTANCE_INDEX"
+PARTS = "POPDIST_NUM_INSTANCES_PER_REPLICA"  # with launchers other than poprun; `popdist.poptorch.Options` sets it
 
 # Set for each poprun if there are several, one per node.
 NUM_NODES = "POPRUN_NUM_NODES"
@@ -121,7 +122,8 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
             return Launch()
         size, rank = read_integer(environment, names[0]), read_integer(environment, names[1])
         local = read_integer(environment, names[2], 0)
-        return Launch(size, 1, 1, rank, local, size, rank)
+        parts = read_integer(environment, PARTS, 1)
+        return Launch(size // parts, 1, 1, rank // parts, local, size, rank)
     total, local = read_integer(environment, TOTAL), read_integer(environment, LOCAL, 1)
     if local < 1 or total % local:
         raise ValueError(f"{TOTAL}={total} is not a multiple of {LOCAL}={local}")

@@ -31,11 +31,16 @@ class Ended:
     code: int | None = None
 
 
-def launches(instances, replicas=1):
-    """The environment of each instance."""
+def launches(instances, replicas=1, parts=1):
+    """The environment of each instance; `parts`: the instances of a replica."""
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "POPDIST_INIT_TIMEOUT": str(LIMIT)}
     return [
-        {**Launch(instances * replicas, replicas, 1, i * replicas, i, instances, i).variables(), **where}
+        {
+            **Launch(
+                instances * replicas // parts, replicas, 1, i * replicas // parts, i, instances, i
+            ).variables(),
+            **where,
+        }
         for i in range(instances)
     ]
 
@@ -70,9 +75,9 @@ def finish(started):
             process.kill()
 
 
-def run(function, instances, *args, replicas=1):
+def run(function, instances, *args, replicas=1, parts=1):
     """Each instance's end after popdist.init() and `function(*args)`."""
-    return finish(start(function, launches(instances, replicas), *args))
+    return finish(start(function, launches(instances, replicas, parts), *args))
 
 
 def _ended(process, here, until):

@@ -44,7 +44,7 @@ def batch(call, rows, share=(0, 1)):
 
 def options_of(parts, replicas, schedule, accumulation=8):
     alone = parts * replicas == 1
-    options = poptorch.Options() if alone else popdist.poptorch.Options(4, instances_per_replica=parts)
+    options = poptorch.Options() if alone else popdist.poptorch.Options(4)
     options.deviceIterations(2 if accumulation > 1 else 16).Training.gradientAccumulation(accumulation)
     options.randomSeed(3).outputMode(poptorch.OutputMode.All).showCompilationProgressBar(False)
     stages = [poptorch.Stage(block).ipu(ipu) for ipu, block in enumerate("ABCD")]
@@ -83,10 +83,6 @@ def trained(parts=1, replicas=1, local=1, schedule="1f1b", bad_call=-1):
     return outputs, missing, found, errors
 
 
-def launches(parts, replicas):
-    return processes.launches(parts * replicas)
-
-
 def assert_equal_to_one_process(ended, parts, **options):
     outputs, _, want, _ = trained(**options)
     assert [each.error for each in ended] == [""] * len(ended)
@@ -103,17 +99,17 @@ def assert_equal_to_one_process(ended, parts, **options):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_a_replica_in_two_processes_has_the_bits_of_one_process(schedule):
-    ended = processes.run(trained, 2, 2, 1, 1, schedule)
+    ended = processes.run(trained, 2, 2, 1, 1, schedule, parts=2)
     assert_equal_to_one_process(ended, 2, schedule=schedule)
 
 
 def test_two_replicas_in_two_processes_each_have_the_bits_of_one_process():
-    ended = processes.finish(processes.start(trained, launches(2, 2), 2, 2))
+    ended = processes.run(trained, 4, 2, 2, parts=2)
     assert_equal_to_one_process(ended, 2, local=2)
 
 
 def test_an_error_in_one_process_is_an_error_in_both_and_changes_nothing():
-    ended = processes.run(trained, 2, 2, 1, 1, "1f1b", 1)
+    ended = processes.run(trained, 2, 2, 1, 1, "1f1b", 1, parts=2)
     assert_equal_to_one_process(ended, 2)
     (first,), (last,) = (each.value[3] for each in ended)
     assert "failed on ipu 3" in last
@@ -121,7 +117,7 @@ def test_an_error_in_one_process_is_an_error_in_both_and_changes_nothing():
 
 
 def test_processes_of_a_replica_that_get_other_rows_are_an_error():
-    ended = processes.run(with_other_rows, 2)
+    ended = processes.run(with_other_rows, 2, parts=2)
     assert all(
         "the instances differ at call 2" in each.error and "batch of 0" in each.error for each in ended
     )
@@ -136,7 +132,7 @@ def with_other_rows():
 
 
 def test_a_weight_of_the_other_process_is_read_from_state_dict_only():
-    for ended, other in zip(processes.run(read_weights, 2), ("d.weight", "a.weight"), strict=True):
+    for ended, other in zip(processes.run(read_weights, 2, parts=2), ("d.weight", "a.weight"), strict=True):
         assert ended.error == ""
         errors, loaded, differing = ended.value
         assert all(f"{other} has no value in this process" in error for error in errors)
@@ -167,7 +163,7 @@ def read_weights():
 
 
 def test_what_needs_a_whole_replica_in_a_process_is_refused_by_name():
-    for ended in processes.run(refused, 2):
+    for ended in processes.run(refused, 2, parts=2):
         assert len(ended.value) == 3, ended
         assert "optimizer without a rule" in ended.value[0]
         assert all("popdist.Checkpoint" in error for error in ended.value[1:])

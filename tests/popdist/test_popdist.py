@@ -144,15 +144,20 @@ def test_the_instances_of_a_replica_read_the_same_rows(monkeypatch):
 
 
 def test_under_torchrun_options_say_how_many_instances_run_a_replica(monkeypatch):
+    monkeypatch.setenv(environment.PARTS, "1")  # so that the end of the test removes it
     read = []
     for rank in range(4):
         for name, value in zip(environment.TORCHRUN, (4, rank, rank), strict=True):
             monkeypatch.setenv(name, str(value))
         read.append(rows_of(popdist.poptorch.Options(ipus_per_replica=4, instances_per_replica=2)))
+        assert (popdist.getNumInstances(), popdist.getNumInstancesPerReplica()) == (4, 2)
+        assert (popdist.getNumTotalReplicas(), popdist.getReplicaIndexOffset()) == (2, rank // 2)
     assert read[0] == read[1] != read[2] == read[3]
+    with pytest.raises(RuntimeError, match="\n  fix: "):  # one number for all models of a process
+        popdist.poptorch.Options(ipus_per_replica=4, instances_per_replica=4)
 
 
-@pytest.mark.parametrize("numbers", [(4, 4), (3, None), (3, 2)])
+@pytest.mark.parametrize("numbers", [(4, 4), (4, 1), (3, None), (3, 2)])
 def test_numbers_that_poprun_contradicts_are_an_error(monkeypatch, numbers):
     set_variables(monkeypatch, spanned(0))
     with pytest.raises(RuntimeError, match="\n  fix: "):
