@@ -35,7 +35,6 @@ from popengine.run.state import State
 from popengine.run.train_state import TrainState
 from popengine.settings import Hyper, Settings
 from popengine.torch_private import OpOverload
-from popengine.update.optimizer_rules import RULES
 
 from .compiling.executable import Executable, compile_model
 from .compiling.runs import Run
@@ -132,14 +131,14 @@ def planned_profile(
 
 def measure_times(found: Executable, hyper: Hyper | None, planned: Profile) -> dict[str, Any]:
     """Measure a model on this machine; return "steps", of (micro-batches of all replicas, seconds), if it is
-    small, else the seconds on one core, while all work, of "pieces" for a micro-batch and of "updates"."""
+    small, else the "rates" of a core."""
     graph = found.graph
     assert graph is not None
     state, flops = sum(slot.nbytes for slot in graph.slots), sum(row.flops for row in planned.operations)
     with torch.random.fork_rng():
         if state < _SMALL[0] and flops < _SMALL[1] and not _calls_user_code(graph):
             return {"steps": _measure_steps(found, graph, hyper)}
-        return _times_from_rates(found, planned)
+        return {"rates": _measure_rates()}
 
 
 def _calls_user_code(graph: Graph) -> bool:
@@ -189,8 +188,8 @@ def _median_seconds(work: Callable[[], Any], warm: int) -> float:
     return median(found)
 
 
-def _times_from_rates(found: Executable, planned: Profile) -> dict[str, list[float]]:
-    """Return the entries "pieces" and "updates" of `measure_times`, computed from FLOPs and bytes at measured rates."""
+def _measure_rates() -> dict[str, float]:
+    """Return the FLOPs and bytes per second of a core while all cores work, as fields of `popvision`'s `Machine`."""
     threads, side, elements = torch.get_num_threads(), 1024, 1 << 24
     square, row = torch.rand(side, side), torch.rand(elements)
     flops, read = (
@@ -198,15 +197,4 @@ def _times_from_rates(found: Executable, planned: Profile) -> dict[str, list[flo
         for amount, work in ((2 * side**3, lambda: square @ square), (8 * elements, lambda: row @ row))
     )
     torch.set_num_threads(threads)  # some libraries have one number of threads for the process
-    pieces = [0.0 for _ in planned.pieces]
-    for operation in planned.operations:
-        pieces[operation.piece] += max(operation.flops / flops, operation.bytes / read)
-    optimizer, partition = found.settings.optimizer, found.plan.partition
-    updates = dict.fromkeys(sorted(set(partition.ipus)), 0.0)
-    if optimizer is not None:
-        states = sum(1 for state in RULES[optimizer.kind].states_of(optimizer) if state.dtype)
-        for slot in partition.signature.slots:
-            if slot.key in optimizer.group_of and slot.name in partition.home:
-                # An update reads the gradient, and reads and writes the weight and the states.
-                updates[partition.ipus[partition.home[slot.name]]] += (3 + 2 * states) * slot.nbytes / read
-    return {"pieces": pieces, "updates": list(updates.values())}
+    return {"half": flops, "single": flops, "local": read}

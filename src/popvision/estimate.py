@@ -8,12 +8,10 @@ from popengine.order import ORDERS
 from popengine.profile import Profile, ProfileError
 
 from . import virtual
-from .costs import CATEGORIES, Costs, Spent
+from .costs import CATEGORIES, Costs
 from .machine import Machine
 from .memory import IpuMemory, memory_needs
 from .units import seconds_text, share_text, size_text, three_digits
-
-_CORE_FLOPS, _CORE_BYTES = 50e9, 10e9  # FLOPs and bytes per second of a core, roughly
 
 
 class Estimate:
@@ -32,20 +30,23 @@ class Estimate:
             )
         self.profile, self.machine = profile, machine
         self.replicas, self.accumulation = replicas, accumulation
-        self.costs: Costs | None = None  # None on this host
-        # Bytes by kind of what each memory holds at most, and the bytes that it can hold.
-        self.memory: dict[str, dict[str, int]]
-        self.capacity: float
         self.problems: list[str] = []  # reasons why the program would fail on the machine; empty: it fits
         if not profile.facts.get("sizes_known", True):
             self.problems.append("a kernel needs memory of a size that only it knows")
+        facts, measured = profile.facts, profile.facts.get("measured", {})
+        self.costs = costs = Costs(
+            profile, replace(machine, **measured.get("rates", {})), replicas, accumulation
+        )
+        step, needs = costs.step, _simulated_needs(profile, costs.rows, accumulation)  # of a replica
         loaded = accumulation * sum(part.bytes for part in profile.instructions if part.kind == "load")
-        # `bubble`: share of time in which the ipus (on this host: the cores) wait. `spent`: seconds of the
-        # busiest ipu (on this host: of a core), by category.
+        # Seconds by category of the busiest ipu.
+        self.spent = max(costs.by_ipu.values(), key=lambda spent: sum(spent.values())).copy()
+        # Bytes by kind of what each memory holds at most, and the bytes that it can hold.
+        self.memory: dict[str, dict[str, int]]
+        self.capacity: float
         if machine.kind == "here":
-            taken, self.bubble, self.spent = _step_seconds_on_host(profile, replicas, accumulation)
-            facts, processes = profile.facts, profile.facts.get("processes", 1)
-            needs = _simulated_needs(profile, dict.fromkeys(range(len(profile.tasks)), 1.0), accumulation)
+            step = replace(step, replicas=replicas, cores=facts.get("threads", 1))
+            processes = facts.get("processes", 1)
             held = _held(needs, processes, replicas)
             held["activations"] *= 2  # in depth-first order up to twice as many micro-batches wait
             held["program"] = processes * facts["base"]  # a process and its libraries
@@ -55,14 +56,9 @@ class Estimate:
             self.capacity = facts["available"]
             self.memory_per_ipu = [need.total for need in needs]
         else:
-            self.costs = Costs(profile, machine, replicas, accumulation)
-            ns = virtual.simulated_ns(self.costs.step)
-            taken, self.bubble = ns / 1e9, self.costs.step.bubble(ns)
-            self.spent = max(self.costs.by_ipu.values(), key=lambda spent: sum(spent.values())).copy()
             # A chip has its program, and of the optimizer's state only what the options keep there.
-            shards = replicas if profile.facts.get("shards_optimizer") else 1
-            is_on_chip = not profile.facts.get("optimizer_off_chip")
-            needs = _simulated_needs(profile, self.costs.rows, accumulation)
+            shards = replicas if facts.get("shards_optimizer") else 1
+            is_on_chip = not facts.get("optimizer_off_chip")
             needs = [replace(need, optimizer=is_on_chip * -(-need.optimizer // shards)) for need in needs]
             code = {"program": round(machine.code)}
             self.memory = {f"ipu {need.ipu}": _held([need]) | code for need in needs}
@@ -70,8 +66,14 @@ class Estimate:
             self.memory_per_ipu = [sum(kinds.values()) for kinds in self.memory.values()]
             if (chips := len(needs) * replicas) > machine.chips:
                 self.problems.append(f"needs {chips} chips, and has {machine.chips}")
-            if loaded / machine.host > taken:  # a replica's rows reach its first ipu
-                taken = self.spent["host input"] = loaded / machine.host
+        # `bubble`: share of time in which the ipus (on this host: the cores) wait.
+        if "steps" in measured:
+            taken, self.bubble = _extrapolated_seconds(measured["steps"], accumulation * replicas), 0.0
+        else:
+            ns = virtual.simulated_ns(step)
+            taken, self.bubble = ns / 1e9, step.bubble(ns)
+        if loaded / machine.host > taken:  # a replica's rows reach its first ipu
+            taken = self.spent["host input"] = loaded / machine.host
         needed, name = max((sum(kinds.values()), name) for name, kinds in self.memory.items())
         if needed > self.capacity:
             has = f"{size_text(self.capacity)} available"
@@ -130,31 +132,6 @@ def _held(needs: Sequence[IpuMemory], processes: int = 1, replicas: int = 1) -> 
         "activations": replicas * sum(need.activations or 0 for need in needs),
         "between": replicas * sum(need.between for need in needs),
     }
-
-
-# ---- this machine ----------------------------------------------------------------------------------------
-
-
-def _step_seconds_on_host(profile: Profile, replicas: int, micro_batches: int) -> tuple[float, float, Spent]:
-    """Return a step's seconds on this host, the idle share of its cores, and a core's rough seconds by category:
-    extrapolated from measured steps, with an idle share of 0; or simulated with the measured costs of pieces."""
-    measured, spent = profile.facts["measured"], Spent(float)
-    for operation in profile.operations:  # only to compare the two categories
-        spent["compute"] += operation.flops / _CORE_FLOPS
-        spent["memory bandwidth"] += operation.bytes / _CORE_BYTES
-    if "steps" in measured:
-        return _extrapolated_seconds(measured["steps"], micro_batches * replicas), 0.0, spent
-    pieces = measured["pieces"]
-    step = virtual.StepModel.of(
-        profile,
-        {row: 1e9 * pieces[task.piece] for row, task in enumerate(profile.tasks) if task.computes},
-        updates={ipu: 1e9 * t for ipu, t in zip(profile.devices, measured["updates"], strict=True)},
-        micro_batches=micro_batches,
-        replicas=replicas,
-        cores=profile.facts.get("threads", 1),
-    )
-    ns = virtual.simulated_ns(step)
-    return ns / 1e9, step.bubble(ns), spent
 
 
 def _extrapolated_seconds(rows: Sequence[Sequence[float]], micro_batches: int) -> float:

@@ -75,7 +75,7 @@ class Estimates:
     def drawn(self) -> Estimate | None:
         """Return the estimate whose step the page draws: the first one on a machine with a chip per ipu,
         preferably one that fits. Return None without such a machine."""
-        apart = [one for one in self.estimates if one.costs]
+        apart = [one for one in self.estimates if one.machine.kind == "apart"]
         return next((one for one in apart if one.fits), apart[0] if apart else None)
 
     def advice(self) -> list[str]:
@@ -86,7 +86,6 @@ class Estimates:
 
     def _speed_advice(self, drawn: Estimate) -> list[str]:
         costs = drawn.costs
-        assert costs is not None
         loads = {ipu: sum(spent.values()) for ipu, spent in costs.by_ipu.items()}
         slowest, mean = max(loads, key=lambda ipu: loads[ipu]), fmean(loads.values())
         return [
@@ -112,7 +111,7 @@ class Estimates:
 def _too_large_sentence(one: Estimate) -> str:
     """Return why an estimate does not fit, and which options need less memory."""
     less = 'recomputation (options._Popart.set("autoRecomputation", 3)) and a smaller micro-batch'
-    if one.costs:
+    if one.machine.kind == "apart":
         place = "options.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings()"
         less += f", more stages, and optimizer state off chip ({place}.useOnChipStorage(False)))"
     return f"{one.choice} does not fit: {'; '.join(one.problems)}. Less memory is needed with {less}."
@@ -120,7 +119,7 @@ def _too_large_sentence(one: Estimate) -> str:
 
 def _step_entry(one: Estimate) -> dict[str, Any]:
     """Return the profile of an estimate's step, and its figures, as a dictionary for the page's scripts."""
-    if one.costs is None:
+    if one.machine.kind == "here":
         return step_data(one.profile, [], {}, {"stages": []})
     profile, step, rows = one.costs.profile, one.costs.step, one.costs.rows
     runs = virtual.runs_on_devices(profile, step, rows, most=_DRAWN)

@@ -252,7 +252,7 @@ def test_choices_of_accumulation_are_planned_without_another_compilation():
 def test_a_large_model_is_planned_on_all_cores_of_this_machine():
     """Its mode was passed as a bool, and the simulation found no order for it."""
     profile = heavy(2, 4)
-    measured = {"pieces": [0.01] * 4, "updates": [0.0] * 2}
+    measured = {"rates": {"half": 1e14, "single": 1e14, "local": 1e14}}
     facts = profile.facts | {"measured": measured, "threads": 2, "base": 0, "available": 10**12}
     found = Estimate(dataclasses.replace(profile, facts=facts), load_machine("this-machine"), 1, 4)
     assert found.seconds_per_update == pytest.approx(4 * 4 * 0.01 / 2)
