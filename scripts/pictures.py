@@ -16,16 +16,10 @@ from pathlib import Path
 import torch
 
 import poptorch
+from popengine.drawing import schedule_svg
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
-_CELL, _ROW, _LEFT = 34, 30, 58
-_STYLE = """\
-  text { font: 12px system-ui, sans-serif; fill: currentColor; }
-  .cell { fill: #fff; text-anchor: middle; font-weight: 600; }
-  .F { fill: #1565c0; } .B { fill: #b8510d; }
-  .idle { fill: none; stroke: currentColor; stroke-opacity: .35; stroke-dasharray: 3 3; }
-  @media (prefers-color-scheme: dark) { :root:not(.md-typeset svg) { color: #ddd; } }"""
 
 
 def report() -> None:
@@ -78,27 +72,6 @@ def schedules(ipus: int, micro_batches: int, sharded: bool = False) -> dict[str,
     return {kind: "\n".join(row for row in rows if row.startswith(kind)) for kind in ("core", "ipu")}
 
 
-def drawing(schedule: str, title: str) -> str:
-    """Return a schedule as SVG: a row for each ipu or core, a cell for each forward (F) or backward (B)."""
-    rows = [
-        (name.strip(), cells.split()) for name, cells in (row.split("|") for row in schedule.splitlines())
-    ]
-    width, height = _LEFT + _CELL * max(len(cells) for _, cells in rows) + 4, _ROW * len(rows) + 4
-    svg = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">']
-    svg += [f"<title>{title}</title><style>\n{_STYLE}\n</style>"]
-    for y, (name, cells) in enumerate(rows):
-        svg.append(f'<text x="0" y="{y * _ROW + 20}">{name}</text>')
-        for x, cell in enumerate(cells):
-            kind = cell[0] if cell != ".." else "idle"
-            left, top = _LEFT + x * _CELL, y * _ROW + 3
-            svg.append(
-                f'<rect class="{kind}" x="{left}" y="{top}" width="{_CELL - 3}" height="{_ROW - 5}" rx="4"/>'
-            )
-            if cell != "..":
-                svg.append(f'<text class="cell" x="{left + _CELL // 2 - 1}" y="{top + 17}">{cell}</text>')
-    return "\n".join([*svg, "</svg>"]) + "\n"
-
-
 def drawings() -> dict[str, str]:
     """Return the SVG of each drawing, by its file's name."""
     threads = torch.get_num_threads()
@@ -109,11 +82,11 @@ def drawings() -> dict[str, str]:
     finally:
         torch.set_num_threads(threads)
     return {
-        "pipelined.svg": drawing(
+        "pipelined.svg": schedule_svg(
             four["ipu"], "Four ipus as devices of their own, pipelined, eight micro-batches"
         ),
-        "sharded.svg": drawing(sharded["ipu"], "Four ipus in turns, sharded"),
-        "cores.svg": drawing(cores, "Three ipus and six micro-batches on two cores"),
+        "sharded.svg": schedule_svg(sharded["ipu"], "Four ipus in turns, sharded"),
+        "cores.svg": schedule_svg(cores, "Three ipus and six micro-batches on two cores"),
     }
 
 

@@ -52,8 +52,13 @@ class Reporter:
         self._next_save = time.perf_counter() + _SAVE_INTERVAL
 
     def on_attach(self, engine: Engine, executable: Executable) -> None:
-        """Store the plan's engine and executable, from which `save` writes the profile."""
+        """Store the plan's engine and executable, from which `save` writes the profile; report the compilation to
+        the recorders of other plans, between whose calls it may have run."""
         self._running = engine, executable
+        if not self.recorder.calls:
+            began = time.perf_counter_ns() - round(1e9 * sum(self.passes.values()))
+            for recorder in wait_recorders - {self.recorder}:
+                recorder.record_host_event("compilation", began)
 
     def on_release(self) -> None:
         """Save the profile and drop the engine; called when the executor releases its devices."""
@@ -97,6 +102,7 @@ class Reporter:
             "capacity": _memory_capacity(settings.strategy.capacity),
             "threads": torch.get_num_threads() // inside,
             "threads_inside": inside,
+            "plan": self.number,
             "versions": {
                 "pando": __version__,
                 "torch": torch.__version__,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from popengine.order import ORDERS
+from popengine.profile import Profile
 
 from .analysis import Figures
 from .times import whole_steps
@@ -34,6 +35,17 @@ def machine_sentence(figures: Figures) -> str:
     return (
         f"The machine was busy: this program got {share:.0%} of a core. The costs of stages, blocks and operations are"
         " processor time; throughput and the trace of these cores include the waits."
+    )
+
+
+def plan_sentence(profile: Profile) -> str:
+    """Return why a profile is of a second or later plan of a model; "" for the first plan."""
+    if (number := profile.facts.get("plan", 1)) == 1:
+        return ""
+    rows, count = profile.counts.get("micro_batch_size", 1), profile.facts.get("schedule_micro_batches", 1)
+    return (
+        f"This is plan {number} of the model: a later call had another shape, as an incomplete batch has, or forward"
+        f" read another value. Here a step has {plural(count * rows, 'row')}, {rows} in each micro-batch."
     )
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,6 +54,7 @@ class Figures:
         self.idle_here = times.waiting_share(self.usages)
         self.bubble_ideal = times.ideal_bubble(profile)
         self.step_apart, self.bubble_apart, self.device_usages, runs, self.changes = None, None, [], [], []
+        self.schedules: list[dict[str, Any]] = []  # the same step in the order of each schedule
         self.step_here = None  # on these cores, if none of them waited
         count = facts.get("schedule_micro_batches", 1)
         step = virtual.StepModel.of(profile, costs, updates=updates, micro_batches=count)
@@ -65,6 +66,7 @@ class Figures:
             self.device_usages = times.ipu_usages(self.stages, count, ns)
             runs = virtual.runs_on_devices(profile, step, costs)
             self.changes = virtual.advised_changes(self.timed, step, self.spread)
+            self.schedules = [_schedule_entry(profile, one, costs) for one in virtual.other_schedules(step)]
         self.devices = replace(profile, runs=tuple(runs))
 
         self.compile_seconds = sum(entry.seconds for entry in profile.passes)
@@ -76,6 +78,20 @@ class Figures:
         self.capacity_of = held_by.get("of", "") + (", which all ipus share" if held_by.get("shared") else "")
 
         self.host = _host_seconds(profile)
+
+
+def _schedule_entry(profile: Profile, step: virtual.StepModel, costs: Mapping[int, float]) -> dict[str, Any]:
+    """Return what the page compares of a step on separate devices: the name of its order, its ns, its bubble, the most
+    activations of an ipu in bytes (None: not recorded), and the rows of its runs."""
+    ns, runs = virtual.simulated_ns(step), virtual.runs_on_devices(profile, step, costs, most=600)
+    held = [need.activations for need in memory.memory_needs(profile, runs) if need.activations is not None]
+    return {
+        "name": step.order,
+        "ns": ns,
+        "bubble": step.bubble(ns),
+        "activations": max(held, default=None),
+        "rows": runs,
+    }
 
 
 def _sum_warm_calls(profile: Profile) -> tuple[int, int, int, int]:
@@ -91,12 +107,15 @@ def _sum_warm_calls(profile: Profile) -> tuple[int, int, int, int]:
 
 
 def _host_seconds(profile: Profile) -> dict[str, float]:
-    """Return the host's seconds "in calls", "between calls", and in events, by kind of `HostEvent`."""
+    """Return the host's seconds "in calls", "between calls" (compilations excluded), and by kind of `HostEvent`."""
     found = defaultdict(float, {"in calls": profile.facts.get("ns_in_calls", 0) / 1e9})
     if calls := profile.calls:
         found["between calls"] = max(0.0, (calls[-1].end - calls[0].start) / 1e9 - found["in calls"])
     for event in profile.host:
-        found[event.kind] += (event.end - event.start) / 1e9
+        seconds = (event.end - event.start) / 1e9
+        found[event.kind] += seconds
+        if event.kind == "compilation" and calls and calls[0].start <= event.start < calls[-1].end:
+            found["between calls"] -= seconds
     return dict(found)
 
 

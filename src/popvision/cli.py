@@ -60,7 +60,9 @@ def _make_parser() -> argparse.ArgumentParser:
         parsers[name].set_defaults(run=run)
         if name != "plan":
             parsers[name].add_argument("report", type=Path, metavar="REPORT", help=_REPORT)
-    parsers["report"].add_argument("--no-browser", action="store_true", help="only write the page")
+    add = parsers["report"].add_argument
+    add("--no-browser", action="store_true", help="only write the page")
+    add("--output", type=Path, metavar="PAGE", help="the page to write (REPORT/report.html)")
     add = parsers["compare"].add_argument
     add("other", type=Path, metavar="OTHER", help="the other run's folder")
     add(
@@ -77,7 +79,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add = parsers["plan"].add_argument
     parsers["plan"].usage = "popvision plan [-h] [OPTIONS] PROGRAM.py [ARGUMENT...]"
     machines = f"{', '.join(machine_names())}; or paths of TOML files"
-    add("--on", metavar="MACHINE,...", default="bow-pod16", help=f"machines (bow-pod16): {machines}")
+    add("--on", metavar="MACHINE,...", default="this-machine", help=f"machines (this-machine): {machines}")
     add("--json", action="store_true", help="print the plan as JSON, and write no page")
     choices: dict[str, Any] = {"type": _parse_integers, "metavar": "N,...", "default": []}
     add("--replicas", **choices, help="numbers of replicas to compare, such as 4,16,64 (the program's)")
@@ -105,7 +107,13 @@ def _write_and_open_report(args: argparse.Namespace) -> None:
     found = find_profiles(args.report)
     for path in found:
         load(path)  # a profile that can't be read is an error here, not a page about one
-    _print_and_open(write_report(found[0].parent.parent), not args.no_browser)
+    try:
+        page = write_report(found[0].parent.parent, args.output)
+    except OSError as error:
+        raise ProfileError(
+            f"the page can't be written: {error}\n  fix: --output PAGE, in a folder of yours"
+        ) from None
+    _print_and_open(page, not args.no_browser)
 
 
 def _print_and_open(page: Path, in_browser: bool) -> None:

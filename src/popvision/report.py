@@ -16,7 +16,7 @@ from typing import Any
 
 from popengine.profile import PHASES, Profile, ProfileError, TaskRun, load
 
-from .advice import advice_sentences, machine_sentence, stages_sentence
+from .advice import advice_sentences, machine_sentence, plan_sentence, stages_sentence
 from .analysis import Figures, compare_figures, comparison_text
 from .memory import bytes_curve, memory_table
 from .times import bubble_formula
@@ -24,7 +24,7 @@ from .units import cores_text, layout_text, plural, rate_text, seconds_text, sha
 
 PROFILE = "profile.pop"
 _SCRIPTS = [  # in this order
-    *("base", "lanes", "trace", "steer", "inspect"),
+    *("base", "lanes", "trace", "svg", "steer", "inspect"),
     *("memory", "operations", "diagram", "panels", "plan", "viewer"),
 ]
 _SINGLE = (bool, int, float, str, type(None))  # types of figures that are single values
@@ -60,22 +60,23 @@ def find_profiles(path: Path) -> list[Path]:
     return found
 
 
-def write_report(directory: Path) -> Path:
-    """Write the page of all profiles in `directory` to its file `report.html`, and return the file's path."""
-    target = directory / "report.html"
+def write_report(directory: Path, target: Path | None = None) -> Path:
+    """Write the page of all profiles in `directory` to a file (None: `report.html` there), and return its path."""
+    target = target or directory / "report.html"
     target.write_text(report_page(directory))
     return target
 
 
 def report_page(folder: Path) -> str:
     """Return the page of all profiles in a folder as HTML."""
-    return viewer_page(f"Profile of {folder.resolve().name}", [*map(profile_entry, find_profiles(folder))])
+    entries = [*map(profile_entry, find_profiles(folder))]
+    return viewer_page(f"Profile of {folder.resolve().name}", entries, folder=str(folder))
 
 
 def viewer_page(title: str, entries: Sequence[dict[str, Any]], **more: Any) -> str:
     """Return the HTML of a page that needs no other file. `entries`: from `profile_entry`; `more`: "comparisons",
-    a list of dictionaries ("first" and "second", indices in `entries`, and "rows"), or "plan": see
-    `plan.Estimates.save`."""
+    a list of dictionaries ("first" and "second", indices in `entries`, and "rows"), "plan": see
+    `plan.Estimates.save`, or "folder", the report's path."""
     viewer = files("popvision") / "viewer"
     content = {"title": title, "entries": entries, "comparisons": [], **more}
     data = json.dumps(content, separators=(",", ":"), default=asdict)
@@ -114,6 +115,7 @@ def page_data(found: Figures) -> dict[str, Any]:
             for need in found.needs
         ],
         "warnings": advice_sentences(found),
+        "plan_says": plan_sentence(found.profile),
         "machine_says": machine_sentence(found),
         "stages_say": stages_sentence(found),
         "cores": cores_text(found.profile),
@@ -221,7 +223,7 @@ def summary(profile: Profile) -> str:
     """Return a profile's figures, tables and advice as a text for the terminal, about a screen long."""
     found = Figures(profile)
     lines = [f"{profile.name}: {layout_text(profile)}"]
-    lines += [f"  {said}"] if (said := machine_sentence(found)) else []
+    lines += [f"  {said}" for said in (plan_sentence(profile), machine_sentence(found)) if said]
     if found.calls:
         passes = ", ".join(f"{entry.name} {seconds_text(entry.seconds)}" for entry in profile.passes)
         lines += [

@@ -109,6 +109,16 @@ def simulate_step(step: StepModel) -> tuple[list[tuple[int, int]], Timeline]:
     return program, simulate(needs, [*costs, *updates.values()], [*owners, *updates])
 
 
+def other_schedules(step: StepModel) -> list[StepModel]:
+    """Return a step in its own order, then in the other ones that can run the same stages: each on its own ipu, with
+    whole backwards. Empty, if the step's order is none of these."""
+    names = ("1f1b", "gpipe", "sharded")
+    stages, ipus = ({getattr(action, name) for action in step.actions} for name in ("stage", "ipu"))
+    if step.order not in names or not 1 < len(ipus) == len(stages):
+        return []
+    return [replace(step, order=name) for name in (step.order, *(n for n in names if n != step.order))]
+
+
 def runs_on_devices(
     profile: Profile, step: StepModel, row_costs: Mapping[int, float], most: int = _MOST_TASKS
 ) -> list[TaskRun]:

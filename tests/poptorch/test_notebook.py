@@ -36,6 +36,7 @@ def outputs(tmp_path_factory):
 
 def test_a_plan_displays_its_stages_and_code(outputs):
     assert "stage 0 on ipu 0" in outputs[1]["text/plain"]
+    assert outputs[1]["image/svg+xml"].startswith("<svg ")
     assert "aten_tanh_default" not in outputs[1]["text/plain"]  # the code is in `.code`
 
 

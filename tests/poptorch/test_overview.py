@@ -1,5 +1,7 @@
 """`describe` and `executor.plan`: what will run, in words that a person reads."""
 
+import re
+
 import pytest
 import torch
 
@@ -49,6 +51,20 @@ def test_a_description_says_what_runs_before_anything_has_run():
     trainer = poptorch.trainingModel(model, opts)
     trainer(*BATCH)
     assert str(trainer.plan) == text
+
+
+def test_a_notebook_displays_a_description_as_a_picture_of_its_schedule():
+    svg = poptorch.describe(Two(), two_stages(), BATCH)._repr_svg_()
+    assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg" class="schedule"')
+    cells = re.findall(r'<text class="cell" x="(\d+)" y="(\d+)">(\w+)</text>', svg)
+    by_row = {y: [cell for _, top, cell in cells if top == y] for _, y, _ in cells}
+    assert list(by_row.values()) == [
+        ["F0", "F1", "B0", "F2", "B1", "B2"],
+        ["F0", "B0", "F1", "B1", "F2", "B2"],
+    ]
+    many = two_stages()
+    many.Training.gradientAccumulation(100)
+    assert poptorch.describe(Two(), many, (torch.ones(1000, 3), torch.ones(1000, 2)))._repr_svg_() is None
 
 
 def test_a_description_simulates_a_step_with_given_costs():
@@ -101,7 +117,7 @@ def test_weights_that_two_ipus_read_are_sent_once_a_step():
     found = poptorch.describe(Shared(), opts, torch.ones(3 * 5, 4))
     assert "ipu 0 -> ipu 1: 64 bytes a step at its start (shared weights)" in str(found)
     assert "ipu 0 -> ipu 1: 80 bytes a micro-batch after F0" in str(found)
-    (planned,) = poptorch.plan(Shared(), opts, torch.ones(3 * 5, 4)).estimates
+    (planned,) = poptorch.plan(Shared(), opts, torch.ones(3 * 5, 4), on="bow-pod16").estimates
     sends = [part for part in planned.profile.instructions if part.kind == "send" and not part.phase]
     assert [(part.ipu, part.peer, part.bytes) for part in sends] == [(0, 1, 64)]
 

@@ -295,6 +295,29 @@ def test_waiting_for_a_loader_is_told_from_other_time_between_calls():
     assert Figures(waiting).host["loader"] == pytest.approx(3 * gap / 1e9)
 
 
+def test_a_compilation_between_calls_is_not_time_of_the_program():
+    profile = simulated(1, 20, steps=4, gap=40 * MS)
+    end = profile.calls[0].end
+    compiled = replace(profile, host=(HostEvent("compilation", end, end + 40 * MS),))
+    before, after = Figures(profile).host["between calls"], Figures(compiled).host["between calls"]
+    assert after == pytest.approx(before - 0.04)
+    all_gaps = tuple(HostEvent("compilation", call.end, call.end + 40 * MS) for call in profile.calls[:-1])
+    assert not any("idle for" in text for text in told(replace(profile, host=all_gaps)))
+
+
+def test_schedules_of_the_same_stages_are_simulated_for_a_comparison():
+    found = Figures(simulated(2, 6))
+    assert [(one["name"], one["ns"] / MS) for one in found.schedules] == [
+        ("1f1b", 14),  # 2 (m + n - 1)
+        ("gpipe", 14),
+        ("sharded", 24),  # 2 m n
+    ]
+    assert found.schedules[0]["rows"] == list(found.devices.runs)
+    held = [one["activations"] for one in found.schedules]
+    assert held[2] < held[0] < held[1]  # of 1, 2 and 6 micro-batches
+    assert Figures(simulated(1, 6)).schedules == []
+
+
 def test_a_profile_without_calls_has_no_figures_and_no_fault():
     found = Figures(Profile("training", True))
     assert (found.calls, found.samples_per_second, found.bubble_apart, found.slowest) == (

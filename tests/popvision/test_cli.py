@@ -36,6 +36,17 @@ def test_a_report_is_written_over_all_profiles_of_a_folder(report, capsys):
     assert '"label":"inference"' in (report / "report.html").read_text()
 
 
+def test_the_page_of_a_report_goes_where_output_says(report, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert main([str(report), "--no-browser", "--output", str(page)]) == 0
+    assert capsys.readouterr().out.strip() == str(page)
+    assert '"label":"inference"' in page.read_text() and not (report / "report.html").exists()
+    (report / "report.html").mkdir()  # stands for a folder that can't be written to
+    assert main([str(report), "--no-browser"]) == 1
+    assert "the page can't be written: " in (error := capsys.readouterr().err)
+    assert error.endswith("fix: --output PAGE, in a folder of yours\n")
+
+
 def test_the_page_stands_for_its_report(report, capsys):
     assert main([str(report), "--no-browser"]) == main(["summary", str(report / "report.html")]) == 0
     assert "training: 1f1b training, 3 stages" in capsys.readouterr().out

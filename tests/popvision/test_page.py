@@ -113,7 +113,7 @@ def test_a_slowed_block_of_a_real_training_is_found_on_the_page(chromium, tmp_pa
     chromium.open(tmp_path / "report.html")
     tiles = chromium.value("[...document.querySelectorAll('.tile')].map(tile => tile.innerText)")
     assert any(tile.startswith("Slowest stage\nstage 1\nof 0 to ") for tile in tiles)
-    chromium.open(tmp_path / "report.html", "operations")
+    chromium.open(tmp_path / "report.html", "operations?rows=operation")
     assert (cells(chromium, "operation")[0], cells(chromium, "block")[0]) == ("popvision_test.slow", "block1")
     chromium.screenshot(SHOTS / "slowed.png")
 
@@ -181,7 +181,7 @@ def cells(chromium, column: str, table: str = "by-operation") -> list[str]:
 
 
 def test_operations_sort_by_a_click_on_a_header_and_lead_to_the_trace(chromium, report):
-    chromium.open(report, "operations")
+    chromium.open(report, "operations?rows=operation")
     assert cells(chromium, "time")[0] == "16 ms"  # the most expensive first: block D, 8 micro-batches of 2 ms
     chromium.value(
         "[...document.querySelectorAll('#by-operation th button')].find(b => b.innerText === 'block').click()"

@@ -111,7 +111,7 @@ def test_the_address_holds_tab_zoom_and_search_and_back_leads_to_them(chromium, 
     chromium.value("document.getElementById('tab-operations').click()")
     chromium.value("document.querySelector('input[type=search]').focus()")
     chromium.type("forward")
-    assert chromium.value("location.hash") == "#operations?search=forward"
+    assert chromium.value("location.hash") == "#operations?rows=operation&search=forward"
     chromium.value(
         "new Promise(done => { addEventListener('popstate', () => done(), {once: true}); history.back(); })"
     )

@@ -1,6 +1,7 @@
 """Plans: what a program would do on machines that need not be there."""
 
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -52,7 +53,7 @@ def planned():
     options.Training.gradientAccumulation(5)
     model = Model()
     trainer = poptorch.trainingModel(model, options, poptorch.optim.AdamW(model.parameters(), lr=0.01))
-    return poptorch.plan(trainer, batch=torch.randn(2 * 5 * ROWS, WIDTH))
+    return poptorch.plan(trainer, batch=torch.randn(2 * 5 * ROWS, WIDTH), on="bow-pod16")
 
 
 def heavy(*args, **more):
@@ -173,6 +174,12 @@ def test_json_is_a_list_of_fixed_keys_and_nothing_else_is_printed(program, capfd
     )
 
 
+def test_a_plan_is_of_this_machine_if_none_is_named(program, capfd):
+    assert main(["plan", "--json", "train.py", "--accumulation", "4"]) == 0
+    assert [row["machine"] for row in json.loads(capfd.readouterr().out)] == ["this-machine"]
+    assert inspect.signature(poptorch.plan).parameters["on"].default == ("this-machine",)
+
+
 def test_choices_are_a_table_with_the_best_first(program, capfd):
     arguments = ["--replicas", "1,2,4", "--json", "--on", "bow-pod4", "train.py", "--accumulation", "4"]
     assert main(["plan", *arguments]) == 0
@@ -189,7 +196,7 @@ def test_a_program_may_read_values_of_its_weights_or_have_none(program, capfd):
     for source in (reads, lacks):
         with open("other.py", "w") as text:
             text.write(source)
-        assert main(["plan", "--json", "other.py", "--accumulation", "4"]) == 0
+        assert main(["plan", "--on", "bow-pod16", "--json", "other.py", "--accumulation", "4"]) == 0
         found.append(json.loads(capfd.readouterr().out))
     assert found[0] == found[1] and found[0][0]["machine"] == "bow-pod16"
 
@@ -410,7 +417,7 @@ def test_a_plan_with_recomputation_costs_the_products_that_backward_computes_aga
         options = poptorch.Options()
         options.Training.gradientAccumulation(8)
         options._Popart.set("autoRecomputation", 3 * recompute)
-        return poptorch.plan(Deep(), options, torch.randn(8 * 64, 128)).estimates[0].profile
+        return poptorch.plan(Deep(), options, torch.randn(8 * 64, 128), on="bow-pod16").estimates[0].profile
 
     def flops(profile, phase):
         pieces = profile.pieces

@@ -115,7 +115,9 @@ def test_a_schedule_that_begins_all_forwards_first_holds_the_activations_of_all(
             poptorch.PipelinedExecution(*(f"block{i}" for i in range(4)), schedule=schedule)
         )
         options.Training.gradientAccumulation(9)
-        (found,) = poptorch.plan(Layers("linear"), options, torch.randn(9 * 4, WIDTH)).estimates
+        (found,) = poptorch.plan(
+            Layers("linear"), options, torch.randn(9 * 4, WIDTH), on="bow-pod16"
+        ).estimates
         return [found.memory[f"ipu {ipu}"]["activations"] for ipu in (0, 3)]
 
     first, last = most_bytes("1f1b")
@@ -130,7 +132,7 @@ def test_a_tied_weight_counts_in_one_block():
     options = poptorch.Options()
     options.setExecutionStrategy(poptorch.PipelinedExecution(*(f"block{i}" for i in range(4))))
     options.Training.gradientAccumulation(9)
-    (found,) = poptorch.plan(model, options, torch.randn(9 * 4, WIDTH)).estimates
+    (found,) = poptorch.plan(model, options, torch.randn(9 * 4, WIDTH), on="bow-pod16").estimates
     blocks = {block.name: block.parameters for block in found.profile.blocks}
     layer = WIDTH * WIDTH + WIDTH
     assert blocks == {"block0": layer, "block1": layer, "block2": layer, "block3": 0}

@@ -16,8 +16,9 @@ from popengine.profile import load
 from popengine.run import recorder as recording
 from popengine.run.recorder import Recorder
 from popengine.run.row_functions import RowFunctions
-from popvision.advice import advice_sentences
+from popvision.advice import advice_sentences, plan_sentence
 from popvision.analysis import Figures
+from popvision.report import summary
 
 WIDTH, ROWS = 48, 4
 SLOW = 0.03  # seconds
@@ -286,6 +287,27 @@ def test_waiting_for_the_loader_is_noted(tmp_path):
         inference(batch)
     inference.destroy()
     assert Figures(load(tmp_path / "inference" / "profile.pop")).host["loader"] >= 0.24
+
+
+def test_an_incomplete_batch_has_a_plan_of_its_own_that_the_report_explains(tmp_path):
+    options = poptorch.Options().enableProfiling(tmp_path).showCompilationProgressBar(False).allowNewShapes()
+    options.Training.gradientAccumulation(5)
+    model = Model()
+    trainer = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=0.01))
+    for rows in (20, 15, 20):
+        trainer(torch.randn(rows, WIDTH))
+    trainer.destroy()
+    names = ("training", "training_2", "training_3")
+    first, second, third = (load(tmp_path / name / "profile.pop") for name in names)
+    assert plan_sentence(first) == ""
+    assert plan_sentence(second).startswith("This is plan 2 of the model: a later call had another shape")
+    assert plan_sentence(second).endswith("Here a step has 12 rows, 4 in each micro-batch.")
+    assert plan_sentence(third).endswith("Here a step has 3 rows, 3 in each micro-batch.")
+    assert plan_sentence(second) in summary(second).replace("\n", " ")
+    # The other plans were compiled between two calls of the first one.
+    compiled = [event for event in first.host if event.kind == "compilation"]
+    assert len(compiled) == 2
+    assert all(first.calls[0].end <= one.start < one.end <= first.calls[1].start for one in compiled)
 
 
 def test_a_program_that_never_detaches_has_its_profile_when_it_ends(tmp_path):

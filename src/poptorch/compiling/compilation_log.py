@@ -21,6 +21,7 @@ with (
     from tqdm.auto import tqdm
 
 from popengine.compile.describe import profiled_instructions
+from popengine.drawing import schedule_svg
 from popengine.errors import CaptureError, Error, PartitionError
 from popengine.ir import Graph, Plan
 from popengine.programs import SimulatedStep, drawn_schedule, simulate_step
@@ -106,7 +107,7 @@ def check_hardware_rules(plan: Plan, settings: Settings) -> None:
 class Overview:
     """A compiled model: its stages, the transfers between ipus, the schedule and the code.
 
-    `print(overview)` shows all but the code, on a screen of 80 columns.
+    `print(overview)` shows all but the code, on a screen of 80 columns. A notebook displays the drawing as a picture.
 
     >>> overview = poptorch.describe(model, options, batch)
     >>> print(overview)
@@ -158,6 +159,10 @@ class Overview:
         >>> poptorch.describe(model, options, batch).simulate(F=1, B=2).bubble
         """
         return simulate_step(self._plan, {"F": F, "B": B, "W": W})
+
+    def _repr_svg_(self) -> str | None:
+        """Return the drawing as SVG, which notebooks display; None if it is too long."""
+        return schedule_svg(self.drawing, self.title) if self._plan.micro_batches <= _DRAWN else None
 
     def __str__(self) -> str:
         lines = [*wrap(self.title, _WIDTH), ""]

@@ -156,7 +156,7 @@ def plan(
     options: Options | None = None,
     batch: Any = (),
     *,
-    on: str | Sequence[str] = ("bow-pod16",),
+    on: str | Sequence[str] = ("this-machine",),
     training: bool = True,
     replicas: Sequence[int] = (),
     accumulation: Sequence[int] = (),
@@ -167,7 +167,7 @@ def plan(
 
     Args:
         model, options, batch, training: as for `describe`; the model's parameters may be on the meta device
-        on:           names of machines, or paths of TOML files; "this-machine" is measured
+        on:           names of machines, or paths of TOML files; "this-machine", the default, is measured
         replicas:     numbers of replicas to plan with; by default the number in the options
         accumulation: gradient accumulations to plan with; by default that of the options
     Raises:

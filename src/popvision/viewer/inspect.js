@@ -32,10 +32,12 @@ function traceView(entry, page) {
   if (from < to) trace.show([from, to]);
   return make("div", {},
     make("section", { class: "card" },
-      make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, DATA.plan ? `One step on ${DATA.plan.drawn}, estimated` : "What ran where, and when"), onSwitch(page), search, found, make("span", { class: "spring" }),
-        page.on === "cores" ? steps : null, button("One step", null, () => trace.show(trace.oneStep())), page.on === "cores" ? button("One call", null, () => trace.show(trace.oneCall())) : null, button("All", null, () => trace.show([...trace.all])),
-        button("−", "Zoom out", () => trace.zoom(1 / 0.6)), button("+", "Zoom in", () => trace.zoom(0.6))),
-      map, trace.canvas, traceLegend(trace), pinned, totals, table.element),
+      make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, DATA.plan ? `One step on ${DATA.plan.drawn}, estimated` : "What ran where, and when"), onSwitch(page), make("span", { class: "spring" }),
+        stepper(trace), svgButton(entry, trace)),
+      make("div", { class: "tools" },
+        search, found, make("span", { class: "spring" }), page.on === "cores" ? steps : null, button("One step", null, () => trace.show(trace.oneStep())), page.on === "cores" ? button("One call", null, () => trace.show(trace.oneCall())) : null, button("All", null, () => trace.show([...trace.all])),
+        make("span", { class: "group" }, button("−", "Zoom out", () => trace.zoom(1 / 0.6)), button("+", "Zoom in", () => trace.zoom(0.6)))),
+      trace.said, map, trace.canvas, traceLegend(trace), pinned, totals, table.element),
     make("p", { class: "hint help" }, "Ctrl + wheel zooms, drag pans, Shift + drag (or ", make("kbd", {}, "["), " and ", make("kbd", {}, "]"), " at events) selects a range, a click pins an event. ", ...["W", "A", "S", "D", "←", "→", "+", "−", "↑", "↓", ",", ".", "Enter", "Esc"].flatMap((key) => [make("kbd", {}, key), " "]),
       " A double click, or Enter, lists an event's operations."));
 }
@@ -47,6 +49,36 @@ function traceLegend({ profile, on, lanes }) {
   const strip = ["thin strip under a row: the order of the schedule", `linear-gradient(transparent 65%, ${stageColour(0)} 65%)`];
   const names = legend([...entries.slice(0, 32), ["weight update (hatched)", "repeating-linear-gradient(135deg,#4d5a68 0 3px,#c3ccd6 3px 4px)"], ...(on === "cores" ? [["sums and others (half as high)", OTHER]] : []), ["empty: waiting", "var(--lane)"], ...(on === "devices" && profile.schedule.rows.length ? [strip] : [])]);
   return on === "devices" && drawn < all ? make("div", {}, names, make("p", { class: "hint", style: { marginTop: "8px" } }, `Only the first ${drawn} of ${all} micro-batches are drawn, and the updates after them.`)) : names;
+}
+
+// ---- step through, and save
+
+/** Buttons that show what is in sight event by event, and, as `trace.said`, what runs then. */
+function stepper(trace) {
+  const said = make("p", { class: "hint", id: "said", "aria-live": "polite" });
+  let starts = [], at = -1;
+  function go(by) {
+    if (at < 0) {
+      const inSight = trace.lanes.flatMap((lane) => [...lane.start].filter((start, i) => start < trace.view[1] && lane.end[i] > trace.view[0]));
+      starts = [...new Set(inSight)].sort((a, b) => a - b);
+    }
+    at += by;
+    if (at < 0 || at >= starts.length) at = -1;
+    trace.until = at < 0 ? Infinity : starts[at];
+    said.textContent = at < 0 ? "" : `${at + 1} of ${starts.length}, after ${units.time(trace.until - trace.origin)}: ${trace.runningAt(trace.until).join("; ")}`;
+    trace.canvas.redraw();
+  }
+  trace.said = said;
+  const button = (name, label, by) => make("button", { type: "button", class: "plain", "aria-label": label, title: label, onclick: () => go(by) }, name);
+  return make("span", { class: "group" }, button("◂", "One event back", -1), button("Step ▸", "Step through: the next event", 1));
+}
+
+function svgButton(entry, trace) {
+  return make("button", { type: "button", class: "plain", title: "Save this picture, for slides", onclick: () => {
+    const address = URL.createObjectURL(new Blob([traceSvg(entry, trace)], { type: "image/svg+xml" }));
+    make("a", { href: address, download: `${DATA.title.replace(/\W+/g, "-")}.svg` }).click();
+    setTimeout(() => URL.revokeObjectURL(address), 10000);
+  } }, "Save as SVG");
 }
 
 // ---- search

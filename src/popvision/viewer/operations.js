@@ -61,6 +61,17 @@ function moduleTree(entry) {
   return { element, count: make("span", { class: "hint" }, `${all.size} modules`), search: () => {} };
 }
 
+// What operations of torch do, in words; an overload's name follows a dot.
+const OPERATIONS = {
+  mm: "matrix product", bmm: "matrix products of a batch", addmm: "matrix product plus bias", convolution: "convolution", convolution_backward: "gradients of a convolution",
+  t: "transpose", transpose: "transpose", permute: "transpose", view: "reshape", _unsafe_view: "reshape", reshape: "reshape", expand: "repeat without a copy", clone: "copy", _to_copy: "convert the data type", copy: "copy",
+  bernoulli: "random mask (dropout)", native_dropout: "dropout", _safe_softmax: "softmax", _softmax: "softmax", _softmax_backward_data: "gradient of softmax", _log_softmax: "log softmax", _log_softmax_backward_data: "gradient of log softmax",
+  threshold_backward: "gradient of ReLU", gelu_backward: "gradient of GELU", tanh_backward: "gradient of tanh", sigmoid_backward: "gradient of sigmoid", native_layer_norm: "layer norm", native_layer_norm_backward: "gradient of a layer norm",
+  native_batch_norm: "batch norm", native_batch_norm_backward: "gradients of a batch norm", nll_loss_forward: "negative log likelihood", nll_loss_backward: "gradient of the negative log likelihood", embedding: "look up rows", embedding_dense_backward: "gradient of an embedding",
+  max_pool2d_with_indices: "max pooling", max_pool2d_with_indices_backward: "gradient of max pooling", scalar_tensor: "constant", full: "constant", where: "choose by a mask",
+};
+const inWords = (kind) => OPERATIONS[kind.split(".")[0]] || "";
+
 function operationsView(entry, page) {
   const pieces = rows(entry.profile.pieces), operations = rows(entry.profile.operations);
   if (!operations.some((operation) => operation.calls)) return emptyCard("No operation was timed", "Operations are timed in the first two steps of a run.");
@@ -68,13 +79,13 @@ function operationsView(entry, page) {
   const whole = operations.reduce((sum, operation) => sum + operation.ns, 0) || 1;
   const data = operations.filter((operation) => operation.calls).map((operation) => {
     const piece = pieces[operation.piece];
-    return { ...operation, phase: piece.phase, stage: piece.stage, ipu: piece.ipu, search: `${operation.kind} ${operation.name} ${operation.block} ${moduleName(operation)} ${operation.where} ${word[piece.phase]} stage${piece.stage} ipu${piece.ipu}`.toLowerCase() };
+    return { ...operation, phase: piece.phase, stage: piece.stage, ipu: piece.ipu, search: `${operation.kind} ${inWords(operation.kind)} ${operation.name} ${operation.block} ${moduleName(operation)} ${operation.where} ${word[piece.phase]} stage${piece.stage} ipu${piece.ipu}`.toLowerCase() };
   });
-  const grouped = (by) => entry.groups[by].filter((row) => row.calls).map((row) => ({ ...row, flops: row.flops / row.calls, bytes: row.bytes / row.calls, search: `${row[by]} ${word[row.phase]} stage${row.stage} ipu${row.ipu}`.toLowerCase() }));
+  const grouped = (by) => entry.groups[by].filter((row) => row.calls).map((row) => ({ ...row, flops: row.flops / row.calls, bytes: row.bytes / row.calls, search: `${row[by]} ${by === "kind" ? inWords(row[by]) : ""} ${word[row.phase]} stage${row.stage} ipu${row.ipu}`.toLowerCase() }));
   const several = (number) => (number < 0 ? "several" : String(number));
   const dot = (row) => make("span", { class: "dot", style: { background: stageColour(row.stage, row.phase) } });
   const columns = {
-    kind: { name: "operation", class: "kind", value: (row) => row.kind, cell: (row) => breakable(row.kind) },
+    kind: { name: "operation", class: "kind", value: (row) => row.kind, cell: (row) => (inWords(row.kind) ? [inWords(row.kind), " ", make("span", { class: "hint" }, breakable(row.kind))] : breakable(row.kind)) },
     block: { name: "block", value: (row) => row.block, cell: (row) => [dot(row), row.block] },
     module: { name: "module", class: "module", value: (row) => row.module, cell: (row) => breakable(moduleName(row), /(?<=[._])/) },
     where: { name: "line", class: "where", value: (row) => row.where, cell: (row) => breakable(row.where.split("/").slice(-2).join("/")) },
@@ -96,22 +107,22 @@ function operationsView(entry, page) {
   const together = (found) => { const ns = found.reduce((sum, row) => sum + row.ns, 0); return `: ${units.time(ns)}, ${units.share(ns / whole)}`; };
   const onrow = (row) => page.goTo("trace", { phase: row.phase, stage: row.stage });
   const table = (id, first, rows, later = []) => { const all = [...first, ...figures.slice(0, 2), ...later, ...common, ...figures.slice(2)]; return sortable(all, rows, { sort: all.indexOf(figures[0]), onrow, id, sum: together }); };
-  const ways = { operation: table("by-operation", [columns.kind, columns.where], data, [columns.block, columns.module]) };
+  const ways = { module: moduleTree(entry), operation: table("by-operation", [columns.kind, columns.where], data, [columns.block, columns.module]) };
   for (const [name, by] of [["block", "block"], ["line", "where"], ["kind", "kind"]]) ways[name] = table(`by-${name}`, [columns[by]], grouped(by));
-  ways.module = moduleTree(entry);
   const names = Object.keys(ways), holder = make("div"), counts = make("span");
-  const search = make("input", { type: "search", placeholder: "Search operation, module, line …", "aria-label": "Search", value: page.state.search || "", oninput: () => show(page.state.rows) });
+  const search = make("input", { type: "search", placeholder: "Search operation, module, line …", "aria-label": "Search", value: page.state.search || "", oninput: () => (page.state.rows === "module" ? switcher.children[names.indexOf("operation")].click() : show(page.state.rows)) });
   const hint = make("span", { class: "hint help" }, "Click a row to see it in the trace.");
   function show(name) {
-    const way = ways[name] || ways.operation;
+    const way = ways[name];
     holder.replaceChildren(way.element); counts.replaceChildren(way.count);
-    search.hidden = hint.hidden = way === ways.module;
+    hint.hidden = way === ways.module;
     way.search(search.value);
     page.note({ rows: name, search: search.value });
   }
-  const switcher = choice("Rows", names.map((name) => `by ${name}`), Math.max(0, names.indexOf(page.state.rows)), (i) => show(i ? names[i] : undefined));
   if (page.wish) search.value = `${word[page.wish.phase]} stage${page.wish.stage}`;
-  show(page.state.rows);
+  const first = ways[page.state.rows] ? page.state.rows : search.value ? "operation" : "module"; // a search is in operations
+  const switcher = choice("Rows", names.map((name) => `by ${name}`), names.indexOf(first), (i) => show(names[i]));
+  show(first);
   const step = entry.profile.facts.detailed_step, flops = "FLOPs of matrix products, convolutions and attention; bytes read and written by one call.";
   const times = DATA.plan ? `Estimated times of one micro-batch on ${DATA.plan.drawn}.` : `Times of a step\u2019s micro-batches together, which add up to their stages; an operation\u2019s share was measured on replica 0 in step ${step[1]} of call ${step[0]}.`;
   return make("section", { class: "card" },

@@ -32,6 +32,15 @@ class Trace extends TracePicture {
     return lines;
   }
 
+  /** What each lane does at a time, in words. */
+  runningAt(time) {
+    return this.lanes.map((lane) => {
+      const i = firstEndingAfter(lane, time), runs = i < lane.size && lane.start[i] <= time;
+      const [words] = runs ? this.words([lane, i]) : ["waits"];
+      return runs ? `${lane.name}: ${words[0].toLowerCase()}${words.slice(1)}` : `${lane.name} ${words}`;
+    });
+  }
+
   choose(place, { follow = true } = {}) {
     this.chosen = place;
     if (place && follow) {

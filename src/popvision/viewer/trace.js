@@ -20,6 +20,7 @@ class TracePicture {
     const starts = this.lanes.filter((lane) => lane.size).map((lane) => lane.start[0]);
     const ends = this.lanes.filter((lane) => lane.size).map((lane) => lane.end[lane.size - 1]);
     this.all = [Math.min(...starts, ...this.calls.map((call) => call.start)), Math.max(...ends, ...this.calls.map((call) => call.end))];
+    this.until = Infinity; // what begins later is not drawn: see `stepper`
     this.chosen = null; // [lane, index]: what the keyboard or a click has chosen
     this.rowHeight = compact ? 26 : Math.round(Math.max(26, Math.min(46, 560 / Math.max(1, this.lanes.length))));
     this.top = compact || on === "devices" ? 22 : 62;
@@ -103,7 +104,7 @@ class TracePicture {
 
   /** From where to where the window shows the canvas; all of it goes on paper. */
   seen() {
-    if (window.matchMedia("print").matches || !this.canvas) return [0, Infinity];
+    if (window.matchMedia("print").matches || !this.canvas.isConnected) return [0, Infinity];
     const { top } = this.canvas.getBoundingClientRect();
     return [-top, window.innerHeight - top];
   }
@@ -146,7 +147,7 @@ class TracePicture {
   drawLane(context, width, lane, top, colours) {
     const tall = this.rowHeight - 12, ideal = top + tall + 2, paints = this.paintsOn(colours.lane);
     let i = firstEndingAfter(lane, this.view[0]), painted = -1;
-    for (; i < lane.size && lane.start[i] < this.view[1]; i++) {
+    for (; i < lane.size && lane.start[i] < this.view[1] && lane.start[i] <= this.until; i++) {
       const task = this.tasks[lane.task[i]], computes = this.computes[lane.task[i]];
       const x = Math.round(this.x(lane.start[i], width)), end = Math.max(x + 1, Math.round(this.x(lane.end[i], width)));
       if (end === painted) continue; // that pixel has its colour already
@@ -162,7 +163,7 @@ class TracePicture {
       const x = this.x(lane.start[this.chosen[1]], width), end = this.x(lane.end[this.chosen[1]], width);
       seamed(context, colours.card, colours.ink, 2, () => context.rect(x - 1, top - 1, Math.max(2, end - x) + 2, tall + 2));
     }
-    if (this.on === "devices") this.drawIdeal(context, width, lane, ideal, paints.actions);
+    if (this.on === "devices" && this.until === Infinity) this.drawIdeal(context, width, lane, ideal, paints.actions);
   }
 
   /** The colours of each row of the table on a ground; `actions`: of a stage's phases. */

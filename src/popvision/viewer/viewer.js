@@ -89,7 +89,7 @@ function start() {
   });
   document.getElementById("main").setAttribute("role", "tabpanel");
   if (DATA.entries.length > 1) {
-    const profiles = choice("Profile", DATA.entries.map((entry) => entry.label), 0, (i) => { Object.assign(page, { entry: i, state: {} }); page.render(); });
+    const profiles = choice("Profile", DATA.entries.map(({ label }) => label.replace(/_(\d+)$/, ", plan $1")), 0, (i) => { Object.assign(page, { entry: i, state: {} }); page.render(); });
     profiles.id = "profiles";
     document.getElementById("profiles").replaceWith(profiles);
   } else document.getElementById("profiles").remove();
