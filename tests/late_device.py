@@ -290,6 +290,12 @@ def pin(value):
     return copy
 
 
+def download(value):
+    """Return a copy in the host's memory, which is written late."""
+    with torch.no_grad():
+        return torch.full_like(value, 0, device="cpu").copy_(value, non_blocking=True)
+
+
 # ---- operations ----------------------------------------------------------------------------------------------
 
 _READS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -580,6 +586,7 @@ def late_devices(monkeypatch, seed=0, graphs=True):
         devices[device.index].wait("synchronize")
 
     monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    monkeypatch.setattr(run_devices, "check_available", lambda kind, processes=1: None)
     monkeypatch.setattr(run_devices, "as_current_device", lambda device: nullcontext())
     monkeypatch.setattr(
         run_devices, "device_of", lambda kind: run_devices.CPU if kind == "cpu" else devices[0].device
@@ -587,6 +594,7 @@ def late_devices(monkeypatch, seed=0, graphs=True):
     monkeypatch.setattr(
         run_devices, "in_pinned_memory", lambda value, device: value if device.type == "cpu" else pin(value)
     )
+    monkeypatch.setattr(run_devices, "download", download)
     monkeypatch.setattr("popengine.run.recorder.timing_event", timing_event)
     monkeypatch.setattr(run_devices, "new_graph", lambda device: Graph(device) if graphs else None)
     monkeypatch.setattr(run_devices, "capturing", lambda graph, device: graph.capturing())

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..ir import Result, Signature, Slot
 from ..settings import Anchor, Counts, Hyper, Outputs, Settings
+from . import devices
 
 logger = logging.getLogger("popengine")
 
@@ -71,6 +72,12 @@ class ResultBuffer:
         self.values[start : start + count].copy_(step.values)
         self.started[start : start + count] = [now] * count
         self.finished[start : start + count] = [perf_counter()] * count
+
+    def start_download(self) -> None:
+        """Start to copy the rows to the host's memory; they are there when the device has run the call."""
+        if devices.has_queue(self.values.device):
+            with torch.inference_mode(False):  # the user may write to it
+                self.values = devices.download(self.values)
 
     def copy_to_host(self, narrow: bool = True) -> Tensor:
         """Return a copy of all rows on the CPU, `_as_32_bit` if `narrow`, and concatenated in dimension 0. 0-d rows

@@ -57,9 +57,6 @@ def keep_freed_memory() -> None:
             libc.mallopt(parameter, 2**31 - 1)
 
 
-WITHOUT_QUEUE = ("cpu", "meta")  # devices on which an operation is done when its function returns
-
-
 def device_of(kind: DeviceKind) -> torch.device:
     """Return the device that holds all ipus: the CPU, or the current accelerator, which is of this kind."""
     return CPU if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
@@ -72,7 +69,7 @@ def core_count(kind: DeviceKind) -> int:
 
 def as_current_device(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which an accelerator is this thread's current device; for the CPU an empty one."""
-    return nullcontext() if device.type in WITHOUT_QUEUE else torch.accelerator.device_index(device.index)
+    return torch.accelerator.device_index(device.index) if has_queue(device) else nullcontext()
 
 
 def in_pinned_memory(value: Tensor, device: torch.device) -> Tensor:
@@ -81,6 +78,16 @@ def in_pinned_memory(value: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu" or not value.is_cpu or value.is_pinned() or not value.numel():
         return value
     return value.pin_memory()
+
+
+def has_queue(device: torch.device) -> bool:
+    """Return whether operations on a device are done only some time after their functions return."""
+    return device.type not in ("cpu", "meta")
+
+
+def download(value: Tensor) -> Tensor:
+    """Return a copy of an accelerator's tensor in the host's memory, which has its values after `synchronize`."""
+    return value.to(CPU, non_blocking=True)
 
 
 def upload(value: Tensor, device: torch.device) -> Tensor:
@@ -103,7 +110,7 @@ def capturing(graph: Any, device: torch.device) -> AbstractContextManager[Any]:
 
 def synchronize(device: torch.device) -> None:
     """Wait until all work that was started on the device is done. Raises UnrecoverableError if it failed."""
-    if device.type in WITHOUT_QUEUE:
+    if not has_queue(device):
         return
     try:
         torch.accelerator.synchronize(device)
@@ -113,15 +120,15 @@ def synchronize(device: torch.device) -> None:
             "  why: kernels run after they were started, so the line that is at fault is not known; an index out of"
             " range does this, such as a class label\n"
             "  fix: POPTORCH_DEVICE=cpu runs the same program on the CPU and names the line. The device can't be"
-            " used again in this process, and the optimizer's state on it is lost. The model's weights are those"
-            " before the call"
+            " used again in this process, and the weights and the optimizer's state, which are on it, are lost: start"
+            " again from a checkpoint"
         ) from error
 
 
 def timing_event(device: torch.device) -> Any:
     """Return an event that an accelerator records after all work that was started; None for the CPU.
     `first.elapsed_time(second)` returns milliseconds, after `synchronize`."""
-    if device.type in WITHOUT_QUEUE:
+    if not has_queue(device):
         return None
     event = torch.Event(device, enable_timing=True)
     event.record()

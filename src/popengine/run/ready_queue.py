@@ -161,8 +161,7 @@ class ReadyQueue:
     def __init__(self, rows: RowFunctions, threads: int, threads_per_operation: int) -> None:
         self._rows, self._threads, self._threads_per_operation = rows, threads, threads_per_operation
         self._table: StepTasks | None = None  # made for the first step
-        has_queue = rows.state.device.type not in devices.WITHOUT_QUEUE
-        self._captured = CapturedStep(rows) if has_queue else None
+        self._captured = CapturedStep(rows) if devices.has_queue(rows.state.device) else None
         self._tasks: StepTasks  # of the running step
         self._recorder: Recorder | None = None
         lock = threading.Lock()

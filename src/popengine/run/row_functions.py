@@ -157,10 +157,12 @@ class RowFunctions:
         return self.plan.places.get(next(stored), self.settings.place)
 
     def share_results(self) -> None:
-        """Send the results that this place has to the other places, and receive theirs."""
+        """Send the results that this place has to the other places, and receive theirs. Start to download them."""
+        found = self.call.results.buffers()
         if self.mail is not None:
-            found = self.call.results.buffers()
             self.mail.share([buffer.values for buffer in found.values()], [*map(self._place_of, found)])
+        for buffer in found.values():
+            buffer.start_download()
 
     def _end_updates(self, _: int) -> None:
         self.updates.end_step()

@@ -28,7 +28,7 @@ from ..update.group_update import fitting_state
 from ..update.optimizer_rules import OWN_STEP, RULES
 from . import devices
 from .devices import with_aligned_start
-from .train_state import OptimizerState, TrainState, write
+from .train_state import OptimizerState, TrainState, move_to, write
 
 WEIGHTS = ("parameter", "buffer")  # roles of the slots that are tensors of the model
 
@@ -64,12 +64,12 @@ class State:
         self._changed = [name for name in self._slots if name in signature.changed_buffers]
         self.trained = signature.trained
         replicas, trained = range(settings.counts.replicas), set(self.trained)
-        # The model's tensors, with shape, strides and dtype; and these tensors without autograd, or copies of them on
-        # an accelerator, or with the strides that the plan is compiled for.
+        # The model's tensors, with shape, strides and dtype; and these tensors without autograd, or copies of them with
+        # the strides that the plan is compiled for.
         self._bound: dict[str, tuple[Tensor, Any, Any, Any]] = {}
         self._plain: dict[str, Tensor] = {}
-        # On an accelerator, of replicas 1, 2, ...: copies of their buffers.
-        self._own_buffers: list[dict[str, Tensor]] = [{} for _ in replicas]
+        # The memory to which weights were moved from another device: they get it again, so that addresses stay.
+        self._memory: dict[str, Tensor] = {}
         self._strides: dict[str, tuple[int, ...]] = {}  # of the model's tensors in the first `bind`
         # The user's tensors with other strides, and copies with those of the plan, which `end_step` copies back.
         self._copied: dict[str | Unit, list[tuple[Tensor, Tensor]]] = {}
@@ -121,7 +121,7 @@ class State:
     # ---- the user's tensors --------------------------------------------------------------------------------
 
     def bind(self, hyper: Hyper | None) -> None:
-        """Set `values` and `optimizer` to the present tensors of model and optimizer (on an accelerator to copies), and
+        """Set `values` and `optimizer` to the present tensors of model and optimizer, which move to this device, and
         add missing optimizer state. Raises Error if weights are lost, or have another shape or dtype."""
         self.train_state.check_not_lost()
         with torch.no_grad(), DisableTorchFunctionSubclass(), devices.as_current_device(self.device):
@@ -134,36 +134,35 @@ class State:
                     "  fix: put it back, or change the model before it is wrapped"
                 )
             if moved := [slot for slot in self._weights if not self._is_bound(slot.key, present[slot.key])]:
+                self._check_shared_memory(present)
                 for slot in moved:
                     self._bind_weight(slot, present[slot.key])
-                self._check_shared_memory(present)
             for key, value in self._find_constants().items():
                 if key in self._constants:
-                    plain = with_aligned_start(value.detach().to(self.device))
+                    plain = value.detach()
+                    if self.device != plain.device:
+                        plain = self._copy_here(f"constant {key}", plain, plain.stride())
                     for values in self.values:
-                        values[self._constants[key]] = plain
+                        values[self._constants[key]] = with_aligned_start(plain)
             if len(self.values) > 1:  # replicas 1, 2, ... have buffers of their own
                 keys = (self._slots[name].key for name in self._changed)
                 own = self.train_state.own_buffers(present, keys, len(self.values))
-                others = zip(self.values[1:], own[1:], self._own_buffers[1:], strict=False)
-                for values, buffers, known in others:
-                    for name in self._changed:
-                        value = buffers[self._slots[name].key]
-                        if self.device != devices.CPU:
-                            value = known[name] = self._on_device(value, known.get(name), value.stride())
-                        values[name] = value
+                for values, buffers in zip(self.values[1:], own[1:], strict=False):
+                    values.update((name, buffers[self._slots[name].key]) for name in self._changed)
             if self.settings.optimizer is not None:
                 parameters = self.train_state.parameters()
                 for unit in (u for u in self.units if u.key in self.settings.optimizer.group_of):
                     self._bind_optimizer(unit, parameters[unit.key], self.settings.optimizer, hyper)
         self._repeat_rows()
 
-    def _on_device(self, value: Tensor, known: Tensor | None, strides: tuple[int, ...]) -> Tensor:
-        """Return a copy of a value on the accelerator: in the memory of an earlier copy, `known`, so that it has one
-        address, or in new memory with these strides."""
-        if known is None or known.shape != value.shape:
+    def _copy_here(self, key: str, value: Tensor, strides: tuple[int, ...]) -> Tensor:
+        """Return a copy of a value on this device: in the memory of an earlier copy, so that it has one address, or in
+        new memory with these strides."""
+        known = self._memory.get(key)
+        if known is None or (known.shape, known.dtype) != (value.shape, value.dtype):
             known = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=self.device)
-        return known.copy_(value, non_blocking=True)
+            self._memory[key] = known
+        return known.copy_(value, non_blocking=devices.has_queue(self.device))
 
     def bound_parameters(self) -> dict[str, Tensor]:
         """Return the user's trained parameters of this place that `bind` has found, by canonical name."""
@@ -228,13 +227,14 @@ class State:
             value.data = torch.empty_strided(
                 value.shape, dense, dtype=value.dtype, device=value.device
             ).copy_(value)
+        if value.device != self.device:
+            move_to(slot.key, value, self._copy_here(slot.key, value.detach(), strides))
         self._bound[slot.key] = value, value.shape, value.stride(), value.dtype
         plain = value.detach()
         self._copied.pop(slot.key, None)
-        if self.device != devices.CPU:
-            plain = self._on_device(plain, self._plain.get(slot.key), strides)
-        elif value.stride() != strides:
-            plain = torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(plain)
+        if value.stride() != strides:
+            like = {"dtype": value.dtype, "device": value.device}
+            plain = torch.empty_strided(value.shape, strides, **like).copy_(plain)
             self._copied[slot.key] = [(value, plain)] if self._is_changed(slot.key) else []
         self._plain[slot.key] = plain
         for replica, values in enumerate(self.values):
@@ -338,8 +338,7 @@ class State:
         for pairs in self._copied.values():
             for users, own in pairs:
                 write(users, own)
-        if self.device == devices.CPU:
-            self.share_buffers()
+        self.share_buffers()
         seed, step = self.train_state.random_state
         self.train_state.random_state = seed, step + 1
 
@@ -358,16 +357,12 @@ class State:
             self._loss_scale = scale
 
     def end_call(self) -> None:
-        """Copy weights and buffers from an accelerator to the model; on the CPU they are the model's own."""
-        if self.device != devices.CPU:
-            try:
-                devices.synchronize(self.device)
-            except UnrecoverableError as error:
-                self.train_state.lost = error
-                raise
-            for slot in self._weights:
-                write(self._bound[slot.key][0], self._plain[slot.key])
-            self.share_buffers()
+        """Wait until the device has run a call. Raises UnrecoverableError if it failed: the weights are lost."""
+        try:
+            devices.synchronize(self.device)
+        except UnrecoverableError as error:
+            self.train_state.lost = error
+            raise
 
     # ---- what a profile shows --------------------------------------------------------------------------------
 

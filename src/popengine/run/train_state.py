@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Error
+from . import devices
 from .elsewhere import swap_memory
 
 OptimizerState = dict[str, Tensor]
@@ -98,6 +99,12 @@ class TrainState:
             if other is not None and (value.shape, value.dtype) == (other.shape, other.dtype):
                 swap_memory(key, value, other)
 
+    def move_to_host(self) -> bool:
+        """Move weights, buffers and optimizer state from accelerators to the host's memory, unless they are lost;
+        return whether any was there."""
+        states = (state for state in self.optimizer.state.values() if isinstance(state, dict))
+        return self.lost is None and move_to_host(self.find_weights(), [*states, *self.buffers])
+
     def marks_of_optimizer(self) -> list[tuple[int, int]]:
         """Return (id, version) of each value in the optimizer's state: a write, or another value, changes them."""
         states = self.optimizer.state.values()
@@ -136,10 +143,20 @@ class TrainState:
         self.buffers.extend({} for _ in range(replicas - len(self.buffers)))
         for key in keys:
             value = weights[key].detach()
-            is_written = key not in self.buffers[0] or not has_same_bits(self.buffers[0][key], value)
+            if not devices.has_queue(value.device):
+                is_written = key not in self.buffers[0] or not has_same_bits(self.buffers[0][key], value)
+                for own in self.buffers:
+                    if is_written or key not in own:
+                        own[key] = value.clone()
+                continue
+            # The same without a wait of the host.
+            before = self.buffers[0].get(key, value).to(value.device)
+            is_same = (_bits_of(before) == _bits_of(value)).all()
             for own in self.buffers:
-                if is_written or key not in own:
-                    own[key] = value.clone()
+                kept = own.setdefault(key, value.clone())
+                if kept.device != value.device:
+                    kept = own[key] = kept.to(value.device)
+                kept.copy_(torch.where(is_same, kept, value))
         return self.buffers
 
     def write_buffers(self, replicas: list[dict[str, Tensor]]) -> None:
@@ -170,6 +187,32 @@ def version_stamp(value: Tensor) -> VersionStamp:
     return VersionStamp(value, value.detach(), 0 if value.is_inference() else value._version)
 
 
+def move_to_host(weights: Mapping[str, Tensor], groups: Iterable[dict[str, Any]] = ()) -> bool:
+    """Move weights, and the tensors in these dictionaries, from accelerators to the host's memory; return whether any
+    was there. Weights stay the same objects. Waits once for each accelerator."""
+    on_device = [(key, value) for key, value in weights.items() if devices.has_queue(value.device)]
+    copies = [(key, value, devices.download(value.detach())) for key, value in on_device]
+    found = {value.device for _, value in on_device}
+    for group in groups:
+        for name, value in group.items():
+            if isinstance(value, Tensor) and devices.has_queue(value.device):
+                group[name] = devices.download(value)
+                found.add(value.device)
+    for device in found:
+        devices.synchronize(device)
+    for key, value, copy in copies:
+        move_to(key, value, copy)
+    return bool(found)
+
+
+def move_to(key: str, value: Tensor, memory: Tensor) -> None:
+    """Put a weight of the user's into another memory, which has its values. The tensor stays the same object."""
+    if torch._has_compatible_shallow_copy_type(value, memory):
+        value.data = memory
+        return
+    swap_memory(key, value, memory)  # assigning `data` refuses another kind of device, such as meta
+
+
 def write(target: Tensor, value: Tensor) -> None:
     """Copy a value into a tensor of the user's, in place."""
     # Tensors that were made in inference mode can be written only there.
@@ -179,4 +222,8 @@ def write(target: Tensor, value: Tensor) -> None:
 
 def has_same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of one shape and dtype have the same bits; unlike `torch.equal` with NaNs."""
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    return torch.equal(_bits_of(one), _bits_of(other))
+
+
+def _bits_of(value: Tensor) -> Tensor:
+    return value.reshape(-1).view(torch.uint8)

@@ -168,6 +168,7 @@ def training_state(executor: Any) -> TrainingState:
     names, state = dict(executor._wrapped.traced.named_buffers()), plans.state
     with state.lock, torch.no_grad():
         state.check_not_lost()
+        state.move_to_host()  # the checkpoint can be read where there is no accelerator
         values = {name: value.detach().clone() for name, value in state.find_weights().items()}
         own = state.own_buffers(values, state.buffers[0], len(state.buffers)) if state.buffers else [{}]
         buffers = [{name: each.get(name, values[name]).clone() for name in names} for each in own]

@@ -31,7 +31,7 @@ from ..enums import ConnectionType
 from ..logs import listed, logger
 from ..optim import SGD
 from ..options import Options
-from ..options.freeze_options import engine_settings, resolve_options
+from ..options.freeze_options import chosen_device, engine_settings, resolve_options
 from ..planning import exit_if_only_planning
 from ..reporter import Reporter, start_reporter
 from . import executable_file, wrapped_model
@@ -83,6 +83,7 @@ class PoplarExecutor(PublicNames):
         self._unread: frozenset[str] = frozenset()  # paths of arguments whose values do not matter
         self._lock = threading.RLock()  # calls in several threads run one by one
         self._compiled_plans = 0  # dropped ones included
+        self._return_hook: Any = None  # see `return_weights_before_calls`
         if training:
             wrapped_model.check_buffer_classes(model)
             self.setOptimizer(self._default_optimizer() if optimizer is None else optimizer)
@@ -134,6 +135,8 @@ class PoplarExecutor(PublicNames):
         self._flags.take()
         if not self._plans.by_key:
             self._flags.choose_modes()
+            if self._return_hook is None and chosen_device(self.options, self._wrapped.training) != "cpu":
+                self._return_hook = wrapped_model.return_weights_before_calls(self._user_model)
             self._optimizer_link.freeze_again()
             self._signature = inspect.signature(self._wrapped.traced.forward)
         call = arguments.bind(self._signature, args, kwargs)
@@ -349,6 +352,8 @@ class PoplarExecutor(PublicNames):
         self._unread = frozenset()
         self._optimizer_link.release_optimizer()
         self._latest = LatestCall()
+        if self._return_hook is not None:
+            self._return_hook = self._return_hook.remove()
         # The model's weak reference to this executor is None already when `__del__` runs.
         if self._wrapped.training and wrapped_model.executor_of(self._user_model) in (self, None):
             wrapped_model.unmark_model(self._user_model)
@@ -388,6 +393,7 @@ class PoplarExecutor(PublicNames):
         """
         self._plans.refuse_files()
         first = self._plans.first or self._plans.require_executable()
+        self._plans.state.move_to_host()  # the file can be read where there is no accelerator
         kept = self._plans.kept_state()
         others = (plan.executable for plan in self._plans.by_key.values() if plan.executable is not first)
         saved = executable_file.SavedExecutor(

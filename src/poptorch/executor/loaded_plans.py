@@ -189,9 +189,11 @@ class LoadedPlans:
         return engine
 
     def detach(self) -> None:
-        """Save profiles, and close all engines."""
+        """Save profiles, and close all engines. Weights and optimizer state return to the CPU."""
         for plan in self.by_key.values():
             self._close_engine(plan)
+        if self._process == os.getpid():
+            self.state.move_to_host()
 
     def _close_engine(self, plan: LoadedPlan) -> None:
         """Save a plan's profile, and close its engine, if any; in a fork only set `plan.engine` to None."""

@@ -96,13 +96,15 @@ class PublicNames:
         self._optimizer_link.set_optimizer(optimizer)
 
     def copyWeightsToHost(self) -> None:
-        """Check that the model is attached. Its weights are the ones that train: there is nothing to copy, except if a
-        replica spans several processes: then all instances must call this, and have all weights until the next call.
+        """Move weights and optimizer state from accelerators to the CPU; the next call moves them back. On the CPU the
+        model's weights are the ones that train: there is nothing to copy, except if a replica spans several processes:
+        then all instances must call this, and have all weights until the next call.
 
         Raises: Error, if the model is not compiled or not attached, or its weights do not fit any more
         """
         engine = self._plans.require_engine()
         engine.state.bind(None)
+        engine.state.train_state.move_to_host()
         engine.state.train_state.fill_elsewhere(engine.read_weights_elsewhere())
         self._host_weights_version += 1
 
@@ -126,8 +128,8 @@ class PublicNames:
             )
 
     def copyWeightsToHostIfNeeded(self) -> bool:
-        """Return False: the model's weights are the ones that train, so there is nothing to copy."""
-        return False
+        """Copy the weights to the host if an accelerator has them, as `copyWeightsToHost`; return whether one had."""
+        return self._plans.engine is not None and self._plans.engine.state.train_state.move_to_host()
 
     def averageRunningStatistics(self) -> None:
         """*Pando*: replace running statistics by their mean over the replicas of all instances.

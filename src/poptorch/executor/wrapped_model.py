@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from popengine.compile.recording.current_capture import current
 from popengine.errors import Error, did_you_mean
-from popengine.run.train_state import TrainState
+from popengine.run.train_state import TrainState, move_to_host
 
 from ..annotating.replica_groups import Grouping
 from ..compiling.arguments import weights_of
+from ..nested_values import tensors_of
 from ..options import Options
 
 if TYPE_CHECKING:
@@ -148,6 +150,17 @@ def refuse_reads_if_lost(model: nn.Module, state: TrainState) -> None:
 
     model.register_state_dict_pre_hook(check)
     model.register_load_state_dict_post_hook(end)
+
+
+def return_weights_before_calls(model: nn.Module) -> Any:
+    """Let a call of the user's own model with a tensor of the CPU move its weights from accelerators to the CPU first;
+    return the handle that ends this."""
+    return model.register_forward_pre_hook(_return_weights, prepend=True, with_kwargs=True)
+
+
+def _return_weights(model: nn.Module, args: Any, kwargs: Any) -> None:
+    if current() is None and any(value.is_cpu for value in tensors_of((args, kwargs))):
+        move_to_host(weights_of(model))
 
 
 def read_weights_elsewhere(model: nn.Module, plans: LoadedPlans) -> None:

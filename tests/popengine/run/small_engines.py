@@ -92,9 +92,10 @@ def trained(engine, calls=3, hyper=None, recorder=None):
     for call in range(calls):
         results = engine.run(batch_for(engine, call), hyper[call], recorder)
         found |= {f"output {call} {i}": value.clone() for i, value in enumerate(results.outputs())}
+    engine.state.train_state.move_to_host()
     found |= {name: value.clone() for name, value in engine.state.train_state.find_weights().items()}
     for key, state in engine.state.train_state.optimizer_states().items() if engine.settings.training else ():
-        found |= {f"{key} {name}": value.cpu() for name, value in state.items()}
+        found |= {f"{key} {name}": value.clone() for name, value in state.items()}
     engine.close()
     return found
 

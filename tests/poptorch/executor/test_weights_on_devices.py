@@ -1,0 +1,180 @@
+"""Where weights are while an executor is attached to an accelerator: `late_device.py`, whose kernels are the CPU's."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import popdist
+import poptorch
+from late_device import late_devices
+
+BATCHES = [(torch.randn(16, 4), torch.randint(0, 3, (16,))) for _ in range(3)]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+        self.last, self.loss = nn.Linear(6, 3), nn.CrossEntropyLoss()
+
+    def forward(self, x, labels=None):
+        with poptorch.Block("first", ipu_id=0):
+            hidden = self.norm(self.first(x)).relu()
+        with poptorch.Block("last", ipu_id=1):
+            output = self.last(hidden)
+            return output if labels is None else (output, self.loss(output, labels))
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """The device that `options.device("cuda")` finds."""
+    with late_devices(monkeypatch) as found:
+        yield found[0]
+
+
+def trainer_of(device, replicas=1, optimizer="AdamW", momentum=None):
+    torch.manual_seed(0)
+    model = Net()
+    options = poptorch.Options().device(device).deviceIterations(2 // replicas).replicationFactor(replicas)
+    options.Training.gradientAccumulation(4)
+    options.randomSeed(1)
+    kind = getattr(poptorch.optim, optimizer)
+    return model, poptorch.trainingModel(model, options, kind(model.parameters(), lr=0.05))
+
+
+def kinds_of(model):
+    return {value.device.type for value in model.state_dict().values()}
+
+
+def assert_equal(model, other):
+    for (name, value), theirs in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(value.cpu(), theirs), name
+
+
+def test_weights_and_optimizer_state_live_on_the_device_between_calls_and_stay_the_same_objects(late):
+    model, trainer = trainer_of("cuda")
+    objects = [*model.parameters(), *model.buffers()]
+    trainer(*BATCHES[0])
+    assert kinds_of(model) == {"late"}
+    addresses = [value.data_ptr() for value in model.state_dict().values()]
+    output, loss = trainer(*BATCHES[1])
+    assert output.is_cpu and loss.is_cpu
+    assert addresses == [value.data_ptr() for value in model.state_dict().values()]
+    assert all(
+        one is other for one, other in zip(objects, [*model.parameters(), *model.buffers()], strict=True)
+    )
+    moments = [state["exp_avg"] for state in trainer._optimizer.state.values()]
+    assert {value.device.type for value in moments} == {"late"}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("leave", ["copyWeightsToHost", "detachFromDevice", "destroy", "save"])
+def test_weights_return_to_the_cpu_and_calls_continue_with_the_same_bits(leave, replicas, late, tmp_path):
+    found = []
+    for device in ("cuda", "cpu"):
+        model, trainer = trainer_of(device, replicas)
+        results = []
+        for batch in BATCHES:
+            results += trainer(*batch)
+            getattr(trainer, leave)(*[tmp_path / "file"] * (leave == "save"))
+            assert kinds_of(model) == {"cpu"}
+            states = trainer._optimizer.state.values()
+            assert {value.device.type for state in states for value in state.values()} <= {"cpu"}
+        found.append((model, results))
+    (model, results), (other, theirs) = found
+    assert_equal(model, other)
+    assert all(map(torch.equal, results, theirs))
+
+
+def test_a_return_of_the_weights_leaves_a_captured_step_valid(late):
+    model, trainer = trainer_of("cuda")
+    trainer(*BATCHES[0])
+    addresses = [value.data_ptr() for value in model.state_dict().values()]
+    trainer.copyWeightsToHost()
+    trainer(*BATCHES[1])
+    assert addresses == [value.data_ptr() for value in model.state_dict().values()]
+    assert late.replays == 3  # of four steps
+
+
+def test_a_write_between_calls_is_seen_by_the_next_call(late):
+    found = []
+    for device in ("cuda", "cpu"):
+        model, trainer = trainer_of(device, optimizer="SGD")
+        trainer(*BATCHES[0])
+        with torch.no_grad():
+            model.first.weight.mul_(0.5)
+            model.norm.running_mean.fill_(0.25)
+        model.last.load_state_dict({"weight": torch.ones(3, 6), "bias": torch.zeros(3)})
+        trainer(*BATCHES[1])
+        trainer.copyWeightsToHost()
+        found.append(model)
+    assert_equal(*found)
+
+
+def test_a_call_of_the_users_own_model_with_cpu_tensors_brings_the_weights_back(late):
+    model, trainer = trainer_of("cuda")
+    trainer(*BATCHES[0])
+    with torch.no_grad():
+        output = model.eval()(BATCHES[1][0])
+    assert output.is_cpu and kinds_of(model) == {"cpu"}
+    model.train()
+    other, theirs = trainer_of("cpu")
+    theirs(*BATCHES[0])
+    with torch.no_grad():
+        assert torch.equal(other.eval()(BATCHES[1][0]), output)
+    other.train()
+    assert all(map(torch.equal, trainer(*BATCHES[1]), theirs(*BATCHES[1])))
+    trainer.destroy()
+    assert not model._forward_pre_hooks
+
+
+def test_a_second_executor_reads_the_weights_where_they_are(late):
+    model, trainer = trainer_of("cuda")
+    predict = poptorch.inferenceModel(model, poptorch.Options().device("cuda").deviceIterations(2))
+    host = poptorch.inferenceModel(model, poptorch.Options().deviceIterations(2))
+    rows = BATCHES[0][0][:8]
+    for batch in BATCHES:
+        trainer(*batch)
+        on_device = predict(rows)
+        assert kinds_of(model) == {"late"}
+        assert torch.equal(on_device, host(rows))  # the CPU's executor brings them back
+        assert kinds_of(model) == {"cpu"}
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "LAMB"])
+def test_the_host_waits_once_for_a_call(optimizer, late):
+    _, trainer = trainer_of("cuda", optimizer=optimizer)
+    for batch in BATCHES[:2]:
+        trainer(*batch)
+    before = late.waits.copy()
+    trainer(*BATCHES[2])
+    assert late.waits - before == Counter({"synchronize": 1})
+
+
+def test_a_checkpoint_of_an_accelerator_has_tensors_of_the_cpu(late, tmp_path):
+    model, trainer = trainer_of("cuda")
+    checkpoint = popdist.Checkpoint(tmp_path)
+    checkpoint.restore(trainer)
+    trainer(*BATCHES[0])
+    checkpoint.step()
+    checkpoint.wait()
+    trainer(*BATCHES[1])
+    other, theirs = trainer_of("cpu")
+    assert popdist.Checkpoint(tmp_path).restore(theirs) == 1
+    theirs(*BATCHES[1])
+    trainer.copyWeightsToHost()
+    assert_equal(model, other)
+
+
+def test_a_plan_for_other_shapes_is_compiled_while_the_weights_are_on_the_device(late):
+    found = []
+    for device in ("cuda", "cpu"):
+        torch.manual_seed(0)
+        model = Net().eval()
+        options = poptorch.Options().device(device).deviceIterations(2).allowNewShapes()
+        predict = poptorch.inferenceModel(model, options)
+        found.append([predict(torch.ones(rows, 4)) for rows in (4, 8, 4)])
+    assert all(map(torch.equal, *found))
+    assert kinds_of(model) == {"cpu"}
