@@ -127,3 +127,19 @@ class Poprun:
                 continue
         if self.code is None:
             self.wait()
+
+
+def elastic(folder: Path, *more) -> tuple:
+    """The words of an elastic run of 1 or 2 instances."""
+    return ("--num-replicas=2", "--num-instances=1:2", "--checkpoint-dir", folder, *more)
+
+
+ONE_EACH = "--instances-per-node=1"
+
+
+def until_changed(record: Path) -> None:
+    """Wait until a poprun has renewed its record."""
+    before, until = record.read_text(), time.monotonic() + LIMIT
+    while record.read_text() in (before, ""):
+        assert time.monotonic() < until
+        time.sleep(0.05)

@@ -8,12 +8,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import elastic_scripts
-import launching
 import pytest
 from elastic_scripts import command, difference, outcome, play
+from launching import ONE_EACH, elastic, until_changed
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +26,7 @@ def instance(run, hold):
     return int(line.split()[-1])
 
 
+@pytest.mark.slow  # the random script 0 kills instances, too
 def test_an_instance_that_was_killed_is_replaced(poprun, tmp_path, undisturbed):
     run = poprun(*command(tmp_path, holds=["5-1"], instances="2:4"))
     run.until("holds 5-1 of 4")
@@ -60,7 +60,7 @@ def test_nodes_are_lost_and_come_back_and_any_of_them_may_be_the_first(poprun, t
     assert first.nothing_left() and second.nothing_left() and third.nothing_left()
 
 
-QUICK = (0, 3, 9)
+QUICK = (0,)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ WAITS = (sys.executable, "-S", "-c", "import sys, time; print('runs', flush=True
 
 
 def test_another_command_in_the_same_folder_is_refused(poprun, tmp_path):
-    words = ("--num-replicas=2", "--num-instances=1:2", "--checkpoint-dir", tmp_path)
+    words = elastic(tmp_path)
     first = poprun(*words, *WAITS)
     first.until("runs")
     second = poprun(*words, sys.executable, "-c", "pass")
@@ -100,7 +100,7 @@ def test_too_few_places_for_the_fewest_instances_are_an_error_after_a_while(popr
 
 
 def test_instances_that_fail_again_and_again_without_a_checkpoint_end_the_training(poprun, tmp_path):
-    words = ("--num-replicas=2", "--num-instances=1:2", "--max-restarts=2", "--checkpoint-dir", tmp_path)
+    words = elastic(tmp_path, "--max-restarts=2")
     run = poprun(*words, sys.executable, "-S", "-c", "import sys; sys.exit(7)")
     assert run.wait() == 7
     assert "round 2 of 2 instances begins" in run.said()
@@ -108,7 +108,7 @@ def test_instances_that_fail_again_and_again_without_a_checkpoint_end_the_traini
 
 
 def test_after_the_end_nothing_is_left_in_the_shared_folder(poprun, tmp_path):
-    words = ("--num-replicas=2", "--num-instances=1:2", "--checkpoint-dir", tmp_path)
+    words = elastic(tmp_path)
     assert poprun(*words, sys.executable, "-S", "-c", "pass").wait() == 0
     assert list((tmp_path / ".poprun").iterdir()) == []
 
@@ -124,7 +124,7 @@ def test_a_host_that_was_reached_by_ssh_is_lost_and_the_other_goes_on(poprun, tm
         "if os.environ['RANK'] == '1': os.kill(os.getppid(), signal.SIGKILL)\n"
         "while os.environ['WORLD_SIZE'] == '2': time.sleep(0.1)"
     )
-    words = ("-H", "one,two", "--num-replicas=2", "--num-instances=1:2", "--checkpoint-dir", tmp_path / "c")
+    words = elastic(tmp_path / "c", "-H", "one,two")
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_ADDR": "127.0.0.1"}
     run = poprun(*words, sys.executable, "-S", "-c", program, **variables)
     assert run.wait() == 0, run.said()
@@ -167,13 +167,7 @@ def test_a_stopped_node_is_named_and_left_out_when_an_instance_of_another_node_f
         "print(os.environ['PANDO_RESTARTS'], 'runs', os.environ['WORLD_SIZE'] + '.', os.getpid(), flush=True)\n"
         "while os.environ['WORLD_SIZE'] == '2': time.sleep(0.1)"
     )
-    words = (
-        "--num-replicas=2",
-        "--num-instances=1:2",
-        "--instances-per-node=1",
-        "--checkpoint-dir",
-        tmp_path,
-    )
+    words = elastic(tmp_path, ONE_EACH)
     variables = {"POPRUN_NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1"}  # the first round waits for both
     runs = [poprun(*words, *PYTHON, program, POPRUN_NODE_RANK=str(rank), **variables) for rank in range(2)]
     for run in runs:
@@ -195,17 +189,9 @@ STAYS = (
 )
 
 
-def until_changed(record):
-    """Wait until a poprun has renewed its record."""
-    before, until = record.read_text(), time.monotonic() + launching.LIMIT
-    while record.read_text() in (before, ""):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def test_a_folder_that_can_not_be_made_is_an_error_with_its_fix(poprun, tmp_path):
     (tmp_path / ".poprun").touch()
-    words = ("--num-replicas=2", "--num-instances=1:2", "--checkpoint-dir", tmp_path)
+    words = elastic(tmp_path)
     run = poprun(*words, *PYTHON, "print('here')")
     assert run.wait() == 2 and run.out.read_text() == "", run.said()
     assert "\n  fix: " in run.said() and "Traceback" not in run.said()
@@ -213,7 +199,7 @@ def test_a_folder_that_can_not_be_made_is_an_error_with_its_fix(poprun, tmp_path
 
 @pytest.mark.parametrize("content", ["", "{", "[" * 100_000, '{"number": 7}', '{"what": 1}'])
 def test_a_damaged_state_is_replaced_by_the_next_round(poprun, tmp_path, content):
-    words = ("--num-replicas=2", "--num-instances=1:2", "--checkpoint-dir", tmp_path, *PYTHON, STAYS)
+    words = elastic(tmp_path, *PYTHON, STAYS)
     run = poprun(*words, tmp_path / "end")
     run.until("attempt 0")
     (tmp_path / ".poprun" / "node-of-nobody-1").write_text(content)
@@ -241,13 +227,7 @@ def small_disk(tmp_path):
 
 def test_on_a_full_disk_the_survivor_of_two_nodes_waits_for_space(poprun, tmp_path, small_disk):
     """It ended with a traceback."""
-    words = (
-        "--num-replicas=2",
-        "--num-instances=1:2",
-        "--instances-per-node=1",
-        "--checkpoint-dir",
-        small_disk,
-    )
+    words = elastic(small_disk, ONE_EACH)
     variables = {"POPRUN_NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1"}
     runs = [
         poprun(*words, *PYTHON, STAYS, tmp_path / "end", POPRUN_NODE_RANK=str(rank), **variables)

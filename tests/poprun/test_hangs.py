@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import launching
+import pytest
 
 MEETS = """
 import os, signal, sys, time
@@ -39,6 +40,7 @@ def test_a_stopped_instance_is_named_and_ended_and_its_waiting_peers_are_not(pop
     assert run.nothing_left()
 
 
+@pytest.mark.slow  # the last test of this file is of an instance that computes, too
 def test_an_instance_that_computes_for_longer_than_the_limit_is_not_ended(poprun):
     program = MEETS + ("while rank == 1 and time.process_time() < 12: pass\npopdist.synchronize()\n")
     words = ("--num-replicas=2", "--num-instances=2", "--hang-timeout=5", sys.executable, "-c", program)

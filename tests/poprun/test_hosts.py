@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launching import ONE_EACH, elastic, until_changed
 
 PROGRAM = Path(__file__).parents[1] / "popdist" / "checkpoint_program.py"
 LIMIT = 300  # seconds, on a machine that does much else
@@ -162,13 +163,7 @@ while not os.path.exists(sys.argv[1]):
 @pytest.mark.slow
 def test_of_two_hosts_that_lose_each_other_one_goes_on_and_the_other_joins_it_later(poprun, hosts, tmp_path):
     """Before, each made itself the leader, and neither updated anything for two minutes."""
-    words = (
-        "--num-replicas=2",
-        "--num-instances=1:2",
-        "--instances-per-node=1",
-        "--checkpoint-dir",
-        tmp_path,
-    )
+    words = elastic(tmp_path, ONE_EACH)
     variables = {"POPRUN_NUM_NODES": "2", "MASTER_ADDR": "10.77.0.9"}  # the first round waits for both
     program = (sys.executable, "-S", "-c", ROUNDS, tmp_path / "end")
     runs = [
@@ -199,13 +194,7 @@ def test_of_two_hosts_that_lose_each_other_one_goes_on_and_the_other_joins_it_la
 @pytest.mark.slow
 def test_a_host_that_can_not_reach_the_others_is_left_out_and_disturbs_nobody(poprun, hosts, tmp_path):
     """It made itself the leader, whom the healthy run obeyed: 19 calls in 75 s in place of about 250."""
-    words = (
-        "--num-replicas=2",
-        "--num-instances=1:2",
-        "--instances-per-node=1",
-        "--checkpoint-dir",
-        tmp_path,
-    )
+    words = elastic(tmp_path, ONE_EACH)
     program = (sys.executable, "-S", "-c", ROUNDS, tmp_path / "end")
     assert ip("-n", hosts[0], "route", "add", "blackhole", "10.77.0.2/32").returncode == 0
     first = poprun(*words, *program, TEST_NETWORK=hosts[0], MASTER_ADDR="10.77.0.9")
@@ -220,11 +209,3 @@ def test_a_host_that_can_not_reach_the_others_is_left_out_and_disturbs_nobody(po
     (tmp_path / "end").touch()
     assert (first.wait(), second.wait()) == (0, 0), first.said() + second.said()
     assert first.said().count("begins") == 1 and "begins" not in second.said()
-
-
-def until_changed(record):
-    """Wait until a poprun has renewed its record."""
-    before, until = record.read_text(), time.monotonic() + LIMIT
-    while record.read_text() in (before, ""):
-        assert time.monotonic() < until
-        time.sleep(0.05)

@@ -3,6 +3,7 @@
 import sys
 
 import listening
+from launching import elastic
 
 TWO = ("--num-replicas", 2, "--num-instances", 2)
 MEETS = (
@@ -12,9 +13,6 @@ MEETS = (
     "os.write(1, f'met {popdist.getInstanceIndex()}\\n'.encode())\n"
     "time.sleep(1000)"
 )
-
-
-ELASTIC = ("--num-replicas=2", "--num-instances=1:2", "--checkpoint-dir")
 
 
 def met(poprun, *words):
@@ -33,6 +31,6 @@ def test_a_run_on_one_host_has_no_store_that_listens(poprun):
 
 
 def test_on_one_host_everything_listens_on_loopback_only(poprun, tmp_path):
-    _, addresses = met(poprun, *ELASTIC, tmp_path / "c")
+    _, addresses = met(poprun, *elastic(tmp_path / "c"))
     assert len(addresses) >= 3  # the store, and gloo in each instance
     assert [str(address) for address, _ in addresses if not address.is_loopback] == []

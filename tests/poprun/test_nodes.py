@@ -44,6 +44,7 @@ def test_instances_that_two_nodes_can_not_share_are_refused(poprun):
 MEETS = (sys.executable, "-c", "import popdist; popdist.init()")
 
 
+@pytest.mark.slow  # tests/popdist/test_one_truth.py has the message, without poprun
 def test_instances_of_a_node_that_does_not_come_are_named(poprun):
     words = ("--num-replicas=3", "--num-instances=3", *MEETS)
     place = {"POPRUN_NUM_NODES": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
