@@ -5,8 +5,11 @@ drawings, virtual time and plans use the same order; `ORDERS` has those that hav
 does one thing at a time; cores that share all ipus sort their tasks by the same key.
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import product
 from types import MappingProxyType
@@ -133,6 +136,38 @@ def _v_key(step: StepActions, action: Action, micro_batch: int) -> tuple[float, 
     return action.phase == "W", micro_batch - action.stage * (2 if is_forward else 0.5), is_forward
 
 
+@lru_cache(maxsize=64)
+def _dualpipe_v_places(rank: int, ipus: int, micro_batches: int) -> dict[tuple[str, int], int]:
+    """Return the place of each (phase and half, micro-batch) in the program of ipu `rank` in a V of ipus, without the
+    last W's. Half 0 of the V is where the data moves away from ipu 0, half 1 where it comes back."""
+    later = ipus - rank - 1
+    program = [
+        *["F0"] * (2 * later),
+        *["F0", "F1"] * (rank + 1),
+        *["B1", "W1", "F1"] * later,
+        *["F0", "B1", "W1", "F1", "B0", "W0"] * (micro_batches - ipus - later),
+        *["B1", "W1", "F1", "B0", "W0"] * later,
+        *["B1", "B0"] * (rank + 1),
+        *["B0"] * later,
+    ]
+    counts = Counter[str]()
+    places = {}
+    for place, name in enumerate(program):
+        places[name, counts[name]] = place
+        counts[name] += 1
+    return places
+
+
+def _dualpipe_v_key(step: StepActions, action: Action, micro_batch: int) -> tuple[float, ...]:
+    """An ipu in a V pairs the forward of one half with the backward of the other half, on another micro-batch. W's that
+    its program leaves out run where nothing else is ready."""
+    ipus = -(-step.stages // 2)
+    half = int(action.stage >= ipus)
+    rank = 2 * ipus - 1 - action.stage if half else action.stage
+    places = _dualpipe_v_places(rank, ipus, step.micro_batches)
+    return places.get((f"{action.phase}{half}", micro_batch), math.inf), micro_batch
+
+
 def _in_turns(name: str, placement: Literal["turns", "turns of blocks"]) -> Order:
     """Return the order in which one micro-batch passes all stages before the next begins."""
     return Order(
@@ -161,6 +196,14 @@ ORDERS: dict[str, Order] = {
         Order(
             "zero-bubble-v",
             _v_key,
+            _bounds_of_1f1b,
+            in_flight=lambda step: 2 * step.width,
+            placement="apart",
+            cuts_backwards=True,
+        ),
+        Order(
+            "dualpipe-v",
+            _dualpipe_v_key,
             _bounds_of_1f1b,
             in_flight=lambda step: 2 * step.width,
             placement="apart",

@@ -243,15 +243,30 @@ def test_zero_bubble_in_a_v_has_two_stages_on_each_ipu():
         """)
 
 
+def test_dualpipe_in_a_v_pairs_a_forward_with_the_backward_of_the_other_stage():
+    rows = [row.split() for row in drawn((0, 1, 1, 0), 4, "dualpipe-v").splitlines() if row]
+    first, second = (" ".join(cell for cell in row[3:] if cell != "..") for row in rows)
+    assert first == (
+        "F0.0 F0.1 F0.2 F3.0 B3.0 W3.0 F3.1"  # fill the V
+        " F0.3 B3.1 W3.1 F3.2 W0.0"  # in turns; W0 is the whole backward of stage 0
+        " B3.2 W3.2 F3.3 W0.1 B3.3 W3.3 W0.2 W0.3"  # drain
+    )
+    assert second == (
+        "F1.0 F2.0 F1.1 F2.1 F1.2 B2.0 W2.0 F2.2 B1.0 W1.0 F1.3 B2.1 W2.1 F2.3 B1.1 W1.1"
+        " B2.2 B1.2 B2.3 B1.3 W2.2 W1.2 W2.3 W1.3"
+    )
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble-v", "dualpipe-v"])
 @pytest.mark.parametrize("ipus", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("rounds", [2, 3, 4])
-def test_zero_bubble_in_a_v_leaves_a_sixth_of_the_bubble(ipus, rounds):
+def test_schedules_in_a_v_leave_a_sixth_of_the_bubble(ipus, rounds, schedule):
     """n - 1 ticks of half a stage, where 1F1B has 3 (n - 1) of a stage; and an ipu holds half a stage more than the
     first one does in 1F1B."""
     micro_batches = rounds * ipus
-    rows = actions(*range(ipus), *reversed(range(ipus)), order="zero-bubble-v")
+    rows = actions(*range(ipus), *reversed(range(ipus)), order=schedule)
     costs = [1 + (action.phase == "W" and not action.stage) for action in rows]
-    tasks, found = timeline(rows, micro_batches, ORDERS["zero-bubble-v"], costs=costs)
+    tasks, found = timeline(rows, micro_batches, ORDERS[schedule], costs=costs)
     assert found.length == 6 * micro_batches + ipus - 1
     held = [0] * ipus
     for number in found.order:

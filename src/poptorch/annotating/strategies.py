@@ -202,7 +202,8 @@ class PipelinedExecution(_StagedExecution):
             "1f1b" (default); "gpipe": all forwards first, so the activations of all micro-batches are stored;
             "interleaved": an ipu with several stages alternates between them, which shortens the bubble;
             "zero-bubble": gradients of weights fill the bubble; "zero-bubble-v": the same with two stages on each
-            ipu, such as ipus 0, 1, 1, 0; or a `popengine.order.Order` of your own
+            ipu, such as ipus 0, 1, 1, 0; "dualpipe-v": on these stages, a forward and a backward in turns; or a
+            `popengine.order.Order` of your own
     Raises:
         AssertionError: an argument is not a stage, or a block is in two stages
         Error: (at compilation) the model has a block without a stage, or there are too few micro-batches
