@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from popengine.programs import programs
+from popengine.run.call import EngineCall
 from popengine.run.ready_queue import ReadyQueue, StepTasks
 
 
@@ -19,7 +20,7 @@ def give_each_ipu_a_core(executor: Any) -> None:
     queue: ReadyQueue = executor._plans.engine._queue
     lanes: list[list[int]] = []
 
-    def run_step(queue: ReadyQueue) -> None:
+    def run_step(queue: ReadyQueue, call: EngineCall) -> None:
         rows = queue._rows
         if not lanes:
             queue._table = StepTasks(rows, len(set(rows.plan.partition.ipus)))
@@ -35,7 +36,7 @@ def give_each_ipu_a_core(executor: Any) -> None:
                     with changed:
                         changed.wait_for(lambda number=number: not waits[number])
                     task = tasks.all[number]
-                    task.work(task.index)
+                    task.work(call, task.index)
                     with changed:
                         for follower in tasks.followers[number]:
                             waits[follower] -= 1

@@ -82,9 +82,9 @@ def moments(monkeypatch):
     def computes(rows, row, replica):
         compute = computing(rows, row, replica)
 
-        def run(micro_batch):
+        def run(call, micro_batch):
             seen.at("piece")
-            compute(micro_batch)
+            compute(call, micro_batch)
 
         return run
 
@@ -124,7 +124,7 @@ def interrupts(executor):
     """Ctrl-C, of which the caller's thread has heard when the call goes on."""
 
     def interrupt():
-        run = executor._plans.engine._latest
+        run = executor._plans.state.commit
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         end = time.monotonic() + PATIENCE
         while not run._is_stopped and time.monotonic() < end:

@@ -17,15 +17,15 @@ def noted_exchanges(fails=lambda row, made: False):
     made = []
     exchange, update = Updates._exchange_buckets, Updates._update_chunk
 
-    def exchanged(updates, row, index):
+    def exchanged(updates, row, call, index):
         if fails(row, made):
             raise RuntimeError("on purpose")
         made.append(("exchange", row))
-        exchange(updates, row, index)
+        exchange(updates, row, call, index)
 
-    def updated(updates, ipu, index):
+    def updated(updates, ipu, call, index):
         made.append(("update", ipu))
-        update(updates, ipu, index)
+        update(updates, ipu, call, index)
 
     # `popengine.compile.partition` as an attribute is the function.
     module = importlib.import_module("popengine.compile.partition")

@@ -367,7 +367,7 @@ def interrupted_while_it_writes(comes):
     def update(*given):
         if interrupts:
             interrupts.pop()
-            run = executor._plans.engine._latest
+            run = executor._plans.state.commit
             os.kill(os.getpid(), signal.SIGINT)
             until = time.monotonic() + processes.LIMIT
             while not run._is_stopped and time.monotonic() < until:

@@ -164,7 +164,7 @@ def test_liveness_is_what_the_engine_holds(tmp_path, monkeypatch):
                 return
             state = {value.untyped_storage()._cdata for value in rows.state.values[0].values()}
             state |= {value.untyped_storage()._cdata for value in rows.state.new_buffers[0].values()}
-            batch = {value.untyped_storage()._cdata for value in rows.call.inputs}
+            batch = {value.untyped_storage()._cdata for value in work.args[0].inputs}  # of its call
             found = {}
             for value in rows.frames[0].get(0, {}).values():
                 storage = value.untyped_storage()
@@ -213,9 +213,9 @@ def test_a_step_runs_the_same_tasks_in_the_same_order_with_a_recorder(tmp_path, 
         if work is None:
             return None
 
-        def run(index):
+        def run(call, index):
             ran.append((row, index if self.plan.tasks[row].index == "micro_batch" else -1))
-            work(index)
+            work(call, index)
 
         return run
 

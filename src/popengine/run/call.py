@@ -5,18 +5,25 @@ The result of an output is concatenated in dimension 0 from the values that its 
 each (turn, replica), replicas fastest; with the modes "sum" and "final" one for each replica.
 """
 
+from __future__ import annotations
+
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from ..errors import UnrecoverableError
 from ..ir import Result, Signature, Slot
 from ..settings import Anchor, Counts, Hyper, Outputs, Settings
 from . import devices
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
 
 logger = logging.getLogger("popengine")
 
@@ -62,7 +69,7 @@ class ResultBuffer:
             self.values[row].copy_(value)
         self.finished[row] = perf_counter()
 
-    def add_step(self, iteration: int, step: "ResultBuffer") -> None:
+    def add_step(self, iteration: int, step: ResultBuffer) -> None:
         """Copy the rows of an iteration from the buffer of one step."""
         if step._period == 1 and (iteration + 1) % self._period:
             return
@@ -145,7 +152,7 @@ class Results:
         else:
             self._outputs[index].put(turn, replica, value)
 
-    def add_step(self, iteration: int, step: "Results", turns: range) -> None:
+    def add_step(self, iteration: int, step: Results, turns: range) -> None:
         """Copy the results of an iteration from those of a call with one step, whose inputs are uploaded now."""
         for index, buffer in {**self._outputs, **self._written}.items():
             buffer.add_step(
@@ -155,7 +162,7 @@ class Results:
         for times in (*self.load_started, *self.loaded):
             times[rows] = [perf_counter()] * (rows.stop - rows.start)
 
-    def continue_sums(self, earlier: "Results") -> None:
+    def continue_sums(self, earlier: Results) -> None:
         """Set the results with the mode "sum" to those of an earlier part of the call."""
         for index, buffer in self._outputs.items():
             if buffer._mode == "sum":
@@ -199,50 +206,133 @@ class Stopped(Exception):
     """The error that ends a call in the engine's threads after an interrupt of the user's thread."""
 
 
-@dataclass
+class Commit:
+    """The life of a call's steps, of which `done` are finished, and the lock of the weights. One object for all calls
+    of a `TrainState`, which run one at a time:
+
+        begin ─► open ─ commit ─► committed ─ finish_step ─► open ─► ... ─ end ─► ended
+                  │                   └─ end, after an error in an update ─► lost
+                  └─ end, after an error or an interrupt: the step is abandoned ─► ended
+
+    The user's thread calls `begin` and `settle`, and threads of the engine the others, so Ctrl-C interrupts no change.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # held while updates write to the weights, and by threads that read them
+        self.state: Literal["open", "committed", "ended", "lost"] = "ended"
+        self.name, self.steps, self.done = "", 0, 0  # the name is for messages
+        self.complete_calls = 0
+        self._is_stopped = False
+        self._why_lost: UnrecoverableError
+        self._wait: Callable[[], None] | None = None  # of the engine that runs the call
+        self._abort: Callable[[str], None] | None = None
+
+    # ---- of the user's thread ------------------------------------------------------------------------------
+
+    def begin(
+        self, name: str, steps: int, wait: Callable[[], None], abort: Callable[[str], None] | None
+    ) -> None:
+        """Begin a call. `wait` returns when the threads have ended it; `abort` wakes the peers (None: no peers)."""
+        self.name, self.steps, self.done = name, steps, 0
+        self._is_stopped, self._wait, self._abort = False, wait, abort
+        self.state = "open"
+
+    def settle(self) -> None:
+        """Wait until no call runs; first stop one that an interrupt has left running, and wake the peers. A step that
+        is committed runs to its end."""
+        if self._wait is not None and self.state in ("open", "committed"):
+            self._is_stopped = True
+            if self._abort is not None and self.state == "open":
+                self._abort(f"was interrupted at {self.name}")
+            while True:
+                try:
+                    self._wait()
+                    break
+                except KeyboardInterrupt:  # a second Ctrl-C: the call is stopping already
+                    continue
+            if self.state == "open":  # an interrupt came before the threads had the call
+                self.state = "ended"
+            if self._abort is not None and self.done < self.steps:
+                self._abort(f"was interrupted at {self.name}")
+            # Some libraries have one number of threads for the process, which another thread may have set.
+            torch.set_num_threads(torch.get_num_threads())
+        self._wait = self._abort = None  # the engine may be closed now
+
+    def check_not_lost(self) -> None:
+        """Raise UnrecoverableError if the weights are lost."""
+        if self.state == "lost":
+            raise self._why_lost
+
+    def restore(self) -> None:
+        """End the state "lost", after all weights were loaded."""
+        if self.state == "lost":
+            self.state = "ended"
+
+    # ---- of the engine's threads ---------------------------------------------------------------------------
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if no further task of the call should run: `settle` stops it, and no step is committed."""
+        return self._is_stopped and self.state == "open"
+
+    def commit(self) -> None:
+        """Commit the running step, which no interrupt stops from now on, and lock the weights. Raises Stopped if the
+        call is to stop."""
+        self.lock.acquire()
+        self.state = "committed"
+        # Read after `state` is set, and `settle` sets it before it reads `state`: one of both threads sees the other.
+        if self._is_stopped:
+            self.release()
+            raise Stopped
+
+    def release(self) -> None:
+        """Unlock the weights, if the step is committed: it has finished, or no weight was written."""
+        if self.state == "committed":
+            self.state = "open"
+            self.lock.release()
+
+    def finish_step(self) -> None:
+        """Count a finished step, and release the weights. Raises Stopped if the call is to stop and has further
+        steps."""
+        self.done += 1
+        self.release()
+        if self._is_stopped and self.done < self.steps:
+            raise Stopped
+
+    def end(self, error: BaseException | None) -> BaseException | None:
+        """End the call after this error, and return the error for the caller: None for Stopped. If a step is committed,
+        the weights are lost."""
+        self.complete_calls += self.done == self.steps
+        if self.state == "committed":
+            self.lose(
+                UnrecoverableError(
+                    f"the weights are lost: some are those after {self.name}, and some those before"
+                    f" ({type(error).__name__}: {error})\n"
+                    "  why: an update failed halfway\n"
+                    "  fix: load the model's and the optimizer's state from a checkpoint; or start again from one"
+                )
+            )
+        if self.state == "lost":
+            return self._why_lost
+        self.state = "ended"
+        return None if isinstance(error, Stopped) else error
+
+    def lose(self, error: UnrecoverableError) -> None:
+        """Mark the weights as lost: this call and later ones raise the error."""
+        is_locked, self._why_lost, self.state = self.state == "committed", error, "lost"
+        if is_locked:
+            self.lock.release()
+
+
+@dataclass(eq=False)
 class EngineCall:
-    """One call of the engine, and its progress: `done` finished steps. After `commit` a step runs to its end."""
+    """One call of the engine. Its progress is in `commit`."""
 
     inputs: Sequence[Tensor]  # each [turns, groups, micro-batch, ...]
     results: Results
     hyper: Hyper | None
-    steps: int
     threads: int  # the caller's torch.get_num_threads(), restored at the end
-    name: str  # for messages
-    done: int = 0
+    recorder: Recorder | None
+    commit: Commit
     overflows: list[tuple[int, float]] = field(default_factory=list)  # steps and loss scales
-    failure: BaseException | None = None
-    is_over: bool = False
-    is_committed: bool = False
-    _is_stopped: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def is_stopped(self) -> bool:
-        """True if no further task of the call should run: `stop` was called, and no step is committed."""
-        return self._is_stopped and not self.is_committed
-
-    def stop(self) -> None:
-        """Request that the call ends before its next updates; if a step is committed, after that step."""
-        with self._lock:
-            self._is_stopped = True
-
-    def commit(self) -> None:
-        """Mark the running step as committed: no interrupt stops it. Raises Stopped if `stop` was called."""
-        with self._lock:
-            if self.is_stopped:
-                raise Stopped
-            self.is_committed = True
-
-    def finish_step(self) -> None:
-        """Count a finished step. Raises Stopped if `stop` was called and the call has further steps."""
-        with self._lock:
-            self.done += 1
-            self.is_committed = False
-            if self._is_stopped and self.done < self.steps:
-                raise Stopped
-
-    def end(self, error: BaseException | None) -> None:
-        """Mark the call as over, and store the error with which it ended (not Stopped) in `failure`."""
-        self.failure = None if isinstance(error, Stopped) else error
-        self.is_over = True
+    failure: BaseException | None = None  # with which the call ended

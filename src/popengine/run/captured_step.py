@@ -22,7 +22,7 @@ from ..piece import GATHER
 from ..settings import Outputs, Settings
 from . import devices, random_draws
 from .backends.eager import operation_of
-from .call import EngineCall, Results, Stopped
+from .call import Commit, EngineCall, Results, Stopped
 from .random_draws import hash_integers
 from .row_functions import RowFunctions
 
@@ -78,7 +78,7 @@ class CapturedStep:
     def _log(self) -> None:
         logger.info("steps on %s are started operation by operation: %s", self._state.device, self._why_not)
 
-    def run(self, table: Any) -> bool:
+    def run(self, table: Any, call: EngineCall) -> bool:
         """Run the tasks of a step (a `StepTasks`) by a replay; return False if they are to be run one by one."""
         if self._why_not or not self._is_warm:
             self._is_warm = True
@@ -90,26 +90,26 @@ class CapturedStep:
         if self._graph is None or addresses != self._addresses:
             self._addresses = addresses
             try:
-                self._capture([tasks[number] for number in inner])
+                self._capture(call, [tasks[number] for number in inner])
             except (RuntimeError, Error) as error:
                 self._why_not = str(error.__cause__ or error).splitlines()[0]
                 self._log()
                 self._graph = None
-                self._rows.end_call()
+                self._rows.clear()
                 self._state.begin_step()
                 return False
-        self._replay()
+        self._replay(call)
         for number in order[len(inner) :]:
-            if self._rows.call.is_stopped:
+            if call.commit.is_stopped:
                 raise Stopped
-            tasks[number].work(tasks[number].index)
+            tasks[number].work(call, tasks[number].index)
         return True
 
     # ---- capture -------------------------------------------------------------------------------------------
 
-    def _capture(self, tasks: Sequence[Any]) -> None:
+    def _capture(self, call: EngineCall, tasks: Sequence[Any]) -> None:
         """Capture tasks in this order, which is legal for one thread."""
-        rows, state, call, device = self._rows, self._state, self._rows.call, self._state.device
+        rows, state, device = self._rows, self._state, self._state.device
         settings, count = self._settings, self._plan.micro_batches
         self._graph = None  # frees its memory
         graph = devices.new_graph(device)
@@ -130,27 +130,26 @@ class CapturedStep:
             anchors = tuple(replace(each, outputs=_of_one_iteration(each.outputs)) for each in anchors)
         inner = replace(settings, counts=once, anchors=anchors)
         self._results = Results(self._plan.partition.signature, inner, device)
-        rows.begin_call(EngineCall(self._inputs, self._results, call.hyper, 1, call.threads, call.name))
+        captured = EngineCall(self._inputs, self._results, call.hyper, call.threads, None, Commit())
         rows.generators = iter([generator for generator, *_ in self._generators])
         try:
             with devices.capturing(graph, device):
                 for task in tasks:
-                    task.work(task.index)
+                    task.work(captured, task.index)
         finally:
             rows.generators = None
-            rows.begin_call(call)
         self._graph = graph
         self._sums = [dict(sums) for sums in state.sums]
         self._buffers = [dict(buffers) for buffers in state.new_buffers]
 
     # ---- replay --------------------------------------------------------------------------------------------
 
-    def _replay(self) -> None:
+    def _replay(self, call: EngineCall) -> None:
         """Start the graph on the inputs of the running step."""
-        state, call, count = self._state, self._rows.call, self._plan.micro_batches
-        if call.is_stopped:
+        state, done, count = self._state, call.commit.done, self._plan.micro_batches
+        if call.commit.is_stopped:
             raise Stopped
-        turns = range(call.done * count, (call.done + 1) * count)
+        turns = range(done * count, (done + 1) * count)
         for target, batch in zip(self._inputs, call.inputs, strict=True):
             target.copy_(batch[turns.start : turns.stop], non_blocking=True)
         for (
@@ -163,7 +162,7 @@ class CapturedStep:
             generator.manual_seed(hash_integers(key, draw))
         self._results.continue_sums(call.results)
         self._graph.replay()
-        call.results.add_step(call.done if self._settings.training else 0, self._results, turns)
+        call.results.add_step(done if self._settings.training else 0, self._results, turns)
         for sums, buffers, replica in zip(self._sums, self._buffers, range(len(self._sums)), strict=True):
             state.sums[replica].update(sums)
             state.new_buffers[replica].update(buffers)

@@ -7,14 +7,13 @@ those of the last finished step.
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ..errors import Error, UnrecoverableError
+from ..errors import Error
 from ..ir import Plan
 from ..places import check_order
 from ..settings import Hyper, Settings
@@ -79,20 +78,15 @@ class Engine:
         device = device or devices.device_of(settings.device)
         devices.keep_freed_memory()
         # Threads refer to the state and not to the engine: they end when nothing else refers to the engine.
-        self._state = State(plan, settings, train_state, device, find_constants)
-        self.updates_done = 0  # of the latest call
+        self.state = State(plan, settings, train_state, device, find_constants)
         if self._group is not None:
             if not train_state.engines:
-                train_state.confirm(self._state.bound_parameters())
+                train_state.confirm(self.state.bound_parameters())
             if (train_state.owner or plan.places) and not train_state.shard_name:
                 train_state.shard_name = self._group.publish_state(train_state)
             train_state.release_elsewhere()
         train_state.engines += 1
         self._has_warned = False  # of overflowing gradients
-        self._is_running = False
-        self._latest: EngineCall | None = None  # the call that the threads may still run
-        # Re-entrant: an interrupt at the end of a call may leave it locked, and the same thread may call again.
-        self._call_lock = threading.RLock()
         if settings.is_eager:
             codes = tuple(build(piece, device=device) for piece in plan.partition.pieces)
         else:
@@ -103,13 +97,13 @@ class Engine:
         sums = self._group if several else None
         if sums is not None and counts.parts > 1:
             sums = sums.among(counts.processes_of_part())
-        self._rows = RowFunctions(plan, settings, self._state, codes, sums, mail)
+        self._rows = RowFunctions(plan, settings, self.state, codes, sums, mail)
         self._queue = ReadyQueue(self._rows, cores // per_operation, per_operation)
         self._close = weakref.finalize(self, self._queue.close)
 
     def close(self) -> None:
         """End the threads. Peers can read this optimizer shard until the next barrier."""
-        train_state = self._state.train_state
+        train_state = self.state.train_state
         train_state.engines -= 1
         if self._group is not None and train_state.shard_name and not train_state.engines:
             self._group.withdraw_state(train_state.shard_name)
@@ -120,61 +114,39 @@ class Engine:
 
     def run(self, inputs: Sequence[Tensor], hyper: Hyper | None, recorder: Recorder | None = None) -> Results:
         """Run one call, all device iterations, on combined batches, and return its results. Warn once of overflowing
-        gradients.
+        gradients. Engines of one `TrainState` run one call at a time.
 
-        Raises: Error, if a task or a peer failed: `updates_done` updates of this call are finished, and all state is
-        that after them; UnrecoverableError, if an update failed halfway (the weights are lost), or a peer has ended
+        Raises: Error, if a task or a peer failed: all state is that after the updates that were finished before;
+        UnrecoverableError, if an update failed halfway (the weights are lost), or a peer has ended
         """
-        with self._call_lock:
-            self._is_running = True
-            try:
-                return self._run(inputs, hyper, recorder)
-            finally:
-                self._is_running = False
-
-    @property
-    def state(self) -> State:
-        """The weights, buffers and optimizer state. A call that an interrupt left running is ended first."""
-        if self._latest is not None and self._call_lock.acquire(blocking=False):
-            try:
-                if not self._is_running:  # True for a signal handler that reads while this thread's call runs
-                    self._await_idle()
-            finally:
-                self._call_lock.release()
-        return self._state
-
-    def _run(self, inputs: Sequence[Tensor], hyper: Hyper | None, recorder: Recorder | None) -> Results:
         if recorder is not None:
             recorder.begin_call()
-        self._await_idle()
-        train_state = self._state.train_state
-        train_state.check_not_lost()
-        self._state.bind(hyper)
+        train_state, commit = self.state.train_state, self.state.train_state.commit
+        commit.settle()
+        self.state.bind(hyper)
         train_state.release_elsewhere()
-        self.updates_done = 0
-        name = f"call {train_state.calls + 1} of the training"
+        name = f"call {commit.complete_calls + 1} of the training"
         if self._group is not None:
             self._group.barrier(name, self._fingerprint(hyper, inputs))
-        call = self._latest = EngineCall(
+        call = EngineCall(
             self._split_into_micro_batches(inputs),
-            Results(self.plan.partition.signature, self.settings, self._state.device),
+            Results(self.plan.partition.signature, self.settings, self.state.device),
             hyper,
-            self.settings.counts.iterations if self.settings.training else 1,
             torch.get_num_threads(),
-            name,
+            recorder,
+            commit,
         )
+        steps = self.settings.counts.iterations if self.settings.training else 1
+        commit.begin(name, steps, self._queue.wait_until_idle, self._peers and self._peers.abort)
         try:
-            self._queue.start(call, recorder)
+            self._queue.start(call)
             self._queue.wait_until_idle()
         finally:
-            self._await_idle()  # returns at once, except after Ctrl-C
-            train_state.calls += call.done == call.steps
-            self._state.end_call()
+            commit.settle()  # returns at once, except after Ctrl-C
             if self._group is not None:
-                train_state.confirm(self._state.bound_parameters())
-            self.updates_done = call.done if self.settings.training and self.settings.part.ends_step else 0
+                train_state.confirm(self.state.bound_parameters())
             if recorder is not None:
-                recorder.end_call(call.done, failed=call.done < call.steps)
+                recorder.end_call(commit.done, failed=commit.done < steps)
         if call.failure is not None:
             raise call.failure
         if call.overflows and not self._has_warned:
@@ -184,7 +156,7 @@ class Engine:
 
     def _split_into_micro_batches(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return each batch as [turns, groups, micro-batch, ...], aligned, or pinned for an accelerator."""
-        counts, device = self.settings.counts, self._state.device
+        counts, device = self.settings.counts, self.state.device
         found = []
         for value in inputs:
             rows = (counts.iterations * counts.accumulation, counts.groups, -1, *value.shape[1:])
@@ -198,8 +170,8 @@ class Engine:
     def _fingerprint(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Fingerprint:
         """Return the fingerprint of a call, written weights included: it has to be equal in all processes; the batch,
         in those of a replica."""
-        seed, step = self._state.train_state.random_state
-        factor = repr(float(self._state.train_state.loss_factor))
+        seed, step = self.state.train_state.random_state
+        factor = repr(float(self.state.train_state.loss_factor))
         texts: dict[str, Mapping[str, str]] = {
             "rates": {} if hyper is None else rates_as_texts(hyper),
             "state": {"updates so far": str(step), "loss scaling factor": factor},
@@ -208,47 +180,12 @@ class Engine:
             "plan": self._hash_of_plan,
         }
         counts = self.settings.counts
-        if written := self._state.train_state.unconfirmed(self._state.bound_parameters()):
+        if written := self.state.train_state.unconfirmed(self.state.bound_parameters()):
             texts[f"value@part {counts.part}" if counts.parts > 1 else "value"] = hash_weights(written)
         if counts.parts > 1:
             numbered = {str(number): value for number, value in enumerate(inputs)}
             texts[f"batch@replica {counts.instance}"] = hash_weights(numbered)
         return texts
-
-    def _await_idle(self) -> None:
-        """Wait until no call runs; first stop one that an interrupt has left running, and wake the peers."""
-        call = self._latest
-        if call is None:
-            return
-        if not call.is_over:
-            call.stop()
-            if self._peers is not None and not call.is_committed:
-                self._peers.abort(f"was interrupted at {call.name}")
-            while True:
-                try:
-                    self._queue.wait_until_idle()
-                    break
-                except KeyboardInterrupt:  # a second Ctrl-C: the call is stopping already
-                    continue
-            if self._peers is not None and call.done < call.steps:
-                self._peers.abort(f"was interrupted at {call.name}")
-            # Some libraries have one number of threads for the process, which another thread may have set.
-            torch.set_num_threads(torch.get_num_threads())
-        if self._rows.updates.is_writing:
-            self._mark_weights_lost(call)
-        self._latest = None
-
-    def _mark_weights_lost(self, call: EngineCall) -> None:
-        """Mark the weights as lost after a failed update: `call` and later calls raise UnrecoverableError."""
-        self._state.train_state.lost = UnrecoverableError(
-            f"the weights are lost: some are those after {call.name}, and some those before"
-            f" ({type(call.failure).__name__}: {call.failure})\n"
-            "  why: an update failed halfway\n"
-            "  fix: load the model's and the optimizer's state from a checkpoint; or start again from one"
-        )
-        self._rows.updates.is_writing = False
-        self._state.train_state.lock.release()
-        call.failure = self._state.train_state.lost
 
     # ---- state of all processes ------------------------------------------------------------------------------
 
@@ -261,7 +198,7 @@ class Engine:
         # This process's shard is last: each instance has its own states of parameters with replica groups.
         parts = [shard["optimizer"] for shard in (*shards, shards[self._group.rank])]
         whole = {key: state for part in parts for key, state in part.items()}
-        return {key: whole[key] for key in dict.fromkeys(self._state.trained) if key in whole}
+        return {key: whole[key] for key in dict.fromkeys(self.state.trained) if key in whole}
 
     def read_weights_elsewhere(self) -> dict[str, Tensor]:
         """Return the weights that only other processes of the replica hold, by canonical name: waits for these."""
@@ -279,29 +216,28 @@ class Engine:
                 "the mean of running statistics over replicas is not computed if a replica spans several processes\n"
                 "  fix: leave the call out: the running statistics of replica 0 are saved"
             )
-        with self._call_lock:
-            self._await_idle()
-            results = self.plan.partition.signature.results
-            buffers = [r for r in results if r.kind == "buffer" and r.dtype.is_floating_point]
-            if not buffers:
-                return
-            self._state.bind(None)
-            slot_of = self._state.slot_of
-            replicas = [{b.key: values[slot_of[b.key]] for b in buffers} for values in self._state.values]
-            flats = [torch.cat([each[b.key].double().reshape(-1) for b in buffers]) for each in replicas]
-            if self._group is None:
-                tree_sum(leaf_nodes([flat] for flat in flats))
-            else:
-                what, reduction = "the mean of running statistics", AllReduce(self._group, Tag.BUFFERS)
-                fingerprint = {"buffers": {b.key: str(b.shape) for b in buffers}}
-                self._group.barrier(what, fingerprint, lambda: reduction.all_reduce(flats))
-            flat = flats[0] / self.settings.counts.global_replicas
-            means = flat.split([replicas[0][b.key].numel() for b in buffers])
-            for buffer, mean in zip(buffers, means, strict=True):
-                for each in replicas:
-                    write(each[buffer.key], mean.view(buffer.shape))
-            self._state.share_buffers()
-            self._state.end_call()
+        self.state.train_state.commit.settle()
+        results = self.plan.partition.signature.results
+        buffers = [r for r in results if r.kind == "buffer" and r.dtype.is_floating_point]
+        if not buffers:
+            return
+        self.state.bind(None)
+        slot_of = self.state.slot_of
+        replicas = [{b.key: values[slot_of[b.key]] for b in buffers} for values in self.state.values]
+        flats = [torch.cat([each[b.key].double().reshape(-1) for b in buffers]) for each in replicas]
+        if self._group is None:
+            tree_sum(leaf_nodes([flat] for flat in flats))
+        else:
+            what, reduction = "the mean of running statistics", AllReduce(self._group, Tag.BUFFERS)
+            fingerprint = {"buffers": {b.key: str(b.shape) for b in buffers}}
+            self._group.barrier(what, fingerprint, lambda: reduction.all_reduce(flats))
+        flat = flats[0] / self.settings.counts.global_replicas
+        means = flat.split([replicas[0][b.key].numel() for b in buffers])
+        for buffer, mean in zip(buffers, means, strict=True):
+            for each in replicas:
+                write(each[buffer.key], mean.view(buffer.shape))
+        self.state.share_buffers()
+        self.state.end_call()
 
 
 def threads_per_operation(plan: Plan, settings: Settings, cores: int) -> int:

@@ -24,7 +24,6 @@ from ..programs import actions, bounds_of_rows
 from . import devices
 from .call import EngineCall
 from .captured_step import CapturedStep
-from .recorder import Recorder
 from .row_functions import RowFunctions
 from .updating import Work
 
@@ -163,7 +162,7 @@ class ReadyQueue:
         self._table: StepTasks | None = None  # made for the first step
         self._captured = CapturedStep(rows) if devices.has_queue(rows.state.device) else None
         self._tasks: StepTasks  # of the running step
-        self._recorder: Recorder | None = None
+        self._call: EngineCall | None = None
         lock = threading.Lock()
         # Heaps of the numbers of ready tasks; `_to_send` for tasks that communicate with other processes.
         self._ready: list[int] = []
@@ -187,18 +186,17 @@ class ReadyQueue:
 
     # ---- calls -----------------------------------------------------------------------------------------------
 
-    def start(self, call: EngineCall, recorder: Recorder | None) -> None:
+    def start(self, call: EngineCall) -> None:
         """Start a call without waiting for its end. The previous call must have ended."""
-        self._recorder = recorder
         if self._threads_per_operation > 1:
             end_openmp_threads()
         self._inbox.put(call)
 
     def wait_until_idle(self) -> None:
-        """Wait until each started call has ended."""
+        """Wait until each started call, or the thread that runs calls, has ended."""
         answers: SimpleQueue[None] = SimpleQueue()
         self._inbox.put(answers)
-        while True:
+        while self._all[0].is_alive():
             with suppress(Empty):
                 return answers.get(timeout=_WAIT)
 
@@ -226,40 +224,42 @@ class ReadyQueue:
                     try:
                         self._run_steps(call)
                     finally:
-                        self._rows.end_call()
+                        self._rows.clear()
+                        self._rows.state.end_call()
                 if self._threads_per_operation > 1:
                     end_openmp_threads()
             except BaseException as failure:  # whatever it is, the caller raises it
                 error = failure
             torch.set_num_threads(call.threads)
-            call.end(error)
+            call.failure = call.commit.end(error)
             del call, error
 
     def _run_steps(self, call: EngineCall) -> None:
         """Run the steps of a call. Raises the first error of a task; after an interrupt Stopped."""
-        self._rows.begin_call(call)
-        while call.done < call.steps:
-            self._rows.begin_step()
-            self._run_step()
+        while call.commit.done < call.commit.steps:
+            self._rows.begin_step(call)
+            self._run_step(call)
             self._rows.end_step()
-            call.finish_step()
-        self._rows.share_results()
+            call.commit.finish_step()
+        self._rows.share_results(call)
 
-    def _run_step(self) -> None:
+    def _run_step(self, call: EngineCall) -> None:
         """Run the tasks of a step; raise the first error."""
         tasks = self._table = self._table or StepTasks(self._rows, self._threads)
-        if self._captured is not None and self._recorder is None and self._captured.run(tasks):
+        recorder = call.recorder
+        if self._captured is not None and recorder is None and self._captured.run(tasks, call):
             return
-        if self._recorder is not None:
-            self._recorder.begin_step(self._rows, len(tasks.all))
+        if recorder is not None:
+            recorder.begin_step(self._rows, len(tasks.all))
         with self._changed:
-            self._tasks, self._missing = tasks, tasks.waits_for.copy()
+            self._call, self._tasks, self._missing = call, tasks, tasks.waits_for.copy()
             self._left, self._failure = len(tasks.all), None
             for task in tasks.first:
                 self._add_ready(task)
         self._run_tasks(lambda: not self._running and (not self._left or self._failure is not None), core=0)
-        if self._recorder is not None:
-            self._recorder.end_step(is_finished=self._failure is None)
+        self._call = None
+        if recorder is not None:
+            recorder.end_step(is_finished=self._failure is None)
         if self._failure is not None:
             raise self._failure
 
@@ -276,11 +276,14 @@ class ReadyQueue:
         done: int | None = None
         while (number := self._next_task(is_over, core, done)) is not None:
             try:
-                task, started = self._tasks.all[number], perf_counter()
-                if self._recorder is None:
-                    task.work(task.index)
+                task, call, started = self._tasks.all[number], self._call, perf_counter()
+                assert call is not None
+                if call.recorder is None:
+                    task.work(call, task.index)
                 else:
-                    self._recorder.run_task(task.row, task.index, task.replica, task.work, core)
+                    work = partial(task.work, call)
+                    call.recorder.run_task(task.row, task.index, task.replica, work, core)
+                del call
                 if core >= 0 and self._measured_count < 2 * JUDGED:
                     self._measure_task(perf_counter() - started)
                 done = number

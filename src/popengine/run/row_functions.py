@@ -54,7 +54,6 @@ class RowFunctions:
         self.frames: list[dict[int, dict[str, Tensor]]] = [{} for _ in replicas]
         self.updates = Updates(plan, settings, state, group, mail)
         self._prepared = [PreparedValues(plan, state, replica) for replica in replicas]
-        self.call: EngineCall
         self.generators: Iterator[torch.Generator] | None = None  # of all draws, while a step is captured
         self._changed = plan.partition.signature.changed_buffers
         # Indices of the results that are gradients: they are divided by the loss scale.
@@ -64,7 +63,7 @@ class RowFunctions:
         self._checks = FiniteCheck if settings.finite_checks else nullcontext
 
     def bind(self, row: int, replica: int) -> Work | None:
-        """Return the function that runs a row for a replica, given the row's index; None: nothing to do here."""
+        """Return the function that runs a row for a replica; None: nothing to do here."""
         if self.plan.is_elsewhere(row, self.settings.place):
             return None
         match self.plan.tasks[row].kind:
@@ -92,22 +91,18 @@ class RowFunctions:
 
     # ---- a call --------------------------------------------------------------------------------------------
 
-    def begin_call(self, call: EngineCall) -> None:
-        """Set the call whose inputs the row functions read, and whose results they write."""
-        self.call = self.updates.call = call
-
-    def begin_step(self) -> None:
+    def begin_step(self, call: EngineCall) -> None:
         """Begin a step: reset the state's buffers, copy the weights that are anchors, set the loss scale."""
         if self.mail is not None:
             self.mail.begin_step()
         self.state.begin_step()
-        self._copy_anchored_weights("weight")
-        if self.call.hyper is not None:
-            scale = self.call.hyper.loss_scaling
+        self._copy_anchored_weights(call, "weight")
+        if call.hyper is not None:
+            scale = call.hyper.loss_scaling
             if self.settings.automatic_loss_scaling:
                 scale *= float(self.state.train_state.loss_factor)
             self.state.set_loss_scale(scale * self._weight)
-            self.call.results.loss_scale = scale
+            call.results.loss_scale = scale
 
     def end_step(self) -> None:
         """Drop the prepared values of a step, and end a step of inference. In training row "end" does; without it hold
@@ -123,18 +118,18 @@ class RowFunctions:
         """Close the connections after an error, which wakes peers. Ignore Stopped, and errors from peers."""
         peers = self.mail or self._group
         if peers is not None and not isinstance(error, (PeerFailed, PeerLost, Stopped)):
-            peers.abort(f"failed at {self.call.name}: {error}")
+            peers.abort(f"failed at {self.state.train_state.commit.name}: {error}")
 
-    def end_call(self) -> None:
-        """Drop all frames, prepared values and gradients. To be called after each call, also a failed one."""
+    def clear(self) -> None:
+        """Drop all frames, prepared values and gradients, after each call, also a failed one."""
         for frames, prepared in zip(self.frames, self._prepared, strict=True):
             frames.clear()
             prepared.clear()
         self.updates.clear_step()
 
-    def _copy_anchored_weights(self, source: str) -> None:
+    def _copy_anchored_weights(self, call: EngineCall, source: str) -> None:
         """Copy this place's weights with an anchor of this source ("weight" or "updated") to the results."""
-        iterations = [self.call.done] if self.settings.training else range(self.settings.counts.iterations)
+        iterations = [call.commit.done] if self.settings.training else range(self.settings.counts.iterations)
         own = (
             a
             for a in self.settings.anchors
@@ -144,7 +139,7 @@ class RowFunctions:
             for replica, values in enumerate(self.state.values):
                 for iteration in iterations:
                     value = values[self.state.slot_of[anchor.key]]
-                    self.call.results.weights[anchor].put(iteration, replica, value)
+                    call.results.weights[anchor].put(iteration, replica, value)
 
     def _place_of(self, result: int | Anchor) -> Place:
         """Return the place that has a result: that of the row that stores it, or that of the weight's ipu."""
@@ -156,21 +151,21 @@ class RowFunctions:
             stored = (ipu for ipu, names in self.plan.state.items() if slot in names)
         return self.plan.places.get(next(stored), self.settings.place)
 
-    def share_results(self) -> None:
+    def share_results(self, call: EngineCall) -> None:
         """Send the results that this place has to the other places, and receive theirs. Start to download them."""
-        found = self.call.results.buffers()
+        found = call.results.buffers()
         if self.mail is not None:
             self.mail.share([buffer.values for buffer in found.values()], [*map(self._place_of, found)])
         for buffer in found.values():
             buffer.start_download()
 
-    def _end_updates(self, _: int) -> None:
+    def _end_updates(self, call: EngineCall, _: int) -> None:
         self.updates.end_step()
-        self._copy_anchored_weights("updated")  # before the next step begins
+        self._copy_anchored_weights(call, "updated")  # before the next step begins
 
-    def _turn_in_call(self, micro_batch: int) -> int:
+    def _turn_in_call(self, call: EngineCall, micro_batch: int) -> int:
         """Return the index in the call of a micro-batch, given its index in the step."""
-        return self.call.done * self.plan.micro_batches + micro_batch
+        return call.commit.done * self.plan.micro_batches + micro_batch
 
     # ---- forward and backward --------------------------------------------------------------------------------
 
@@ -191,13 +186,12 @@ class RowFunctions:
         device, counts = self.state.device, self.settings.counts
         group, global_replica = counts.input_group_of(replica), counts.instance * counts.replicas + replica
 
-        def compute(micro_batch: int) -> None:
-            call = self.call
-            if call.is_stopped:
+        def compute(call: EngineCall, micro_batch: int) -> None:
+            if call.commit.is_stopped:
                 raise Stopped
             frame = frames.setdefault(micro_batch, {})
             for name, key in loads:
-                started, turn = perf_counter(), self._turn_in_call(micro_batch)
+                started, turn = perf_counter(), self._turn_in_call(call, micro_batch)
                 frame[name] = upload(call.inputs[key][turn, group], device)
                 call.results.record_load(key, turn, replica, started)
             state = self.state
@@ -222,7 +216,7 @@ class RowFunctions:
                 # A new tensor, because later backwards still read the old one.
                 self.state.new_buffers[replica][slot] = frame[name].clone()
             if stores:
-                self._store_results(stores, frame, micro_batch, replica)
+                self._store_results(call, stores, frame, micro_batch, replica)
             for name in after:
                 del frame[name]
 
@@ -239,10 +233,10 @@ class RowFunctions:
 
     def _run_error(self, error: Exception, task: ir.Task, micro_batch: int, replica: int) -> Error:
         """Return the error for a failed piece: stage, ipu, user's line, cause, and which weights remain."""
-        piece, call = self.plan.partition.pieces[task.piece], self.call
+        piece, commit = self.plan.partition.pieces[task.piece], self.state.train_state.commit
         left = "the weights are as they were before the call"
-        if call.hyper is not None and call.done:
-            done = f"{call.done} of the {call.steps} weight updates of this call were done"
+        if self.settings.training and commit.done:
+            done = f"{commit.done} of the {commit.steps} weight updates of this call were done"
             left = f"{done}, and the weights are those after them"
         fix = "\n  fix: n rows or classes have the indices 0 to n - 1" * isinstance(error, IndexError)
         names = self.plan.partition.names[task.stage]
@@ -260,7 +254,7 @@ class RowFunctions:
         """Return the key of a message to receive."""
         return self._senders[row], index, replica
 
-    def _send(self, row: int, replica: int, index: int) -> None:
+    def _send(self, row: int, replica: int, _: EngineCall, index: int) -> None:
         """Send the values that a row "send" names to another place."""
         assert self.mail is not None
         message = (task := self.plan.tasks[row]).instructions[0]
@@ -270,7 +264,7 @@ class RowFunctions:
         for name in task.frees:
             del source[name]
 
-    def _receive(self, row: int, replica: int, index: int) -> None:
+    def _receive(self, row: int, replica: int, _: EngineCall, index: int) -> None:
         """Put the values of a message, which is here, into the frame, the new buffers or, of the step, the weights."""
         assert self.mail is not None
         task = self.plan.tasks[row]
@@ -287,10 +281,15 @@ class RowFunctions:
     # ---- sums and results ------------------------------------------------------------------------------------
 
     def _store_results(
-        self, stores: Sequence[tuple[str, str]], frame: Mapping[str, Tensor], micro_batch: int, replica: int
+        self,
+        call: EngineCall,
+        stores: Sequence[tuple[str, str]],
+        frame: Mapping[str, Tensor],
+        micro_batch: int,
+        replica: int,
     ) -> None:
         """Copy values of a frame (name, index of the result), gradients without the loss scale, to the results."""
-        results, turn = self.call.results, self._turn_in_call(micro_batch)
+        results, turn = call.results, self._turn_in_call(call, micro_batch)
         for name, key in stores:
             value, index = frame[name], int(key)
             if index in self._scaled:
@@ -303,9 +302,9 @@ class RowFunctions:
         added, stores = _names_and_keys(task, "accumulate"), _names_and_keys(task, "store")
         part, frees = self.settings.part, task.frees
 
-        def add(micro_batch: int) -> None:
+        def add(call: EngineCall, micro_batch: int) -> None:
             frame = frames[micro_batch]
-            self._store_results(stores, frame, micro_batch, replica)
+            self._store_results(call, stores, frame, micro_batch, replica)
             if micro_batch + part.before == 0:
                 self._begin_sums(added, frame, replica, frees)
             elif added:
@@ -355,7 +354,7 @@ class RowFunctions:
         start = (before + replica) // size * size - before
         members = range(max(start, 0), min(start + size, counts.replicas))
 
-        def gather(micro_batch: int) -> None:
+        def gather(_: EngineCall, micro_batch: int) -> None:
             if replica != members[0]:
                 return
             found = torch.stack([self.frames[member][micro_batch][value] for member in members])

@@ -123,7 +123,7 @@ class State:
     def bind(self, hyper: Hyper | None) -> None:
         """Set `values` and `optimizer` to the present tensors of model and optimizer, which move to this device, and
         add missing optimizer state. Raises Error if weights are lost, or have another shape or dtype."""
-        self.train_state.check_not_lost()
+        self.train_state.commit.check_not_lost()
         with torch.no_grad(), DisableTorchFunctionSubclass(), devices.as_current_device(self.device):
             present = self.train_state.find_weights()
             if lost := [slot.key for slot in self._weights if slot.key not in present]:
@@ -329,7 +329,7 @@ class State:
         self.train_state.held = dict(self.sums[0]), buffers
 
     def end_step(self) -> None:
-        """Copy the new buffers into `values`, and add 1 to the step count in `random_state`."""
+        """Copy the new buffers into `values`, and count the step."""
         for values, new in zip(self.values, self.new_buffers, strict=True):
             for name, value in new.items():
                 if value is not values[name]:
@@ -341,6 +341,7 @@ class State:
         self.share_buffers()
         seed, step = self.train_state.random_state
         self.train_state.random_state = seed, step + 1
+        self.train_state.updates += self.settings.training
 
     def share_buffers(self) -> None:
         """Copy the buffers of all replicas to `train_state`."""
@@ -361,7 +362,7 @@ class State:
         try:
             devices.synchronize(self.device)
         except UnrecoverableError as error:
-            self.train_state.lost = error
+            self.train_state.commit.lose(error)
             raise
 
     # ---- what a profile shows --------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ Parameters, buffers and optimizer state are the user's own tensors; a `TrainStat
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import Error
 from . import devices
+from .call import Commit
 from .elsewhere import swap_memory
 
 OptimizerState = dict[str, Tensor]
@@ -40,16 +39,14 @@ class TrainState:
         # (seed, number of weight updates so far): one value, so that an interrupt changes both or none.
         self.random_state: tuple[int, int] = seed, 0
         self.loss_factor = torch.ones(())  # of automatic loss scaling: multiplies the user's loss scale
-        self.calls = 0  # complete calls
+        self.updates = 0  # finished weight updates since the executor set this to 0
         self.engines = 0  # that are not closed
         # By replica, buffers that forward changes. Those of replica 0 are copies of the model's own after the
         # latest step: the model's differ if the user has written them, and then all replicas take these.
         self.buffers: list[dict[str, Tensor]] = []
         # Of a step that a plan has begun and another one will end: gradient sums and new buffers of replica 0.
         self.held: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
-        # Held while updates write to the weights, and by threads that read them.
-        self.lock = threading.Lock()
-        self.lost: Error | None = None  # why the weights can't be used any more
+        self.commit = Commit()
         self._confirmed: dict[
             str, VersionStamp
         ] = {}  # of trained parameters, when they were equal in all processes
@@ -103,7 +100,7 @@ class TrainState:
         """Move weights, buffers and optimizer state from accelerators to the host's memory, unless they are lost;
         return whether any was there."""
         states = (state for state in self.optimizer.state.values() if isinstance(state, dict))
-        return self.lost is None and move_to_host(self.find_weights(), [*states, *self.buffers])
+        return self.commit.state != "lost" and move_to_host(self.find_weights(), [*states, *self.buffers])
 
     def marks_of_optimizer(self) -> list[tuple[int, int]]:
         """Return (id, version) of each value in the optimizer's state: a write, or another value, changes them."""
@@ -117,11 +114,6 @@ class TrainState:
             self.optimizer.state[self.parameters()[key]] = state
         else:
             self.optimizer.state.pop(self.parameters()[key], None)
-
-    def check_not_lost(self) -> None:
-        """Raise the error `lost` if the weights are lost."""
-        if self.lost is not None:
-            raise self.lost
 
     def confirm(self, parameters: Mapping[str, Tensor]) -> None:
         """Record that these parameters are equal in all processes: after a comparison, or an update in all."""

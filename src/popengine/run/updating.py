@@ -43,7 +43,7 @@ from .train_state import has_same_bits
 # at most `_SHARE` of the gradients' elements are large, and otherwise halves.
 _LARGE = 0.125 * torch.finfo(torch.float16).max  # an element above it, before the division by the loss scale
 _SHARE = 1e-7
-Work = Callable[[int], None]  # runs a row, given its index
+Work = Callable[[EngineCall, int], None]  # runs a row for a call, given the row's index
 _StepKey = tuple[int, int]  # (ipu, parameter group) of the parameters of an UpdateStep
 
 
@@ -59,7 +59,6 @@ class Updates:
         mail: Mailbox | None,
     ) -> None:
         self.plan, self.settings, self.state, self._group, self._mail = plan, settings, state, group, mail
-        self.call: EngineCall
         self._slot_index = {slot.key: index for index, slot in enumerate(plan.partition.signature.slots)}
         self.buckets: dict[int, list[Bucket]] = {}  # by row
         if group is not None:
@@ -88,7 +87,6 @@ class Updates:
         ] = []  # elements of a gradient; large and finite ones: int64 [2]
         self._steps: dict[_StepKey, UpdateStep] = {}  # empty: a gradient overflowed, and no weight changes
         self._clipping_factor: Tensor | None = None  # of clipping by norm
-        self.is_writing = False  # from `_begin_updates` to `end_step`
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -96,7 +94,7 @@ class Updates:
         return self.settings.optimizer
 
     def bind(self, row: int) -> Work | None:
-        """Return the function that runs a row, given the row's index; None: nothing is to be run."""
+        """Return the function that runs a row; None: nothing is to be run."""
         kind, ipu = self.plan.tasks[row].kind, self.plan.tasks[row].ipu
         functions: dict[ir.TaskKind, Work] = {
             "exchange": partial(self._exchange_buckets, row),
@@ -118,7 +116,7 @@ class Updates:
 
     # ---- gradients -------------------------------------------------------------------------------------------
 
-    def _exchange_buckets(self, row: int, _: int) -> None:
+    def _exchange_buckets(self, row: int, *_: object) -> None:
         """All-reduce a row's buckets over all processes, into `flats[0]`; reduce-scatter sharded buckets."""
         for bucket in self.buckets[row]:
             self._divide_means(bucket.flats)
@@ -132,7 +130,7 @@ class Updates:
         if self.settings.reduction == "running":
             divide_(sums, self.settings.counts.global_replicas)
 
-    def _reduce(self, parts: Sequence[ParameterUpdate]) -> None:
+    def _reduce(self, call: EngineCall, parts: Sequence[ParameterUpdate]) -> None:
         """Add `part.others` to `part.gradient` of each part, in place, as a binary tree over replicas; divide the
         gradients by the loss scale, for means also by the number of micro-batches."""
         for others in {len(part.others) for part in parts} - {0}:
@@ -141,26 +139,26 @@ class Updates:
             for sums in replicas:
                 self._divide_means(sums)
             tree_sum(leaf_nodes(replicas))
-        divisor = self.call.results.loss_scale
+        divisor = call.results.loss_scale
         if self.settings.reduction == "mean":
             step, counts = self.settings.part, self.settings.counts
             divisor *= step.before + step.weight * counts.accumulation
             divisor *= counts.global_replicas
         divide_([part.gradient for part in parts], divisor)
 
-    def _reduce_and_measure_gradient(self, index: int) -> None:
+    def _reduce_and_measure_gradient(self, call: EngineCall, index: int) -> None:
         """Reduce the gradient of unit number `index`, in place; store its norm or counts of its elements."""
         unit = self.state.units[index]
         if not self.state.is_updated_here(unit.key):
             return
         update = self._parameter_update(unit)
-        self._reduce([update])
+        self._reduce(call, [update])
         # Each gradient counts once: if processes sum norms and counts, one of them counts unsharded parameters.
         owner, gradient = self.state.train_state.owner, update.gradient
         if (owner or self._mail) and owner.get(unit.key, 0) != self.settings.counts.instance:
             return
         if self.settings.automatic_loss_scaling:
-            is_large = gradient.abs() > _LARGE / self.call.results.loss_scale
+            is_large = gradient.abs() > _LARGE / call.results.loss_scale
             found = torch.stack([is_large.sum(), gradient.isfinite().sum()])
             self._counts.append((gradient.numel(), found))
         if self._optimizer.max_grad_norm < math.inf:
@@ -179,46 +177,50 @@ class Updates:
 
     # ---- the updates -----------------------------------------------------------------------------------------
 
-    def _begin_updates(self, _: int) -> None:
+    def _begin_updates(self, call: EngineCall, _: int) -> None:
         """Compute the clipping factor and next loss factor, allocate all large tensors, commit the step with all
-        processes, and lock the weights. With automatic loss scaling no weight changes if a gradient is not finite."""
+        processes. With automatic loss scaling no weight changes if a gradient is not finite."""
         bound = self._optimizer.max_grad_norm
         if bound < math.inf:
             # torch's own epsilon. A factor of 1 changes no bits, so the host need not wait for the norm.
             self._clipping_factor = torch.clamp(bound / (self._total_norm() + 1e-6), max=1.0)
         if not self.settings.automatic_loss_scaling or self._adapt_loss_scale():
-            self._steps.update((step_key, self._new_step(step_key)) for step_key in self._units)
+            self._steps.update((step_key, self._new_step(call, step_key)) for step_key in self._units)
         peers = self._mail or self._group
         if peers is None:
-            self.call.commit()
+            call.commit.commit()
         else:
             # All processes have all sums, and none updates if one of them is interrupted or fails.
-            peers.commit_together(self.call.commit)
-        self.state.train_state.lock.acquire()
-        self.is_writing = True
+            try:
+                peers.commit_together(call.commit.commit)
+            except Exception:
+                call.commit.release()
+                raise
         for step in self._steps.values():
             step.increment_counts()
 
-    def _new_step(self, step_key: _StepKey) -> UpdateStep:
+    def _new_step(self, call: EngineCall, step_key: _StepKey) -> UpdateStep:
         """Return the update of the parameters of an ipu and group; of all parameters for an own `step()`."""
-        assert self.call.hyper is not None
+        assert call.hyper is not None
         is_reduced = self.settings.measures_gradients
         updates = [self._parameter_update(unit, is_reduced) for unit in self._units[step_key]]
-        return UpdateStep(self._optimizer, self.call.hyper.groups[step_key[1]], updates)
+        return UpdateStep(self._optimizer, call.hyper.groups[step_key[1]], updates)
 
-    def _prepare_gradients(self, parts: Sequence[ParameterUpdate]) -> Sequence[ParameterUpdate]:
+    def _prepare_gradients(
+        self, call: EngineCall, parts: Sequence[ParameterUpdate]
+    ) -> Sequence[ParameterUpdate]:
         """Reduce gradients (unless row "norm" did) and clip them, in place; return `parts`. Record in the call whether
         the loss scale made gradients overflow, for a warning."""
         optimizer = self._optimizer
         if not self.settings.measures_gradients:
-            self._reduce(parts)
+            self._reduce(call, parts)
         gradients = [part.gradient for part in parts]
         # The loss scale may make gradients overflow. (No check on an accelerator: the host would wait.)
-        scale = self.call.results.loss_scale
+        scale = call.results.loss_scale
         if scale != 1 and self.state.device.type == "cpu" and not self.settings.automatic_loss_scaling:
             bounds = (bound for gradient in gradients if gradient.numel() for bound in gradient.aminmax())
             if not all(map(math.isfinite, bounds)):
-                self.call.overflows.append((self.state.train_state.random_state[1], scale))
+                call.overflows.append((self.state.train_state.random_state[1], scale))
         if self._clipping_factor is not None:
             torch._foreach_mul_(gradients, self._clipping_factor)
         if optimizer.max_grad_value < math.inf:
@@ -265,27 +267,29 @@ class Updates:
             return None
         return hash_integers(hash_integers(*self.state.train_state.random_state), self._slot_index[unit.key])
 
-    def _measure_norms_of_chunk(self, ipu: int, index: int) -> None:
+    def _measure_norms_of_chunk(self, ipu: int, call: EngineCall, index: int) -> None:
         step_key, chunk = self._chunks[ipu][index]
         if step := self._steps.get(step_key):
-            step.measure_norms(self._prepare_gradients(step.views(chunk)))
+            step.measure_norms(self._prepare_gradients(call, step.views(chunk)))
 
-    def _compute_trust_ratios(self, _: int) -> None:
+    def _compute_trust_ratios(self, *_: object) -> None:
         for step in self._steps.values():
             step.compute_trust_ratios()
 
-    def _update_chunk(self, ipu: int, index: int) -> None:
+    def _update_chunk(self, ipu: int, call: EngineCall, index: int) -> None:
         step_key, chunk = self._chunks[ipu][index]
         if step := self._steps.get(step_key):
             views = step.views(chunk)
             if step.trust_ratios is None:
-                views = self._prepare_gradients(views)
+                views = self._prepare_gradients(call, views)
             if self._has_own_step:
-                self._run_own_step(self._units[step_key], views)
+                self._run_own_step(call, self._units[step_key], views)
             else:
                 step.apply(views)
 
-    def _run_own_step(self, units: Sequence[Unit], updates: Sequence[ParameterUpdate]) -> None:
+    def _run_own_step(
+        self, call: EngineCall, units: Sequence[Unit], updates: Sequence[ParameterUpdate]
+    ) -> None:
         """Run the optimizer's own `step()`, which may give parameters other memory. If it fails before it has written,
         the weights are not lost: then raise RunError."""
         train_state = self.state.train_state
@@ -310,14 +314,14 @@ class Updates:
                 )
                 if self._group is not None or not is_same:  # peers may have updated
                     raise
-                self._release_weights()
+                call.commit.release()
                 raise RunError(
                     f"the optimizer's step() failed: {type(error).__name__}: {error}\n"
                     "  the weights are those after the last finished update; the executor can be called again"
                 ) from error
-            self.state.bind(self.call.hyper)
+            self.state.bind(call.hyper)
 
-    def _broadcast_weights(self, _: int) -> None:
+    def _broadcast_weights(self, *_: object) -> None:
         """Send the weights that this process has updated to all peers; receive those that peers updated."""
         units = [unit for unit in self.state.units if unit.key in self.state.train_state.owner]
         weights = [self.state.weight(unit) for unit in units]
@@ -326,14 +330,9 @@ class Updates:
         )
 
     def end_step(self) -> None:
-        """End the step in the state, drop its gradients, and release the lock of the weights."""
+        """End the step in the state, and drop its gradients."""
         self.state.end_step()
         self.clear_step()
-        self._release_weights()
-
-    def _release_weights(self) -> None:
-        self.is_writing = False
-        self.state.train_state.lock.release()
 
     def clear_step(self) -> None:
         """Drop the gradient sums (those in buckets keep their memory), norms and counts of a step."""

@@ -166,8 +166,8 @@ def training_state(executor: Any) -> TrainingState:
     except for per-replica parameters."""
     plans, optimizer = executor._plans, executor._optimizer
     names, state = dict(executor._wrapped.traced.named_buffers()), plans.state
-    with state.lock, torch.no_grad():
-        state.check_not_lost()
+    with state.commit.lock, torch.no_grad():
+        state.commit.check_not_lost()
         state.move_to_host()  # the checkpoint can be read where there is no accelerator
         values = {name: value.detach().clone() for name, value in state.find_weights().items()}
         own = state.own_buffers(values, state.buffers[0], len(state.buffers)) if state.buffers else [{}]

@@ -9,7 +9,6 @@ Its parts: plans and engines (`loaded_plans.py`), the model's flags (`model_flag
 import contextlib
 import functools
 import inspect
-import threading
 from dataclasses import replace
 from typing import Any, final
 
@@ -81,7 +80,6 @@ class PoplarExecutor(PublicNames):
         self._present: Any = None
         self._of_weights: dict[str, Any] = {}
         self._unread: frozenset[str] = frozenset()  # paths of arguments whose values do not matter
-        self._lock = threading.RLock()  # calls in several threads run one by one
         self._compiled_plans = 0  # dropped ones included
         self._return_hook: Any = None  # see `return_weights_before_calls`
         if training:
@@ -120,7 +118,7 @@ class PoplarExecutor(PublicNames):
             )
         with self._lock:
             call = self._bind(args, kwargs)
-            self._updates = 0
+            self._plans.state.updates = 0
             finished: list[tuple[Run, LoadedPlan, Results]] = []
             for run in self._split_call(call):
                 plan, results = self._execute_run(run)
@@ -182,12 +180,9 @@ class PoplarExecutor(PublicNames):
             self._optimizer_link.prepare_call()
             engine, recorder = plans.require_engine(), plan.reporter and plan.reporter.recorder
             inputs = self._engine_inputs(run.call, plan)
-            try:
-                results = engine.run(inputs, self._optimizer_link.hyper, recorder)
-            finally:
-                self._updates += engine.updates_done
+            results = engine.run(inputs, self._optimizer_link.hyper, recorder)
         except Exception:
-            if plans.state.lost is not None:
+            if plans.state.commit.state == "lost":
                 wrapped_model.refuse_reads_if_lost(self._user_model, plans.state)
             # The inputs may have caused the error: remove the plan, so that others can be compiled for.
             if number < self._compiled_plans and not self.finished_updates:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from operator import attrgetter
@@ -73,7 +74,8 @@ class PublicNames:
         if wrapped.options.Distributed.instances_per_replica > 1:
             read_weights_elsewhere(wrapped.user, self._plans)
         self._optimizer_link = OptimizerLink(wrapped, self._plans)
-        self._latest, self._updates = LatestCall(), 0
+        self._latest = LatestCall()
+        self._lock = threading.RLock()  # calls in several threads run one by one
         self._host_weights_version = 0  # calls of `copyWeightsToHost`; programs for PopTorch read it
         self._compilation_seconds: float | None = None
 
@@ -140,7 +142,8 @@ class PublicNames:
 
         Raises: Error, if the model is not attached to its devices
         """
-        self._plans.require_engine().average_buffers()
+        with self._lock:
+            self._plans.require_engine().average_buffers()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the `state_dict()` of the user's model."""
@@ -288,7 +291,7 @@ class PublicNames:
 
         After an error or Ctrl-C this can be less than `deviceIterations`; the weights include these updates.
         """
-        return self._updates if self._plans.engine is not None else 0
+        return self._plans.state.updates if self._plans.engine is not None else 0
 
     @property
     def notes(self) -> list[tuple[Any, Any]]:

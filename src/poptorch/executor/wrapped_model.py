@@ -139,14 +139,14 @@ def shallow_copy(model: nn.Module) -> nn.Module:
 
 
 def refuse_reads_if_lost(model: nn.Module, state: TrainState) -> None:
-    """Let `state_dict()` of a model raise an error while `state` is lost: until a complete `load_state_dict()`."""
+    """Let `state_dict()` of a model raise an error while its weights are lost: until a complete `load_state_dict()`."""
 
     def check(*args: Any) -> None:
-        state.check_not_lost()
+        state.commit.check_not_lost()
 
     def end(module: nn.Module, keys: Any) -> None:
         if not keys.missing_keys:
-            state.lost = None
+            state.commit.restore()
 
     model.register_state_dict_pre_hook(check)
     model.register_load_state_dict_post_hook(end)

@@ -157,7 +157,7 @@ def test_a_failed_call_leaves_what_its_finished_updates_have_made(failing):
         engine.run([x, wrong], HYPER)
     said = f"{failing} of the 3 weight updates" if failing else "as they were before the call"
     assert said in str(error.value)
-    assert engine.updates_done == failing
+    assert engine.state.train_state.updates == failing
     assert engine.state.train_state.random_state == twin.state.train_state.random_state
     assert_equal(copied(engine), copied(twin))
     other = engine_for(iterations=3)
@@ -174,8 +174,8 @@ def test_inference_holds_few_micro_batches_at_a_time_whatever_the_iterations(mon
     def watched(rows, row, replica):
         compute = computing(rows, row, replica)
 
-        def run(micro_batch):
-            compute(micro_batch)
+        def run(call, micro_batch):
+            compute(call, micro_batch)
             alive.append(len([frame for frame in rows.frames[replica].copy().values() if frame]))
 
         return run

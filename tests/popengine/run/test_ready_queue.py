@@ -121,7 +121,7 @@ def test_an_interrupt_before_the_first_update_leaves_no_trace(monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(ready_queue.ReadyQueue, "wait_until_idle", interrupted)
         engine.run(batch_for(engine), rates("sgd"))
-    assert engine.updates_done == 0
+    assert engine.state.train_state.updates == 0
     engine._rows.codes[0][:] = codes
     assert_same(trained(engine), trained(twin))
 
