@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from ..errors import UnrecoverableError
 from ..ir import Result, Signature, Slot
 from ..settings import Anchor, Counts, Hyper, Outputs, Settings
 from . import devices
-
-if TYPE_CHECKING:
-    from .recorder import Recorder
 
 logger = logging.getLogger("popengine")
 
@@ -332,7 +329,6 @@ class EngineCall:
     results: Results
     hyper: Hyper | None
     threads: int  # the caller's torch.get_num_threads(), restored at the end
-    recorder: Recorder | None
     commit: Commit
     overflows: list[tuple[int, float]] = field(default_factory=list)  # steps and loss scales
     failure: BaseException | None = None  # with which the call ended

@@ -130,7 +130,7 @@ class CapturedStep:
             anchors = tuple(replace(each, outputs=_of_one_iteration(each.outputs)) for each in anchors)
         inner = replace(settings, counts=once, anchors=anchors)
         self._results = Results(self._plan.partition.signature, inner, device)
-        captured = EngineCall(self._inputs, self._results, call.hyper, call.threads, None, Commit())
+        captured = EngineCall(self._inputs, self._results, call.hyper, call.threads, Commit())
         rows.generators = iter([generator for generator, *_ in self._generators])
         try:
             with devices.capturing(graph, device):

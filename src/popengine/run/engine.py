@@ -133,13 +133,12 @@ class Engine:
             Results(self.plan.partition.signature, self.settings, self.state.device),
             hyper,
             torch.get_num_threads(),
-            recorder,
             commit,
         )
         steps = self.settings.counts.iterations if self.settings.training else 1
         commit.begin(name, steps, self._queue.wait_until_idle, self._peers and self._peers.abort)
         try:
-            self._queue.start(call)
+            self._queue.start(call, recorder)
             self._queue.wait_until_idle()
         finally:
             commit.settle()  # returns at once, except after Ctrl-C

@@ -24,6 +24,7 @@ from ..programs import actions, bounds_of_rows
 from . import devices
 from .call import EngineCall
 from .captured_step import CapturedStep
+from .recorder import Recorder
 from .row_functions import RowFunctions
 from .updating import Work
 
@@ -163,6 +164,7 @@ class ReadyQueue:
         self._captured = CapturedStep(rows) if devices.has_queue(rows.state.device) else None
         self._tasks: StepTasks  # of the running step
         self._call: EngineCall | None = None
+        self._recorder: Recorder | None = None
         lock = threading.Lock()
         # Heaps of the numbers of ready tasks; `_to_send` for tasks that communicate with other processes.
         self._ready: list[int] = []
@@ -186,8 +188,9 @@ class ReadyQueue:
 
     # ---- calls -----------------------------------------------------------------------------------------------
 
-    def start(self, call: EngineCall) -> None:
+    def start(self, call: EngineCall, recorder: Recorder | None) -> None:
         """Start a call without waiting for its end. The previous call must have ended."""
+        self._recorder = recorder
         if self._threads_per_operation > 1:
             end_openmp_threads()
         self._inbox.put(call)
@@ -246,7 +249,7 @@ class ReadyQueue:
     def _run_step(self, call: EngineCall) -> None:
         """Run the tasks of a step; raise the first error."""
         tasks = self._table = self._table or StepTasks(self._rows, self._threads)
-        recorder = call.recorder
+        recorder = self._recorder
         if self._captured is not None and recorder is None and self._captured.run(tasks, call):
             return
         if recorder is not None:
@@ -278,11 +281,11 @@ class ReadyQueue:
             try:
                 task, call, started = self._tasks.all[number], self._call, perf_counter()
                 assert call is not None
-                if call.recorder is None:
+                if self._recorder is None:
                     task.work(call, task.index)
                 else:
                     work = partial(task.work, call)
-                    call.recorder.run_task(task.row, task.index, task.replica, work, core)
+                    self._recorder.run_task(task.row, task.index, task.replica, work, core)
                 del call
                 if core >= 0 and self._measured_count < 2 * JUDGED:
                     self._measure_task(perf_counter() - started)
