@@ -212,7 +212,7 @@ class Settings:
         return self.backend == "eager" or self.finite_checks
 
     @property
-    def measures_gradients(self) -> bool:
+    def needs_whole_gradients(self) -> bool:
         """Return whether norms or counts of all gradients are needed before the first weight is updated."""
         clips_by_norm = self.optimizer is not None and self.optimizer.max_grad_norm < float("inf")
         return clips_by_norm or self.automatic_loss_scaling

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import CaptureError
 from ..ir import Graph, Key
 from ..torch_private import DisableTorchFunctionSubclass, FakeTensor, FakeTensorMode, modes_restored
-from .recording.assigned_buffers import assigned_buffers, check_unread
+from .recording.assigned_buffers import assigned_buffers, reshaped_buffer_text
 from .recording.current_capture import (
     ENDED,
     Capture,
@@ -83,15 +83,10 @@ def capture(
     record = partial(_record, module, forward, samples, fake, training, device, given)
     stand_ins, dropped = make_stand_ins(), set[str]()
     with attributes_restored(module, stand_ins.was_used, stand_ins.hooks):
-        found = record(stand_ins)
-        changed = found.changed
-        if changed:
-            found, dropped = _record_again(found, lambda: record(make_stand_ins()))
-    if found.reshaped:
-        with attributes_restored(module, stand_ins.was_used, stand_ins.hooks):
-            again = record(make_stand_ins(found.reshaped))
-        check_unread(found.graph, found.reshaped, again.graph, again.reshaped)
-    _drop_fake_items(read.owner for read in changed if read.key is LENGTH)
+        found = first = record(stand_ins)
+        if first.changed or first.reshaped:
+            found, dropped = _record_again(first, lambda: record(make_stand_ins(first.reshaped)))
+    _drop_fake_items(read.owner for read in first.changed if read.key is LENGTH)
     found.reads.update(dropped)
     for line, what in found.draws.items():
         logger.warning(
@@ -174,9 +169,9 @@ def _record(
 def _record_again(
     first: _RecordedForward, record: Callable[[], _RecordedForward]
 ) -> tuple[_RecordedForward, set[str]]:
-    """Record a forward that changes what it reads a second time, with what the first recording has left, and return
-    this recording, and the paths of the values that forward changes each time. Raises CaptureError if the graphs
-    differ: then the values would be state between calls."""
+    """Record a forward that changes what it reads, or the shape of a buffer, a second time, with what the first
+    recording has left. Return a recording, and the paths of the values that forward changes each time. Raise
+    CaptureError if the graphs differ: then the values would be state between calls."""
     names = ", ".join(list(dict.fromkeys(read.path for read in first.changed))[:5])
     left = [(read, read.owner, read.present()) for read in first.changed if isinstance(read.owner, dict)]
     where = next((first.lines.get(read.path) or read.where for read in first.changed), "") or "forward"
@@ -185,13 +180,15 @@ def _record_again(
         "  why: Python's side of forward runs only when it is recorded, and a second run computes something else\n"
         "  fix: keep the value in a buffer, `self.register_buffer(name, tensor)`, and write into it: `copy_(new)`"
     )
+    if first.reshaped:
+        text = reshaped_buffer_text(first.graph, first.reshaped)
     for stored, real in first.left:
         stored.put(real)
     try:
         second = record()
     except Exception as error:
         raise CaptureError(text) from error
-    if fingerprint(first.graph, ()) != fingerprint(second.graph, ()):
+    if second.reshaped or fingerprint(first.graph) != fingerprint(second.graph, without=first.reshaped):
         raise CaptureError(text)
     dropped = {read.path for read in second.changed}
     for read, owner, value in left:
@@ -204,7 +201,14 @@ def _record_again(
             where,
             ", ".join(again[:5]),
         )
-    return second, dropped
+    if not first.reshaped:
+        return second, dropped
+    logger.warning(
+        "forward assigns tensors of other shapes or types to the buffers %s; no call reads them, and the buffers stay"
+        " as they are; return the tensors from forward, if the program needs them",
+        ", ".join(first.reshaped),
+    )
+    return first, dropped
 
 
 def _drop_fake_items(containers: Iterable[Any]) -> None:

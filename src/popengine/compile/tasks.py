@@ -334,7 +334,7 @@ class _TableWriter:
                     after = [After(row, None), *before[self.place[ipu]]]
                     before[self.place[ipu]] = [self._add_step_row("exchange", after, ipu=ipu, piece=number)]
             ready += chain(*before.values())
-        if settings.measures_gradients:
+        if settings.needs_whole_gradients:
             ready.append(self._add_step_row("norm", ready, index="parameter"))
         begin = self._add_step_row("begin", ready)
         updated = {

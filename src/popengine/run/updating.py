@@ -147,7 +147,8 @@ class Updates:
         divide_([part.gradient for part in parts], divisor)
 
     def _reduce_and_measure_gradient(self, call: EngineCall, index: int) -> None:
-        """Reduce the gradient of unit number `index`, in place; store its norm or counts of its elements."""
+        """Reduce the gradient of unit number `index`, in place; store its norm or counts of its elements. A complex
+        gradient is real here, with a last dimension of 2 (`ParameterUpdate`)."""
         unit = self.state.units[index]
         if not self.state.is_updated_here(unit.key):
             return
@@ -155,13 +156,12 @@ class Updates:
         self._reduce(call, [update])
         # Each gradient counts once: if processes sum norms and counts, one of them counts unsharded parameters.
         owner, gradient = self.state.train_state.owner, update.gradient
-        if (owner or self._mail) and owner.get(unit.key, 0) != self.settings.counts.instance:
-            return
-        if self.settings.automatic_loss_scaling:
+        counts_here = not (owner or self._mail) or owner.get(unit.key, 0) == self.settings.counts.instance
+        if counts_here and self.settings.automatic_loss_scaling:
             is_large = gradient.abs() > _LARGE / call.results.loss_scale
             found = torch.stack([is_large.sum(), gradient.isfinite().sum()])
             self._counts.append((gradient.numel(), found))
-        if self._optimizer.max_grad_norm < math.inf:
+        if counts_here and self._optimizer.max_grad_norm < math.inf:
             # In float32 also for half precision, where the norm may be too large for the gradient's own dtype.
             dtype = torch.promote_types(gradient.dtype, torch.float32)
             self._norms[unit] = torch.linalg.vector_norm(gradient, dtype=dtype)
@@ -202,7 +202,7 @@ class Updates:
     def _new_step(self, call: EngineCall, step_key: _StepKey) -> UpdateStep:
         """Return the update of the parameters of an ipu and group; of all parameters for an own `step()`."""
         assert call.hyper is not None
-        is_reduced = self.settings.measures_gradients
+        is_reduced = self.settings.needs_whole_gradients
         updates = [self._parameter_update(unit, is_reduced) for unit in self._units[step_key]]
         return UpdateStep(self._optimizer, call.hyper.groups[step_key[1]], updates)
 
@@ -212,7 +212,7 @@ class Updates:
         """Reduce gradients (unless row "norm" did) and clip them, in place; return `parts`. Record in the call whether
         the loss scale made gradients overflow, for a warning."""
         optimizer = self._optimizer
-        if not self.settings.measures_gradients:
+        if not self.settings.needs_whole_gradients:
             self._reduce(call, parts)
         gradients = [part.gradient for part in parts]
         # The loss scale may make gradients overflow. (No check on an accelerator: the host would wait.)
@@ -294,20 +294,15 @@ class Updates:
         the weights are not lost: then raise RunError."""
         train_state = self.state.train_state
         weights = [train_state.parameters()[unit.key].detach() for unit in units]
-        found = (x.gradient for x in updates)
-        gradients = (
-            torch.view_as_complex(g) if w.is_complex() else g for g, w in zip(found, weights, strict=True)
-        )
         with torch.inference_mode(False):  # else new states and weights could not be written outside of it
+            gradients = {
+                unit.key: (torch.view_as_complex(g) if w.is_complex() else g).to(w.dtype, copy=True)
+                for unit, g, w in zip(units, (x.gradient for x in updates), weights, strict=True)
+            }
             # A write to `parameter.data` leaves no other trace than the bits.
             before, marks = [weight.clone() for weight in weights], train_state.marks_of_optimizer()
             try:
-                train_state.run_own_step(
-                    {
-                        u.key: g.to(w.dtype, copy=True)
-                        for u, g, w in zip(units, gradients, weights, strict=True)
-                    }
-                )
+                train_state.run_own_step(gradients)
             except Exception as error:
                 is_same = (
                     all(map(has_same_bits, before, weights)) and marks == train_state.marks_of_optimizer()

@@ -94,9 +94,7 @@ class ParameterUpdate:
     parameter: Tensor
     gradient: Tensor
     state: State
-    others: tuple[
-        Tensor, ...
-    ] = ()  # gradient sums of other replicas, to be added to `gradient` before the update
+    others: tuple[Tensor, ...] = ()  # gradient sums of other replicas, added to `gradient` before the update
     seed: int | None = None  # of stochastic rounding; None: no stochastic rounding
     start: int = 0  # offset of the range's first element in the parameter
     # For rules with a trust ratio: a buffer for the step (the gradient itself if not half precision), and (norm of the
@@ -193,7 +191,7 @@ class UpdateStep:
         """For each parameter of a chunk: update the moments (LAMB), write the step without trust ratio into `step`, and
         store the norms of the weight and of this step in `norms`, if it has ratios."""
         assert self.trust_ratios is not None
-        self._negate_to_maximize(views)
+        self._use_gradients(views)
         weights, steps = self._run_formula(self.trust_ratios.steps, views, [view.gradient for view in views])
         norms = zip(torch._foreach_norm(weights), torch._foreach_norm(steps), strict=True)
         for view, step, pair in zip(views, steps, norms, strict=True):
@@ -223,17 +221,22 @@ class UpdateStep:
             self.rule.fused(Step(self.optimizer, self.rates, weights, gradients, states))
         if others:
             if self.trust_ratios is None:  # else `measure_norms` did it
-                self._negate_to_maximize(others)
+                self._use_gradients(others)
             steps = [view.gradient if view.step is None else view.step for view in others]
             weights, _ = self._run_formula(self.rule.formula, others, steps)
             for view, weight in zip(others, weights, strict=True):
                 if weight is not view.parameter:
                     round_into(view.parameter, weight, view.seed)
 
-    def _negate_to_maximize(self, views: Sequence[ParameterUpdate]) -> None:
-        """Negate the gradients in place if the rate `maximize` is on; otherwise do nothing."""
+    def _use_gradients(self, views: Sequence[ParameterUpdate]) -> None:
+        """Negate the gradients in place if the rate `maximize` is on; in the first update, copy them to states that
+        start as the first gradient."""
         if self.rates.get("maximize"):
             torch._foreach_neg_([view.gradient for view in views])
+        for kept in (state for state in self.rule.states if state.is_gradient_first):
+            for view in views:
+                if view.state["step"].item() == 1:
+                    view.state[kept.name].copy_(view.gradient)
 
     def _run_formula(
         self, formula: Formula, views: Sequence[ParameterUpdate], gradients: Sequence[Tensor]

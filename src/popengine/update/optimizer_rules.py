@@ -25,10 +25,9 @@ class RuleState:
     name: str  # key in `optimizer.state[parameter]`; torch's, if torch has this optimizer
     file: str  # prefix of the tensor's name in the "ipu_state" of a poptorch optimizer; "": it is not there
     dtype: str = ""  # attribute of the optimizer that holds the tensor's dtype; "" for float32
-    when: str = (
-        ""  # flag that must be on for the tensor to exist; "momentum": it exists once the momentum is not 0
-    )
+    when: str = ""  # flag for which the tensor exists; "momentum": it exists once the momentum is not 0
     ones_when: str = ""  # flag for which the tensor starts with ones; otherwise it starts with zeros
+    is_gradient_first: bool = False  # it starts as the first gradient; the rule has a state "step"
     one_with: str = ""  # a state of torch: if it is there and this state is not, this state starts with 1
 
 
@@ -38,7 +37,7 @@ class Flag:
 
     default: bool = False  # value of optimizers that don't have the property
     of_group: bool = (
-        False  # True: a key of the parameter groups, equal in all; False: an attribute of the optimizer
+        False  # a key of the parameter groups, equal in all; False: an attribute of the optimizer
     )
     label: str = ""  # suffix of the optimizer's type in messages, if the value is not the default
     read: Callable[[Any], bool] | None = None  # returns the value, if it is neither a key nor an attribute
@@ -49,9 +48,7 @@ class TrustRatios:
     """The functions by which a rule (LAMB, LARS) computes trust ratios, before its formula runs."""
 
     steps: Formula  # overwrites the gradients with the steps whose norms are compared with the weights' norms
-    trust: Callable[
-        [Rates, Tensor, Tensor], Tensor
-    ]  # returns the ratios, from the norms of weights and of steps
+    trust: Callable[[Rates, Tensor, Tensor], Tensor]  # returns ratios, from the norms of weights and of steps
     min_dims: int = 0  # parameters with fewer dimensions have no trust ratio
 
 
@@ -66,6 +63,7 @@ class Rule:
     fused: Formula | None = None  # the formula as one kernel of torch, if there is one
     trust_ratios: TrustRatios | None = None
     torch_class: type[torch.optim.Optimizer] | None = None  # which updates by this rule
+    betas: int = 2  # how many the rate "betas" has; formulas get "beta1", "beta2", ...
 
     @property
     def group_keys(self) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from ..logs import listed, logger
 from ..optim import Optimizer as PoptorchOptimizer
 from ..optim.freeze_optimizer import (
     Snapshot,
-    check_attributes,
     check_changes,
     optimizer_kind,
     refuse_step_hooks,
@@ -75,7 +74,7 @@ class OptimizerLink:
         frozen = now.frozen
         is_loaded = getattr(optimizer, "_has_loaded_rates", False)  # rates of a checkpoint replace constants
         if compiled and before is not None:
-            check_changes(before, now, with_rates=not is_loaded)
+            check_changes(before, optimizer, None if is_loaded else now.hyper)
             now = now if is_loaded else replace(before, hyper=now.hyper)
         elif before is None or now.label != before.label:
             self._known = {}
@@ -240,7 +239,7 @@ class OptimizerLink:
             return
         if self.frozen.kind != OWN_STEP:
             refuse_step_hooks(self.optimizer)
-        check_attributes(self.snapshot, self.optimizer)
+        check_changes(self.snapshot, self.optimizer)
         if getattr(self.optimizer, "_has_loaded_rates", False):
             return self.set_optimizer(self.optimizer)
         if "rates" in self._warned:

@@ -7,7 +7,7 @@ warning. The table `popengine.update.optimizer_rules.RULES` has the rates, state
 import inspect
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -198,14 +198,13 @@ def _group_indices(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> d
 
 @dataclass(frozen=True)
 class Snapshot:
-    """An optimizer as an executor takes it over: `frozen` is compiled in, `hyper` are the rates of calls. `values` is
-    what is compared after compilation, by the names in errors; in a list, each group's value of a rate."""
+    """An optimizer as an executor takes it over: `frozen` is compiled in, `hyper` are the rates of calls, and of these
+    `constants` may not change after compilation (by name, each group's value)."""
 
     label: str  # name in messages
     frozen: settings.Optimizer
     hyper: settings.Hyper
-    values: Mapping[str, Any]
-    constants: frozenset[str]  # those rates in `values` that may not change
+    constants: Mapping[str, list[float]]
 
 
 def take_snapshot(
@@ -217,45 +216,47 @@ def take_snapshot(
     if frozen.kind != OWN_STEP:
         refuse_step_hooks(optimizer)
     rates = _rates_by_name(optimizer, hyper)
-    constants = {name for name, values in rates.items() if _is_constant_rate(optimizer, name, values)}
+    constants = {name: values for name, values in rates.items() if _is_constant_rate(optimizer, name, values)}
     if automatic_loss_scaling:
-        constants.discard("loss_scaling")
-    values = _compared_values(frozen) | {_rate_in_errors(name): found for name, found in rates.items()}
+        constants.pop("loss_scaling", None)
+    return Snapshot(name_in_messages(optimizer, frozen), frozen, hyper, constants)
+
+
+def check_changes(
+    before: Snapshot, optimizer: torch.optim.Optimizer, hyper: settings.Hyper | None = None
+) -> None:
+    """Raise Error if a value of an optimizer that is compiled in, or with `hyper` a constant rate, is not that of
+    `before`."""
+    frozen = _frozen_values(optimizer, optimizer_kind(optimizer), before.frozen.group_of)
+    if frozen == before.frozen and hyper is None:
+        return
     label = name_in_messages(optimizer, frozen)
-    return Snapshot(label, frozen, hyper, values, frozenset(map(_rate_in_errors, constants)))
-
-
-def check_attributes(before: Snapshot, optimizer: torch.optim.Optimizer) -> None:
-    """Raise Error if an attribute of the optimizer that is compiled in has another value than in its snapshot."""
-    now = _frozen_values(optimizer, optimizer_kind(optimizer), before.frozen.group_of)
-    if now != before.frozen:
-        label, values = name_in_messages(optimizer, now), _compared_values(now)
-        check_changes(before, replace(before, label=label, frozen=now, values=values), with_rates=False)
-
-
-def check_changes(before: Snapshot, now: Snapshot, with_rates: bool = True) -> None:
-    """Raise Error if a value that is compiled in, or (`with_rates`) a constant rate, is not that of `before`."""
-    if now.label != before.label:
+    if label != before.label:
         raise Error(
             f"the optimizer's type can't change once the model is compiled: it was {before.label}, this one is "
-            f"{now.label}.\n  fix: call destroy() on the executor first, so that its next call compiles the model again"
+            f"{label}.\n  fix: call destroy() on the executor first, so that its next call compiles the model again"
         )
     was = before.frozen.accumulator_type
-    if now.frozen.accumulator_type == torch.float16 != was and now.label != "SGD1":
+    if frozen.accumulator_type == torch.float16 != was and label != "SGD1":
         raise ValueError(
             "accum_type=torch.float16 needs options.Training.setMeanAccumulationAndReplicationReductionStrategy("
             f"poptorch.MeanReductionStrategy.Running), but the model is already compiled with {was}.\n"
             "  fix: set this optimizer before the first call, or call destroy() on the model first"
         )
+    values, rates = _compared_values(frozen), {} if hyper is None else _rates_by_name(optimizer, hyper)
+    compared = [
+        (what, value, values.get(what, value)) for what, value in _compared_values(before.frozen).items()
+    ]
+    for name, constants in before.constants.items() if rates else ():
+        found = rates.get(name, constants)
+        if any(one != other for one, other in zip(constants, found, strict=False)):  # groups may be added
+            compared.append((f"modified constant attribute {name!r}", constants, found))
     changes = [
-        f"  {what}: it was {value}, now it is {now.values[what]}\n"
-        for what, value in before.values.items()
-        if not isinstance(value, list) or (with_rates and what in before.constants)
-        if not _is_equal(value, now.values.get(what, value))
+        f"  {what}: it was {one}, now it is {other}\n" for what, one, other in compared if one != other
     ]
     if changes:
         raise Error(
-            f"the {now.label} optimizer changes what is compiled in:\n{''.join(changes)}"
+            f"the {label} optimizer changes what is compiled in:\n{''.join(changes)}"
             "  fix: call destroy() on the model first; an attribute may change if it is given to the constructor"
             " of a poptorch optimizer, or marked by optimizer.variable_attrs.markAsVariable(name), before the"
             " model is compiled"
@@ -320,17 +321,6 @@ def _is_constant_rate(optimizer: torch.optim.Optimizer, name: str, values: list[
     if marks is not None:
         return name not in marks or marks.isConstant(name)
     return name in _NEED_STATE and not any(values)
-
-
-def _is_equal(before: Any, now: Any) -> bool:
-    """Return whether two of the `_compared_values` are equal. Groups of one of the optimizers alone don't count."""
-    if isinstance(before, list):
-        return all(one == other for one, other in zip(before, now, strict=False))
-    return before == now
-
-
-def _rate_in_errors(name: str) -> str:
-    return f"modified constant attribute {name!r}"
 
 
 def _compared_values(frozen: settings.Optimizer) -> dict[str, Any]:

@@ -15,11 +15,12 @@ dictionary of a torch optimizer can be loaded as {"ipu_state": None, "ipu_param"
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from popengine.errors import did_you_mean
 from popengine.settings import Hyper
@@ -82,6 +83,8 @@ class Optimizer:
     """
 
     _kind: str  # key of the class's rule in `RULES`
+    # Names of the constructor's arguments after `params`, in PopTorch's order; those after "*" by keyword only.
+    _arguments = ""
     _defaults: dict[str, Any] | None = None  # default rates of a rule that torch has no optimizer for
     _needs_lr = False  # whether "lr" is mandatory, as an argument or in every parameter group
     _more_rates: tuple[str, ...] = ()  # rates in `variable_attrs` that the rule doesn't read
@@ -102,14 +105,18 @@ class Optimizer:
 
     _classes: ClassVar[list[type]] = []  # the classes of this package, not the user's subclasses
 
+    def __init__(self, params: ParamsT, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("each optimizer has a constructor of its own")
+
     def __init_subclass__(cls) -> None:
         if "_kind" in vars(cls):
             Optimizer._classes.append(cls)
+            if cls._arguments:
+                cls.__init__ = _constructor(cls._arguments)
 
     def _init_from_arguments(self, arguments: dict[str, Any]) -> None:
-        """Initialise torch's class with the arguments that it accepts, and set the other declared attributes.
-        `arguments` are the `locals()` of the constructor; None means omitted. The given rates become
-        variable."""
+        """Initialise torch's class with the arguments that it accepts, and set the other declared attributes. None
+        means omitted. The given rates become variable."""
         given = {name: value for name, value in arguments.items() if value is not None}
         for name, dtype in given.items():
             if name.endswith("accum_type") and dtype not in (torch.float32, torch.float16):
@@ -226,6 +233,23 @@ class Optimizer:
         }
 
 
+def _constructor(arguments: str) -> Callable[..., None]:
+    """Return the method `__init__` of an optimizer with these arguments, all of which may be None."""
+    ordered, _, named = arguments.partition("*")
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter(name, kinds[0]) for name in ("self", "params")]
+    for names, kind in zip((ordered, named), kinds, strict=True):
+        parameters += [inspect.Parameter(name, kind, default=None) for name in names.split()]
+    signature = inspect.Signature(parameters)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        given = signature.bind(self, *args, **kwargs).arguments
+        self._init_from_arguments({name: given[name] for name in given if name != "self"})
+
+    __init__.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+    return __init__
+
+
 # rates ------------------------------------------------------------------------------------------------
 
 
@@ -260,11 +284,11 @@ def _group_rates(kind: str, group: dict[str, Any], index: int) -> dict[str, floa
     for name in (*rule.rates, "maximize"):
         value = group.get(name, False)
         if name == "betas":
-            if not isinstance(value, tuple) or len(value) != 2:
+            if not isinstance(value, tuple) or len(value) != rule.betas:
                 raise AssertionError(
-                    f"Expected a pair of numbers, a tuple, for betas in {where}, but found {value!r}"
+                    f"Expected a tuple of {rule.betas} numbers for betas in {where}, but found {value!r}"
                 )
-            rates["beta1"], rates["beta2"] = (as_float(beta, name, where) for beta in value)
+            rates |= {f"beta{n}": as_float(beta, name, where) for n, beta in enumerate(value, 1)}
         else:
             is_default = name == "max_weight_norm" and value is None
             rates[name] = MAX_WEIGHT_NORM if is_default else as_float(value, name, where)

@@ -56,37 +56,23 @@ class SGD(Optimizer, torch.optim.SGD):
     dampens_first_step = True
     use_combined_accum: bool = False
     velocity_accum_type: torch.dtype = torch.float32
+    _arguments = """
+        lr momentum dampening weight_decay nesterov maximize foreach differentiable loss_scaling
+        velocity_scaling use_combined_accum accum_type velocity_accum_type max_grad_norm * fused
+    """
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | None = None,
-        momentum: float | None = None,
-        dampening: float | None = None,
-        weight_decay: float | None = None,
-        nesterov: bool | None = None,
-        maximize: bool | None = None,
-        foreach: bool | None = None,
-        differentiable: bool | None = None,
-        loss_scaling: float | None = None,
-        velocity_scaling: float | None = None,
-        use_combined_accum: bool | None = None,
-        accum_type: torch.dtype | None = None,
-        velocity_accum_type: torch.dtype | None = None,
-        max_grad_norm: float | None = None,
-        *,
-        fused: bool | None = None,
-    ) -> None:
-        if velocity_scaling is not None and not use_combined_accum:
+    def _init_from_arguments(self, arguments: dict[str, Any]) -> None:
+        scaling, is_combined = arguments.get("velocity_scaling"), arguments.get("use_combined_accum")
+        if scaling is not None and not is_combined:
             logger.warning(
                 "SGD ignores velocity_scaling=%s: it needs use_combined_accum=True; "
                 "with separate accumulators loss_scaling alone scales",
-                velocity_scaling,
+                scaling,
             )
-            velocity_scaling = None
-        self._init_from_arguments(locals())
-        if use_combined_accum:
-            self.defaults["velocity_scaling"] = 1.0 if velocity_scaling is None else velocity_scaling
+            arguments["velocity_scaling"] = scaling = None
+        super()._init_from_arguments(arguments)
+        if is_combined:
+            self.defaults["velocity_scaling"] = 1.0 if scaling is None else scaling
             for group in self.param_groups:
                 group.setdefault("velocity_scaling", self.defaults["velocity_scaling"])
 
@@ -106,29 +92,11 @@ class Adam(_Moments, torch.optim.Adam):
     """
 
     _kind = "adam"
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | None = None,
-        betas: tuple[float, float] | None = None,
-        eps: float | None = None,
-        weight_decay: float | None = None,
-        amsgrad: bool | None = None,
-        foreach: bool | None = None,
-        maximize: bool | None = None,
-        capturable: bool | None = None,
-        differentiable: bool | None = None,
-        fused: bool | None = None,
-        loss_scaling: float | None = None,
-        accum_type: torch.dtype | None = None,
-        first_order_momentum_accum_type: torch.dtype | None = None,
-        second_order_momentum_accum_type: torch.dtype | None = None,
-        max_grad_norm: float | None = None,
-        *,
-        decoupled_weight_decay: bool | None = None,
-    ) -> None:
-        self._init_from_arguments(locals())
+    _arguments = """
+        lr betas eps weight_decay amsgrad foreach maximize capturable differentiable fused loss_scaling
+        accum_type first_order_momentum_accum_type second_order_momentum_accum_type max_grad_norm *
+        decoupled_weight_decay
+    """
 
 
 class AdamW(_Moments, torch.optim.AdamW):
@@ -140,28 +108,11 @@ class AdamW(_Moments, torch.optim.AdamW):
 
     _kind = "adamw"
     bias_correction: bool = True
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | None = None,
-        betas: tuple[float, float] | None = None,
-        eps: float | None = None,
-        weight_decay: float | None = None,
-        amsgrad: bool | None = None,
-        maximize: bool | None = None,
-        foreach: bool | None = None,
-        capturable: bool | None = None,
-        differentiable: bool | None = None,
-        fused: bool | None = None,
-        loss_scaling: float | None = None,
-        bias_correction: bool | None = None,
-        accum_type: torch.dtype | None = None,
-        first_order_momentum_accum_type: torch.dtype | None = None,
-        second_order_momentum_accum_type: torch.dtype | None = None,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        self._init_from_arguments(locals())
+    _arguments = """
+        lr betas eps weight_decay amsgrad maximize foreach capturable differentiable fused loss_scaling
+        bias_correction accum_type first_order_momentum_accum_type second_order_momentum_accum_type
+        max_grad_norm
+    """
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override]
         """Update the host's weights by torch's `step`, or (`bias_correction` off) by the executors' rule."""
@@ -180,28 +131,10 @@ class RMSprop(_Moments, torch.optim.RMSprop):
 
     _kind = "rmsprop"
     use_tf_variant: bool = False
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | None = None,
-        alpha: float | None = None,
-        eps: float | None = None,
-        weight_decay: float | None = None,
-        momentum: float | None = None,
-        centered: bool | None = None,
-        foreach: bool | None = None,
-        maximize: bool | None = None,
-        differentiable: bool | None = None,
-        loss_scaling: float | None = None,
-        accum_type: torch.dtype | None = None,
-        first_order_momentum_accum_type: torch.dtype | None = None,
-        second_order_momentum_accum_type: torch.dtype | None = None,
-        use_tf_variant: bool | None = None,
-        *,
-        capturable: bool | None = None,
-    ) -> None:
-        self._init_from_arguments(locals())
+    _arguments = """
+        lr alpha eps weight_decay momentum centered foreach maximize differentiable loss_scaling accum_type
+        first_order_momentum_accum_type second_order_momentum_accum_type use_tf_variant * capturable
+    """
 
 
 class OwnRule(Optimizer, torch.optim.Optimizer):
@@ -226,22 +159,10 @@ class LAMB(OwnRule, _Moments):
     _kind = "lamb"
     _defaults = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, max_weight_norm=MAX_WEIGHT_NORM)
     bias_correction: bool = True
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | None = None,
-        betas: tuple[float, float] | None = None,
-        eps: float | None = None,
-        weight_decay: float | None = None,
-        bias_correction: bool | None = None,
-        loss_scaling: float | None = None,
-        max_weight_norm: float | None = None,
-        accum_type: torch.dtype | None = None,
-        first_order_momentum_accum_type: torch.dtype | None = None,
-        second_order_momentum_accum_type: torch.dtype | None = None,
-    ) -> None:
-        self._init_from_arguments(locals())
+    _arguments = """
+        lr betas eps weight_decay bias_correction loss_scaling max_weight_norm accum_type
+        first_order_momentum_accum_type second_order_momentum_accum_type
+    """
 
 
 class LARS(OwnRule):
@@ -258,18 +179,6 @@ class LARS(OwnRule):
     _needs_lr = True
     _defaults = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 5e-5, "eta": 1e-3, "eps": 0.0}
     velocity_accum_type: torch.dtype = torch.float32
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | None = None,
-        momentum: float | None = None,
-        weight_decay: float | None = None,
-        eta: float | None = None,
-        eps: float | None = None,
-        loss_scaling: float | None = None,
-        accum_type: torch.dtype | None = None,
-        velocity_accum_type: torch.dtype | None = None,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        self._init_from_arguments(locals())
+    _arguments = """
+        lr momentum weight_decay eta eps loss_scaling accum_type velocity_accum_type max_grad_norm
+    """

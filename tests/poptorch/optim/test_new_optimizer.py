@@ -37,6 +37,15 @@ def toy(monkeypatch):
     return Toy
 
 
+def differences(step: Step):
+    """d ← β₂·d + β₃·(g − p);  w ← w − lr·(β₁·g + d);  p ← g, the previous gradient, which starts as the first one."""
+    rates = step.group
+    for state, weight, gradient in zip(step.states, step.parameters, step.gradients, strict=True):
+        state["sum"].mul_(rates["beta2"]).add_(gradient - state["previous"], alpha=rates["beta3"])
+        state["previous"].copy_(gradient)
+        weight.sub_(rates["lr"] * (rates["beta1"] * gradient + state["sum"]))
+
+
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -106,3 +115,30 @@ def test_messages_and_checks_cover_it(toy):
         toy(model.parameters()).variable_attrs.markAsVariable("eps")
     with pytest.raises(AssertionError, match=r"Types supported: .*poptorch\.optim\.Toy, .*torch\.optim\.SGD"):
         poptorch.trainingModel(Net(), options(), model.parameters())
+
+
+def test_a_rule_has_as_many_betas_as_it_says_and_a_state_can_start_as_the_first_gradient(monkeypatch):
+    previous, count = RuleState("previous", "Accl2", is_gradient_first=True), RuleState("step", "Step")
+    states = RuleState("sum", "Accl1"), previous, count
+    monkeypatch.setitem(RULES, "differences", Rule(differences, ("lr", "betas"), states, betas=3))
+
+    class Differences(OwnRule):
+        _kind = "differences"
+        _defaults = {"lr": 0.5, "betas": (0.5, 0.25, 0.125)}
+
+    model, twin = Net(), Net()
+    executor = poptorch.trainingModel(model, options(), Differences(model.parameters()))
+    sums = previous = 0
+    for batch in batches():
+        twin.zero_grad()
+        twin(batch).backward()
+        gradient = twin.layer.weight.grad.clone()
+        sums = 0.25 * sums + 0.125 * (gradient - (previous if torch.is_tensor(previous) else gradient))
+        previous = gradient
+        executor(batch)
+        with torch.no_grad():
+            twin.layer.weight.sub_(0.5 * (0.5 * gradient + sums))
+            twin.layer.bias.copy_(model.layer.bias)
+    torch.testing.assert_close(model.layer.weight, twin.layer.weight)
+    with pytest.raises(AssertionError, match="Expected a tuple of 3 numbers for betas"):
+        executor.setOptimizer(Differences(model.parameters(), betas=(0.5, 0.5)))

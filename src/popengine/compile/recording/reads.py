@@ -20,11 +20,17 @@ from torch.fx.node import map_arg
 
 from ...ir import Graph
 from ...torch_private import tree_leaves
-from .graph_recorder import run_node
+from .graph_recorder import empty_like, run_node, sources_of
 
 # Of no package: noting leaves out objects of ours.
 MISSING: Any = type("Missing", (), {"__module__": "", "__repr__": lambda self: "missing"})()
 LENGTH, CLASS = object(), object()  # the keys of a container's length, and of an object's class
+aten = torch.ops.aten
+# Operations that read no values of their operands.
+_READS_LAYOUT = (
+    *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
+    *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+)
 _COMPARED = (bool, int, str, bytes, frozenset, torch.dtype, torch.device, MethodType, numpy.generic)
 
 
@@ -152,22 +158,28 @@ def _in_words(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def fingerprint(graph: Graph, bound: Container[str]) -> str:
-    """Return a hash of what a graph computes. What depends on constants alone counts by its value; of the constants in
-    `bound`, which each call binds anew, only the layout counts."""
+def fingerprint(graph: Graph, bound: Container[str] = (), without: Container[str] = ()) -> str:
+    """Return a hash of what a graph computes. What depends on constants and layouts alone counts by its value; of the
+    constants in `bound`, which each call binds anew, only the layout counts, and the buffers `without` not at all."""
     texts: dict[fx.Node, str] = {}
     values: dict[fx.Node, Any] = {}  # of nodes that depend on constants alone
     handles = {handle: f"{index}: {call}" for index, (handle, call) in enumerate(graph.held)}
-    lines: list[Any] = [graph.results and [(r.kind, r.key, r.shape, r.dtype) for r in graph.results]]
-    lines += [(visit.name, visit.ipu) for visit in graph.visits]
-    for node in graph.code.nodes:
+    output: Any = graph.code.output_node().args[0]
+    results = [
+        (result, node)
+        for result, node in zip(graph.results, output, strict=True)
+        if result.kind != "buffer" or result.key not in without
+    ]
+    wanted = sources_of(node for _, node in results)
+    lines: list[Any] = [(visit.name, visit.ipu) for visit in graph.visits]
+    for node in (node for node in graph.code.nodes if node in wanted):
         meta, key = node.meta, node.meta.get("key")
-        if node.op == "output":
-            lines.append(map_arg(node.args, texts.__getitem__))
-        elif node.op == "placeholder" and meta["role"] == "constant" and key not in bound:
+        if node.op == "placeholder" and meta["role"] == "constant" and key not in bound:
             values[node] = graph.constants[key]
         elif node.op == "placeholder":
             texts[node] = repr((meta["role"], key, layout_of(meta["val"])))
+        elif node.target in _READS_LAYOUT:
+            values[node] = run_node(node, {n: empty_like(n.meta["val"]) for n in node.all_input_nodes})
         elif all(operand in values for operand in node.all_input_nodes) and _can_fold(node):
             values[node] = run_node(node, values)
         else:
@@ -182,6 +194,7 @@ def fingerprint(graph: Graph, bound: Container[str]) -> str:
             texts[node] = f"%{len(lines)}"
         if node in values:
             texts[node] = _text_of_value(values[node])
+    lines += [(r.kind, r.key, r.shape, r.dtype, texts[node]) for r, node in results]
     return hashlib.sha256(repr(lines).encode()).hexdigest()
 
 
