@@ -14,12 +14,13 @@ they are rebuilt in their original order.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from abc import ABC, abstractmethod
 from collections import UserDict
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -69,13 +70,15 @@ def registered_parsers() -> dict[type, ICustomArgParser]:
     return dict(_parsers)
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """The structure of a nested value without its tensors: values with equal specs differ in tensors only."""
+class Part(NamedTuple):
+    """A nested value, or a part of one, without its tensors."""
 
     type: type  # torch.Tensor for every kind of tensor
-    parts: tuple[tuple[Any, Spec], ...] = ()  # of a container: keys (sorted), field names or indices
+    keys: tuple[Any, ...] = ()  # of a container: keys (sorted), field names or indices
     constant: Constant | None = None  # the value, if it is neither tensor nor container
+
+
+Spec = tuple[tuple[str, Part], ...]  # each part with its path; values with equal specs differ in tensors only
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -94,6 +97,9 @@ class Constant:
         return repr(self.value)
 
 
+_TENSOR = Part(torch.Tensor)
+
+
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors in `value`, depth first; those of a dictionary by sorted key."""
     if isinstance(value, torch.Tensor):  # first, since each call of a model comes here often
@@ -103,12 +109,14 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 def paths_of(value: Any, name: str) -> list[str]:
     """Return the path of each tensor in `value`, as code: `name[0]`, `name["key"]`, `name.field`."""
-    return [path for leaf, path, _ in _iterate_leaves(value, name) if isinstance(leaf, torch.Tensor)]
+    return [path for path, part, _ in _iterate_parts(value, name) if part.type is torch.Tensor]
 
 
 def constants_of(value: Any, path: str) -> Iterator[tuple[Any, str, bool]]:
     """Yield (constant, path, whether the path ends in a name) of each constant; the path as in `paths_of`."""
-    return (leaf for leaf in _iterate_leaves(value, path) if not isinstance(leaf[0], torch.Tensor))
+    for place, part, is_named in _iterate_parts(value, path):
+        if part.constant is not None:
+            yield part.constant.value, place, is_named
 
 
 def with_tensors(value: Any, replacements: Iterator[Any]) -> Any:
@@ -122,25 +130,25 @@ def with_tensors(value: Any, replacements: Iterator[Any]) -> Any:
     return _copy_with_parts(value, {key: with_tensors(part, replacements) for key, part in parts.items()})
 
 
-def spec_of(value: Any) -> Spec:
-    """Return the `Spec` of a value: its classes, lengths, keys and constants, but no shapes of tensors."""
-    parts = _parts_of(value)
-    if parts is None:
-        is_tensor = isinstance(value, torch.Tensor)
-        return Spec(torch.Tensor) if is_tensor else Spec(type(value), constant=Constant(value))
-    return Spec(type(value), tuple((key, spec_of(part)) for key, part in parts.items()))
+def spec_of(value: Any, path: str = "") -> Spec:
+    """Return the classes, keys and constants of a nested value, by path: all but its tensors."""
+    return tuple((place, part) for place, part, _ in _iterate_parts(value, path))
 
 
-def _iterate_leaves(value: Any, path: str, is_named: bool = False) -> Iterator[tuple[Any, str, bool]]:
-    """Yield (leaf, path, is_named) of each tensor and constant in `value`, as `constants_of`."""
+def _iterate_parts(value: Any, path: str, is_named: bool = False) -> Iterator[tuple[str, Part, bool]]:
+    """Yield (path, part, whether the path ends in a name) of a nested value and of all that it contains."""
     parts = _parts_of(value)
-    if parts is None:
-        yield value, path, is_named
-    else:
+    if parts is not None:
+        yield path, Part(type(value), tuple(parts)), is_named
         for key, part in parts.items():
-            yield from _iterate_leaves(part, path + path_step(type(value), key), isinstance(key, str))
+            yield from _iterate_parts(part, path + path_step(type(value), key), isinstance(key, str))
+    elif isinstance(value, torch.Tensor):
+        yield path, _TENSOR, is_named
+    else:
+        yield path, Part(type(value), constant=Constant(value)), is_named
 
 
+@functools.cache
 def path_step(container: type, key: Any) -> str:
     """Return the code that reads the part `key` of a container of this class: `[0]`, `["key"]`, `.field`."""
     if not isinstance(key, str):

@@ -60,7 +60,6 @@ def to_global(self, y):
     [
         (to_list, {"seen": []}, r"model.seen\[0\]"),
         (to_dict, {"seen": {}}, r"model.seen\['y'\]\[0\]"),
-        (to_metric, {"metric": Metric()}, "model.metric.total"),
         (to_global, {}, r"history\[0\]"),
     ],
 )
@@ -71,11 +70,13 @@ def test_a_tensor_that_is_left_behind_is_an_error_that_names_the_place(keep, att
     history.clear()
 
 
-def test_a_state_that_is_read_and_replaced_is_an_error():
-    model = Keeps(to_part)
+@pytest.mark.parametrize(("keep", "path"), [(to_part, r"layer\.seen"), (to_metric, r"metric\.total")])
+def test_a_state_that_is_read_and_replaced_is_an_error(keep, path):
+    model = Keeps(keep, metric=Metric())
     model.layer.seen = torch.zeros(1, 2)
-    with pytest.raises(poptorch.Error, match=r"model\.layer\.seen"):
+    with pytest.raises(poptorch.Error, match=f"changes {path}, which forward also reads") as caught:
         poptorch.inferenceModel(model)(torch.ones(1, 2))
+    assert "a metric after the call" in str(caught.value)
 
 
 def test_a_variable_around_forward_is_looked_at():

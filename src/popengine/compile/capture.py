@@ -43,7 +43,7 @@ from .recording.graph_recorder import (
 )
 from .recording.leftovers import StoredValue, attributes_restored, fake_tensors_in
 from .recording.noting import Noting
-from .recording.reads import LENGTH, MISSING, Read, Reads, fingerprint
+from .recording.reads import LENGTH, MISSING, Read, Reads, autocast_dtype, fingerprint
 from .recording.standins import StandIns
 from .recording.torch_errors import explaining_torch_errors
 
@@ -82,7 +82,7 @@ def capture(
 
     record = partial(_record, module, forward, samples, fake, training, device, given)
     stand_ins, dropped = make_stand_ins(), set[str]()
-    with attributes_restored(module, stand_ins.was_used, stand_ins.hooks):
+    with attributes_restored(module, stand_ins.hooks):
         found = first = record(stand_ins)
         if first.changed or first.reshaped:
             found, dropped = _record_again(first, lambda: record(make_stand_ins(first.reshaped)))
@@ -147,6 +147,9 @@ def _record(
             buffers, reshaped = assigned_buffers(state)
         gradients = _record_backward(state, scale) if training else {}
     reads = noting.finish(recorder)
+    reads.note("torch.autocast", autocast_dtype)
+    if training:
+        reads.note("a hook of a parameter", stand_ins.present_hooks)
     reads.all = [read for read in reads.all if read.path.partition("[")[0] not in state.written_by_host]
     changed = reads.changed()
     left = [
@@ -178,7 +181,8 @@ def _record_again(
     text = (
         f"{where} changes {names}, which forward also reads: what a call leaves there would be lost for the next one\n"
         "  why: Python's side of forward runs only when it is recorded, and a second run computes something else\n"
-        "  fix: keep the value in a buffer, `self.register_buffer(name, tensor)`, and write into it: `copy_(new)`"
+        "  fix: keep the value in a buffer, `self.register_buffer(name, tensor)`, and write into it: `copy_(new)`;"
+        " update a metric after the call, with what forward returns"
     )
     if first.reshaped:
         text = reshaped_buffer_text(first.graph, first.reshaped)

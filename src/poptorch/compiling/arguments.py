@@ -17,7 +17,7 @@ from popengine.errors import BatchError, Error, did_you_mean
 from popengine.settings import Counts
 from poptorch.data.loader import loaded_batches
 from poptorch.logs import logger
-from poptorch.nested_values import Spec, constants_of, path_step, paths_of, spec_of, tensors_of, with_tensors
+from poptorch.nested_values import Part, Spec, constants_of, spec_of, tensors_of, with_tensors
 
 _HINT = (
     "\n  why: a compiled model has fixed inputs\n"
@@ -31,7 +31,7 @@ _MOST_WORDS = 12  # arguments that a message describes
 class InputKind(NamedTuple):
     """The structure and constants of each argument of a call, and dtype and shape of each tensor."""
 
-    specs: tuple[tuple[str, Spec], ...]
+    specs: tuple[tuple[str, Spec], ...]  # by argument
     tensors: tuple[tuple[torch.dtype, torch.Size], ...]
 
 
@@ -49,34 +49,36 @@ class BoundCall:
     @cached_property
     def kind(self) -> InputKind:
         """Return the structure and constants of the arguments, and dtype and shape of each tensor."""
-        given = self.bound.arguments
-        specs = tuple((name, spec_of(given.get(name))) for name in self.bound.signature.parameters)
+        parameters = self.bound.signature.parameters
+        specs = [(name, self._spec(name, each.kind is each.VAR_KEYWORD)) for name, each in parameters.items()]
         if self.like is not None and self.unread:
             known = dict(self.like.specs)
-            specs = tuple((name, self._merged(spec, known[name], self._path(name))) for name, spec in specs)
-        return InputKind(specs, tuple((tensor.dtype, tensor.shape) for tensor in self.tensors))
+            specs = [(name, _merged(spec, known[name], self.unread)) for name, spec in specs]
+        return InputKind(tuple(specs), tuple((tensor.dtype, tensor.shape) for tensor in self.tensors))
 
-    def _path(self, name: str) -> str:
-        """Return the begin of the paths in an argument: "" for **kwargs."""
-        is_keywords = self.bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-        return "" if is_keywords else name
-
-    def _merged(self, found: Spec, compiled: Spec, path: str) -> Spec:
-        """Return a spec with the compiled parts in place of those that are `unread`."""
-        if path in self.unread:
-            return compiled
-        known = dict(compiled.parts)
-        pairs = ((key, part, known.get(key, part)) for key, part in found.parts)
-        parts = ((k, self._merged(part, like, _step(path, found, k))) for k, part, like in pairs)
-        return replace(found, parts=tuple(parts))
+    def _spec(self, name: str, is_keywords: bool) -> Spec:
+        """Return the spec of an argument. Paths in **kwargs begin with the keyword."""
+        value = self.bound.arguments.get(name)
+        if not is_keywords:
+            return spec_of(value, name)
+        keys = sorted(value)
+        parts = (part for key in keys for part in spec_of(value[key], key))
+        return ((f"**{name}", Part(dict, tuple(keys))), *parts)
 
     def changed_constants(self, compiled: InputKind) -> frozenset[str]:
         """Return the paths of values without tensors that differ from the compiled ones; the empty set, if inputs with
         tensors differ as well."""
-        pairs = zip(compiled.specs, self.kind.specs, strict=True)
-        found = [_changed_constants(old, new, self._path(name)) for (name, old), (_, new) in pairs]
-        is_alike = None not in found and compiled.tensors == self.kind.tensors
-        return frozenset().union(*filter(None, found)) if is_alike else frozenset()
+        if compiled.tensors != self.kind.tensors:
+            return frozenset()
+        roots = set[str]()
+        for (_, old), (_, new) in zip(compiled.specs, self.kind.specs, strict=True):
+            known, found = dict(old), dict(new)
+            changed = [path for path in known | found if known.get(path) != found.get(path)]
+            own = [path for path in changed if not _is_within(path, set(changed) - {path})]
+            if any(part.type is Tensor and _is_within(path, own) for path, part in (*old, *new)):
+                return frozenset()
+            roots.update(own)
+        return frozenset() if any(path.startswith("**") for path in roots) else frozenset(roots)
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -91,12 +93,7 @@ class BoundCall:
     @property
     def named_tensors(self) -> dict[str, Tensor]:
         """Return the tensors by path: `x`, `b[0]`, `x["k"]`. Paths in **kwargs begin with the keyword."""
-        named: dict[str, Any] = {}
-        for name in self._with_tensors:
-            value = self.bound.arguments[name]
-            keywords = self.bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-            named.update({key: value[key] for key in sorted(value)} if keywords else {name: value})
-        paths = [path for name, value in named.items() for path in paths_of(value, name)]
+        paths = (path for _, spec in self.kind.specs for path, part in spec if part.type is Tensor)
         return dict(zip(paths, self.tensors, strict=True))
 
     def in_words(self, samples: Sequence[Tensor]) -> str:
@@ -154,24 +151,17 @@ class BoundCall:
         return replace(self.with_tensors(found.values()), rearranged=frozenset(moved))
 
 
-def _step(path: str, container: Spec, key: Any) -> str:
-    return path + path_step(container.type, key) if path else str(key)
+def _is_within(path: str, roots: Iterable[str]) -> bool:
+    """Return whether a path is one of `roots`, or of a part of one."""
+    return any(path == root or path.startswith((f"{root}[", f"{root}.")) for root in roots)
 
 
-def _has_tensors(spec: Spec) -> bool:
-    return spec.type is Tensor or any(_has_tensors(part) for _, part in spec.parts)
-
-
-def _changed_constants(old: Spec, new: Spec, path: str) -> set[str] | None:
-    """Return the paths at which two specs differ in values without tensors; None if they differ in another way."""
-    if old == new:
-        return set()
-    is_alike = old.type is new.type and [key for key, _ in old.parts] == [key for key, _ in new.parts]
-    if is_alike and old.constant is None:
-        pairs = zip(old.parts, new.parts, strict=True)
-        found = [_changed_constants(one, other, _step(path, old, key)) for (key, one), (_, other) in pairs]
-        return None if None in found else set().union(*filter(None, found))
-    return None if _has_tensors(old) or _has_tensors(new) or not path else {path}
+def _merged(spec: Spec, compiled: Spec, unread: frozenset[str]) -> Spec:
+    """Return a spec with the compiled parts in place of those that are `unread`."""
+    known = dict(compiled)
+    found = {path: part for path, part in spec if not _is_within(path, unread)}
+    found |= {path: part for path, part in compiled if _is_within(path, unread)}
+    return tuple((path, found[path]) for path in known | found if path in found)
 
 
 class MissingArgument(Error, TypeError):
@@ -379,7 +369,7 @@ class CompiledInputs:
             if found != compiled and may_be_left_out and not any_shape:
                 counts = (f"{count} arguments" for count in (self.positional, call.positional))
                 _check_equal("Number of positional arguments mismatch", *counts)
-            _check_spec(compiled, found, name, any_shape, kind is inspect.Parameter.VAR_KEYWORD)
+            _check_spec(compiled, dict(found), any_shape)
         compiled_tensors = dict(zip(self.paths, self.kind.tensors, strict=True))
         for path, tensor in call.named_tensors.items():
             dtype, shape = compiled_tensors.get(path, (tensor.dtype, tensor.shape))
@@ -396,34 +386,29 @@ class CompiledInputs:
             _check_equal(f"Shape mismatch for {path}", shape, tensor.shape, fix)
 
 
-def _check_spec(expected: Spec, found: Spec, path: str, any_shape: bool, keywords: bool = False) -> None:
+def _check_spec(compiled: Spec, found: dict[str, Part], any_shape: bool) -> None:
     """Raise BatchError unless the compiled spec of an argument and that of a call are equal, or differ only
-    as `any_shape` allows. `keywords`: the specs are those of **kwargs, in which a path is the bare
-    keyword."""
-    if (
-        any_shape
-        and expected.type is not found.type
-        and (expected.constant is not None or found.constant is not None)
-    ):
-        return  # one call passes a tensor or container, the other leaves the argument out, or has a constant
-    _check_equal(f"Type mismatch for {path}", expected.type, found.type)
-    parts, others = dict(expected.parts), dict(found.parts)
-    if issubclass(expected.type, tuple | list) and not any_shape:
-        _check_equal(f"Length mismatch for {path}", len(parts), len(others))
-    if list(parts) != list(others) and not any_shape:
-        missing = [str(key) for key in parts if key not in others]
-        unexpected = [str(key) for key in others if key not in parts]
-        words = [f"Missing arguments: {', '.join(missing)}."] if missing else []
-        words += [f"Unexpected arguments: {', '.join(unexpected)}."] if unexpected else []
-        raise BatchError(f"Keys mismatch for {path}: {' '.join(words)}{_HINT}")
-    is_array = expected.type.__module__ == "numpy"
-    fix = "\n  fix: pass what changes as a tensor: torch.from_numpy(array)" if is_array else ""
-    if not any_shape:
-        _check_equal(f"Value mismatch for {path}", expected.constant, found.constant, fix)
-    for key, part in parts.items():
-        if key in others:
-            step = str(key) if keywords else path + path_step(expected.type, key)
-            _check_spec(part, others[key], step, any_shape)
+    as `any_shape` allows."""
+    for path, expected in compiled:
+        part, name = found.get(path), path.lstrip("*")
+        if part is None:  # its container has other keys, or is none
+            continue
+        if any_shape and expected.type is not part.type and (expected.constant or part.constant):
+            continue  # one call passes a tensor or container, the other leaves it out, or has a constant
+        _check_equal(f"Type mismatch for {name}", expected.type, part.type)
+        if any_shape:
+            continue
+        if issubclass(expected.type, tuple | list):
+            _check_equal(f"Length mismatch for {name}", len(expected.keys), len(part.keys))
+        if expected.keys != part.keys:
+            missing = [str(key) for key in expected.keys if key not in part.keys]
+            unexpected = [str(key) for key in part.keys if key not in expected.keys]
+            words = [f"Missing arguments: {', '.join(missing)}."] if missing else []
+            words += [f"Unexpected arguments: {', '.join(unexpected)}."] if unexpected else []
+            raise BatchError(f"Keys mismatch for {name}: {' '.join(words)}{_HINT}")
+        is_array = expected.type.__module__ == "numpy"
+        fix = "\n  fix: pass what changes as a tensor: torch.from_numpy(array)" if is_array else ""
+        _check_equal(f"Value mismatch for {name}", expected.constant, part.constant, fix)
 
 
 def _check_equal(what: str, expected: Any, found: Any, explained: str = "") -> None:

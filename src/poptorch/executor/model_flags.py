@@ -1,7 +1,7 @@
-"""Modes, which the first compilation fixes; attributes of the user's top-level module; hooks of parameters.
+"""Modes, which the first compilation fixes, and attributes of the user's top-level module.
 
 An executor for inference has modes of its own: it computes in eval mode what was in eval mode when it was wrapped or
-at its first call. Later changes of modes, torch's seed and autocast have no effect, and one warning each. All else that
+at its first call. Later changes of modes and of torch's seed have no effect, and one warning each. All else that
 forward reads is followed: `LoadedPlan.holds`.
 """
 
@@ -13,9 +13,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from popengine.errors import Error
+from torch import nn
 
 from ..logs import listed, logger
 from .wrapped_model import WrappedModel, attributes_of
@@ -34,12 +32,9 @@ class ModelFlags:
         # By name, attributes of each compiled layer, and its flag `training` when the first plan was compiled.
         self._layers: dict[str, dict[str, Any]] = {}
         self._flags: dict[str, bool] = {}
-        self._children: list[
-            dict[str, Any]
-        ] = []  # of each layer, its layers when the latest plan was compiled
-        self._hooks: dict[str, list[int]] = {}  # numbers of the hooks of each parameter
-        self._has_hooks = False
-        self._draws, self._torch_state = False, None
+        # Of each layer, its layers when the latest plan was compiled.
+        self._children: list[dict[str, Any]] = []
+        self._draws, self._seed = False, 0  # whether the model draws random numbers, and torch's seed
         if not model.training:
             vars(model.traced)["train"] = _OwnTrain(model.traced, self)
 
@@ -74,9 +69,8 @@ class ModelFlags:
         absent = object()
         for name in user.keys() | self._taken.keys():
             before = self._taken.get(name, absent)
-            if (
-                user.get(name, absent) is not before and traced.get(name, absent) is before
-            ):  # not set on the copy
+            is_new = user.get(name, absent) is not before
+            if is_new and traced.get(name, absent) is before:  # not set on the copy
                 traced.pop(name, None)
                 if name in user:
                     traced[name] = user[name]
@@ -84,7 +78,7 @@ class ModelFlags:
 
     def choose_modes(self) -> None:
         """Choose the modes of the first compilation, and forget what an earlier one has fixed."""
-        self._layers, self._flags, self._children, self._hooks = {}, {}, [], {}
+        self._layers, self._flags, self._children = {}, {}, []
         present, top = self._present_modes(), {"": self._model.traced.training}
         if self._model.training:
             self._compiled = present | top
@@ -109,22 +103,11 @@ class ModelFlags:
     def fix(self, draws: bool) -> None:
         """After a compilation, of a model that draws random numbers or not: note what it has fixed."""
         if not self._layers:
-            self._draws = draws
-            self._torch_state = self._present_torch_state()
+            self._draws, self._seed = draws, torch.initial_seed()
         self._flags = self._present_modes() | self._flags
         layers = dict(self._model.traced.named_modules()) | {"": self._model.user}  # its flag is the user's
         self._layers = {name: vars(layer) for name, layer in layers.items()}
         self._children = [dict(own["_modules"]) for own in self._layers.values()]
-        self._hooks = {
-            key: self._hooks.get(key, _hooks_of(value))
-            for key, value in self._model.traced.named_parameters(remove_duplicate=False)
-        }
-        self._has_hooks = any(self._hooks.values())
-
-    def _present_torch_state(self) -> Any:
-        """Return torch's dtype for autocast (False: off), and torch's seed, or False if the model draws no numbers."""
-        autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
-        return autocast, self._draws and torch.initial_seed()
 
     def present_parameters(self) -> tuple[list[int], list[bool]]:
         """Return ids and `requires_grad` of the compiled layers' parameters; empty lists if layers were replaced."""
@@ -138,42 +121,12 @@ class ModelFlags:
     # ---- changes after it --------------------------------------------------------------------------------
 
     def check_changes(self) -> None:
-        """Warn, once per kind, of changes of modes since the compilation, of torch's seed and of autocast: calls ignore
-        them. Raises Error if the hooks of a parameter have changed."""
+        """Warn, once per kind, of changes of modes since the compilation and of torch's seed: calls ignore them."""
         if any(own["training"] is not self._flags[name] for name, own in self._layers.items()):
             self._warn_of_modes()
-        if self._torch_state is not None and self._torch_state != (now := self._present_torch_state()):
-            (autocast, seed), before = now, self._torch_state
-            if autocast != before[0]:
-                change = (
-                    f"torch.autocast is {autocast or 'off'}, and was {before[0] or 'off'} at the compilation"
-                )
-                self._warn_once(change, "computes in the types of then", "use torch.autocast in forward")
-            if seed != before[1]:
-                change = "torch.manual_seed was called after the compilation"
-                self._warn_once(change, "keeps its seed", "options.randomSeed(seed), before the first call")
-        if self._model.training:
-            self._check_parameter_hooks()
-
-    def _check_parameter_hooks(self) -> None:
-        """Raise Error if a parameter has other hooks than at the compilation."""
-        names = [
-            f"{name}.{key}".lstrip(".")
-            for name, own in self._layers.items()
-            for key, value in own["_parameters"].items()
-            if value is not None
-            and (self._has_hooks or value._backward_hooks or value._post_accumulate_grad_hooks)
-        ]
-        parameters = dict(self._model.traced.named_parameters(remove_duplicate=False)) if names else {}
-        names = [name for name in names if _hooks_of(parameters[name]) != self._hooks.get(name, [])]
-        if names:
-            raise Error(
-                f"a hook is set on, or removed from, {listed(names)} of a compiled model, and that would have no"
-                " effect\n"
-                "  why: the backward was compiled at the first call, with the hooks that parameters had then\n"
-                "  fix: call register_hook before the first call; or executor.destroy(), register_hook, and call it"
-                " again"
-            )
+        if self._draws and self._seed != torch.initial_seed():
+            change = "torch.manual_seed was called after the compilation"
+            self._warn_once(change, "keeps its seed", "options.randomSeed(seed), before the first call")
 
     def _warn_of_modes(self) -> None:
         """Warn, once, of layers in another mode than the one they were compiled in."""
@@ -225,9 +178,3 @@ def _set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
     """Set the flags `training` of layers, by name. Other layers stay as they are."""
     for name, layer in model.named_modules():
         vars(layer)["training"] = modes.get(name, layer.training)
-
-
-def _hooks_of(parameter: Tensor) -> list[int]:
-    """Return the numbers of a parameter's hooks."""
-    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # pyright: ignore
-    return [number for numbers in hooks if numbers for number in numbers]

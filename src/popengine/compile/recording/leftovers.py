@@ -93,20 +93,16 @@ def _global_names(code: CodeType) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def attributes_restored(
-    module: nn.Module, was_read: Callable[[Tensor], bool], others: Sequence[tuple[Any, str]]
-) -> Iterator[None]:
-    """Run a forward, then undo its assignments of values that contain fake tensors to attributes of modules.
-
-    A new attribute is deleted. With a warning, an old value is restored if it is None, a container, or a real tensor
-    that the forward has not read; without one in weight normalization. Raise CaptureError if fake tensors are left in
+def attributes_restored(module: nn.Module, others: Sequence[tuple[Any, str]]) -> Iterator[None]:
+    """Run a forward, then undo its assignments of values that contain fake tensors to attributes of modules: with a
+    warning if there was another value, except in weight normalization. Raise CaptureError if fake tensors are left in
     the module, or in `others`: (value, path) pairs.
     """
     before = [(child, dict(vars(child))) for child in module.modules()]
     try:
         yield
     finally:
-        _restore_attributes(before, was_read)
+        _restore_attributes(before)
     searched = [(module, "model"), *others]
     paths = sorted({leftover.path for pair in searched for leftover in fake_tensors_in(*pair)})
     if paths:
@@ -119,21 +115,15 @@ def attributes_restored(
         )
 
 
-def _restore_attributes(
-    before: list[tuple[nn.Module, dict[str, Any]]], was_read: Callable[[Tensor], bool]
-) -> None:
+def _restore_attributes(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
     undone = []
     for child, attributes in before:
         for name, value in list(vars(child).items()):
-            old = attributes.get(name)
-            if old is value or not fake_tensors_in(value):
+            if attributes.get(name) is value or not fake_tensors_in(value):
                 continue
-            is_unread = isinstance(old, Tensor) and not isinstance(old, FakeTensor) and not was_read(old)
-            is_empty = isinstance(old, (NoneType, list, tuple, dict)) and not fake_tensors_in(old)
-            if name not in attributes:
-                del vars(child)[name]
-            elif is_unread or is_empty:
-                vars(child)[name] = old
+            del vars(child)[name]
+            if name in attributes:
+                vars(child)[name] = attributes[name]
                 # Reparametrizations compute `weight` from `weight_g` and `weight_v`, or `weight_orig`.
                 if not any(parameter.startswith(f"{name}_") for parameter in child._parameters):
                     undone.append(f"{type(child).__name__}.{name}")

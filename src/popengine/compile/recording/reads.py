@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from ...ir import Graph
-from ...torch_private import tree_leaves
+from ...torch_private import FakeTensor, tree_leaves
 from .graph_recorder import empty_like, run_node, sources_of
 
 # Of no package: noting leaves out objects of ours.
@@ -74,6 +74,10 @@ class Reads:
         self.all: list[Read] = []
         self.tensors: dict[str, Callable[[], Tensor]] = {}
         self._is_same: Callable[[], bool] | None = None  # compares by identity
+
+    def note(self, path: str, get: Callable[[], Any]) -> None:
+        """Note what a function returns as a value that forward has read."""
+        self.all.append(Read(path, "", None, None, get(), get))
 
     def hold(self) -> bool:
         """Return whether all values are as they were."""
@@ -131,9 +135,16 @@ def _comparison_of(reads: list[Read]) -> Callable[[], bool]:
     return is_same
 
 
+def autocast_dtype() -> torch.dtype | None:
+    """Return the dtype to which torch.autocast casts on the CPU; None if it is off."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
 def layout_of(value: Any) -> Any:
-    """Return type, dtype, shape and strides of a tensor; of another value its type."""
-    return (Tensor, value.dtype, value.shape, value.stride()) if isinstance(value, Tensor) else type(value)
+    """Return dtype, shape and strides of a tensor, and whether it has values; of another value its type."""
+    if not isinstance(value, Tensor):
+        return type(value)
+    return isinstance(value, FakeTensor), value.dtype, value.shape, value.stride()
 
 
 def _are_same(one: Any, other: Any) -> bool:

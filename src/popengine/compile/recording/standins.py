@@ -27,6 +27,10 @@ class _Member(NamedTuple):
     fake: Tensor
 
 
+def _hooks_of(value: Tensor) -> tuple[Any, Any]:
+    return value._backward_hooks, value._post_accumulate_grad_hooks  # pyright: ignore
+
+
 class StandIns:
     """The fake tensors that replace a module's parameters and buffers during one capture."""
 
@@ -74,6 +78,11 @@ class StandIns:
                 fake.register_hook(hook)
                 self.hooks.append((hook, f"a hook of {name}"))
 
+    def present_hooks(self) -> tuple[Any, ...]:
+        """Return (name, hook) of each hook of the user's parameters."""
+        kinds = ((member.name, kind) for member in self.members for kind in _hooks_of(member.real) if kind)
+        return tuple((name, hook) for name, hooks in kinds for hook in hooks.values())
+
     def trained_parameters(self) -> dict[str, Tensor]:
         """Return the stand-ins of parameters that require a gradient, by canonical name."""
         return {name: value for name, value in self.parameters.items() if value.requires_grad}
@@ -95,10 +104,6 @@ class StandIns:
         if is_real and value.requires_grad and not any(known is value for known, _ in self.orphans):
             self.orphans.append((value, user_line()))
         return self.stand_in_of(value)
-
-    def was_used(self, value: Tensor) -> bool:
-        """Return whether the forward has used a real tensor; always False for a parameter or buffer."""
-        return any(known is value for known, _ in self._views.values())
 
     def _view_of_member(self, value: Tensor) -> Tensor:
         """Return the view of a stand-in that is like this view of a parameter or buffer; any other tensor unchanged.
