@@ -22,12 +22,8 @@ class After(NamedTuple):
     """The dependency of a row on another one, `row`: which tasks of `row` must end before a task begins."""
 
     row: int
-    behind: int | None = (
-        0  # how many micro-batches earlier the task of `row` is; None: all tasks of `row` must end
-    )
-    group: int = (
-        1  # number of neighbouring replicas; the task of each must end; 1: only that of the same replica
-    )
+    behind: int | None = 0  # how many micro-batches earlier the task of `row` is; None: all of its tasks
+    group: int = 1  # number of neighbouring replicas whose tasks must end; 1: only that of the same replica
 
 
 class Action(NamedTuple):

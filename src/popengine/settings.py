@@ -37,9 +37,7 @@ class Strategy:
     stages: tuple[StagePlan, ...] = ()
     ipus: int = 1  # on which the rule "balance" places the blocks
     capacity: float = float("inf")  # bytes of an ipu, for this rule
-    or_sharded: bool = (
-        False  # a pipeline with too few micro-batches runs as "sharded", instead of raising an error
-    )
+    or_sharded: bool = False  # a pipeline with too few micro-batches runs as "sharded", and is no error
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +134,7 @@ class ReplicaGroups:
     """The groups of a per-replica parameter: the replicas of a group share a value, and reduce gradients."""
 
     of: tuple[int, ...]  # the index of each replica's group; the host's tensor has a row per group
-    all_rows: bool = (
-        False  # the host's tensor receives a row for every replica, and not for the first of each group
-    )
+    all_rows: bool = False  # the host receives a row for every replica, and not for the first of each group
 
     def members(self, replica: int) -> tuple[int, ...]:
         """Return the replicas in the group of `replica`, in ascending order."""
@@ -202,9 +198,7 @@ class Settings:
     part: StepPart = StepPart()
     places: tuple[Place, ...] = ()  # of each ipu of a replica; (): all ipus are at one place
     place: Place = ONE_PLACE  # of the engine
-    cores: int = (
-        0  # of all places, if there are several, for the bounds of the order; 0: each ipu is a device
-    )
+    cores: int = 0  # of all places, if there are several, for bounds of the order; 0: each ipu is a device
 
     @property
     def is_eager(self) -> bool:

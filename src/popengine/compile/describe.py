@@ -237,9 +237,8 @@ def held_tensors(plan: Plan, graph: Graph | None) -> list[Tensor]:
     """Return the tensors, each with a memory of its own, that each ipu holds for a micro-batch; [] without a graph."""
     memories, found = _memory_of_values(graph) if graph else {}, list[Tensor]()
     kinds = {"load": "input", "receive": "received", "compute": "activation"}
-    held: dict[
-        tuple[int, Any], tuple[int, set[str]]
-    ] = {}  # by ipu and memory: index in `found`, and the live values
+    # By ipu and memory: index in `found`, and the live values.
+    held: dict[tuple[int, Any], tuple[int, set[str]]] = {}
     for row, task in enumerate(plan.tasks):
         for kind, names, _, _, _, piece in task.instructions:
             for name in names if kind in ("compute", "free") else ():

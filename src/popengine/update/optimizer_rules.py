@@ -36,9 +36,7 @@ class Flag:
     """A property of an optimizer that is on or off, and is fixed at compilation."""
 
     default: bool = False  # value of optimizers that don't have the property
-    of_group: bool = (
-        False  # a key of the parameter groups, equal in all; False: an attribute of the optimizer
-    )
+    of_group: bool = False  # a key of all parameter groups; False: an attribute of the optimizer
     label: str = ""  # suffix of the optimizer's type in messages, if the value is not the default
     read: Callable[[Any], bool] | None = None  # returns the value, if it is neither a key nor an attribute
 

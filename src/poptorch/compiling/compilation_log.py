@@ -14,9 +14,7 @@ from textwrap import wrap
 
 import torch
 
-with (
-    warnings.catch_warnings()
-):  # a notebook without ipywidgets gets tqdm's bar of text, and needs no red box for it
+with warnings.catch_warnings():  # a notebook without ipywidgets gets tqdm's bar of text, and no red box
     warnings.simplefilter("ignore")
     from tqdm.auto import tqdm
 

@@ -164,24 +164,10 @@ def record_model(
     earlier: Sequence[Executable] = (),
     is_plan_only: bool = False,
 ) -> Executable:
-    """Return an executable without plan and inputs: a captured graph (see `compile_model`)."""
-    samples = first_micro_batches(run.call, run.counts, has_float64_weights(model))
-    layout = earlier[0].memory_format if earlier else None
-    return _capture_model(model, run.call, options, settings, samples, layout, is_plan_only)
-
-
-def _capture_model(
-    model: nn.Module,
-    call: BoundCall,
-    options: Options,
-    settings: Settings,
-    samples: list[Tensor],
-    layout: str | None,
-    is_plan_only: bool,
-) -> Executable:
-    """Capture a model between the compile hooks, and return an executable without plan and inputs. The graph
-    is rewritten for half precision and memory format (`layout`, or else the option's)."""
-    forward = _TracedForward(model, call, options)
+    """Capture a model between the compile hooks, and return an executable without plan and inputs. The graph is
+    rewritten for half precision and memory format. Arguments as of `compile_model`."""
+    call, forward = run.call, _TracedForward(model, run.call, options)
+    samples = first_micro_batches(call, run.counts, has_float64_weights(model))
     _call_hooks("Pre")
     options._execution_strategy.onStartTracing()
     try:
@@ -221,7 +207,7 @@ def _capture_model(
         if widened:
             logger.info("halfKernels %s: computed in float32 are %s", kernels, ", ".join(widened))
     chosen = options.memory_format if options.exists("memory_format") else "preserve"
-    graph, memory_format = in_wanted_layout(graph, layout or chosen)
+    graph, memory_format = in_wanted_layout(graph, earlier[0].memory_format if earlier else chosen)
     if chosen == "auto":
         logger.info("memoryFormat auto: %s is used", memory_format)
     if settings.device != "cpu":
@@ -250,9 +236,8 @@ class _TracedForward:
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         bound, state = self.call.with_tensors(tensors).bound, current()
-        named = dict(
-            zip(self.call.named_tensors, tensors, strict=True)
-        )  # before forward fills its default values
+        # Before forward fills its default values.
+        named = dict(zip(self.call.named_tensors, tensors, strict=True))
         assert state is not None
         state.allows_autocast = self.options.Precision.autocast_enabled
         with replace_untraceable_functions():

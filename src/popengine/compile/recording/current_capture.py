@@ -106,9 +106,7 @@ class Capture:
     chosen: tuple[Tensor, str] | None = None  # the loss to train, in place of the marked ones
     # For the host, after each call: see `poptorch.compiling.outputs`.
     notes: list[tuple[Any, Any]] = field(default_factory=list)
-    written_by_host: set[str] = field(
-        default_factory=set
-    )  # paths of attributes that the program sets after each call
+    written_by_host: set[str] = field(default_factory=set)  # paths of attributes that the program sets later
     held: list[Any] = field(default_factory=list)  # as `Graph.held`
     # Autograd numbers its nodes in the order of the forward. For each operation: the number after its node's,
     # and its block, line and module. So the number of a backward node leads to these.

@@ -53,9 +53,7 @@ class Noting(TorchFunctionMode):
         self._known: dict[int, tuple[Any, str]] = {id(m): (m, name) for name, m in module.named_modules()}
         self._done: set[tuple[int, Any]] = set()  # (id of a known object, name) that was read or written
         self._functions: dict[types.CodeType, list[types.FunctionType]] = {}  # that were read
-        self._ran: dict[
-            types.CodeType, set[Any]
-        ] = {}  # functions that ran, and the classes of their first argument
+        self._ran: dict[types.CodeType, set[Any]] = {}  # with the classes of their first argument
         self._tensors: list[tuple[Tensor, Read]] = []
         self._containers: list[tuple[str, int, int]] = []  # path, and the range of the container's reads
         self._generators: list[tuple[Any, bytes, str]] = []  # with their states, and the user's line
