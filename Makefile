@@ -58,11 +58,12 @@ test-gpu: $(READY)
 test-all: $(READY) test-avx2
 	$(PYTEST)
 
-# Another version of torch, in an environment of its own; adds a row to docs/torch_versions.md.
+# Another version of torch or Python, in an environment of its own; adds a row to docs/torch_versions.md.
 VERSION ?= 2.15.0
+TESTED := build/torch-$(VERSION)-$(notdir $(PYTHON))
 test-torch:
-	$(MAKE) build/torch-$(VERSION)/.ready VENV=build/torch-$(VERSION) TORCH=$(VERSION)
-	build/torch-$(VERSION)/bin/python scripts/torch_versions.py --workers $(WORKERS)
+	$(MAKE) $(TESTED)/.ready VENV=$(TESTED) TORCH=$(VERSION)
+	$(TESTED)/bin/python scripts/torch_versions.py --workers $(WORKERS)
 
 # A real Kubernetes API server for tests/ipujob, kept in ~/.cache/pando-kube; without it those tests are skipped.
 kube:

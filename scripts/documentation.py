@@ -35,6 +35,12 @@ FENCES = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 NAME = re.compile(r"(?<!\[)`(?:poptorch\.(?=\w)|(?=[A-Z]))(\w+)(?:\([^`]*\))?`(?!\])")  # not in a link
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\]\([^()]*\))*)\]\(([^()\s]+)\)")
 
+# Above the first picture of the home page.
+_BUTTONS = (
+    "[Ten minutes](docs/ten_minutes.md){ .md-button .md-button--primary }"
+    " [Labs for teachers](docs/labs/README.md){ .md-button } [Install](#install){ .md-button }"
+)
+
 _markdown: dict[str, str] = {}  # by the page's path in the site
 _names: set[str] = set()  # the anchors of reference/api.md, such as poptorch.Options.deviceIterations
 # How much a page counts in a search, by the first match of the start of its path: guides and options come first.
@@ -92,6 +98,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     page.meta["description"] = _first_sentence(markdown)
     if here == "README.md":
         page.meta["hide"] = ["navigation"]  # one entry
+        markdown = markdown.replace("\n![", f"\n{_BUTTONS}\n\n![", 1)
     page.meta["search"] = {
         "boost": next(boost for start, boost in _SEARCH_BOOST.items() if here.startswith(start))
     }

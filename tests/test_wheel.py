@@ -1,4 +1,4 @@
-"""What a user's editor sees: the built wheel, installed into an environment of its own, under both type checkers."""
+"""What a user's editor sees: the wheel, built from the sdist, in its own environment, under both type checkers."""
 
 import importlib.metadata
 import importlib.util
@@ -48,9 +48,12 @@ def environment(tmp_path_factory):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", ".", ".", cwd=folder)
+    sdist = "from setuptools import build_meta; build_meta.build_sdist('.')"
+    run(sys.executable, "-c", sdist, cwd=folder)
     shutil.rmtree(folder / "src")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    source = next(folder.glob("*.tar.gz"))
+    run(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", ".", source, cwd=folder)
     shutil.rmtree(folder / "build", ignore_errors=True)
     (folder / "pyproject.toml").unlink()
     venv.create(folder / "env", with_pip=False)
@@ -67,7 +70,7 @@ def environment(tmp_path_factory):
 
 def test_the_program_of_the_readme_runs_from_the_wheel(environment):
     text = "import poptorch, program; print(poptorch.__file__); print(program.loss.shape)"
-    shown = run("env/bin/python", "-c", text, cwd=environment).splitlines()[-2:]
+    shown = run("env/bin/python", "-E", "-c", text, cwd=environment).splitlines()[-2:]  # without PYTHONPATH
     assert shown[0].startswith(str(environment / "env")) and shown[1] == "torch.Size([])"
 
 

@@ -30,7 +30,7 @@ def tables():
     found, here = {}, None
     for path in sorted(set(FOLDER.glob("*.md")) - {FOLDER / "options.md"}):  # made of docstrings
         for line in path.read_text().splitlines():
-            if line.startswith("#"):
+            if line.startswith(("# ", "## ")):  # a ### is a task inside a module
                 heading = HEADING.match(line)
                 here = (heading[1], (heading[2] or "").strip()) if heading else (path.stem, "")
             elif (row := ROW.match(line)) and row[1] != "name":
