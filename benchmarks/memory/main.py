@@ -16,7 +16,7 @@ import popart
 import poptorch
 from popengine import profile
 from popvision.analysis import Figures
-from popvision.memory import Need
+from popvision.memory import IpuMemory
 
 PLACEMENT = ((0, "words layer0"), (1, "layer1 layer2"), (2, "layer3"), (3, "head"))
 MIB = 2**20
@@ -49,7 +49,7 @@ LAYOUTS: dict[str, Callable[[poptorch.Options], None]] = {
 }
 
 
-def measured(lay_out: Callable[[poptorch.Options], None], micro_batches: int) -> list[Need]:
+def measured(lay_out: Callable[[poptorch.Options], None], micro_batches: int) -> list[IpuMemory]:
     """What each ipu needed in the second weight update, from a profile of it."""
     task = replace(TASK, micro_batches=micro_batches, updates=2)
     with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +61,7 @@ def measured(lay_out: Callable[[poptorch.Options], None], micro_batches: int) ->
         return Figures(profile.load(Path(folder, "training", "profile.pop"))).needs
 
 
-def row(name: str, found: list[Need]) -> list[str]:
+def row(name: str, found: list[IpuMemory]) -> list[str]:
     parts = [sum(need.activations for need in found), sum(need.optimizer for need in found)]
     parts.append(sum(need.total for need in found))
     return [name, *(f"{size / MIB:.1f}" for size in [*(need.total for need in found), *parts])]

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from popvision.estimate import Estimate
 from popvision.machine import load_machine
-from popvision.plan import compile_profiles
+from popvision.plan import Estimate, compile_profiles
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BERT = (str(EXAMPLES / "bert_pretraining/run_pretraining.py"), "--dataset", "generated", "--config")

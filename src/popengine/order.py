@@ -7,7 +7,7 @@ does one thing at a time; cores that share all ipus sort their tasks by the same
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -308,6 +308,9 @@ def timeline(
     costs: Sequence[float] = (),  # the time of each action; by default 1
     replicas: int = 1,  # that run the same actions
     updates: Mapping[int, float] = MappingProxyType({}),  # by ipu: the time of its update, at the end
+    program: Iterable[
+        tuple[int, int]
+    ] = (),  # tasks: each ipu runs its own in this order, also if others are ready
 ) -> tuple[list[tuple[int, int]], Timeline]:
     """Return (action's index, micro-batch) of each task of a step, by ascending key, and their timeline."""
     step = StepActions(tuple(actions), micro_batches, cores)
@@ -318,6 +321,10 @@ def timeline(
     index_of = {task: index for index, task in enumerate(tasks)}
     edges = [[(edge.row, edge.behind) for edge in own if edge.behind is not None] for own in after]
     needs = [[index_of[other, m - n, r] for other, n in edges[row] if n <= m] for row, m, r in tasks]
+    last: dict[int, int] = {}
+    for index, ipu in ((index_of[*task, 0], actions[task[0]].ipu) for task in program):
+        needs[index] += [last[ipu]] if ipu in last else []
+        last[ipu] = index
     each = [float(costs[row]) if costs else 1.0 for row, _, _ in tasks]
     owners = [actions[row].ipu for row, _, _ in tasks]
     for ipu, cost in updates.items():

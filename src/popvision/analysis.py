@@ -61,8 +61,9 @@ class Figures:
         if computed and step.is_known:
             ns = virtual.simulated_ns(step)
             self.step_apart, self.bubble_apart = ns / 1e9, step.bubble(ns)
-            replicas = profile.counts.get("replicas", 1) // profile.counts.get("instances", 1)
-            self.step_here = max(1, replicas) * step.work / max(1, facts.get("threads", 1)) / 1e9
+            self.step_here = (
+                profile.counts.get("replicas", 1) * step.work / max(1, facts.get("threads", 1)) / 1e9
+            )
             self.device_usages = times.ipu_usages(self.stages, count, ns)
             runs = virtual.runs_on_devices(profile, step, costs)
             self.changes = virtual.advised_changes(self.timed, step, self.spread)

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from popengine.order import ORDERS, Action, StepActions, Timeline, simulate, step_duration, timeline
+from popengine.order import ORDERS, Action, Order, Timeline, step_duration, timeline
 from popengine.profile import Profile, TaskRun
 from popengine.stages import even_cut
 
 _MOST_TASKS = 6_000  # for a longer step two shorter ones are simulated, and their lengths extrapolated
+_ANY_ORDER = Order("of a program", lambda step, action, micro_batch: ())
 _LEAST = 0.05  # smallest gain that is promised: two measurements of one program differ by as much
 _SAFETY = 0.75  # share of a simulated gain that is promised; caches and memory may take the rest
 
@@ -88,25 +89,11 @@ def simulate_step(step: StepModel) -> tuple[list[tuple[int, int]], Timeline]:
     The fixed order of an ipu is that of `step.program`, or that in which its tasks begin if each takes one tick.
     """
     updates = {ipu: cost for ipu, cost in step.updates.items() if cost}  # one for all replicas
-    program, after = list(step.program), [action.after for action in step.actions]
-    if not program:
-        order, count = ORDERS[step.order], step.micro_batches
-        if step.cores or not step.keeps_order:
-            return timeline(step.actions, count, order, step.cores, step.costs, step.replicas, updates)
+    order, count, program = ORDERS.get(step.order, _ANY_ORDER), step.micro_batches, step.program
+    if not (program or step.cores) and step.keeps_order:
         tasks, ticks = timeline(step.actions, count, order)
         program = [tasks[number] for number in ticks.order]
-        bounds = order.all_bounds(StepActions(step.actions, count))
-        after = [(*edges, *more) for edges, more in zip(after, bounds, strict=True)]
-    index_of, last = {task: index for index, task in enumerate(program)}, dict[int, int]()
-    needs, owners = list[list[int]](), [step.actions[row].ipu for row, _ in program]
-    for index, (row, micro_batch) in enumerate(program):
-        waits = [(edge.row, micro_batch - (edge.behind or 0)) for edge in after[row]]
-        own = [last[owners[index]]] if owners[index] in last else []
-        needs.append([*own, *(index_of[task] for task in waits if task in index_of)])
-        last[owners[index]] = index
-    needs += [[last[ipu]] if ipu in last else [] for ipu in updates]
-    costs = [step.costs[row] for row, _ in program]
-    return program, simulate(needs, [*costs, *updates.values()], [*owners, *updates])
+    return timeline(step.actions, count, order, step.cores, step.costs, step.replicas, updates, program)
 
 
 def other_schedules(step: StepModel) -> list[StepModel]:

@@ -18,10 +18,15 @@ from test_runs import ROWS, WIDTH, Model
 import poptorch
 from popengine.profile import ProfileError
 from popvision.cli import main
-from popvision.costs import all_reduce_seconds, operation_kind, operation_seconds
-from popvision.estimate import Estimate
-from popvision.machine import MachineError, load_machine, load_machines
-from popvision.plan import Estimates
+from popvision.machine import (
+    MachineError,
+    all_reduce_seconds,
+    load_machine,
+    load_machines,
+    operation_kind,
+    operation_seconds,
+)
+from popvision.plan import Estimate, Estimates
 
 PROGRAM = """
 import poptorch, sys, torch

@@ -8,8 +8,8 @@ import poptorch
 from popengine.profile import load
 from poptorch.planning import planned_profile
 from popvision.analysis import Figures
-from popvision.estimate import Estimate
 from popvision.machine import load_machine
+from popvision.plan import Estimate
 
 WIDTH = 32
 
