@@ -19,6 +19,12 @@ def test_a_model_of_every_construct_gives_the_same_bits_in_stages():
     assert trials.against_unsplit(tuple(kinds), layout, LOAD) is None
 
 
+def test_a_model_of_every_construct_gives_the_same_bits_at_two_places():
+    kinds = [Step("linear"), *(Step(kind, 0) for kind in KINDS)]
+    layout = Layout("pipelined", [0, 9], [0, 1])
+    assert trials.at_places(tuple(kinds), layout, LOAD, 0, 1) is None
+
+
 def test_a_model_of_every_construct_but_dropout_gives_the_bits_of_plain_pytorch():
     kinds = [Step("linear"), *(Step(kind, 0) for kind in KINDS if kind != "dropout")]
     assert trials.against_plain(tuple(kinds), UNSPLIT, LOAD) is None

@@ -6,10 +6,12 @@ import random
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from . import interrupts
 from .layouts import UNSPLIT, Layout, Load, random_layout, random_load
 from .models import Steps, random_steps
+from .places import trained_at
 from .runs import differences, plain, trained, unsplit
 
 
@@ -21,6 +23,11 @@ def against_plain(steps: Steps, layout: Layout, load: Load) -> str | None:
 def against_unsplit(steps: Steps, layout: Layout, load: Load) -> str | None:
     """What differs from the same model in one piece; None if nothing does."""
     return _text(differences(trained(steps, layout, load), unsplit(steps, load)))
+
+
+def at_places(steps: Steps, layout: Layout, load: Load, *places: int) -> str | None:
+    """What differs if ipu i is at place `places[i]`, which the messages of other places reach late; None if nothing."""
+    return _text(differences(trained_at(steps, layout, load, list(places)), unsplit(steps, load)))
 
 
 def interrupted(steps: Steps, layout: Layout, load: Load, at: float) -> str | None:
@@ -36,7 +43,7 @@ def trial(seed: str) -> str | None:
     """A report of the first thing that is wrong with the random model of this seed; None if nothing is."""
     numbers = random.Random(seed)
     steps, load = random_steps(numbers), random_load(numbers)
-    checks: list[tuple[str, Layout, tuple[float, ...]]] = []
+    checks: list[tuple[str, Layout, tuple[Any, ...]]] = []
     # A view made before forward is made anew within it: with two other uses, the gradients of its weight are then added
     # up in another order than plain PyTorch's, and the last bit may differ. All layouts still agree.
     reordered = any(step.kind.startswith("tied") and steps[step.other].kind == "view" for step in steps)
@@ -46,6 +53,11 @@ def trial(seed: str) -> str | None:
         checks.append(("against_unsplit", random_layout(numbers, mode, len(steps), load), ()))
     layout = random_layout(numbers, numbers.choice(["pipelined", "sharded"]), len(steps), load)
     checks.append(("interrupted", layout, (interrupts.random_place(numbers),)))
+    layout = random_layout(numbers, numbers.choice(["pipelined", "sharded"]), len(steps), load)
+    if len(set(layout.ipus)) > 1:
+        places = [numbers.randrange(4) for _ in range(max(layout.ipus) + 1)]
+        places[-1] = (places[0] + 1) % 4  # at least two
+        checks.append(("at_places", layout, tuple(places)))
     for name, layout, more in checks:
         wrong = _run(name, steps, layout, load, more)
         if wrong is not None:
@@ -55,7 +67,7 @@ def trial(seed: str) -> str | None:
     return None
 
 
-def _run(name: str, steps: Steps, layout: Layout, load: Load, more: tuple[float, ...]) -> str | None:
+def _run(name: str, steps: Steps, layout: Layout, load: Load, more: tuple[Any, ...]) -> str | None:
     check: Callable[..., str | None] = globals()[name]
     try:
         return check(steps, layout, load, *more)
@@ -64,7 +76,7 @@ def _run(name: str, steps: Steps, layout: Layout, load: Load, more: tuple[float,
 
 
 def _smaller(
-    name: str, steps: Steps, layout: Layout, load: Load, more: tuple[float, ...]
+    name: str, steps: Steps, layout: Layout, load: Load, more: tuple[Any, ...]
 ) -> tuple[Steps, Layout, Load]:
     """Leave out steps, iterations and replicas, as long as something is wrong."""
     for position in reversed(range(1, len(steps))):
@@ -89,7 +101,7 @@ def _smaller(
     return steps, layout, load
 
 
-def _program(name: str, steps: Steps, layout: Layout, load: Load, more: tuple[float, ...]) -> str:
+def _program(name: str, steps: Steps, layout: Layout, load: Load, more: tuple[Any, ...]) -> str:
     arguments = ", ".join(["steps", repr(layout), repr(load), *map(repr, more)])
     return (
         "from tests.fuzz.layouts import Layout, Load\n"
