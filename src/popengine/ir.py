@@ -250,6 +250,12 @@ class Plan:
         """Return the slots of each ipu at a place."""
         return {ipu: names for ipu, names in self.state.items() if self.places.get(ipu, place) == place}
 
+    def weights_elsewhere(self, place: Place) -> frozenset[str]:
+        """Return the canonical names of the parameters and buffers that only other places hold."""
+        here = {name for names in self.state_at(place).values() for name in names}
+        away = {name for names in self.state.values() for name in names} - here
+        return frozenset(x.key for x in self.partition.signature.parameters_and_buffers if x.name in away)
+
     def slots_held_by(self, ipu: int) -> list[str]:
         """Return the names of the slots that an ipu holds: its state, then its copies of other ipus' weights."""
         copies = [task for task in self.tasks if task.ipu == ipu and task.index == "step"]

@@ -82,6 +82,15 @@ def made_as(kind: type[Tensor], value: Tensor, requires_grad: bool) -> Tensor:
     return torch.Tensor._make_subclass(kind, value, requires_grad)  # old
 
 
+def reset_parameters(layer: torch.nn.Module) -> None:
+    """Call a layer's `reset_parameters()`, if it has one."""
+    reset = getattr(
+        layer, "reset_parameters", getattr(layer, "_reset_parameters", None)
+    )  # 1.1: MultiheadAttention
+    if reset is not None:
+        reset()
+
+
 @functools.cache
 def cpu_features() -> Mapping[str, Any]:
     """Return the processor's features by name, such as "avx512_bf16"."""

@@ -36,6 +36,7 @@ from .annotating.strategies import (
 )
 from .autocasting import autocast
 from .compiling.executable import registerPostCompileHook, registerPreCompileHook
+from .compiling.materializing import materialize
 from .data import AsynchronousDataAccessor, DataLoader
 from .enums import (
     AnchorMode,
@@ -167,6 +168,7 @@ __all__ = [
     "isRunningOnIpu",
     "load",
     "logger",
+    "materialize",
     "module_repr",
     "nearest",
     "nop",

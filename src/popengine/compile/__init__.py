@@ -6,7 +6,7 @@ from ..errors import Error
 from ..ir import Graph, Partition, Plan
 from ..order import order_named
 from ..piece import GATHER
-from ..settings import Settings, StepPart
+from ..settings import Settings
 from ..update.optimizer_rules import OWN_STEP
 from .partition import cut_backwards, cut_pieces, partition
 from .tasks import make_plan
@@ -33,25 +33,39 @@ def _check_places(partition: Partition, settings: Settings) -> None:
     """Raise Error if the settings or the model need all ipus of a replica in one process."""
     if not settings.places:
         return
-    reasons = {
-        f"the model uses ipu {max(partition.ipus)}, and a replica has {len(settings.places)} ipus": (
-            max(partition.ipus) >= len(settings.places)
+    whole = "poprun --num-instances with at most as many instances as replicas"
+    reasons = (  # whether it is so, why, fix
+        (
+            max(partition.ipus) >= len(settings.places),
+            f"the model uses ipu {max(partition.ipus)}, and a replica has {len(settings.places)} ipus",
+            "as many ipus in ipus_per_replica as the model uses, or another ipu_id of its blocks",
         ),
-        "an optimizer without a rule of Pando's updates all parameters in one process": (
-            settings.optimizer is not None and settings.optimizer.kind == OWN_STEP
+        (
+            settings.optimizer is not None and settings.optimizer.kind == OWN_STEP,
+            "the optimizer's own step() may read all parameters, and no process has them",
+            f"an optimizer of torch.optim or poptorch.optim for which Pando has an update rule; or {whole}",
         ),
-        "the last micro-batch has fewer rows than the others": settings.part != StepPart(),
-        "per-replica parameters are in one process": bool(settings.replica_groups),
-        "layers that gather over replicas are in one process": any(
-            p.gather_group_size for p in partition.pieces
+        (
+            bool(settings.replica_groups),
+            "parameters with a value for each replica are in one process",
+            f"no replicaGrouping(); or {whole}",
         ),
-        "executables for it are not compiled by inductor": not settings.is_eager,
-    }
-    for why in (why for why, is_so in reasons.items() if is_so):
+        (
+            any(piece.gather_group_size for piece in partition.pieces),
+            "layers that gather values of several replicas need these in one process",
+            f"nn.BatchNorm2d for GroupedBatchNorm2d, and no all-gather of replicas; or {whole}",
+        ),
+        (
+            not settings.is_eager,
+            "inductor compiles whole models only",
+            'options.compiler("eager"), without POPTORCH_BACKEND',
+        ),
+    )
+    for why, fix in ((why, fix) for is_so, why, fix in reasons if is_so):
         raise Error(
             f"a replica spans {len(set(settings.places))} processes, which this model can't\n"
             f"  why: {why}\n"
-            "  fix: poprun --num-instances with at most as many instances as replicas; or change what is named above"
+            f"  fix: {fix}"
         )
 
 

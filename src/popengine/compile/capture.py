@@ -59,7 +59,6 @@ def capture(
     training: bool,
     device: str = "cpu",
     given: str = "",
-    needs_values: bool = True,
 ) -> Graph:
     """Return one functional graph of `forward` and, in training, of its backward, with what forward has read.
 
@@ -70,7 +69,6 @@ def capture(
         samples:  the inputs of one micro-batch; only their shapes, strides and dtypes are read
         device:   where the model will run; if not "cpu", no operations are recorded that only CPUs have
         given:    a description of forward's arguments, for error messages
-        needs_values: raise CaptureError for weights on the meta device
     Raises: CaptureError, if forward can't be traced, or in training has not exactly one final loss
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -78,7 +76,7 @@ def capture(
     def make_stand_ins(buffers: Mapping[str, Tensor] = MappingProxyType({})) -> StandIns:
         # Only shapes are read, so the `__torch_function__` of tensor subclasses is off.
         with DisableTorchFunctionSubclass(), fake:
-            return StandIns(module, training, needs_values, buffers)
+            return StandIns(module, training, buffers)
 
     record = partial(_record, module, forward, samples, fake, training, device, given)
     stand_ins, dropped = make_stand_ins(), set[str]()

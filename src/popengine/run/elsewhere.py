@@ -1,7 +1,7 @@
 """Weights of ipus of other processes: tensors without memory ("meta") whose reads raise an error."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,17 +53,23 @@ class _Elsewhere:
         return made_as(kind, value, value.requires_grad) if value.is_meta else value
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone().__reduce_ex__(protocol)  # raises Error
+        return torch.clone(cast(Tensor, self)).__reduce_ex__(protocol)  # raises Error
 
 
 def _class_elsewhere(kind: type[Tensor], key: str) -> type[Tensor]:
     return type(kind)(kind.__name__, (_Elsewhere, kind), {"kind": kind, "key": key})
 
 
-def swap_memory(key: str, weight: Tensor, memory: Tensor) -> None:
-    """Put the user's weight `key` into another memory; from "meta" on, reads raise Error. The object stays."""
+def is_elsewhere(weight: Tensor) -> bool:
+    """Return whether only other processes hold a weight, so that reads of it raise Error."""
+    return isinstance(weight, _Elsewhere)
+
+
+def swap_memory(key: str, weight: Tensor, memory: Tensor, elsewhere: bool = False) -> None:
+    """Put the user's weight `key` into another memory, on "meta" if it is `elsewhere`: then reads raise Error. The
+    object stays the same."""
     kind = getattr(type(weight), "kind", type(weight))
-    other = made_as(_class_elsewhere(kind, key) if memory.is_meta else kind, memory, weight.requires_grad)
+    other = made_as(_class_elsewhere(kind, key) if elsewhere else kind, memory, weight.requires_grad)
     vars(other).update(vars(weight))
     try:
         torch.utils.swap_tensors(weight, other)  # assigning `data` refuses another kind of device

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import Error
 from ..ir import Plan
 from ..places import check_order
 from ..settings import Hyper, Settings
@@ -94,10 +93,10 @@ class Engine:
 
             codes = inductor.load_pieces(plan.partition, device)
         # The processes that have the same ipus as this one sum gradients.
-        sums = self._group if several else None
-        if sums is not None and counts.parts > 1:
-            sums = sums.among(counts.processes_of_part())
-        self._rows = RowFunctions(plan, settings, self.state, codes, sums, mail)
+        self._sums = self._group if several else None
+        if self._sums is not None and counts.parts > 1:
+            self._sums = self._sums.among(counts.processes_of_part())
+        self._rows = RowFunctions(plan, settings, self.state, codes, self._sums, mail)
         self._queue = ReadyQueue(self._rows, cores // per_operation, per_operation)
         self._close = weakref.finalize(self, self._queue.close)
 
@@ -210,25 +209,23 @@ class Engine:
 
     def average_buffers(self) -> None:
         """Set the floating point buffers that forward changes to their means over all replicas of all processes."""
-        if self.plan.places:
-            raise Error(
-                "the mean of running statistics over replicas is not computed if a replica spans several processes\n"
-                "  fix: leave the call out: the running statistics of replica 0 are saved"
-            )
         self.state.train_state.commit.settle()
         results = self.plan.partition.signature.results
-        buffers = [r for r in results if r.kind == "buffer" and r.dtype.is_floating_point]
-        if not buffers:
+        slot_of, values, part = self.state.slot_of, self.state.values, self.settings.counts.part
+        found = [r for r in results if r.kind == "buffer" and r.dtype.is_floating_point]
+        buffers = [r for r in found if slot_of[r.key] in values[0]]  # of this process's ipus
+        if not found:
             return
         self.state.bind(None)
-        slot_of = self.state.slot_of
-        replicas = [{b.key: values[slot_of[b.key]] for b in buffers} for values in self.state.values]
-        flats = [torch.cat([each[b.key].double().reshape(-1) for b in buffers]) for each in replicas]
-        if self._group is None:
+        replicas = [{b.key: each[slot_of[b.key]] for b in buffers} for each in values]
+        doubles = ([each[b.key].double().reshape(-1) for b in buffers] for each in replicas)
+        flats = [torch.cat(each) if each else torch.empty(0) for each in doubles]
+        if self._sums is None:
             tree_sum(leaf_nodes([flat] for flat in flats))
         else:
-            what, reduction = "the mean of running statistics", AllReduce(self._group, Tag.BUFFERS)
-            fingerprint = {"buffers": {b.key: str(b.shape) for b in buffers}}
+            assert self._group is not None
+            what, reduction = "the mean of running statistics", AllReduce(self._sums, Tag.BUFFERS)
+            fingerprint = {f"buffers@part {part}": {b.key: str(b.shape) for b in buffers}}
             self._group.barrier(what, fingerprint, lambda: reduction.all_reduce(flats))
         flat = flats[0] / self.settings.counts.global_replicas
         means = flat.split([replicas[0][b.key].numel() for b in buffers])

@@ -96,8 +96,7 @@ class State:
         self.all_units = [unit for unit in units if settings.sharing_replicas(*unit)[0] == unit.replica]
         self.units = [unit for unit in self.all_units if self.ipu_of[unit.key] in here]
         train_state.owner = self._owners() | train_state.owner
-        kept = {key_of.get(name) for kept_by in plan.state.values() for name in kept_by}
-        train_state.elsewhere |= {key for key in kept if key} - {slot.key for slot in self._weights}
+        train_state.elsewhere |= plan.weights_elsewhere(settings.place)
         self.bind(None)
 
     def _owners(self) -> dict[str, int]:
@@ -132,6 +131,14 @@ class State:
                     "  why: its parameters and buffers are those of the compilation; one of them was removed, or"
                     " became the same object as another one\n"
                     "  fix: put it back, or change the model before it is wrapped"
+                )
+            empty = [slot.key for slot in self._weights if present[slot.key].is_meta]
+            if empty and self.device.type != "meta":
+                raise Error(
+                    f"{', '.join(empty[:5])} of the model are on the meta device, and have no values\n"
+                    "  fix: poptorch.materialize(model), before it is wrapped, lets the layers' reset_parameters() fill"
+                    " them; or `model.to_empty(device='cpu')`, then set or load the weights. If ipus of another"
+                    " instance held them so far: copyWeightsToHost() in all instances"
                 )
             if moved := [slot for slot in self._weights if not self._is_bound(slot.key, present[slot.key])]:
                 self._check_shared_memory(present)
@@ -200,11 +207,6 @@ class State:
 
     def _bind_weight(self, slot: Slot, value: Tensor) -> None:
         """Set `values` of all replicas to a tensor of the model, or to a copy if its strides have changed."""
-        if value.is_meta and slot.key in self.train_state.elsewhere:
-            raise Error(
-                f"{slot.role} {slot.key} has no value in this process: an ipu of another process held it so far\n"
-                "  fix: call copyWeightsToHost() in all instances, before a model has other ipus"
-            )
         groups = self.settings.replica_groups.get(slot.key)
         shape = value.shape if groups is None else value.shape[1:]
         if (shape, value.dtype) != (slot.shape, slot.dtype):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import devices
 from .call import Commit
-from .elsewhere import swap_memory
+from .elsewhere import is_elsewhere, swap_memory
 
 OptimizerState = dict[str, Tensor]
 
@@ -86,8 +86,8 @@ class TrainState:
     def release_elsewhere(self) -> None:
         """Free the memory of the weights that only other processes hold. Raises Error if autograd uses a weight."""
         for key, value in self.find_weights().items() if self.elsewhere else ():
-            if key in self.elsewhere and not value.is_meta:
-                swap_memory(key, value, value.detach().to("meta"))
+            if key in self.elsewhere and not is_elsewhere(value):
+                swap_memory(key, value, value.detach().to("meta"), elsewhere=True)
 
     def fill_elsewhere(self, weights: Mapping[str, Tensor]) -> None:
         """Let weights that only other processes hold be these tensors, where shape and dtype are equal."""

@@ -65,7 +65,7 @@ def log_plan(plan: Plan, settings: Settings) -> None:
     """Log the ipu of each stage, the devices and, at level DEBUG, the schedule."""
     partition, counts = plan.partition, settings.counts
     for stage, (blocks, ipu) in enumerate(zip(partition.names, partition.ipus, strict=True)):
-        logger.info("stage %d (%s) is on ipu %d", stage, blocks, ipu)
+        logger.info("stage %d (%s) is on %s", stage, blocks, ipu_text(plan, settings, ipu))
     ipus, replicas = counted(len(set(partition.ipus)), "logical ipu"), counted(counts.replicas, "replica")
     threads = f"{torch.get_num_threads()} threads of this process"
     logger.info(
@@ -73,6 +73,13 @@ def log_plan(plan: Plan, settings: Settings) -> None:
     )
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s", schedule_text(plan, settings))
+
+
+def ipu_text(plan: Plan, settings: Settings, ipu: int) -> str:
+    """Return "ipu 1"; with its process, such as "ipu 1 of instance 1", if a replica spans several."""
+    if not plan.places:
+        return f"ipu {ipu}"
+    return f"ipu {ipu} of instance {settings.counts.processes_of_replica()[plan.places[ipu].process]}"
 
 
 def schedule_text(plan: Plan, settings: Settings) -> str:
@@ -142,7 +149,7 @@ class Overview:
             for part in row
             if part.kind == "send"
         ]
-        self._plan, self.schedule = plan, schedule_text(plan, settings)
+        self._plan, self._settings, self.schedule = plan, settings, schedule_text(plan, settings)
         self.drawing = self.schedule if plan.micro_batches > _DRAWN else drawn_schedule(plan)[1].rstrip()
         self.code = {f"{piece.phase}{piece.stage}": piece.source for piece in partition.pieces}
 
@@ -165,7 +172,8 @@ class Overview:
     def __str__(self) -> str:
         lines = [*wrap(self.title, _WIDTH), ""]
         for stage, ipu, blocks, size in self.stages:
-            text = f"stage {stage} on ipu {ipu}, {size:,} parameters: {blocks}"
+            on = ipu_text(self._plan, self._settings, ipu)
+            text = f"stage {stage} on {on}, {size:,} parameters: {blocks}"
             lines += wrap(text, _WIDTH, max_lines=2, placeholder=" ...", subsequent_indent="    ")
         lines += [""] if self.transfers else []
         for source, target, size, per, when in self.transfers[:_MOST_TRANSFERS]:

@@ -114,8 +114,7 @@ def compile_model(
 
     `settings` are those of a complete combined batch. A plan has the stages of `earlier` plans and, if the
     micro-batch is equal, and what forward reads, their graph. If a forward that is recorded again has the graph of an
-    earlier plan, return this plan. If it `is_plan_only`, weights need no values, and other instances do
-    not compile.
+    earlier plan, return this plan. If it `is_plan_only`, other instances do not compile.
     """
     if earlier:
         settings = replace(settings, strategy=earlier[0].settings.strategy)
@@ -127,7 +126,7 @@ def compile_model(
     alike = [e for e in earlier if e.graph is not None and (e.inputs.micro_batch, e.weights) == kind]
     new = next((e for e in alike if e.holds()), None)
     if new is None:
-        new = record_model(model, run, options, settings, earlier, is_plan_only)
+        new = record_model(model, run, options, settings, earlier)
     graph = new.graph
     assert graph is not None
     for other in others:
@@ -162,7 +161,6 @@ def record_model(
     options: Options,
     settings: Settings,
     earlier: Sequence[Executable] = (),
-    is_plan_only: bool = False,
 ) -> Executable:
     """Capture a model between the compile hooks, and return an executable without plan and inputs. The graph is
     rewritten for half precision and memory format. Arguments as of `compile_model`."""
@@ -179,7 +177,6 @@ def record_model(
                 training=settings.training,
                 device=settings.device,
                 given=call.in_words(samples),
-                needs_values=not is_plan_only,
             )
     finally:
         options._execution_strategy.onEndTracing()

@@ -16,6 +16,7 @@ from popengine.run.train_state import TrainState
 
 from ..compiling.arguments import weights_of
 from ..compiling.executable import Executable
+from ..compiling.materializing import fill_weights
 from ..logs import logger
 from ..options import Options
 from ..options.freeze_options import chosen_device
@@ -46,7 +47,7 @@ class LoadedPlans:
     """The compiled plans of a model, and their engines, which share one `TrainState`."""
 
     def __init__(self, options: Options, model: nn.Module) -> None:
-        self._options = options
+        self._options, self._model = options, model
         self.state = TrainState(functools.partial(weights_of, model))
         self._is_seeded = False  # whether `state.random_state` is set
         self.by_key: dict[Any, LoadedPlan] = {}  # by `Executable.key`, in order of use, the latest last
@@ -183,6 +184,7 @@ class LoadedPlans:
                 " or run it on the CPU"
             )
         settings = replace(executable.settings, device=device)
+        fill_weights(self._model, executable.plan.weights_elsewhere(settings.place))
         engine = Engine(executable.plan, settings, self.state, find_constants=executable.present_tensors)
         if plan.reporter is not None:
             plan.reporter.on_attach(engine, executable)

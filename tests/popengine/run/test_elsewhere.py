@@ -34,7 +34,7 @@ READS = {
 
 def parameter_elsewhere():
     layer = nn.Linear(3, 3)
-    swap_memory("layer.weight", layer.weight, layer.weight.detach().to("meta"))
+    swap_memory("layer.weight", layer.weight, layer.weight.detach().to("meta"), elsewhere=True)
     return layer.weight
 
 
@@ -61,7 +61,7 @@ def test_a_weight_gets_its_memory_back_in_the_same_object():
     norm = nn.BatchNorm1d(3)
     for key, value in {"weight": norm.weight, "mean": norm.running_mean}.items():
         kind, before = type(value), value.detach().clone()
-        swap_memory(key, value, value.detach().to("meta"))
+        swap_memory(key, value, value.detach().to("meta"), elsewhere=True)
         swap_memory(key, value, before)
         assert type(value) is kind and torch.equal(value, before) and value.is_leaf
     assert norm.weight.requires_grad

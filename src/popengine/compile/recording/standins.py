@@ -38,12 +38,11 @@ class StandIns:
         self,
         module: nn.Module,
         training: bool,
-        needs_values: bool = True,
         others: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """`others`: fake tensors, by name, whose shapes and dtypes some buffers' stand-ins get."""
         named = [*module.named_parameters(), *module.named_buffers()]
-        _check_members(named, training, needs_values)
+        _check_members(named, training)
         self._module = module
         self.parameters = {
             name: nn.Parameter(empty_like(real), requires_grad=real.requires_grad)
@@ -219,8 +218,8 @@ class StandIns:
                 )
 
 
-def _check_members(named: list[tuple[str, Tensor]], training: bool, needs_values: bool) -> None:
-    """Raise CaptureError for parameters or buffers that are lazy, sparse, without values, or not writable."""
+def _check_members(named: list[tuple[str, Tensor]], training: bool) -> None:
+    """Raise CaptureError for parameters or buffers that are lazy, sparse, or not writable."""
     problems = (
         (
             nn.parameter.is_lazy,
@@ -233,11 +232,6 @@ def _check_members(named: list[tuple[str, Tensor]], training: bool, needs_values
             "are sparse\n"
             "  why: the state of a compiled model is dense tensors\n"
             "  fix: register `value.to_dense()`; a constant factor of torch.sparse.mm need be no buffer",
-        ),
-        (
-            lambda value: needs_values and value.is_meta,
-            "are on the meta device, and have no values\n"
-            "  fix: `model.to_empty(device='cpu')`, then set or load the weights, before the first call",
         ),
         (
             lambda value: training and value.is_inference(),
