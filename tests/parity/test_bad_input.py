@@ -538,6 +538,24 @@ def test_a_list_of_tensors_for_one_argument_is_told_to_be_several_arguments():
         poptorch.inferenceModel(nn.Linear(4, 4))([torch.zeros(2, 4), torch.zeros(2, 4)])
 
 
+def test_a_dictionary_of_tensors_for_one_argument_is_told_to_be_named_arguments():
+    with pytest.raises(poptorch.Error, match=r"fix: pass its entries as named arguments: model\(\*\*batch\)"):
+        poptorch.inferenceModel(nn.Linear(4, 4))({"input": torch.zeros(2, 4)})
+
+
+def test_labels_with_a_dimension_too_many_are_told_to_lose_it():
+    def loss(scores, labels):
+        return nn.functional.cross_entropy(scores, labels)
+
+    with pytest.raises(poptorch.Error, match=r"0D or 1D target(.*\n)*  fix: .*`labels.squeeze\(1\)`"):
+        poptorch.inferenceModel(loss)(torch.zeros(2, 4), torch.zeros(2, 1, dtype=torch.long))
+
+
+def test_a_class_in_place_of_a_model_is_an_error():
+    with pytest.raises(poptorch.Error, match=r"the class Identity.*\n  fix: model = Identity\(\.\.\.\)"):
+        poptorch.inferenceModel(nn.Identity)
+
+
 def test_a_message_does_not_print_a_thousand_arguments():
     with pytest.raises(poptorch.Error, match="and 988 more") as caught:
         poptorch.inferenceModel(nn.Linear(4, 4))([0.0] * 1000)

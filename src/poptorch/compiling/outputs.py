@@ -111,7 +111,8 @@ def _refuse_backward(*args: Any, **kwargs: Any) -> None:
     raise Error(
         "backward() cannot be called explicitly on a model's output: it has no graph of gradients\n"
         "  why: a call of an executor of poptorch.trainingModel has computed the gradients and updated the weights\n"
-        "  fix: leave backward() and optimizer.step() out, and compute in forward whatever belongs to the loss"
+        "  fix: leave backward(), clip_grad_norm_ and optimizer.step() out (optimizer.max_grad_norm = 1.0 clips), and"
+        " compute in forward whatever belongs to the loss"
     )
 
 

@@ -128,7 +128,10 @@ def read_file(filename: str | os.PathLike[str]) -> SavedExecutor:
         loaded = torch.load(io.BytesIO(content[_HASH:]), weights_only=False)
         versions, saved = loaded["versions"], loaded["saved"]
     except Exception as error:  # reading another program's pickle can raise any error
-        raise AssertionError(f"Invalid file {path}: {type(error).__name__}: {error}") from None
+        raise AssertionError(
+            f"Invalid file {path}: {type(error).__name__}: {error}\n"
+            "  fix: a file of executor.save(path); a file of torch.save: model.load_state_dict(torch.load(path))"
+        ) from None
     if versions != _VERSIONS:
         raise AssertionError(
             f"Invalid file {path}: written by {versions}, this is {_VERSIONS}\n"

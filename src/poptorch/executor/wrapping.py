@@ -84,7 +84,12 @@ def inferenceModel(
 
 
 def _unwrap_module(model: Any) -> Any:
-    """Return the module inside an executor or torch.compile's wrapper, else `model`. Refuse torch.jit."""
+    """Return the module inside an executor or torch.compile's wrapper, else `model`. Refuse classes and torch.jit."""
+    if isinstance(model, type):
+        raise Error(
+            f"the model is the class {model.__name__}, and an executor needs an object of it\n"
+            f"  fix: model = {model.__name__}(...), and an optimizer of model.parameters()"
+        )
     if isinstance(model, optimized_module_type()):
         logger.warning(
             "torch.compile is left out: the module inside is wrapped, and compiled by its executor"

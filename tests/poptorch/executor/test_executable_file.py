@@ -141,6 +141,9 @@ def test_invalid_files_are_named(tmp_path):
             poptorch.load(tmp_path / name)
         with pytest.raises(poptorch.Error, match=f"Invalid file .*{name}"):
             poptorch.inferenceModel(Trained(), options()).loadExecutable(tmp_path / name)
+    torch.save(Trained().state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(AssertionError, match=r"fix: .*model\.load_state_dict\(torch\.load\(path\)\)"):
+        poptorch.load(tmp_path / "weights.pt")
 
 
 def test_a_missing_file_is_one_error_which_names_the_files_that_exist(tmp_path):

@@ -40,6 +40,10 @@ _HINTS = {
         "indices and class numbers are integers",
         "pass them as integers: `labels.long()`",
     ),
+    "0D or 1D target tensor expected": (
+        "class numbers are one dimension less than the scores of the classes",
+        "remove the dimension: `labels.squeeze(1)`; or pass probabilities, as floats of the scores' shape",
+    ),
     "not NoneType": (
         "an argument of the operation is None: perhaps an optional argument of forward that the call leaves out",
         "pass this argument in the call of the model",
@@ -47,6 +51,10 @@ _HINTS = {
     r"must be Tensor, not (list|tuple)[\s\S]*\[0\]: torch\.": (
         "an argument of forward is a list of tensors, and the operation takes one tensor",
         "pass the tensors as separate arguments: model(x, y), or model(*batch)",
+    ),
+    r'must be Tensor, not dict[\s\S]*\["': (
+        "an argument of forward is a dictionary of tensors, and the operation takes one tensor",
+        "pass its entries as named arguments: model(**batch)",
     ),
     "must be Tensor, not|must be tuple of Tensors, not|must be Tensor or|received an invalid combination": (
         "an argument that is no tensor is a constant of the compiled model",
