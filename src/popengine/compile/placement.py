@@ -33,6 +33,8 @@ def place_blocks(visits: Sequence[Visit], used: set[int], strategy: Strategy) ->
     numbers = _stage_numbers(visits, used, strategy)
     ipu_of = _stage_ipus(visits, numbers, strategy)
     placement = order_named(strategy.order).placement
+    if strategy.auto == "same_as_ipu" and len({ipu_of[numbers[i]] for i in used}) > 1:
+        check_may_choose_stages(strategy, "AutoStage.SameAsIpu")
     if placement.startswith("turns"):
         # Ipus take turns as the forward does: each change of ipu begins a new stage.
         turns, ipu_of_turn, turn = [0] * len(visits), dict[int, int](), -1
@@ -58,6 +60,16 @@ def place_blocks(visits: Sequence[Visit], used: set[int], strategy: Strategy) ->
         tuple(ipu_of[stage] for stage in stages),
         tuple(map(", ".join, blocks)),
     )
+
+
+def check_may_choose_stages(strategy: Strategy, rule: str) -> None:
+    """Raise PartitionError if a rule makes one stage of each ipu, and the order needs several stages on an ipu."""
+    if order_named(strategy.order).placement == "apart":
+        raise PartitionError(
+            f"the schedule {strategy.order!r} needs several stages on each ipu, and {rule} makes one stage of an ipu\n"
+            "  fix: poptorch.AutoStage.AutoIncrement with the ipu of each block; or name the stages, such as"
+            f' PipelinedExecution(poptorch.Stage("a").ipu(0), ..., schedule={strategy.order!r})'
+        )
 
 
 def _stage_numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> list[int]:

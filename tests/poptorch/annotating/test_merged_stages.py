@@ -84,3 +84,11 @@ def test_interleaved_keeps_neighbouring_stages_apart():
         3,
         3,
     ]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble-v"])
+@pytest.mark.parametrize("rule", [poptorch.AutoStage.SameAsIpu, poptorch.AutoBalance(IPUS)])
+def test_a_rule_that_makes_one_stage_of_an_ipu_is_refused_beside_such_a_schedule(schedule, rule):
+    strategy = poptorch.PipelinedExecution(rule, schedule=schedule)
+    with pytest.raises(poptorch.Error, match=f"the schedule '{schedule}' needs several stages on each ipu"):
+        idle_share(Stack(blocks=True), strategy, 16)
