@@ -177,6 +177,8 @@ class OptionsDict(Freezable):
         def __getattr__(self, name: str) -> Any:
             if name in self._renamed:
                 return getattr(self, self._renamed[name])
+            if name.startswith("__"):  # `copy` and `pickle` look for such methods, and need no suggestion
+                raise AttributeError(f"Invalid attribute {name!r}", name=name)
             known = {**_names_of_groups(), **{name: name for name in _public_names(self)}}
             meant = did_you_mean(name, known, shown=known)
             # The name keeps Python from a second suggestion.

@@ -27,7 +27,17 @@ from ...torch_private import FakeTensor
 from .current_capture import Capture, active
 from .graph_recorder import CaptureRecorder, user_line
 from .reads import CLASS, LENGTH, MISSING, Read, Reads, layout_of
-from .user_code import OPAQUE, PANDO, is_opaque, is_users, loaded_names, names_in, package_of, users_line
+from .user_code import (
+    OPAQUE,
+    PANDO,
+    is_opaque,
+    is_opaque_module,
+    is_users,
+    loaded_names,
+    names_in,
+    package_of,
+    users_line,
+)
 
 # Modes are fixed by the first compilation; the others are bound by name, or change while forward is recorded.
 _NOT_NOTED = {"training", "_parameters", "_buffers", "_compiled_call_impl"}
@@ -292,7 +302,8 @@ class Noting(TorchFunctionMode):
         code = frame.f_code
         if active.get() is not self._capture:
             return
-        if event == "call" and is_users(code.co_filename):
+        # A method that dataclasses have made has no file, but its module's globals.
+        if event == "call" and is_users(code.co_filename) and not is_opaque_module(frame.f_globals):
             first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             self.note_function(code, frame.f_globals, first if isinstance(first, type) else type(first))
         elif event == "c_call":

@@ -24,6 +24,11 @@ def is_opaque(kind: type) -> bool:
     return package_of(kind) in OPAQUE and not kind.__module__.startswith("torch.distributions")
 
 
+def is_opaque_module(scope: dict[str, Any]) -> bool:
+    """Return whether a module with these globals is of an opaque package."""
+    return str(scope.get("__name__")).partition(".")[0] in OPAQUE
+
+
 @functools.cache
 def is_users(file: str) -> bool:
     """Return whether code of this file is the user's, or a library's that is not opaque."""
