@@ -379,14 +379,18 @@ def test_a_step_that_fails_before_it_has_written_loses_nothing(earlier):
     same((model, optimizer), plain(Failing))
 
 
-class Halving(torch.optim.SGD):
-    """A class with a rule, and a step of its own."""
+class Halves:
+    """A step of its own, beside a class with a rule."""
 
     def step(self, closure=None):
         super().step(closure)
         with torch.no_grad():
             for parameter in self.param_groups[0]["params"]:
                 parameter.mul_(0.5)
+
+
+class Halving(Halves, torch.optim.SGD):
+    pass
 
 
 class Longer(torch.optim.Adam):
@@ -395,15 +399,9 @@ class Longer(torch.optim.Adam):
         return super()._init_group(group, *lists)
 
 
-class OursHalving(poptorch.optim.AdamW):
+class OursHalving(Halves, poptorch.optim.AdamW):
     def __init__(self, parameters):
         super().__init__(parameters, lr=0.05)
-
-    def step(self, closure=None):
-        super().step(closure)
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                parameter.mul_(0.5)
 
 
 class Lookahead(torch.optim.Optimizer):
