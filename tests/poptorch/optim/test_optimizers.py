@@ -37,7 +37,7 @@ def weights():
     return [torch.nn.Parameter(torch.randn(3, 2)), torch.nn.Parameter(torch.randn(2))]
 
 
-@pytest.mark.parametrize("kind", EACH)
+@pytest.mark.parametrize("kind", ARGUMENTS)
 def test_every_argument_may_be_positional_in_poptorchs_order(kind):
     positional = [
         name
