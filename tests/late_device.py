@@ -60,6 +60,9 @@ class Event:
     def record(self):
         self.done = True
 
+    def synchronize(self):
+        self.home.wait("message")
+
     def elapsed_time(self, later):
         """Return the number of kernels between two events."""
         return later.at - self.at
@@ -294,6 +297,22 @@ def download(value):
     """Return a copy in the host's memory, which is written late."""
     with torch.no_grad():
         return torch.full_like(value, 0, device="cpu").copy_(value, non_blocking=True)
+
+
+def event_of(device):
+    """Return an event that a device records after the work so far."""
+    event = Event()
+    event.home = devices[device.index]
+    event.home.put(event.record)
+    return event
+
+
+def copy_after(event, target, source):
+    """Queue a copy from another device, after an event of its queue. It refers to the memory until it has run."""
+    with torch.inference_mode(False):
+        to, of = raw_of(target), raw_of(source)
+    kept = [source]
+    home_of(target).put(lambda: (to.copy_(of), kept.clear()), after=event)
 
 
 # ---- operations ----------------------------------------------------------------------------------------------
@@ -578,7 +597,7 @@ for _name, _function in (
 
 
 @contextmanager
-def late_devices(monkeypatch, seed=0, graphs=True):
+def late_devices(monkeypatch, seed=0, graphs=True, count=1):
     """Let Pando find `late:0`, ..., where it looks for GPUs ("cuda")."""
     reset(seed)
 
@@ -595,6 +614,10 @@ def late_devices(monkeypatch, seed=0, graphs=True):
         run_devices, "in_pinned_memory", lambda value, device: value if device.type == "cpu" else pin(value)
     )
     monkeypatch.setattr(run_devices, "download", download)
+    monkeypatch.setattr(run_devices, "device_named", lambda name: torch.device(name.replace("cuda", NAME)))
+    monkeypatch.setattr(run_devices, "accelerator_count", lambda: count)
+    monkeypatch.setattr(run_devices, "event_of", event_of)
+    monkeypatch.setattr(run_devices, "copy_after", copy_after)
     monkeypatch.setattr("popengine.run.recorder.timing_event", timing_event)
     monkeypatch.setattr(run_devices, "new_graph", lambda device: Graph(device) if graphs else None)
     monkeypatch.setattr(run_devices, "capturing", lambda graph, device: graph.capturing())

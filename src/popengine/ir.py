@@ -251,8 +251,9 @@ class Plan:
         return {ipu: names for ipu, names in self.state.items() if self.places.get(ipu, place) == place}
 
     def weights_elsewhere(self, place: Place) -> frozenset[str]:
-        """Return the canonical names of the parameters and buffers that only other places hold."""
-        here = {name for names in self.state_at(place).values() for name in names}
+        """Return the canonical names of the parameters and buffers that only other processes hold."""
+        is_here = {ipu: self.places.get(ipu, place).process == place.process for ipu in self.state}
+        here = {name for ipu, names in self.state.items() if is_here[ipu] for name in names}
         away = {name for names in self.state.values() for name in names} - here
         return frozenset(x.key for x in self.partition.signature.parameters_and_buffers if x.name in away)
 

@@ -1,4 +1,4 @@
-"""Checks of a table of several places: only messages cross places, and each read is ordered after its write.
+"""Tables of several places: checks that only messages cross places, and that each read is ordered after its write.
 
 An engine runs the rows of its place and ignores edges to other rows. So an edge that no message covers would be a race.
 """
@@ -22,6 +22,16 @@ def check_order(plan: Plan) -> None:
             + "".join(f"  {line}\n" for line in found[:6])
             + "  fix: compile the model again with this version; if the error stays, please report it"
         )
+
+
+def copies_at(plan: Plan, place: Place) -> set[str]:
+    """Return the names of the slots that a place has, and that an earlier ipu has on another device of the process: the
+    place has copies of these weights, which are written before each call."""
+    homes: dict[str, Place] = {}
+    for ipu, names in plan.state.items():
+        homes = {**dict.fromkeys(names, plan.places.get(ipu, place)), **homes}
+    here = {name for names in plan.state_at(place).values() for name in names}
+    return {name for name in here if homes[name].process == place.process and homes[name] != place}
 
 
 def uncovered_edges(plan: Plan) -> list[str]:

@@ -190,6 +190,8 @@ class Settings:
     shard_optimizer: int | None = None  # shard the state of parameters of at least this many elements
     recompute: bool = False  # compute activations again in backward, instead of keeping them
     device: DeviceKind = "cpu"
+    # Names of the devices of this process ("cuda:0"), by `Place.device`; (): one device of the kind `device`.
+    devices: tuple[str, ...] = ()
     backend: Literal["eager", "inductor"] = "eager"  # what runs the pieces
     # Products of half types, such as "mm of bfloat16": chosen by the options and the processor.
     products_in_float32: tuple[str, ...] = ()
@@ -197,6 +199,9 @@ class Settings:
     replica_groups: dict[str, ReplicaGroups] = field(default_factory=dict)  # by canonical name
     part: StepPart = StepPart()
     places: tuple[Place, ...] = ()  # of each ipu of a replica; (): all ipus are at one place
+    spreads: bool = (
+        False  # further ipus are at these places again; if the model needs one place, at the first
+    )
     place: Place = ONE_PLACE  # of the engine
     cores: int = 0  # of all places, if there are several, for bounds of the order; 0: each ipu is a device
 
@@ -210,6 +215,10 @@ class Settings:
         """Return whether norms or counts of all gradients are needed before the first weight is updated."""
         clips_by_norm = self.optimizer is not None and self.optimizer.max_grad_norm < float("inf")
         return clips_by_norm or self.automatic_loss_scaling
+
+    def place_of(self, ipu: int) -> Place:
+        """Return the place of an ipu."""
+        return self.places[ipu % len(self.places)] if self.places else Place()
 
     def sharing_replicas(self, key: str, replica: int) -> tuple[int, ...]:
         """Return the replicas that share a parameter with `replica`: its replica group, or all replicas."""

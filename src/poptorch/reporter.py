@@ -24,6 +24,7 @@ import torch
 from popengine import profile
 from popengine.compile.describe import describe, held_tensors
 from popengine.errors import Error
+from popengine.run.device_engines import DeviceEngines
 from popengine.run.engine import Engine, threads_per_operation
 from popengine.run.recorder import Recorder, StepDetail
 from popengine.settings import Optimizer
@@ -51,7 +52,7 @@ class Reporter:
         self._running: tuple[Engine, Executable] | None = None
         self._next_save = time.perf_counter() + _SAVE_INTERVAL
 
-    def on_attach(self, engine: Engine, executable: Executable) -> None:
+    def on_attach(self, engine: Engine | DeviceEngines, executable: Executable) -> None:
         """Store the plan's engine and executable, from which `save` writes the profile; report the compilation to
         the recorders of other plans, between whose calls it may have run."""
         self._running = engine, executable
@@ -85,7 +86,7 @@ class Reporter:
         except OSError as error:
             logger.warning("the profile could not be written to %s: %s", self.path.parent.parent, error)
 
-    def _make_profile(self, engine: Engine, executable: Executable) -> profile.Profile:
+    def _make_profile(self, engine: Engine | DeviceEngines, executable: Executable) -> profile.Profile:
         """Return the profile of the plan, with the times recorded so far."""
         recorder, options, settings = self.recorder, self.options, engine.settings
         detail = recorder.detail

@@ -1,15 +1,19 @@
 """Compilation: the list of passes from a captured graph to a plan. Pure: no device, no thread, no file."""
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..errors import Error
 from ..ir import Graph, Partition, Plan
 from ..order import order_named
 from ..piece import GATHER
-from ..settings import Settings
+from ..settings import Settings, StepPart
 from ..update.optimizer_rules import OWN_STEP
 from .partition import cut_backwards, cut_pieces, partition
 from .tasks import make_plan
+
+logger = logging.getLogger("popengine")
 
 
 def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] = lambda name: None) -> Plan:
@@ -23,37 +27,47 @@ def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] 
         parts = cut_backwards(parts)
     parts = cut_pieces(parts, settings)
     done("partition")
-    _check_places(parts, settings)
-    plan = make_plan(parts, settings)
+    plan = make_plan(parts, _with_possible_places(parts, settings))
     done("tasks")
     return plan
 
 
-def _check_places(partition: Partition, settings: Settings) -> None:
-    """Raise Error if the settings or the model need all ipus of a replica in one process."""
-    if not settings.places:
-        return
+def _with_possible_places(partition: Partition, settings: Settings) -> Settings:
+    """Return the settings, with one place if several are not required, and the model needs all ipus of a replica at
+    one. Raises Error if they are required."""
+    most, is_one_process = max(partition.ipus), settings.counts.parts == 1
+    is_one = is_one_process and len({settings.place_of(ipu) for ipu in partition.ipus}) == 1
+    if not settings.places or (is_one and (settings.spreads or most < len(settings.places))):
+        return settings
     whole = "poprun --num-instances with at most as many instances as replicas"
+    count = "as many ipus in ipus_per_replica as the model uses"
+    if is_one_process:
+        whole, count = "options.device() with one device", "options.device() with a device for each ipu"
     reasons = (  # whether it is so, why, fix
         (
-            max(partition.ipus) >= len(settings.places),
-            f"the model uses ipu {max(partition.ipus)}, and a replica has {len(settings.places)} ipus",
-            "as many ipus in ipus_per_replica as the model uses, or another ipu_id of its blocks",
+            most >= len(settings.places) and not settings.spreads,
+            f"the model uses ipu {most}, and a replica has {len(settings.places)} ipus",
+            f"{count}, or another ipu_id of its blocks",
         ),
         (
             settings.optimizer is not None and settings.optimizer.kind == OWN_STEP,
-            "the optimizer's own step() may read all parameters, and no process has them",
+            "the optimizer's own step() may read all parameters, and no place has them",
             f"an optimizer of torch.optim or poptorch.optim for which Pando has an update rule; or {whole}",
         ),
         (
             bool(settings.replica_groups),
-            "parameters with a value for each replica are in one process",
+            "parameters with a value for each replica are at one place",
             f"no replicaGrouping(); or {whole}",
         ),
         (
             any(piece.gather_group_size for piece in partition.pieces),
-            "layers that gather values of several replicas need these in one process",
+            "layers that gather values of several replicas need these at one place",
             f"nn.BatchNorm2d for GroupedBatchNorm2d, and no all-gather of replicas; or {whole}",
+        ),
+        (
+            is_one_process and settings.part != StepPart(),
+            "the last micro-batch has fewer rows than the others",
+            f"a complete batch; or {whole}",
         ),
         (
             not settings.is_eager,
@@ -62,11 +76,16 @@ def _check_places(partition: Partition, settings: Settings) -> None:
         ),
     )
     for why, fix in ((why, fix) for is_so, why, fix in reasons if is_so):
+        if settings.spreads:
+            logger.info("all ipus are on %s: %s", settings.devices[0], why)
+            return replace(settings, places=())
+        what = "devices" if is_one_process else "processes"
         raise Error(
-            f"a replica spans {len(set(settings.places))} processes, which this model can't\n"
+            f"a replica spans {len(set(settings.places))} {what}, which this model can't\n"
             f"  why: {why}\n"
             f"  fix: {fix}"
         )
+    return settings
 
 
 def _check_replica_groups(partition: Partition, settings: Settings) -> None:

@@ -39,7 +39,7 @@ class _TableWriter:
         ]
         modes = (settings.outputs, *(anchor.outputs for anchor in settings.anchors))
         self.adds_outputs = "sum" in modes
-        self.place = {ipu: settings.places[ipu] if settings.places else Place() for ipu in partition.ipus}
+        self.place = {ipu: settings.place_of(ipu) for ipu in partition.ipus}
         self.places = list(dict.fromkeys(self.place.values()))
         # For each value and ipu, the pieces that read it and don't make it, in order of the data; and the first of
         # these pieces at each place.

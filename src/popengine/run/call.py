@@ -220,7 +220,7 @@ class Commit:
         self.name, self.steps, self.done = "", 0, 0  # the name is for messages
         self.complete_calls = 0
         self._is_stopped = False
-        self._why_lost: UnrecoverableError
+        self.why_lost: UnrecoverableError
         self._wait: Callable[[], None] | None = None  # of the engine that runs the call
         self._abort: Callable[[str], None] | None = None
 
@@ -234,11 +234,15 @@ class Commit:
         self._is_stopped, self._wait, self._abort = False, wait, abort
         self.state = "open"
 
+    def stop(self) -> None:
+        """Request that the call ends: a step that is committed runs to its end."""
+        self._is_stopped = True
+
     def settle(self) -> None:
         """Wait until no call runs; first stop one that an interrupt has left running, and wake the peers. A step that
         is committed runs to its end."""
         if self._wait is not None and self.state in ("open", "committed"):
-            self._is_stopped = True
+            self.stop()
             if self._abort is not None and self.state == "open":
                 self._abort(f"was interrupted at {self.name}")
             while True:
@@ -258,7 +262,7 @@ class Commit:
     def check_not_lost(self) -> None:
         """Raise UnrecoverableError if the weights are lost."""
         if self.state == "lost":
-            raise self._why_lost
+            raise self.why_lost
 
     def restore(self) -> None:
         """End the state "lost", after all weights were loaded."""
@@ -310,13 +314,13 @@ class Commit:
                 )
             )
         if self.state == "lost":
-            return self._why_lost
+            return self.why_lost
         self.state = "ended"
         return None if isinstance(error, Stopped) else error
 
     def lose(self, error: UnrecoverableError) -> None:
         """Mark the weights as lost: this call and later ones raise the error."""
-        is_locked, self._why_lost, self.state = self.state == "committed", error, "lost"
+        is_locked, self.why_lost, self.state = self.state == "committed", error, "lost"
         if is_locked:
             self.lock.release()
 

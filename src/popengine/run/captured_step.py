@@ -41,6 +41,8 @@ def why_not_captured(plan: Plan, settings: Settings, device: torch.device) -> st
         for line in lines
         if line.draw is not None and not random_draws.has_generator(operation_of(line.call))
     ]
+    if plan.places:
+        return "ipus are on several devices"
     if settings.finite_checks:
         return "enableFloatingPointExceptions reads each value"
     if others:

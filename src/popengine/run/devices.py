@@ -62,7 +62,17 @@ def device_of(kind: DeviceKind) -> torch.device:
     return CPU if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
-def core_count(kind: DeviceKind) -> int:
+def device_named(name: str) -> torch.device:
+    """Return the device of a name of `Settings.devices`."""
+    return torch.device(name)
+
+
+def accelerator_count() -> int:
+    """Return the number of accelerators of this machine that torch finds."""
+    return torch.accelerator.device_count()
+
+
+def core_count(kind: str) -> int:
     """Return the number of cores that tasks may use: torch's number of threads; 1 for an accelerator."""
     return torch.get_num_threads() if kind == "cpu" else 1
 
@@ -123,6 +133,58 @@ def synchronize(device: torch.device) -> None:
             " used again in this process, and the weights and the optimizer's state, which are on it, are lost: start"
             " again from a checkpoint"
         ) from error
+
+
+class Transfer:
+    """A value on its way to another device. It is started by the thread that runs the value's device, and finished by
+    the thread of the other device. The copy has the value's strides, and its offset from a multiple of 64 bytes,
+    because kernels choose by both."""
+
+    def __init__(self, value: Tensor, target: torch.device) -> None:
+        value = value.resolve_conj().resolve_neg()
+        size = 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+        self._target, start = target, value.data_ptr() % ALIGNMENT // value.itemsize
+        self._layout = value.shape, value.stride(), start
+        self._memory = value.as_strided((size if value.numel() else 0,), (1,))
+        self._event = None
+        if has_queue(value.device):
+            if not has_queue(target):
+                self._memory = download(self._memory)
+            self._event = event_of(value.device)
+
+    def finish(self) -> Tensor:
+        """Return the copy. The host waits only if the value goes from an accelerator to the CPU."""
+        source, start = self._memory, self._layout[-1]
+        memory = torch.empty(start + len(source), dtype=source.dtype, device=self._target)
+        if self._event is None:
+            memory[start:].copy_(source, non_blocking=True)
+        elif not has_queue(self._target):
+            self._event.synchronize()
+            memory[start:].copy_(source)
+        else:
+            copy_after(self._event, memory[start:], source)
+        return memory.as_strided(*self._layout)
+
+
+def event_of(device: torch.device) -> Any:
+    """Return an event that an accelerator records after all work that this thread has started."""
+    event = torch.Event(device)
+    event.record()
+    return event
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> Any:
+    return torch.Stream(device)
+
+
+def copy_after(event: Any, target: Tensor, source: Tensor) -> None:
+    """Start to copy from another accelerator once its event is done, on a stream beside its other work."""
+    stream = _copy_stream(source.device)
+    stream.wait_event(event)
+    with stream:
+        target.copy_(source, non_blocking=True)
+    source.record_stream(stream)
 
 
 def timing_event(device: torch.device) -> Any:

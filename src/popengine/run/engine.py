@@ -54,7 +54,8 @@ class Engine:
     ) -> None:
         if plan.places:
             check_order(plan)
-        counts, cores = settings.counts, devices.core_count(settings.device)
+        device = device or devices.device_of(settings.device)
+        counts, cores = settings.counts, devices.core_count(device.type)
         per_operation = threads_per_operation(plan, settings, cores)
         several = settings.training and counts.instances > 1
         self._group = group_of_size(counts.processes) if several or counts.parts > 1 else None
@@ -74,7 +75,6 @@ class Engine:
         if mail is None and self._group is not None and plan.places:
             mail = ProcessMailbox(self._group, plan, settings)
         self._peers = mail or self._group  # None: this process trains alone
-        device = device or devices.device_of(settings.device)
         devices.keep_freed_memory()
         # Threads refer to the state and not to the engine: they end when nothing else refers to the engine.
         self.state = State(plan, settings, train_state, device, find_constants)
@@ -111,9 +111,16 @@ class Engine:
 
     # ---- running -----------------------------------------------------------------------------------------
 
-    def run(self, inputs: Sequence[Tensor], hyper: Hyper | None, recorder: Recorder | None = None) -> Results:
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        hyper: Hyper | None,
+        recorder: Recorder | None = None,
+        is_bound: bool = False,
+    ) -> Results:
         """Run one call, all device iterations, on combined batches, and return its results. Warn once of overflowing
-        gradients. Engines of one `TrainState` run one call at a time.
+        gradients. Engines of one `TrainState` run one call at a time. `is_bound`: the state is bound for
+        this call already.
 
         Raises: Error, if a task or a peer failed: all state is that after the updates that were finished before;
         UnrecoverableError, if an update failed halfway (the weights are lost), or a peer has ended
@@ -122,7 +129,8 @@ class Engine:
             recorder.begin_call()
         train_state, commit = self.state.train_state, self.state.train_state.commit
         commit.settle()
-        self.state.bind(hyper)
+        if not is_bound:
+            self.state.bind(hyper)
         train_state.release_elsewhere()
         name = f"call {commit.complete_calls + 1} of the training"
         if self._group is not None:

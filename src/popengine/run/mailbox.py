@@ -52,7 +52,7 @@ class Mailbox(Protocol):
         """End the waits of all places, which raise an error."""
 
 
-class _Arrivals:
+class Arrivals:
     """The messages of a step that have arrived, and the receives that wait for one."""
 
     def __init__(self) -> None:
@@ -110,11 +110,11 @@ class ProcessMailbox:
         self._header_size = 128 + 384 * names  # bytes
         self._lock = threading.Lock()  # keeps the parts of a message together
         self._sending: deque[tuple[Message, Tensor]] = deque()  # with the memory that is being sent
-        self._arrivals = _Arrivals()
+        self._arrivals = Arrivals()
 
     def begin_step(self) -> None:
         """Start to receive the messages of a step."""
-        self._arrivals = _Arrivals()
+        self._arrivals = Arrivals()
         self._sending.clear()  # those of a step that failed
         for peer, count in self._expected.items():
             TorchThread(self._receive_messages, self._arrivals, peer, count).start()
@@ -137,7 +137,7 @@ class ProcessMailbox:
             for memory in (header, *memories):
                 self._sending.append((self._group.send(memory, peer, Tag.PLACES), memory))
 
-    def _receive_messages(self, arrivals: _Arrivals, peer: int, count: int) -> None:
+    def _receive_messages(self, arrivals: Arrivals, peer: int, count: int) -> None:
         """Receive so many messages of a peer: the function of a thread."""
         try:
             for _ in range(count):

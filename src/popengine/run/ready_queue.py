@@ -271,7 +271,7 @@ class ReadyQueue:
     def _run_tasks_until_closed(self, core: int) -> None:
         """Run tasks of all calls until the queue is closed: the function of each thread except core 0's."""
         torch.set_num_threads(1 if core == _SENDER else self._threads_per_operation)
-        with torch.inference_mode():
+        with torch.inference_mode(), devices.as_current_device(self._rows.state.device):
             self._run_tasks(lambda: self._is_closed, core)
 
     def _run_tasks(self, is_over: Callable[[], bool], core: int) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..errors import Error, UnrecoverableError
 from ..ir import Plan, Slot
+from ..places import copies_at
 from ..profile import KeptBytes
 from ..settings import Hyper, Optimizer, Settings
 from ..torch_private import DisableTorchFunctionSubclass
@@ -97,6 +98,7 @@ class State:
         self.units = [unit for unit in self.all_units if self.ipu_of[unit.key] in here]
         train_state.owner = self._owners() | train_state.owner
         train_state.elsewhere |= plan.weights_elsewhere(settings.place)
+        self._copies = copies_at(plan, settings.place)
         self.bind(None)
 
     def _owners(self) -> dict[str, int]:
@@ -153,7 +155,7 @@ class State:
                         values[self._constants[key]] = with_aligned_start(plain)
             if len(self.values) > 1:  # replicas 1, 2, ... have buffers of their own
                 keys = (self._slots[name].key for name in self._changed)
-                own = self.train_state.own_buffers(present, keys, len(self.values))
+                own = self.train_state.own_buffers(self._plain, keys, len(self.values))
                 for values, buffers in zip(self.values[1:], own[1:], strict=False):
                     values.update((name, buffers[self._slots[name].key]) for name in self._changed)
             if self.settings.optimizer is not None:
@@ -229,12 +231,14 @@ class State:
             value.data = torch.empty_strided(
                 value.shape, dense, dtype=value.dtype, device=value.device
             ).copy_(value)
-        if value.device != self.device:
+        if slot.name not in self._copies and value.device != self.device:
             move_to(slot.key, value, self._copy_here(slot.key, value.detach(), strides))
         self._bound[slot.key] = value, value.shape, value.stride(), value.dtype
         plain = value.detach()
         self._copied.pop(slot.key, None)
-        if value.stride() != strides:
+        if slot.name in self._copies:
+            plain = self._copy_here(slot.key, plain, strides)
+        elif value.stride() != strides:
             like = {"dtype": value.dtype, "device": value.device}
             plain = torch.empty_strided(value.shape, strides, **like).copy_(plain)
             self._copied[slot.key] = [(value, plain)] if self._is_changed(slot.key) else []

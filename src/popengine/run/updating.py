@@ -237,7 +237,9 @@ class Updates:
         dtypes = (slots[self._slot_index[unit.key]].dtype for unit in ordered)
         types = [torch.promote_types(dtype, torch.float32).to_real() for dtype in dtypes]
         found = [
-            self._norms[unit] if unit in self._norms else torch.zeros((), dtype=dtype)
+            self._norms[unit]
+            if unit in self._norms
+            else torch.zeros((), dtype=dtype, device=self.state.device)
             for unit, dtype in zip(ordered, types, strict=True)
         ]
         return torch.linalg.vector_norm(self._sum_over_owners(torch.stack(found)))

@@ -79,7 +79,10 @@ def ipu_text(plan: Plan, settings: Settings, ipu: int) -> str:
     """Return "ipu 1"; with its process, such as "ipu 1 of instance 1", if a replica spans several."""
     if not plan.places:
         return f"ipu {ipu}"
-    return f"ipu {ipu} of instance {settings.counts.processes_of_replica()[plan.places[ipu].process]}"
+    process, device = plan.places[ipu]
+    if settings.counts.parts == 1:
+        return f"ipu {ipu} on {settings.devices[device]}"
+    return f"ipu {ipu} of instance {settings.counts.processes_of_replica()[process]}"
 
 
 def schedule_text(plan: Plan, settings: Settings) -> str:

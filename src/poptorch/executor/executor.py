@@ -30,7 +30,7 @@ from ..enums import ConnectionType
 from ..logs import listed, logger
 from ..optim import SGD
 from ..options import Options
-from ..options.freeze_options import chosen_device, engine_settings, resolve_options
+from ..options.freeze_options import chosen_devices, engine_settings, resolve_options
 from ..planning import exit_if_only_planning
 from ..reporter import Reporter, start_reporter
 from . import executable_file, wrapped_model
@@ -133,7 +133,7 @@ class PoplarExecutor(PublicNames):
         self._flags.take()
         if not self._plans.by_key:
             self._flags.choose_modes()
-            if self._return_hook is None and chosen_device(self.options, self._wrapped.training) != "cpu":
+            if self._return_hook is None and chosen_devices(self.options, self._wrapped.training)[0] != "cpu":
                 self._return_hook = wrapped_model.return_weights_before_calls(self._user_model)
             self._optimizer_link.freeze_again()
             self._signature = inspect.signature(self._wrapped.traced.forward)

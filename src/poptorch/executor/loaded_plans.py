@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from popengine.errors import Error
+from popengine.run import devices
+from popengine.run.device_engines import DeviceEngines
 from popengine.run.engine import Engine
 from popengine.run.train_state import TrainState
 
@@ -19,7 +21,7 @@ from ..compiling.executable import Executable
 from ..compiling.materializing import fill_weights
 from ..logs import logger
 from ..options import Options
-from ..options.freeze_options import chosen_device
+from ..options.freeze_options import chosen_devices
 from ..reporter import Reporter
 
 
@@ -39,7 +41,7 @@ class LoadedPlan:
 
     executable: Executable
     reporter: Reporter | None = None
-    engine: Engine | None = None
+    engine: Engine | DeviceEngines | None = None
     synthetic: list[Tensor] | None = None  # inputs of `Options.enableSyntheticData`
 
 
@@ -60,7 +62,7 @@ class LoadedPlans:
         return self.current.executable if self.current is not None else None
 
     @property
-    def engine(self) -> Engine | None:
+    def engine(self) -> Engine | DeviceEngines | None:
         return self.current.engine if self.current is not None else None
 
     def require_executable(self) -> Executable:
@@ -71,7 +73,7 @@ class LoadedPlans:
             )
         return self.executable
 
-    def require_engine(self) -> Engine:
+    def require_engine(self) -> Engine | DeviceEngines:
         """Return the engine of the current plan. Raises Error if the model is not attached, or in a fork."""
         self.require_executable()
         if self.engine is None:
@@ -172,10 +174,10 @@ class LoadedPlans:
         self._process = os.getpid()
         self.current.engine = engine  # last: an engine counts as attached when it is complete
 
-    def _new_engine(self, plan: LoadedPlan) -> Engine:
+    def _new_engine(self, plan: LoadedPlan) -> Engine | DeviceEngines:
         executable = plan.executable
         # An executable from a file runs on the device that this program's options name.
-        device = chosen_device(self._options, executable.settings.training)
+        device, names = chosen_devices(self._options, executable.settings.training)
         if device != executable.settings.device == "cpu":
             raise Error(
                 f'the executable was compiled for the CPU, and the device is "{device}"\n'
@@ -183,9 +185,19 @@ class LoadedPlans:
                 f'  fix: compile it with options.device("{device}"), or call the model instead of loading it;'
                 " or run it on the CPU"
             )
-        settings = replace(executable.settings, device=device)
+        settings = replace(executable.settings, device=device, devices=tuple(dict.fromkeys(names)))
         fill_weights(self._model, executable.plan.weights_elsewhere(settings.place))
-        engine = Engine(executable.plan, settings, self.state, find_constants=executable.present_tensors)
+        if settings.counts.parts == 1 and executable.plan.places:
+            if settings.devices != executable.settings.devices:
+                raise Error(
+                    f"the executable was compiled for {', '.join(executable.settings.devices)}, and the devices are"
+                    f" {', '.join(settings.devices) or device}\n"
+                    "  fix: choose these devices with options.device([...]), or call the model instead of loading it"
+                )
+            engine = DeviceEngines(executable.plan, settings, self.state, executable.present_tensors)
+        else:
+            first = devices.device_named(settings.devices[0]) if settings.devices else None
+            engine = Engine(executable.plan, settings, self.state, first, None, executable.present_tensors)
         if plan.reporter is not None:
             plan.reporter.on_attach(engine, executable)
         return engine
@@ -216,7 +228,7 @@ class LoadedPlans:
             return False
         settings = self.executable.settings
         is_sharded = settings.shard_optimizer is not None and settings.counts.instances > 1
-        return is_sharded or bool(self.executable.plan.places)
+        return is_sharded or settings.counts.parts > 1
 
     def refuse_files(self) -> None:
         """Raise Error if a replica spans several processes, where files with the compiled model are not written."""

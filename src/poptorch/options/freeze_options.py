@@ -63,6 +63,7 @@ def engine_settings(
         )
     is_mean = update.accumulation_and_replication_reduction_type == ReductionType.Mean
     is_running = update.mean_accumulation_and_replication_reduction_strategy == MeanReductionStrategy.Running
+    device, names = chosen_devices(options, training)
     state = options.TensorLocations.location_optimizer.toDict()
     is_sharded = training and counts.global_replicas > 1 and state.get("replicated_tensor_sharding", False)
     return Settings(
@@ -79,17 +80,20 @@ def engine_settings(
         finite_checks=bool(popart.has_finite_checks),
         shard_optimizer=state.get("min_elements_for_replicated_tensor_sharding", 0) if is_sharded else None,
         recompute=training and bool(popart.recomputation),
-        device=chosen_device(options, training),
-        places=_places(options, counts),
+        device=device,
+        devices=tuple(dict.fromkeys(names)),
+        places=_places(options, counts, names),
+        spreads=counts.parts == 1 and not _has_list(options),
         place=Place(counts.part),
         backend=_option_or_variable(options, "backend", "POPTORCH_BACKEND", BACKENDS),
     )
 
 
-def _places(options: Options, counts: Counts) -> tuple[Place, ...]:
-    """Return the place of each ipu of a replica that spans several processes, each with as many consecutive ipus."""
+def _places(options: Options, counts: Counts, names: tuple[str, ...]) -> tuple[Place, ...]:
+    """Return the place of each ipu of a replica: on the devices of these names; or, if it spans several processes, each
+    with as many consecutive ipus."""
     if counts.parts == 1:
-        return ()
+        return tuple(Place(0, list(dict.fromkeys(names)).index(name)) for name in names)
     ipus = options._ipus_per_replica
     if ipus % counts.parts:
         raise Error(
@@ -99,13 +103,34 @@ def _places(options: Options, counts: Counts) -> tuple[Place, ...]:
     return tuple(Place(ipu * counts.parts // ipus) for ipu in range(ipus))
 
 
-def chosen_device(options: Options, training: bool) -> DeviceKind:
-    """Return the kind of device that the options or POPTORCH_DEVICE choose. Raises Error if it is missing."""
-    kind: Any = _option_or_variable(options, "device_kind", "POPTORCH_DEVICE", DEVICES)
+def chosen_devices(options: Options, training: bool) -> tuple[DeviceKind, tuple[str, ...]]:
+    """Return the kind of device that the options or POPTORCH_DEVICE choose, and the name of each ipu's device if there
+    are several. Raises Error if one is missing."""
+    names = tuple(options.device_kind) if _has_list(options) else ()
+    names = tuple(name if ":" in name or name == "cpu" else f"{name}:0" for name in names)
+    kinds: list[Any] = [kind for kind in DEVICES[1:] if any(name.startswith(kind) for name in names)] or [
+        "cpu"
+    ]
+    if not names:
+        kinds = [_option_or_variable(options, "device_kind", "POPTORCH_DEVICE", DEVICES)]
+    if len(kinds) > 1:
+        raise Error(f"options.device({[*names]}): GPUs of two kinds\n  fix: {kinds[0]!r} or {kinds[1]!r}")
     if options.connection_type != ConnectionType.Never:
         counts = options._counts()
-        devices.check_available(kind, counts.processes if training or counts.parts > 1 else 1)
-    return kind
+        devices.check_available(kinds[0], counts.processes if training or counts.parts > 1 else 1)
+        count = 0 if kinds[0] == "cpu" else devices.accelerator_count()
+        missing = [name for name in names if name != "cpu" and int(name.partition(":")[2]) >= count]
+        if missing:
+            raise Error(
+                f"options.device(): there is no {missing[0]}; torch finds {count} devices of this kind"
+            )
+        if not names and count > 1:
+            names = tuple(f"{kinds[0]}:{index}" for index in range(count))
+    return kinds[0], names
+
+
+def _has_list(options: Options) -> bool:
+    return options.exists("device_kind") and isinstance(options.device_kind, list)
 
 
 def _option_or_variable(options: Options, option: str, variable: str, known: tuple[str, ...]) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -225,16 +226,20 @@ class DeviceOptions(OptionsDict):
     auto_round_num_ipus: bool = False
     available_memory_proportion: dict[int, float] = {}
     connection_type: int = ConnectionType.Always.value
-    device_kind: str
+    device_kind: str | list[str]
     ipu_id: int
     ipu_version: int
     sync_pattern: int = SyncPattern.Full.value
     use_model: bool
 
-    def device(self, kind: str) -> Self:
-        """*Pando*: compute on the "cpu" (default), or on one GPU: "cuda" (NVIDIA, AMD) or "xpu" (Intel).
-        Takes precedence over the environment variable POPTORCH_DEVICE."""
-        return self.createOrSet(device_kind=checked("device", kind, DEVICES))
+    def device(self, kind: str | list[str]) -> Self:
+        """*Pando*: compute on the "cpu" (default), or on GPUs: "cuda" (NVIDIA, AMD) or "xpu" (Intel). With several
+        GPUs, ipu i is on GPU i modulo their number. A list has the device of each ipu: `["cuda:0", "cuda:1"]` or
+        `["cpu", "cuda:0"]`. Takes precedence over the environment variable POPTORCH_DEVICE."""
+        for name in (kind if isinstance(kind, list) else ()) or [kind]:
+            if name is kind or not re.fullmatch(r"cpu|(cuda|xpu)(:\d+)?", str(name)):
+                checked("device", name, DEVICES)
+        return self.createOrSet(device_kind=kind)
 
     def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Self:
         """Has no effect; kept for compatibility: any number of ipus is allowed."""

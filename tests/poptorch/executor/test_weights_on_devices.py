@@ -34,12 +34,14 @@ def late(monkeypatch):
         yield found[0]
 
 
-def trainer_of(device, replicas=1, optimizer="AdamW", momentum=None):
+def trainer_of(device, replicas=1, optimizer="AdamW", new_shapes=False):
     torch.manual_seed(0)
     model = Net()
     options = poptorch.Options().device(device).deviceIterations(2 // replicas).replicationFactor(replicas)
     options.Training.gradientAccumulation(4)
     options.randomSeed(1)
+    if new_shapes:
+        options.allowNewShapes()
     kind = getattr(poptorch.optim, optimizer)
     return model, poptorch.trainingModel(model, options, kind(model.parameters(), lr=0.05))
 
@@ -178,3 +180,51 @@ def test_a_plan_for_other_shapes_is_compiled_while_the_weights_are_on_the_device
         found.append([predict(torch.ones(rows, 4)) for rows in (4, 8, 4)])
     assert all(map(torch.equal, *found))
     assert kinds_of(model) == {"cpu"}
+
+
+@pytest.mark.parametrize("chosen", ["cuda", ["cuda:0", "cuda:1"], ["cpu", "cuda:0"], ["cuda:1", "cpu"]])
+def test_ipus_on_several_devices_have_the_bits_of_the_cpu(chosen, monkeypatch):
+    with late_devices(monkeypatch, count=2):
+        found = []
+        for device in (chosen, "cpu"):
+            model, trainer = trainer_of(device)
+            results = [value for batch in BATCHES for value in trainer(*batch)]
+            places = [str(layer.weight.device) for layer in (model.first, model.last)]
+            trainer.copyWeightsToHost()
+            found.append((model, results))
+            if device == chosen:
+                names = chosen if isinstance(chosen, list) else ["cuda:0", "cuda:1"]
+                assert places == [name.replace("cuda", "late") for name in names]
+                assert {key: len(state) for key, state in trainer._optimizer.state.items()}
+        (model, results), (other, theirs) = found
+        assert_equal(model, other)
+        assert all(map(torch.equal, results, theirs))
+
+
+def test_a_model_that_needs_one_device_runs_on_the_first_of_several(monkeypatch, caplog):
+    caplog.set_level("INFO", "popengine")
+    found = []
+    with late_devices(monkeypatch, count=2):
+        for device in ("cuda", "cpu"):
+            model, trainer = trainer_of(device, new_shapes=True)
+            for rows in (32, 30, 32):  # of a micro-batch of 4 rows
+                trainer(*(value.repeat(2, *[1] * (value.dim() - 1))[:rows] for value in BATCHES[0]))
+            trainer.copyWeightsToHost()
+            found.append(model)
+        assert_equal(*found)
+        assert "all ipus are on cuda:0: the last micro-batch has fewer rows than the others" in caplog.text
+
+
+def test_a_list_of_devices_is_checked(monkeypatch):
+    for wrong in ("gpu", "cuda:0", [], ["cuda:x"], ["cpu:0"]):
+        with pytest.raises(AssertionError, match="device takes one of 'cpu', 'cuda', 'xpu'"):
+            poptorch.Options().device(wrong)
+    with late_devices(monkeypatch, count=2):
+        for devices, message in (
+            (["cuda:2", "cpu"], "there is no cuda:2"),
+            (["cuda:0", "xpu:0"], "GPUs of two kinds"),
+            (["cuda:1"], "the model uses ipu 1, and a replica has 1 ipus"),
+        ):
+            _, trainer = trainer_of(devices)
+            with pytest.raises(poptorch.Error, match=message):
+                trainer(*BATCHES[0])

@@ -1,0 +1,138 @@
+"""Ipus of a process on several devices: `late_device.py`, whose queues run late and in random legal orders.
+
+Memory that is not written yet, or is freed, holds NaN. So the CPU's bits show that each copy waits for its value.
+"""
+
+from collections import Counter
+from concurrent.futures import wait
+from dataclasses import replace
+
+import pytest
+import torch
+from small_engines import LAYOUTS, assert_same, batch_for, engine_of, planned, rates, trained
+
+from late_device import late_devices
+from popengine.compile.tasks import make_plan
+from popengine.errors import RunError
+from popengine.order import ORDERS
+from popengine.run.device_engines import DeviceEngines
+from popengine.settings import Place
+
+PLACES = {"two": (0, 1, 1, 0), "four": (0, 1, 2, 3), "the CPU and one": (1, 0, 1, 0)}
+NAMES = {
+    "two": ("cuda:0", "cuda:1"),
+    "four": ("cuda:0", "cuda:1", "cuda:2", "cuda:3"),
+    "the CPU and one": ("cpu", "cuda:0"),
+}
+
+
+def on_devices(which, **options):
+    """An engine for each device, of the small net."""
+    plan, settings, train_state = planned(**options)
+    places = tuple(Place(0, device) for device in PLACES[which])
+    settings = replace(settings, places=places, device="cuda", devices=NAMES[which])
+    return DeviceEngines(make_plan(plan.partition, settings), settings, train_state)
+
+
+@pytest.mark.parametrize("which", PLACES)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("one ipu", "sharded state")])
+def test_each_layout_has_the_bits_of_one_cpu(name, which, monkeypatch):
+    with late_devices(monkeypatch, seed=len(name), count=4):
+        engines = on_devices(which, **LAYOUTS[name])
+        assert_same(trained(engines, calls=2), trained(engine_of(**LAYOUTS[name]), calls=2))
+
+
+@pytest.mark.parametrize("which", ["two", "four"])
+@pytest.mark.parametrize("order", [name for name in ORDERS if name not in ("1f1b", "sharded")])
+def test_each_order_has_the_bits_of_one_cpu(order, which, monkeypatch):
+    with late_devices(monkeypatch, seed=len(order), count=4):
+        engines = on_devices(which, order=order, dropout=0.5)
+        assert_same(trained(engines, calls=2), trained(engine_of(order=order, dropout=0.5), calls=2))
+
+
+def test_twenty_random_orders_of_the_queues_have_the_same_bits(monkeypatch):
+    expected = trained(engine_of(), calls=1)
+    for seed in range(20):
+        with late_devices(monkeypatch, seed=seed, count=4):
+            assert_same(trained(on_devices("four"), calls=1), expected)
+
+
+@pytest.mark.parametrize("missing", ["event", "memory"])
+def test_a_copy_that_does_not_wait_or_does_not_hold_its_memory_is_noticed(missing, monkeypatch):
+    expected, has_failed = trained(engine_of(), calls=1), False
+    for seed in range(5):
+        with late_devices(monkeypatch, seed=seed, count=4):
+
+            def copy(event, target, source):
+                import late_device as late
+
+                with torch.inference_mode(False):
+                    to, of = late.raw_of(target), late.raw_of(source)
+                after = None if missing == "event" else event
+                late.home_of(target).put(lambda: to.copy_(of), after=after)
+
+            monkeypatch.setattr("popengine.run.devices.copy_after", copy)
+            found = trained(on_devices("four"), calls=1)
+            has_failed |= any(not torch.equal(found[name], expected[name]) for name in found)
+    assert has_failed
+
+
+def test_the_host_waits_once_for_each_device_in_a_call(monkeypatch):
+    with late_devices(monkeypatch, count=4) as late:
+        engines = on_devices("four", optimizer={"max_grad_norm": 0.1})
+        for call in range(2):
+            before = [device.waits.copy() for device in late]
+            engines.run(batch_for(engines, call), rates("sgd"))
+        waits = [device.waits - was for device, was in zip(late, before, strict=True)]
+        assert waits == [Counter({"synchronize": 1})] * 4
+        engines.close()
+
+
+def test_each_weight_and_its_optimizer_state_is_on_the_device_of_its_ipu(monkeypatch):
+    with late_devices(monkeypatch, count=4):
+        engines = on_devices("four", kind="adamw")
+        engines.run(batch_for(engines), rates("adamw"))
+        weights = engines.train_state.find_weights()
+        places = {key: value.device.index for key, value in weights.items()}
+        assert {key: places[f"{key}.weight"] for key in "abcd"} == {"a": 0, "b": 1, "c": 2, "d": 3}
+        for key, state in engines.train_state.optimizer_states().items():
+            assert state["exp_avg"].device == weights[key].device
+        engines.close()
+
+
+def test_an_error_on_one_device_ends_the_call_on_all_and_changes_nothing(monkeypatch):
+    with late_devices(monkeypatch, count=4):
+        engines = on_devices("the CPU and one", counts=(1, 8, 1))
+        before = {key: value.cpu() for key, value in engines.train_state.find_weights().items()}
+        for _ in range(2):
+            with pytest.raises(RunError, match=r"failed on ipu 3, micro-batch \d"):
+                engines.run([torch.randn(16, 4), torch.full((16,), 7)], rates("sgd"))
+        engines.train_state.move_to_host()
+        assert_same({**engines.train_state.find_weights()}, before)
+        found = trained(engines, calls=1)
+        assert_same(found, trained(engine_of(counts=(1, 8, 1)), calls=1))
+
+
+def test_an_interrupt_ends_the_call_on_all_devices_after_a_whole_step(monkeypatch):
+    with late_devices(monkeypatch, count=4):
+        engines, interrupts = on_devices("two", counts=(4, 8, 1)), [KeyboardInterrupt]
+
+        def interrupted(runs, *limit):
+            if limit and interrupts:
+                raise interrupts.pop()
+            return wait(runs, *limit)
+
+        monkeypatch.setattr("popengine.run.device_engines.wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engines.run(batch_for(engines), rates("sgd"))
+        done = engines.train_state.commit.done
+        engines.train_state.move_to_host()
+        found = {key: value.clone() for key, value in engines.train_state.find_weights().items()}
+        engines.close()
+        one = engine_of(counts=(4, 8, 1))
+        rows = [value[: 16 * done] for value in batch_for(one)]
+        one.close()
+        if done:
+            one = engine_of(counts=(done, 8, 1))
+            one.run(rows, rates("sgd"))
+        assert_same(found, {**one.state.train_state.find_weights()})
