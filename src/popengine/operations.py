@@ -1,4 +1,5 @@
-"""The engine's own operations: a branch, a loop, a gather of the values of all replicas of a group, a strided copy.
+"""The engine's own operations: a branch, a loop, a gather of the values of all replicas of a group, a strided copy,
+torch's attention as one operation for all kinds of devices.
 
 A branch or loop runs bodies, graphs inside a graph, which are passed as text, since the operations of a graph take
 tensors and plain values only. Gathering is a task of its own in a plan; outside a plan the operation returns `size`
@@ -11,9 +12,12 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from .piece import Line, Piece, Value
 
@@ -109,3 +113,94 @@ LIBRARY.impl(
 def with_strides(value: Tensor, strides: Sequence[int]) -> Tensor:
     """Return a copy of a tensor with other strides."""
     return torch.ops.popengine.with_strides(value, strides)
+
+
+# ---- attention -----------------------------------------------------------------------------------------------
+
+_ATTENTION = (
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale, bool enable_gqa"
+)
+LIBRARY.define(f"attention({_ATTENTION}) -> Tensor")
+LIBRARY.define(f"attention_backward(Tensor gradient, {_ATTENTION}) -> (Tensor, Tensor, Tensor)")
+_attend = functional.scaled_dot_product_attention
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *others: Any) -> Tensor:
+    return _attend(query, key, value, mask, 0.0, others[0], scale=others[1], enable_gqa=others[2])
+
+
+def _attention_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key and value. Runs forward again: what torch's kernels save differs by kind."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.set_multithreading_enabled(False),  # the caller may capture the work of its thread
+    ):
+        inputs = [tensor.detach().clone().requires_grad_() for tensor in (query, key, value)]
+        plain = [tensor.clone() if isinstance(tensor, Tensor) else tensor for tensor in others]
+        return torch.autograd.grad(_attention(*inputs, *plain), inputs, gradient.clone())
+
+
+for _kind in ("CPU", "CUDA", "XPU"):
+    LIBRARY.impl("attention", _attention, _kind)
+    LIBRARY.impl("attention_backward", _attention_backward, _kind)
+
+
+@torch.library.register_fake("popengine::attention", lib=LIBRARY)
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+@torch.library.register_fake("popengine::attention_backward", lib=LIBRARY)
+def _(gradient: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in tensors[:3])
+
+
+def _backward_of_attention(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    tensors, others = ctx.saved_tensors, ctx.others
+    mask = tensors[3] if len(tensors) > 3 else None
+    found = torch.ops.popengine.attention_backward(gradient, *tensors[:3], mask, *others)
+    return (*found, None, None, None, None)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*(tensor for tensor in inputs[:4] if tensor is not None))
+    ctx.others = inputs[4:]
+
+
+torch.library.register_autograd(
+    "popengine::attention", _backward_of_attention, setup_context=_save_for_backward, lib=LIBRARY
+)
+
+
+class OneAttention(TorchFunctionMode):
+    """A mode in which `scaled_dot_product_attention` is the operation `attention`: a device runs torch's fused
+    kernels. Attention with dropout, or with a mask that is trained, is recorded as products and a softmax instead."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = _record_attention(*args, **(kwargs or {})) if function is _attend else None
+        return function(*args, **(kwargs or {})) if found is None else found
+
+
+def _record_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Call the operation `attention`, with the arguments of torch's function; return None if it can't be used."""
+    mask = attn_mask
+    is_trained = mask is not None and mask.requires_grad and torch.is_grad_enabled()
+    if dropout_p or is_trained or query.dim() != 4:
+        return None
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (each.to(dtype) for each in (query, key, value))
+        mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
+    return torch.ops.popengine.attention(query, key, value, mask, is_causal, scale, enable_gqa)

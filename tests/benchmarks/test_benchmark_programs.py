@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -22,6 +23,22 @@ def run(benchmark: str, *flags: str) -> str:
 def test_the_engines_overhead_is_measured():
     output = run("overhead", "--quick", "--rounds", "1")
     assert re.search(r"^\| 4 +\| +4 \| +64 \| +[\d.]+ \|", output, re.MULTILINE)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_benchmark_of_gpus_says_that_there_is_none():
+    program = [sys.executable, BENCHMARKS / "gpu" / "main.py"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=240, check=True)
+    assert re.search("finds no GPU: nothing is measured", done.stdout)
+
+
+@pytest.mark.slow
+def test_the_ways_to_train_of_the_benchmark_of_gpus_run_on_the_cpu():
+    program = [sys.executable, BENCHMARKS / "gpu" / "main.py", "--tiny"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=600, check=True)
+    rows = re.findall(r"^\| (.+) \| (plain|Pando) \| [\d.]+ \| [\d.]+ \|", done.stdout, re.MULTILINE)
+    assert len(rows) == 8, done.stdout
+    assert "a CPU has no CUDA graphs" in done.stdout
 
 
 def test_a_plan_for_64_ipus_and_1024_micro_batches_is_built():

@@ -27,7 +27,11 @@ from .random_draws import hash_integers
 from .row_functions import RowFunctions
 
 logger = logging.getLogger("popengine")
-_HARMLESS = (GATHER, "popengine.with_strides.default")  # operations other than torch's that a graph may hold
+_OWN = ("with_strides", "attention", "attention_backward")
+_HARMLESS = (
+    GATHER,
+    *(f"popengine.{name}.default" for name in _OWN),
+)  # operations other than torch's that a graph may hold
 _MOST = 200_000  # operations of a graph: each is a node, of about a kilobyte
 
 

@@ -1,0 +1,74 @@
+"""Attention of a model on an accelerator: one operation, for which torch chooses a fused kernel of the device."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import poptorch
+from late_device import late_devices
+
+CAUSAL = torch.ones(6, 6).tril().bool()
+
+
+class Attention(nn.Module):
+    def __init__(self, heads=2, dtype=None, **options):
+        super().__init__()
+        self.inputs, self.last = nn.Linear(8, 8 + 8 * heads), nn.Linear(8, 4)
+        self.heads, self.dtype, self.options = heads, dtype, options
+        if options.get("attn_mask") == "trained":
+            self.options["attn_mask"] = self.mask = nn.Parameter(torch.zeros(6, 6))
+
+    def forward(self, x, labels):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype is not None):
+            query, rest = self.inputs(x).split([8, 8 * self.heads], -1)
+            key, value = rest.chunk(2, -1)
+            cut = [part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in (query, key, value)]
+            mixed = functional.scaled_dot_product_attention(*cut, **self.options)
+            output = self.last(mixed.transpose(1, 2).flatten(2).mean(1)).float()
+        return output, functional.cross_entropy(output, labels)
+
+
+def trained(device, **options):
+    """The results of two calls, the weights after them, and the operations of attention in the plan."""
+    torch.manual_seed(0)
+    model, chosen = Attention(**options), poptorch.Options().device(device).deviceIterations(2)
+    chosen.Training.gradientAccumulation(2)
+    chosen.randomSeed(1)
+    trainer = poptorch.trainingModel(model, chosen, poptorch.optim.SGD(model.parameters(), lr=0.1))
+    torch.manual_seed(1)
+    x, labels = torch.randn(16, 6, 8), torch.randint(0, 4, (16,))
+    results = [*trainer(x, labels), *trainer(x, labels)]
+    trainer.copyWeightsToHost()
+    lines = [line.call for piece in trainer._plans.executable.plan.partition.pieces for line in piece.lines]
+    weights = [value.detach().clone() for value in model.parameters()]
+    trainer.destroy()
+    return results, weights, [call for call in lines if "attention" in call]
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True, "scale": 0.3},
+    "mask": {"attn_mask": CAUSAL},
+    "grouped queries": {"heads": 1, "enable_gqa": True},
+    "autocast": {"dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_attention_is_one_operation_with_the_bits_of_torchs_fused_kernels(name, monkeypatch):
+    with late_devices(monkeypatch) as late:
+        *found, calls = trained("cuda", **OPTIONS[name])
+        assert calls == ["popengine.attention.default", "popengine.attention_backward.default"]
+        assert late[0].replays == 3
+    # For a CPU, products of half types are computed in float32.
+    near = {"rtol": 0.02, "atol": 0.01} if name == "autocast" else {"rtol": 0, "atol": 0}
+    for ours, theirs in zip(found, trained("cpu", **OPTIONS[name])[:2], strict=True):
+        torch.testing.assert_close(ours, theirs, **near)
+
+
+def test_attention_with_dropout_or_a_trained_mask_is_products_and_a_softmax(monkeypatch):
+    with late_devices(monkeypatch):
+        for options in ({"dropout_p": 0.5}, {"attn_mask": "trained"}):
+            *_, calls = trained("cuda", **options)
+            assert calls == []
