@@ -1,5 +1,9 @@
 """A replica that spans several processes, each with some of its ipus: the program and the bits of one process."""
 
+import time
+import weakref
+from unittest.mock import patch
+
 import processes
 import pytest
 import torch
@@ -9,6 +13,9 @@ from torch.nn import functional
 import popdist
 import popdist.poptorch
 import poptorch
+from popengine.run.instances.connections import Tag
+from popengine.run.instances.process_group import ProcessGroup
+from popengine.run.mailbox import ProcessMailbox
 
 PER_REPLICA = ("norm.running_mean", "norm.running_var")
 
@@ -136,6 +143,39 @@ def trained_on_incomplete_batches(device):
     for call, rows in enumerate((64, 64 - 6, 14, 64)):  # the last micro-batch has 2 of 4 rows
         outputs += [value.numpy() for value in executor(*(value[:rows] for value in batch(call, 64)))]
     return outputs, {name: value.numpy().copy() for name, value in model.state_dict().items()}
+
+
+def test_the_memory_of_a_message_is_free_when_it_is_sent():
+    """All messages of a step were kept to its end, and so the activations of all its micro-batches."""
+    for ended in processes.run(alive_before_the_end_of_a_step, 2, parts=2):
+        assert ended.error == ""
+        assert len(ended.value) == 2 and all(sent > 20 and not alive for sent, alive in ended.value)
+
+
+def alive_before_the_end_of_a_step():
+    popdist.init()
+    torch.manual_seed(0)
+    send, finish, sent, found = ProcessGroup.send, ProcessMailbox._finish_sends, [], []
+
+    def send_and_record(self, value, peer, tag):
+        if tag == Tag.PLACES:
+            sent.append(weakref.ref(value))
+        return send(self, value, peer, tag)
+
+    def wait_and_finish(self):
+        until = time.monotonic() + processes.LIMIT / 2
+        while sent and any(value() is not None for value in sent) and time.monotonic() < until:
+            time.sleep(0.01)
+        if sent:
+            found.append((len(sent), sum(value() is not None for value in sent)))
+            sent.clear()
+        finish(self)
+
+    executor = poptorch.trainingModel(Net(), options_of(2, 1, "1f1b"))
+    record = patch.object(ProcessGroup, "send", send_and_record)
+    with record, patch.object(ProcessMailbox, "_finish_sends", wait_and_finish):
+        executor(*batch(0, 32))
+    return found
 
 
 def test_an_error_in_one_process_is_an_error_in_both_and_changes_nothing():

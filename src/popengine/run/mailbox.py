@@ -2,8 +2,9 @@
 
 import json
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Protocol
 
 import torch
@@ -109,13 +110,18 @@ class ProcessMailbox:
                     self._expected[peer] += once * (plan.micro_batches if task.index == "micro_batch" else 1)
         self._header_size = 128 + 384 * names  # bytes
         self._lock = threading.Lock()  # keeps the parts of a message together
-        self._sending: deque[tuple[Message, Tensor]] = deque()  # with the memory that is being sent
+        # Messages of this step, each with the memory that is sent; None ends the thread that frees it.
+        self._sending: SimpleQueue[tuple[Message, Tensor] | None] = SimpleQueue()
+        self._failures: list[BaseException] = []  # of these messages
+        self._sender = TorchThread(self._await_sends, self._sending, self._failures)
         self._arrivals = Arrivals()
 
     def begin_step(self) -> None:
-        """Start to receive the messages of a step."""
-        self._arrivals = Arrivals()
-        self._sending.clear()  # those of a step that failed
+        """Start to receive the messages of a step, and to wait for those that are sent."""
+        self._sending.put(None)  # ends the thread of a step that failed
+        self._arrivals, self._sending, self._failures = Arrivals(), SimpleQueue(), []
+        self._sender = TorchThread(self._await_sends, self._sending, self._failures)
+        self._sender.start()
         for peer, count in self._expected.items():
             TorchThread(self._receive_messages, self._arrivals, peer, count).start()
 
@@ -132,10 +138,19 @@ class ProcessMailbox:
         assert len(text) == self._header_size
         header, peer = torch.frombuffer(bytearray(text), dtype=torch.uint8), self._ranks[place.process]
         with self._lock:
-            while self._sending and self._sending[0][0][0].is_completed():
-                self._sending.popleft()
             for memory in (header, *memories):
-                self._sending.append((self._group.send(memory, peer, Tag.PLACES), memory))
+                self._sending.put((self._group.send(memory, peer, Tag.PLACES), memory))
+
+    def _await_sends(
+        self, sending: SimpleQueue[tuple[Message, Tensor] | None], failures: list[BaseException]
+    ) -> None:
+        """Free the memory of each message once it is sent: the function of a thread. Gloo has no test for that."""
+        try:
+            while (sent := sending.get()) is not None:
+                self._group.wait(sent[:1], _WHAT)
+                del sent
+        except BaseException as error:  # whatever it is, `_finish_sends` raises it
+            failures.append(error)
 
     def _receive_messages(self, arrivals: Arrivals, peer: int, count: int) -> None:
         """Receive so many messages of a peer: the function of a thread."""
@@ -184,9 +199,12 @@ class ProcessMailbox:
 
     def _finish_sends(self) -> None:
         """Wait until all messages of this process are sent."""
-        self._group.wait([message for message, _ in self._sending], _WHAT)
-        self._sending.clear()
+        self._sending.put(None)
+        self._sender.join()
+        for failure in self._failures:
+            raise failure
 
     def abort(self, why: str) -> None:
         """Close the connections of all processes."""
+        self._sending.put(None)
         self._group.abort(why)
