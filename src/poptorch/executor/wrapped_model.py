@@ -166,10 +166,12 @@ def _return_weights(model: nn.Module, args: Any, kwargs: Any) -> None:
 def read_weights_elsewhere(model: nn.Module, plans: LoadedPlans) -> None:
     """Let `state_dict()` of a model return all weights, if other processes hold some of them: waits for these. After
     `load_state_dict()` such weights are the dictionary's tensors, without a copy, until the next call."""
+    reference = weakref.ref(plans)  # a capture searches what hooks refer to for tensors that forward left
 
     def fill(module: nn.Module, found: dict[str, Any], prefix: str, *_: Any) -> None:
         missing = {key for key, value in found.items() if isinstance(value, Tensor) and value.is_meta}
-        if missing and plans.engine is not None:
+        plans = reference()
+        if missing and plans is not None and plans.engine is not None:
             weights = plans.engine.read_weights_elsewhere()
             key_of = {id(value): key for key, value in plans.state.find_weights().items()}
             parameters = module.named_parameters(remove_duplicate=False)
@@ -180,8 +182,10 @@ def read_weights_elsewhere(model: nn.Module, plans: LoadedPlans) -> None:
             )
 
     def take(module: nn.Module, given: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        elsewhere = plans.state.elsewhere & plans.state.find_weights().keys()
-        plans.state.fill_elsewhere({key: given[prefix + key] for key in elsewhere if prefix + key in given})
+        plans = reference()
+        if plans is not None:
+            keys = plans.state.elsewhere & {key.removeprefix(prefix) for key in given}
+            plans.state.fill_elsewhere({key: given[prefix + key] for key in keys})
 
     model.register_state_dict_post_hook(fill)
     model.register_load_state_dict_pre_hook(take)
