@@ -123,7 +123,7 @@ class Call(NamedTuple):
 class HostEvent(NamedTuple):
     """An action or a wait of the host; ns since the profile's origin."""
 
-    kind: str  # loader
+    kind: str  # loader, compilation or other calls: of other plans and models of the program
     start: int
     end: int
 

@@ -57,9 +57,12 @@ class Reporter:
         the recorders of other plans, between whose calls it may have run."""
         self._running = engine, executable
         if not self.recorder.calls:
-            began = time.perf_counter_ns() - round(1e9 * sum(self.passes.values()))
-            for recorder in wait_recorders - {self.recorder}:
-                recorder.record_host_event("compilation", began)
+            self._tell_others("compilation", time.perf_counter_ns() - round(1e9 * sum(self.passes.values())))
+
+    def _tell_others(self, kind: str, start: int) -> None:
+        """Record work of this plan, from `start` until now, as a host event of all other plans."""
+        for recorder in wait_recorders - {self.recorder}:
+            recorder.record_host_event(kind, start)
 
     def on_release(self) -> None:
         """Save the profile and drop the engine; called when the executor releases its devices."""
@@ -67,7 +70,9 @@ class Reporter:
         self._running = None
 
     def after_call(self) -> None:
-        """Save the profile if the last save is a minute old, since programs may be killed."""
+        """Report the call to other plans; save the profile if the last save is a minute old, since programs may be
+        killed."""
+        self._tell_others("other calls", self.recorder.origin + self.recorder.in_calls[-1].start)
         began = time.perf_counter()
         if began >= self._next_save:
             self.save()

@@ -108,14 +108,18 @@ def _sum_warm_calls(profile: Profile) -> tuple[int, int, int, int]:
 
 
 def _host_seconds(profile: Profile) -> dict[str, float]:
-    """Return the host's seconds "in calls", "between calls" (compilations excluded), and by kind of `HostEvent`."""
+    """Return the host's seconds "in calls", "between calls" (without other plans), and by kind of `HostEvent`."""
     found = defaultdict(float, {"in calls": profile.facts.get("ns_in_calls", 0) / 1e9})
     if calls := profile.calls:
         found["between calls"] = max(0.0, (calls[-1].end - calls[0].start) / 1e9 - found["in calls"])
     for event in profile.host:
         seconds = (event.end - event.start) / 1e9
         found[event.kind] += seconds
-        if event.kind == "compilation" and calls and calls[0].start <= event.start < calls[-1].end:
+        if (
+            event.kind in ("compilation", "other calls")
+            and calls
+            and calls[0].start <= event.start < calls[-1].end
+        ):
             found["between calls"] -= seconds
     return dict(found)
 

@@ -295,13 +295,14 @@ def test_waiting_for_a_loader_is_told_from_other_time_between_calls():
     assert Figures(waiting).host["loader"] == pytest.approx(3 * gap / 1e9)
 
 
-def test_a_compilation_between_calls_is_not_time_of_the_program():
+@pytest.mark.parametrize("kind", ["compilation", "other calls"])
+def test_work_of_another_plan_between_calls_is_not_time_of_the_program(kind):
     profile = simulated(1, 20, steps=4, gap=40 * MS)
     end = profile.calls[0].end
-    compiled = replace(profile, host=(HostEvent("compilation", end, end + 40 * MS),))
+    compiled = replace(profile, host=(HostEvent(kind, end, end + 40 * MS),))
     before, after = Figures(profile).host["between calls"], Figures(compiled).host["between calls"]
     assert after == pytest.approx(before - 0.04)
-    all_gaps = tuple(HostEvent("compilation", call.end, call.end + 40 * MS) for call in profile.calls[:-1])
+    all_gaps = tuple(HostEvent(kind, call.end, call.end + 40 * MS) for call in profile.calls[:-1])
     assert not any("idle for" in text for text in told(replace(profile, host=all_gaps)))
 
 
