@@ -147,7 +147,7 @@ def _record(
     reads = noting.finish(recorder)
     reads.note("torch.autocast", autocast_dtype)
     if training:
-        reads.note("a hook of a parameter", stand_ins.present_hooks)
+        reads.note("a hook of a parameter", stand_ins.hooks_reader())
     reads.all = [read for read in reads.all if read.path.partition("[")[0] not in state.written_by_host]
     changed = reads.changed()
     left = [

@@ -6,7 +6,7 @@ closure or an earlier view, is recognised by identity or memory, and replaced wh
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import combinations
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -77,10 +77,16 @@ class StandIns:
                 fake.register_hook(hook)
                 self.hooks.append((hook, f"a hook of {name}"))
 
-    def present_hooks(self) -> tuple[Any, ...]:
-        """Return (name, hook) of each hook of the user's parameters."""
-        kinds = ((member.name, kind) for member in self.members for kind in _hooks_of(member.real) if kind)
-        return tuple((name, hook) for name, hooks in kinds for hook in hooks.values())
+    def hooks_reader(self) -> Callable[[], tuple[Any, ...]]:
+        """Return a function that returns (name, hook) of each present hook of the user's parameters. It outlives the
+        capture, so it does not refer to the fake tensors."""
+        named = [(member.name, member.real) for member in self.members]
+
+        def present_hooks() -> tuple[Any, ...]:
+            kinds = ((name, kind) for name, real in named for kind in _hooks_of(real) if kind)
+            return tuple((name, hook) for name, hooks in kinds for hook in hooks.values())
+
+        return present_hooks
 
     def trained_parameters(self) -> dict[str, Tensor]:
         """Return the stand-ins of parameters that require a gradient, by canonical name."""
