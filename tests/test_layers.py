@@ -25,9 +25,10 @@ VALUES = {
     "popengine.piece",
     "popengine.programs",
     "popengine.stages",
+    "popengine.texts",
 }
 # What each command may import: files that need the standard library only.
-COMMANDS = {"popengine.environment", "popengine.errors", "popengine.command_parser"}
+COMMANDS = {"popengine.environment", "popengine.errors", "popengine.texts", "popengine.command_parser"}
 ENGINE = {"popengine.compile", "popengine.run", "popengine.update"}
 MAY_IMPORT = {
     **{room: VALUES for room in VALUES},

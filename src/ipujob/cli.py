@@ -16,12 +16,13 @@ import yaml
 from popengine.command_parser import CommandParser
 from popengine.environment import pando_version
 from popengine.errors import did_you_mean
+from popengine.texts import counted
 
 from . import local, operator, remote, skipped_programs
 from .client import Refused, Unreachable
 from .files import InputError, load_job, read_documents, with_overrides
 from .render import render as make_objects
-from .rules import DROPPABLE, Fault, crd, pluralize
+from .rules import DROPPABLE, Fault, crd
 
 _LOCAL = """Run the file's workers here, as processes. The file needs no change: HOME is a new folder; apt, sudo, pip
 and conda print that they were skipped; `git clone URL` copies the folder that --clone URL=FOLDER names. PATH finds
@@ -157,9 +158,9 @@ def check_files(arguments: argparse.Namespace) -> int:
         for document in [each for each in documents if each.kind == "IPUJob"] or documents:
             if job := collect(load_job, document):
                 print(
-                    f"{file}: {job.name}: {pluralize(job.instances, 'instance')} of"
-                    f" {pluralize(job.workers, 'worker')}, in each worker {pluralize(job.replicas, 'replica')} of"
-                    f" {pluralize(job.ipus_per_replica, 'ipu')}, mode {job.mode}"
+                    f"{file}: {job.name}: {counted(job.instances, 'instance')} of"
+                    f" {counted(job.workers, 'worker')}, in each worker {counted(job.replicas, 'replica')} of"
+                    f" {counted(job.ipus_per_replica, 'ipu')}, mode {job.mode}"
                 )
     if faults:
         raise InputError("\n".join(faults))

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from popengine.texts import table_text
+
 from .client import Cluster, Refused, Unreachable
 from .files import load_job, read_documents, with_overrides
 from .pods import ATTEMPT, ENDED, JOB, Object, exit_code, phase
@@ -92,12 +94,8 @@ def _job_table(jobs: Sequence[Object]) -> str:
 
 
 def _text_table(names: Sequence[str], values: Sequence[Sequence[Any]]) -> str:
-    """Return a table of the rows `values` with padded columns, headed by `names`; "", if it has no rows."""
-    if not values:
-        return ""
-    rows = [names, *([str(value) for value in row] for row in values)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("   ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    """Return a table of the rows `values`, headed by `names`; "", if it has no rows."""
+    return table_text([names, *([str(value) for value in row] for row in values)], "   ") if values else ""
 
 
 def _age_text(created: str) -> str:

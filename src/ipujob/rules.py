@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from popengine.errors import did_you_mean
+from popengine.texts import counted
 
 MAX_HOST = 63  # characters of a host name
 _MAX_NAME = 50  # characters; pods are called NAME-worker-K
@@ -72,11 +73,6 @@ class Job:
     def host(self, instance: int) -> str:
         """Return the host name of an instance's first worker, to which its workers connect."""
         return f"{self.name}-worker-{instance * self.workers}.{self.name}"
-
-
-def pluralize(number: int, word: str) -> str:
-    """Return a number with a noun, such as "1 worker" or "2 workers"."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 class Fault(NamedTuple):
@@ -166,7 +162,7 @@ def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -
         message = f"workers.replicas {job.workers} and workersPerJobInstance {other} differ"
         yield Fault("spec.workers.replicas", message, "keep one of them")
     elif job.ipus % shares:
-        over = f"{pluralize(job.workers, 'worker')} with {pluralize(job.replicas, 'replica')} each"
+        over = f"{counted(job.workers, 'worker')} with {counted(job.replicas, 'replica')} each"
         message = f"ipusPerJobInstance {job.ipus} can't be shared out over {over}"
         yield Fault("spec.ipusPerJobInstance", message, f"a multiple of {shares}")
     if job.restart_policy == "ExitCode" and not spec["restartPolicy"].get("exitCodes"):

@@ -137,11 +137,6 @@ def log_untested_torch(version: str) -> None:
         )
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun in singular or plural, as text: "1 stage", "2 stages", "2 batches"."""
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('h') else 's'}"
-
-
 def listed(names: Sequence[str]) -> str:
     """Return at most five names, and the number of further names, as text: "a, b, c, d, e and 3 more"."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -28,11 +28,12 @@ from popengine.run.device_engines import DeviceEngines
 from popengine.run.engine import Engine, threads_per_operation
 from popengine.run.recorder import Recorder, StepDetail
 from popengine.settings import Optimizer
+from popengine.texts import counted
 from popengine.update.optimizer_rules import RULES
 
 from .compiling.executable import Executable
 from .data.loader import wait_recorders
-from .logs import counted, logger
+from .logs import logger
 from .options import Options
 from .options.freeze_options import resolve_options
 from .version import __version__

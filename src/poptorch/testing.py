@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from popengine.errors import Error
 from popengine.settings import Counts
+from popengine.texts import table_text
 
 from .compiling.losses import loss_field
 from .enums import OutputMode
@@ -58,9 +59,7 @@ class Comparison:
 
     def __str__(self) -> str:
         table = [("", "gradient", "new weight"), *self.rows]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
-        return "\n".join([self.title, self.conclusion, f"loss: {self.loss}", *lines])
+        return "\n".join([self.title, self.conclusion, f"loss: {self.loss}", table_text(table)])
 
     __repr__ = __str__
 

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 from popengine.order import ORDERS
 from popengine.profile import Profile
+from popengine.texts import counted
 
 from .analysis import Figures
 from .times import whole_steps
-from .units import plural, size_text
+from .units import size_text
 from .virtual import promised_speedup
 
 _IDLE = 0.25  # that cores wait is a note if they wait for at least this share of a step
@@ -45,7 +46,7 @@ def plan_sentence(profile: Profile) -> str:
     rows, count = profile.counts.get("micro_batch_size", 1), profile.facts.get("schedule_micro_batches", 1)
     return (
         f"This is plan {number} of the model: a later call had another shape, as an incomplete batch has, or forward"
-        f" read another value. Here a step has {plural(count * rows, 'row')}, {rows} in each micro-batch."
+        f" read another value. Here a step has {counted(count * rows, 'row')}, {rows} in each micro-batch."
     )
 
 
@@ -66,7 +67,7 @@ def _fault_sentences(figures: Figures) -> Iterator[str]:
             " micro-batch or more stages need less."
         )
     if failed := figures.profile.facts.get("failed_calls", 0):
-        yield f"{plural(failed, 'call')} failed. The figures leave {'them' if failed > 1 else 'it'} out."
+        yield f"{counted(failed, 'call')} failed. The figures leave {'them' if failed > 1 else 'it'} out."
 
 
 def _speed_sentences(figures: Figures) -> Iterator[str]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from popengine.profile import PHASES, Profile
+from popengine.texts import table_text
 
 from . import memory, times, virtual
-from .units import rate_text, seconds_text, share_text, size_text, table_text
+from .units import rate_text, seconds_text, share_text, size_text
 
 
 class Figures:

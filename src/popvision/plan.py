@@ -14,13 +14,14 @@ from typing import Any
 from popengine.environment import PLAN_WISH
 from popengine.order import ORDERS
 from popengine.profile import Profile, ProfileError, load
+from popengine.texts import table_text
 
 from . import times, virtual
 from .analysis import operation_sums
 from .machine import CATEGORIES, Costs, Machine
 from .memory import IpuMemory, memory_needs
 from .report import step_data, viewer_page
-from .units import layout_text, seconds_text, share_text, size_text, table_text, three_digits
+from .units import layout_text, seconds_text, share_text, size_text, three_digits
 
 _DRAWN = 600  # actions; in a wider picture they are too small to see
 

@@ -15,12 +15,13 @@ from textwrap import indent
 from typing import Any
 
 from popengine.profile import PHASES, Profile, ProfileError, TaskRun, load
+from popengine.texts import counted, table_text
 
 from .advice import advice_sentences, machine_sentence, plan_sentence, stages_sentence
 from .analysis import Figures, compare_figures, comparison_text
 from .memory import bytes_curve, memory_table
 from .times import bubble_formula
-from .units import cores_text, layout_text, plural, rate_text, seconds_text, share_text, size_text, table_text
+from .units import cores_text, layout_text, rate_text, seconds_text, share_text, size_text
 
 PROFILE = "profile.pop"
 _SCRIPTS = [  # in this order
@@ -51,7 +52,7 @@ def find_profiles(path: Path) -> list[Path]:
         if reports := sorted({inner.parents[1] for inner in path.glob(f"*/*/{PROFILE}")}):
             names = "".join(f"\n  {inner}" for inner in reports)
             raise ProfileError(
-                f"{path} has {plural(len(reports), 'report')}:{names}\n  fix: name one of them"
+                f"{path} has {counted(len(reports), 'report')}:{names}\n  fix: name one of them"
             )
         raise ProfileError(
             f"no {PROFILE} in {path}, nor in a folder there\n"
@@ -232,7 +233,7 @@ def summary(profile: Profile) -> str:
             f"  a step        {seconds_text(found.step_apart)} on separate devices, simulated",
             f"                {seconds_text(found.step_here)} on {cores_text(profile)} without waits,"
             f" {seconds_text(found.step_seconds)} with them",
-            f"  ran           {plural(found.calls, 'call')}, {plural(found.steps, 'step')}",
+            f"  ran           {counted(found.calls, 'call')}, {counted(found.steps, 'step')}",
             f"  throughput    {rate_text(found.samples_per_second)} in calls,"
             f" {rate_text(found.samples_per_second_overall)} with the time between them",
             f"  compilation   {seconds_text(found.compile_seconds)}: {passes}",

@@ -1,8 +1,7 @@
 """Texts of numbers with units, of tables, and of a run's layout."""
 
-from collections.abc import Sequence
-
 from popengine.profile import Profile
+from popengine.texts import counted
 
 
 def three_digits(value: float) -> str:
@@ -38,20 +37,14 @@ def share_text(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
-def table_text(rows: Sequence[Sequence[str]]) -> str:
-    """Return a text with a line for each row of cells; each column is as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
 def layout_text(profile: Profile) -> str:
     """Return a text with the mode of a run (or plan) and its numbers of stages, ipus and replicas."""
     kind = "training" if profile.training else "inference"
     stages, ipus = len(profile.stages), len(profile.devices)
     replicas = profile.counts.get("replicas", 1)
     return (
-        f"{profile.facts.get('mode', '')} {kind}, {plural(stages, 'stage')} on {plural(ipus, 'ipu')},"
-        f" {plural(replicas, 'replica')}"
+        f"{profile.facts.get('mode', '')} {kind}, {counted(stages, 'stage')} on {counted(ipus, 'ipu')},"
+        f" {counted(replicas, 'replica')}"
     )
 
 
@@ -60,8 +53,3 @@ def cores_text(profile: Profile) -> str:
     count, machine = profile.facts.get("threads", 0), profile.facts.get("cores", 0)
     of_all = f" of {machine}" if count < machine else ""
     return f"{count}{of_all} core{'s' * ((machine if of_all else count) != 1)}"
-
-
-def plural(count: int, noun: str) -> str:
-    """Return a number with its noun: "1 stage", "2 stages"."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"

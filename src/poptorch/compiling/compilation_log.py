@@ -25,8 +25,9 @@ from popengine.ir import Graph, Plan
 from popengine.programs import SimulatedStep, drawn_schedule, simulate_step
 from popengine.run.devices import core_count
 from popengine.settings import Settings
+from popengine.texts import counted
 
-from ..logs import counted, logger
+from ..logs import logger
 
 HARDWARE_RULES = "POPTORCH_CHECK_HARDWARE_RULES"  # the environment variable that requests the check
 _LARGEST_SYSTEM = 64
