@@ -169,7 +169,7 @@ class Transfer:
 def event_of(device: torch.device) -> Any:
     """Return an event that an accelerator records after all work that this thread has started."""
     event = torch.Event(device)
-    event.record()
+    event.record(torch.accelerator.current_stream(device))
     return event
 
 

@@ -12,7 +12,7 @@
 A bucket is the gradients of one piece that processes exchange together, as views of a flat tensor.
 
 All sums are in a fixed order, so that every layout and run gives the same bits. A new operation between the
-averaging of gradients and their clipping belongs in `_reduce_and_measure_gradient` (of a whole gradient) or
+averaging of gradients and their clipping belongs in `_reduce_and_measure_gradients` (of a whole gradient) or
 `_prepare_gradients` (element by element). Random numbers: a draw of a piece has the key (seed, step,
 micro-batch, replica) and its number in the model; stochastic rounding has the key (seed, step) and the number
 of the parameter's slot. Another draw has to use the key (seed, step) and numbers from `len(slots)` on.
@@ -31,6 +31,7 @@ from ..settings import Optimizer, Settings
 from ..torch_private import ALIGNMENT
 from ..update.group_update import Chunk, ParameterUpdate, UpdateStep, cut_into_chunks
 from ..update.optimizer_rules import OWN_STEP
+from . import devices
 from .call import EngineCall
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from .instances.connections import Connections, Subset, Tag
@@ -98,7 +99,7 @@ class Updates:
         kind, ipu = self.plan.tasks[row].kind, self.plan.tasks[row].ipu
         functions: dict[ir.TaskKind, Work] = {
             "exchange": partial(self._exchange_buckets, row),
-            "norm": self._reduce_and_measure_gradient,
+            "norm": self._reduce_and_measure_gradients,
             "begin": self._begin_updates,
             "measure": partial(self._measure_norms_of_chunk, ipu),
             "trust": self._compute_trust_ratios,
@@ -111,7 +112,8 @@ class Updates:
         """Return how many indices a row has: one for each parameter or chunk of its ipu, or a single one."""
         task = self.plan.tasks[row]
         if task.index == "parameter":
-            return len(self.state.units)
+            count = len(self.state.units)
+            return min(count, 1) if devices.has_queue(self.state.device) else count
         return len(self._chunks.get(task.ipu, ())) if task.index == "chunk" else 1
 
     # ---- gradients -------------------------------------------------------------------------------------------
@@ -146,25 +148,30 @@ class Updates:
             divisor *= counts.global_replicas
         divide_([part.gradient for part in parts], divisor)
 
-    def _reduce_and_measure_gradient(self, call: EngineCall, index: int) -> None:
-        """Reduce the gradient of unit number `index`, in place; store its norm or counts of its elements. A complex
-        gradient is real here, with a last dimension of 2 (`ParameterUpdate`)."""
-        unit = self.state.units[index]
-        if not self.state.is_updated_here(unit.key):
-            return
-        update = self._parameter_update(unit)
-        self._reduce(call, [update])
+    def _reduce_and_measure_gradients(self, call: EngineCall, index: int) -> None:
+        """Reduce the gradient of unit number `index`, in place; store its norm or counts of its elements. On an
+        accelerator of all units, with few kernels. A complex gradient is real here, with a last dimension of 2
+        (`ParameterUpdate`)."""
+        numbers = slice(None) if devices.has_queue(self.state.device) else slice(index, index + 1)
+        units = [unit for unit in self.state.units[numbers] if self.state.is_updated_here(unit.key)]
+        gradients = {unit: self._parameter_update(unit) for unit in units}
+        self._reduce(call, [*gradients.values()])
         # Each gradient counts once: if processes sum norms and counts, one of them counts unsharded parameters.
-        owner, gradient = self.state.train_state.owner, update.gradient
-        counts_here = not (owner or self._mail) or owner.get(unit.key, 0) == self.settings.counts.instance
-        if counts_here and self.settings.automatic_loss_scaling:
-            is_large = gradient.abs() > _LARGE / call.results.loss_scale
-            found = torch.stack([is_large.sum(), gradient.isfinite().sum()])
-            self._counts.append((gradient.numel(), found))
-        if counts_here and self._optimizer.max_grad_norm < math.inf:
-            # In float32 also for half precision, where the norm may be too large for the gradient's own dtype.
-            dtype = torch.promote_types(gradient.dtype, torch.float32)
-            self._norms[unit] = torch.linalg.vector_norm(gradient, dtype=dtype)
+        owner, kept = self.state.train_state.owner, dict[torch.dtype, dict[Unit, Tensor]]()
+        for unit, update in gradients.items():
+            if not (owner or self._mail) or owner.get(unit.key, 0) == self.settings.counts.instance:
+                # In float32 also for half precision, where the norm may be too large for the gradient's own dtype.
+                dtype = torch.promote_types(update.gradient.dtype, torch.float32)
+                kept.setdefault(dtype, {})[unit] = update.gradient
+        for dtype, own in kept.items():
+            for gradient in own.values() if self.settings.automatic_loss_scaling else ():
+                is_large = gradient.abs() > _LARGE / call.results.loss_scale
+                found = torch.stack([is_large.sum(), gradient.isfinite().sum()])
+                self._counts.append((gradient.numel(), found))
+            if self._optimizer.max_grad_norm < math.inf:
+                self._norms.update(
+                    zip(own, torch._foreach_norm([*own.values()], 2, dtype=dtype), strict=True)
+                )
 
     def _parameter_update(self, unit: Unit, is_reduced: bool = False) -> ParameterUpdate:
         """Return the tensors of a unit's update. The gradient is the sum of the unit's first replica; the other

@@ -129,6 +129,20 @@ def test_the_host_waits_at_the_end_of_a_call_and_once_a_step_for_automatic_loss_
     engine.close()
 
 
+def test_clipping_by_norm_measures_all_gradients_together(late, monkeypatch):
+    counts, norms = [], torch._foreach_norm
+
+    def counted(values, *more, **named):
+        counts.append(len(values))
+        return norms(values, *more, **named)
+
+    monkeypatch.setattr(torch, "_foreach_norm", counted)
+    engine = on_device(optimizer={"max_grad_norm": 0.1})
+    engine.run(batch_for(engine), rates("sgd"))
+    assert counts == [len(engine.state.units)] * 2  # steps
+    engine.close()
+
+
 def test_rates_that_change_are_used_in_replays(late):
     hyper = [rates("adamw", lr) for lr in (0.1, 0.01, 0.2)]
     one, two = (trained(engine, hyper=hyper) for engine in (on_device(kind="adamw"), engine_of(kind="adamw")))

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from small_engines import LAYOUTS, assert_same, engine_of, planned, rates, trained
+from test_device_engines import NAMES, on_devices
+from torch.nn import functional
 
 from popengine.run.engine import Engine
 
@@ -56,3 +58,28 @@ def test_rates_that_change_are_used_in_replays():
     hyper = [rates("adamw", lr) for lr in (0.1, 0.01, 0.2)]
     one, two = (trained(make(kind="adamw"), hyper=hyper) for make in (on_gpu, engine_of))
     assert_near(one, two)
+
+
+# A step on several devices has the bits of one GPU only if no ipu is on the CPU.
+@pytest.mark.parametrize("which", NAMES)
+@pytest.mark.parametrize("name", ["pipelined", "adam", "replicas", "clipping", "recomputation", "inference"])
+def test_ipus_on_several_devices_compute_what_the_cpu_computes(name, which):
+    if torch.cuda.device_count() < len([name for name in NAMES[which] if name != "cpu"]):
+        pytest.skip("fewer GPUs")
+    options = {**LAYOUTS[name], "dropout": 0.0}
+    several = trained(on_devices(which, **options))
+    assert_near(several, trained(engine_of(**options)))
+    if "cpu" not in NAMES[which]:
+        assert_same(several, trained(on_gpu(**options)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_operation_of_attention_has_the_gradients_of_plain_pytorch(dtype, is_causal):
+    parts = [torch.randn(2, 4, 64, 32, device=GPU, dtype=dtype, requires_grad=True) for _ in range(3)]
+    expected = functional.scaled_dot_product_attention(*parts, is_causal=is_causal)
+    found = torch.ops.popengine.attention(*parts, None, is_causal, None, False)
+    torch.testing.assert_close(found, expected)
+    gradient = torch.randn_like(expected)
+    ours, theirs = (torch.autograd.grad(output, parts, gradient) for output in (found, expected))
+    torch.testing.assert_close(ours, theirs)
