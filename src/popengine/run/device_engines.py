@@ -48,6 +48,8 @@ class DeviceEngines:
             mail = self._meetings.mail[place] = DeviceMailbox(self._meetings, place, device)
             own, state = replace(settings, place=place), copy.copy(train_state)
             self._engines.append(Engine(plan, own, state, device, mail, find_constants))
+        used = [engine.state.device for engine in self._engines]
+        self._accelerator = next(device for device in used if devices.has_queue(device))
         self._pool = ThreadPoolExecutor(len(self._engines), thread_name_prefix="device")
         train_state.engines += 1
 
@@ -64,10 +66,11 @@ class DeviceEngines:
         commit.settle()
         self.bind(hyper)
         self._meetings.begin_call()
-        steps, threads = (
-            self.settings.counts.iterations if self.settings.training else 1,
-            torch.get_num_threads(),
-        )
+        inputs = [
+            devices.in_pinned_memory(value, self._accelerator) for value in inputs
+        ]  # once for all engines
+        steps = self.settings.counts.iterations if self.settings.training else 1
+        threads = torch.get_num_threads()
         runs: list[Future[Results]] = []
         commit.begin(f"call {commit.complete_calls + 1}", steps, lambda: wait(runs) and None, self._stop)
         try:

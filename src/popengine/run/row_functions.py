@@ -156,7 +156,8 @@ class RowFunctions:
         found = call.results.buffers()
         if self.mail is not None:
             self.mail.share([buffer.values for buffer in found.values()], [*map(self._place_of, found)])
-        for buffer in found.values():
+        # The results of the first device are returned.
+        for buffer in found.values() if not self.settings.place.device else ():
             buffer.start_download()
 
     def _end_updates(self, call: EngineCall, _: int) -> None:

@@ -10,12 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 from small_engines import LAYOUTS, assert_same, batch_for, engine_of, planned, rates, trained
+from test_places import PARTS, made
 
 from late_device import late_devices
 from popengine.compile.tasks import make_plan
 from popengine.errors import RunError
 from popengine.order import ORDERS
 from popengine.run.device_engines import DeviceEngines
+from popengine.run.engine import Engine
 from popengine.settings import Place
 
 PLACES = {"two": (0, 1, 1, 0), "four": (0, 1, 2, 3), "the CPU and one": (1, 0, 1, 0)}
@@ -26,9 +28,9 @@ NAMES = {
 }
 
 
-def on_devices(which, **options):
+def on_devices(which, make=planned, **options):
     """An engine for each device, of the small net."""
-    plan, settings, train_state = planned(**options)
+    plan, settings, train_state = make(**options)
     places = tuple(Place(0, device) for device in PLACES[which])
     settings = replace(settings, places=places, device="cuda", devices=NAMES[which])
     return DeviceEngines(make_plan(plan.partition, settings), settings, train_state)
@@ -48,6 +50,14 @@ def test_each_order_has_the_bits_of_one_cpu(order, which, monkeypatch):
     with late_devices(monkeypatch, seed=len(order), count=4):
         engines = on_devices(which, order=order, dropout=0.5)
         assert_same(trained(engines, calls=2), trained(engine_of(order=order, dropout=0.5), calls=2))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_devices_have_in_common_has_the_bits_of_one_cpu(part, monkeypatch):
+    options = {"parts": PARTS[part], "counts": (2, 8, 2)}
+    with late_devices(monkeypatch, seed=len(part), count=4):
+        engines = on_devices("four", made, **options)
+        assert_same(trained(engines, calls=2), trained(Engine(*made(**options)), calls=2))
 
 
 def test_twenty_random_orders_of_the_queues_have_the_same_bits(monkeypatch):
