@@ -1,5 +1,5 @@
 """The engine's own operations: a branch, a loop, a gather of the values of all replicas of a group, a strided copy,
-torch's attention as one operation for all kinds of devices.
+torch's attention and recurrent layers as one operation for all kinds of devices.
 
 A branch or loop runs bodies, graphs inside a graph, which are passed as text, since the operations of a graph take
 tensors and plain values only. Gathering is a task of its own in a plan; outside a plan the operation returns `size`
@@ -115,72 +115,98 @@ def with_strides(value: Tensor, strides: Sequence[int]) -> Tensor:
     return torch.ops.popengine.with_strides(value, strides)
 
 
-# ---- attention -----------------------------------------------------------------------------------------------
+# ---- torch's functions with fused kernels --------------------------------------------------------------------
 
-_ATTENTION = (
-    "Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale, bool enable_gqa"
-)
-LIBRARY.define(f"attention({_ATTENTION}) -> Tensor")
-LIBRARY.define(f"attention_backward(Tensor gradient, {_ATTENTION}) -> (Tensor, Tensor, Tensor)")
-_attend = functional.scaled_dot_product_attention
+# Each is one operation for all kinds of devices. Its backward runs forward again, because what torch's kernels keep for
+# it differs by kind of device.
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *others: Any) -> Tensor:
-    return _attend(query, key, value, mask, 0.0, others[0], scale=others[1], enable_gqa=others[2])
+def _attention(tensors: Sequence[Tensor], others: Sequence[float]) -> list[Tensor]:
+    is_causal, scale, enable_gqa = others
+    mask, factor = tensors[3] if len(tensors) > 3 else None, None if math.isnan(scale) else scale
+    named: dict[str, Any] = {"scale": factor, "enable_gqa": bool(enable_gqa)}
+    return [functional.scaled_dot_product_attention(*tensors[:3], mask, 0.0, bool(is_causal), **named)]
 
 
-def _attention_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
-) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key and value. Runs forward again: what torch's kernels save differs by kind."""
+def _recurrent(function: Any, tensors: Sequence[Tensor], others: Sequence[float]) -> list[Tensor]:
+    states, has_biases, layers, is_bidirectional, batch_first = map(int, others)
+    hidden = tensors[1 : 1 + states] if states > 1 else tensors[1]
+    kind = bool(has_biases), layers, 0.0, torch.is_grad_enabled(), bool(is_bidirectional), bool(batch_first)
+    return [*function(tensors[0], hidden, tensors[1 + states :], *kind)]
+
+
+_RECURRENT = {"lstm": torch.lstm, "gru": torch.gru, "rnn_tanh": torch.rnn_tanh, "rnn_relu": torch.rnn_relu}
+_FUSED = {"attention": _attention} | {
+    n: functools.partial(_recurrent, each) for n, each in _RECURRENT.items()
+}
+
+
+def _run_backward(
+    function: Any, gradients: Sequence[Tensor], tensors: Sequence[Tensor], others: Sequence[float]
+) -> list[Tensor]:
+    """Return the gradients of the tensors, without that of attention's mask."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),  # the caller may capture the work of its thread
     ):
-        inputs = [tensor.detach().clone().requires_grad_() for tensor in (query, key, value)]
-        plain = [tensor.clone() if isinstance(tensor, Tensor) else tensor for tensor in others]
-        return torch.autograd.grad(_attention(*inputs, *plain), inputs, gradient.clone())
+        inputs = [tensor.detach().clone() for tensor in tensors]
+        wanted = [tensor.requires_grad_() for tensor in (inputs[:3] if function is _attention else inputs)]
+        return [*torch.autograd.grad(function(inputs, others), wanted, [each.clone() for each in gradients])]
 
 
-for _kind in ("CPU", "CUDA", "XPU"):
-    LIBRARY.impl("attention", _attention, _kind)
-    LIBRARY.impl("attention_backward", _attention_backward, _kind)
+def _empty_results(function: Any, tensors: Sequence[Tensor], others: Sequence[float]) -> list[Tensor]:
+    if function is _attention:
+        return [tensors[0].new_empty((*tensors[0].shape[:-1], tensors[2].shape[-1]))]
+    states, is_bidirectional = int(others[0]), others[3]
+    width = tensors[1].shape[-1] * (2 if is_bidirectional else 1)
+    made = tensors[0].new_empty((*tensors[0].shape[:-1], width))
+    return [made, *(tensor.new_empty(tensor.shape) for tensor in tensors[1 : 1 + states])]
 
 
-@torch.library.register_fake("popengine::attention", lib=LIBRARY)
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+def _empty_gradients(function: Any, gradients: Any, tensors: Sequence[Tensor], others: Any) -> list[Tensor]:
+    wanted = tensors[:3] if function is _attention else tensors
+    return [tensor.new_empty(tensor.shape) for tensor in wanted]
 
 
-@torch.library.register_fake("popengine::attention_backward", lib=LIBRARY)
-def _(gradient: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-    return tuple(tensor.new_empty(tensor.shape) for tensor in tensors[:3])
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[0])
+    ctx.others = inputs[1]
 
 
-def _backward_of_attention(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    tensors, others = ctx.saved_tensors, ctx.others
-    mask = tensors[3] if len(tensors) > 3 else None
-    found = torch.ops.popengine.attention_backward(gradient, *tensors[:3], mask, *others)
-    return (*found, None, None, None, None)
+def _backward_of(name: str, context: Any, gradients: Sequence[Tensor]) -> tuple[Any, None]:
+    tensors = [*context.saved_tensors]
+    backward = getattr(torch.ops.popengine, f"{name}_backward")
+    found = backward([*gradients], tensors, context.others)
+    return [*found, *[None] * (len(tensors) - len(found))], None
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*(tensor for tensor in inputs[:4] if tensor is not None))
-    ctx.others = inputs[4:]
+for _name, _function in _FUSED.items():
+    LIBRARY.define(f"{_name}(Tensor[] tensors, float[] others) -> Tensor[]")
+    LIBRARY.define(f"{_name}_backward(Tensor[] gradients, Tensor[] tensors, float[] others) -> Tensor[]")
+    for _kind in ("CPU", "CUDA", "XPU"):
+        LIBRARY.impl(_name, _function, _kind)
+        LIBRARY.impl(f"{_name}_backward", functools.partial(_run_backward, _function), _kind)
+    _partial = functools.partial
+    torch.library.register_fake(f"popengine::{_name}", _partial(_empty_results, _function), lib=LIBRARY)
+    torch.library.register_fake(
+        f"popengine::{_name}_backward", _partial(_empty_gradients, _function), lib=LIBRARY
+    )
+    _backward = _partial(_backward_of, _name)
+    torch.library.register_autograd(f"popengine::{_name}", _backward, setup_context=_save, lib=LIBRARY)
+FUSED_CALLS = tuple(f"popengine.{name}{end}.default" for name in _FUSED for end in ("", "_backward"))
 
 
-torch.library.register_autograd(
-    "popengine::attention", _backward_of_attention, setup_context=_save_for_backward, lib=LIBRARY
-)
-
-
-class OneAttention(TorchFunctionMode):
-    """A mode in which `scaled_dot_product_attention` is the operation `attention`: a device runs torch's fused
-    kernels. Attention with dropout, or with a mask that is trained, is recorded as products and a softmax instead."""
+class FusedFunctions(TorchFunctionMode):
+    """A mode in which attention and recurrent layers are one operation each, for which a device runs torch's fused
+    kernels. With dropout inside of them, or a mask that is trained, they are recorded as many operations."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = _record_attention(*args, **(kwargs or {})) if function is _attend else None
+        found = None
+        if function is functional.scaled_dot_product_attention:
+            found = _record_attention(*args, **(kwargs or {}))
+        elif name := next((name for name, each in _RECURRENT.items() if each is function), None):
+            found = _record_recurrent(name, *args)
         return function(*args, **(kwargs or {})) if found is None else found
 
 
@@ -199,8 +225,20 @@ def _record_attention(
     is_trained = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     if dropout_p or is_trained or query.dim() != 4:
         return None
+    tensors = [query, key, value, *([] if mask is None else [mask])]
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = (each.to(dtype) for each in (query, key, value))
-        mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
-    return torch.ops.popengine.attention(query, key, value, mask, is_causal, scale, enable_gqa)
+        tensors = [each.to(dtype) if each.is_floating_point() else each for each in tensors]
+    others = [float(is_causal), math.nan if scale is None else scale, float(enable_gqa)]
+    return torch.ops.popengine.attention(tensors, others)[0]
+
+
+def _record_recurrent(name: str, data: Tensor, hidden: Any, weights: Any, *others: Any) -> Any:
+    """Call the operation of a recurrent layer, with the arguments of torch's function; return None if it can't be used:
+    for packed sequences, whose arguments are others, and with dropout between layers or autocast."""
+    if not isinstance(others[0], bool) or (others[2] and others[3]) or torch.is_autocast_enabled("cpu"):
+        return None
+    states = [hidden] if isinstance(hidden, Tensor) else [*hidden]
+    kind = [len(states), others[0], others[1], others[4], others[5]]
+    found = getattr(torch.ops.popengine, name)([data, *states, *weights], [*map(float, kind)])
+    return tuple(found)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import Error
 from ..ir import Plan
+from ..operations import FUSED_CALLS
 from ..piece import GATHER
 from ..settings import Outputs, Settings
 from . import devices, random_draws
@@ -27,11 +28,8 @@ from .random_draws import hash_integers
 from .row_functions import RowFunctions
 
 logger = logging.getLogger("popengine")
-_OWN = ("with_strides", "attention", "attention_backward")
-_HARMLESS = (
-    GATHER,
-    *(f"popengine.{name}.default" for name in _OWN),
-)  # operations other than torch's that a graph may hold
+# Operations other than torch's that a graph may hold.
+_HARMLESS = (GATHER, "popengine.with_strides.default", *FUSED_CALLS)
 _MOST = 200_000  # operations of a graph: each is a node, of about a kilobyte
 
 

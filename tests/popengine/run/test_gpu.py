@@ -1,5 +1,7 @@
 """The engine on a real GPU (`make test-gpu`): near the CPU's numbers, and the same bits in all layouts."""
 
+import math
+
 import pytest
 import torch
 from small_engines import LAYOUTS, assert_same, engine_of, planned, rates, trained
@@ -78,7 +80,7 @@ def test_ipus_on_several_devices_compute_what_the_cpu_computes(name, which):
 def test_the_operation_of_attention_has_the_gradients_of_plain_pytorch(dtype, is_causal):
     parts = [torch.randn(2, 4, 64, 32, device=GPU, dtype=dtype, requires_grad=True) for _ in range(3)]
     expected = functional.scaled_dot_product_attention(*parts, is_causal=is_causal)
-    found = torch.ops.popengine.attention(*parts, None, is_causal, None, False)
+    (found,) = torch.ops.popengine.attention(parts, [float(is_causal), math.nan, 0.0])
     torch.testing.assert_close(found, expected)
     gradient = torch.randn_like(expected)
     ours, theirs = (torch.autograd.grad(output, parts, gradient) for output in (found, expected))

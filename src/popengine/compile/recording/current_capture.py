@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...errors import CaptureError
 from ...ir import Visit
-from ...operations import OneAttention
+from ...operations import FusedFunctions
 from ...torch_private import (
     DisableTorchFunction,
     FakeTensor,
@@ -213,7 +213,7 @@ _CAPTURING = threading.RLock()
 @contextlib.contextmanager
 def tracing_settings(module: nn.Module, training: bool, device: str) -> Iterator[None]:
     """Set torch's global state for a capture while the body runs; other threads that capture wait. For an accelerator,
-    oneDNN is off and attention is an operation of Pando's: else both would be operations of CPUs only."""
+    oneDNN is off, and attention and recurrent layers are operations of Pando: else they would be those of CPUs."""
     with _CAPTURING, contextlib.ExitStack() as contexts:
         if optimized := optimized_module_type():
             contexts.enter_context(torch.compiler.set_stance("force_eager"))
@@ -224,7 +224,7 @@ def tracing_settings(module: nn.Module, training: bool, device: str) -> Iterator
             mkldnn = torch.backends.mkldnn  # `mkldnn.flags` would also set TF32, and warn
             contexts.callback(mkldnn.set_flags, *mkldnn.set_flags(False)[:1])
             contexts.enter_context(sdpa_kernel(SDPBackend.MATH))
-            contexts.enter_context(OneAttention())
+            contexts.enter_context(FusedFunctions())
         contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
         # Anomaly detection looks for NaN, and fake tensors have no values.
         contexts.enter_context(torch.autograd.set_detect_anomaly(False))

@@ -1,4 +1,4 @@
-"""Attention of a model on an accelerator: one operation, for which torch chooses a fused kernel of the device."""
+"""Attention and recurrent layers on an accelerator: one operation, for which torch chooses kernels of the device."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from torch.nn import functional
 
 import poptorch
 from late_device import late_devices
+from popengine.operations import FUSED_CALLS
 
 CAUSAL = torch.ones(6, 6).tril().bool()
 
@@ -29,10 +30,22 @@ class Attention(nn.Module):
         return output, functional.cross_entropy(output, labels)
 
 
-def trained(device, **options):
-    """The results of two calls, the weights after them, and the operations of attention in the plan."""
+class Recurrent(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.layer = getattr(nn, kind)(8, 5, batch_first=True, **options)
+        self.last = nn.LazyLinear(4)
+        self.last(self.layer(torch.zeros(2, 6, 8))[0])
+
+    def forward(self, x, labels):
+        output = self.last(self.layer(x)[0]).mean(1)
+        return output, functional.cross_entropy(output, labels)
+
+
+def trained(device, make=Attention, **options):
+    """The results of two calls, the weights after them, and the fused operations in the plan."""
     torch.manual_seed(0)
-    model, chosen = Attention(**options), poptorch.Options().device(device).deviceIterations(2)
+    model, chosen = make(**options), poptorch.Options().device(device).deviceIterations(2)
     chosen.Training.gradientAccumulation(2)
     chosen.randomSeed(1)
     trainer = poptorch.trainingModel(model, chosen, poptorch.optim.SGD(model.parameters(), lr=0.1))
@@ -43,7 +56,7 @@ def trained(device, **options):
     lines = [line.call for piece in trainer._plans.executable.plan.partition.pieces for line in piece.lines]
     weights = [value.detach().clone() for value in model.parameters()]
     trainer.destroy()
-    return results, weights, [call for call in lines if "attention" in call]
+    return results, weights, [call for call in lines if call in FUSED_CALLS]
 
 
 OPTIONS = {
@@ -72,3 +85,29 @@ def test_attention_with_dropout_or_a_trained_mask_is_products_and_a_softmax(monk
         for options in ({"dropout_p": 0.5}, {"attn_mask": "trained"}):
             *_, calls = trained("cuda", **options)
             assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("LSTM", {}),
+        ("LSTM", {"num_layers": 2, "bidirectional": True, "dropout": 0.0}),
+        ("LSTM", {"proj_size": 3, "bias": False}),
+        ("GRU", {"num_layers": 2}),
+        ("RNN", {"nonlinearity": "relu"}),
+    ],
+    ids=str,
+)
+def test_a_recurrent_layer_is_one_operation_and_trains_as_on_the_cpu(kind, options, monkeypatch):
+    with late_devices(monkeypatch) as late:
+        *found, calls = trained("cuda", Recurrent, kind=kind, **options)
+        name = {"RNN": "rnn_relu"}.get(kind, kind.lower())
+        assert calls == [f"popengine.{name}.default", f"popengine.{name}_backward.default"]
+        assert late[0].replays == 3
+    torch.testing.assert_close(found, [*trained("cpu", Recurrent, kind=kind, **options)[:2]])
+
+
+def test_dropout_between_recurrent_layers_is_recorded_as_operations_of_each_time_step(monkeypatch):
+    with late_devices(monkeypatch):
+        results, _, calls = trained("cuda", Recurrent, kind="GRU", num_layers=2, dropout=0.5)
+        assert calls == [] and all(value.isfinite().all() for value in results)
