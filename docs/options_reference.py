@@ -18,9 +18,9 @@ from poptorch.options import (
     TensorLocationSettings,
     Training,
 )
-from poptorch.options.option_base import Freezable, sorted_repr
+from poptorch.options.option_base import sorted_repr
 
-_PLACES: dict[str, type[Freezable]] = {
+_PLACES: dict[str, type[OptionsDict]] = {
     "poptorch.options.OptionsDict": OptionsDict,
     "poptorch.Options": Options,
     "poptorch.options.Training": Training,
@@ -46,9 +46,8 @@ def page() -> str:
     return "\n".join([_HEAD, *(_section(path, kind) for path, kind in _PLACES.items())])
 
 
-def _section(path: str, kind: type[Freezable]) -> str:
-    base = kind is OptionsDict or not issubclass(kind, OptionsDict)
-    inherited = set() if base else set(_members(OptionsDict))
+def _section(path: str, kind: type[OptionsDict]) -> str:
+    inherited = {name for name in _members(OptionsDict) if name not in vars(kind)}
     parts = {n: t for n, t in inspect.get_annotations(kind).items() if kind is Options and n == t.__name__}
     annotated = sorted(name for base in kind.__mro__ for name in inspect.get_annotations(base))
     declared = [name for name in annotated if not name.startswith("_") and name not in parts]
@@ -75,7 +74,7 @@ def _members(kind: type) -> dict[str, Any]:
     }
 
 
-def _default(kind: type[Freezable], name: str, setters: dict[str, Any]) -> str:
+def _default(kind: type[OptionsDict], name: str, setters: dict[str, Any]) -> str:
     """Return the default of a value and the setters that name it; an int of an enum as the enum's member."""
     writes = re.compile(rf"\b{name}(=|\[| = )")
     by = {n: m for n, m in setters.items() if writes.search(inspect.getsource(m).partition(":\n")[2])}

@@ -74,7 +74,7 @@ def resolve_anchors(
             results.append(replace(gradient, kind="output", key=key))
         elif source == "output":
             key = str(indices[short])
-        outputs = "final" if source == "loss_scale" else OUTPUTS[OutputMode(mode)]
+        outputs = "final" if source == "loss_scale" else OUTPUTS[mode]
         anchors[short] = Anchor(source, key, outputs, period)
     return replace(graph, results=tuple(results)), anchors, tuple(sources)
 

@@ -89,7 +89,7 @@ def write_to_cache_folder(
     """Write a compiled model, in instance 0, to the folder of `enableExecutableCaching`, if it can be
     written."""
     popart, settings = options._Popart, executable.settings
-    if not popart.is_caching or settings.counts.process != 0 or executable.plan.places:
+    if not popart("enableEngineCaching") or settings.counts.process != 0 or executable.plan.places:
         return
     if has_host_calls(executable.plan):
         logger.warning(
@@ -100,7 +100,7 @@ def write_to_cache_folder(
     constants = hash_weights(executable.plan.partition.signature.constants)
     compiled = repr((_VERSIONS, fingerprint_of_plan(executable.plan, settings, {}, seed=0), constants))
     name = hashlib.sha256(compiled.encode()).hexdigest()[:32]
-    path = Path(popart.cache_folder) / f"{name}.poptorch"
+    path = Path(popart("cachePath")) / f"{name}.poptorch"
     try:
         if not path.exists():
             write_file(path, SavedExecutor((executable,), options, per_replica_params))

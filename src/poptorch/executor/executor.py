@@ -197,7 +197,7 @@ class PoplarExecutor(PublicNames):
         """Return the call's tensors, converted for the engine; for `enableSyntheticData` synthetic ones."""
         if plan.synthetic is None:
             tensors = arguments.tensors_for_engine(call, plan.executable.inputs.has_float64)
-            mode = self.options._Popart.synthetic_data
+            mode = self.options._Popart("syntheticDataMode")
             if not mode:
                 return tensors
             plan.synthetic = arguments.synthetic_inputs(tensors, mode, plan.executable.settings.counts)

@@ -116,7 +116,9 @@ class OptimizerLink:
         """Return an optimizer's snapshot. The optimizer in use may hold parameters that the program has replaced."""
         replaced = dict.fromkeys(self._names(), "") if optimizer is self.optimizer else {}
         names = replaced | self._model.parameter_names()
-        return take_snapshot(optimizer, names, bool(self._model.options._Popart.scales_loss))
+        return take_snapshot(
+            optimizer, names, bool(self._model.options._Popart("automaticLossScalingSettings.enabled"))
+        )
 
     def _report_names(self, optimizer: Any, label: str) -> None:
         """Warn once of an optimizer's own `step()`, and of each attribute or key that is new and unknown."""

@@ -301,7 +301,7 @@ class PublicNames:
 
     def cycleCount(self) -> int:
         """Raise Error: there are no cycles to count here."""
-        if not self.options._Popart.counts_cycles:
+        if not self.options._Popart("instrumentWithHardwareCycleCounter"):
             raise Error(
                 "Cycle count logging is disabled (options.logCycleCount), and there are no cycles to count here\n"
                 "  fix: executor.getPerfCounters() and executor.getLatency() have seconds"

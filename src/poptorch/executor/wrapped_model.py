@@ -52,7 +52,7 @@ class WrappedModel:
 
     def updatable_buffers(self) -> list[str]:
         """Return the names in `Options.updatableNamedBuffers`. Raises Error if a name is not a buffer's."""
-        names = self.options._Popart.updatable_buffers
+        names = self.options._Popart("updatableNamedBuffers")
         known = dict(self.traced.named_buffers())
         unknown = [name for name in names if name not in known]
         if unknown:

@@ -14,12 +14,7 @@ from poptorch.enums import ConnectionType, MeanReductionStrategy, OutputMode, Re
 from poptorch.options.option_groups import BACKENDS, DEVICES
 from poptorch.options.options import Options
 
-OUTPUTS: dict[OutputMode, Outputs] = {
-    OutputMode.Final: "final",
-    OutputMode.EveryN: "every_n",
-    OutputMode.All: "all",
-    OutputMode.Sum: "sum",
-}
+OUTPUTS: tuple[Outputs, ...] = ("final", "every_n", "all", "sum")  # by OutputMode
 
 
 def resolve_options(options: Options, training: bool, model: nn.Module | None = None) -> Options:
@@ -54,7 +49,7 @@ def engine_settings(
     Args: groups: the groups of replicas of each per-replica parameter, by canonical name
     """
     popart, update, counts = options._Popart, options.Training, options._counts()
-    mode, period = OutputMode(options.output_mode), options.output_return_period
+    mode, period = options.output_mode, options.output_return_period
     if mode == OutputMode.EveryN and counts.iterations % period:
         raise Error(
             f"OutputMode.EveryN: output_return_period is {period} and must divide deviceIterations, which is"
@@ -75,11 +70,11 @@ def engine_settings(
         optimizer=optimizer,
         reduction="sum" if not is_mean else "running" if is_running else "mean",
         replica_groups=groups or {},
-        automatic_loss_scaling=training and bool(popart.scales_loss),
-        stochastic_rounding=training and bool(popart.rounds_stochastically),
-        finite_checks=bool(popart.has_finite_checks),
+        automatic_loss_scaling=training and bool(popart("automaticLossScalingSettings.enabled")),
+        stochastic_rounding=training and bool(popart("enableStochasticRounding")),
+        finite_checks=bool(popart("enableFloatingPointChecks")),
         shard_optimizer=state.get("min_elements_for_replicated_tensor_sharding", 0) if is_sharded else None,
-        recompute=training and bool(popart.recomputation),
+        recompute=training and bool(popart("autoRecomputation")),
         device=device,
         devices=tuple(dict.fromkeys(names)),
         places=_places(options, counts, names),

@@ -1,4 +1,4 @@
-"""Base classes of all option objects: named values with declared types, freezing, copying and printing.
+"""The base class of all option objects: named values with declared types, freezing, copying and printing.
 
 Options are the public annotations of a class, its private annotations are other fields. Each has a default, or no
 value until a setter creates it. Writes to a frozen object raise AttributeError; copies are not frozen.
@@ -17,32 +17,15 @@ import itertools
 import pprint
 import sys
 from collections.abc import Callable
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from popengine.errors import did_you_mean
 from poptorch.logs import log_no_effect
 
 T = TypeVar("T")
-_WORDS = {bool: "a bool", int: "an int", str: "a string", list: "a list of strings", dict: "a dictionary"}
 NO_EFFECT = "Has no effect; kept for compatibility: "
 _POSITIVE = ("device_iterations", "gradient_accumulation", "replication_factor")
-
-
-def checked(setter: str, value: T, kind: type | tuple, error: type[Exception] = AssertionError) -> T:
-    """Return the argument of a setter. Raises `error` unless it has the type `kind`, or is in the tuple `kind`."""
-    if isinstance(kind, tuple):
-        if value in kind:
-            return value
-        meant = did_you_mean(str(value), map(str, kind))
-        raise error(f"{setter} takes one of {', '.join(map(repr, kind))}; found {value!r}{meant}")
-    if isinstance(value, kind):
-        return value
-    word = _WORDS.get(kind) or f"a {kind.__module__.removesuffix('.enums')}.{kind.__name__}"
-    names = kind.__members__ if issubclass(kind, Enum) else ()
-    meant = [name for name in names if name.lower() == str(value).lower()] or names
-    fix = f"\n  fix: {' or '.join(f'{word[2:]}.{name}' for name in meant)}" if names else ""
-    raise error(f"{setter} takes {word}; found {value!r}{fix}")
 
 
 def _log_after(method: Callable[..., T], name: str, why: str) -> Callable[..., T]:
@@ -57,11 +40,13 @@ def _log_after(method: Callable[..., T], name: str, why: str) -> Callable[..., T
     return logged
 
 
-class Freezable:
-    """Base class of objects with named values, which can be frozen together with the objects in them."""
+class OptionsDict:
+    """A set of named values, which can be frozen; the base class of `Options` and its parts."""
 
     _is_frozen = False
     _path = "options"  # the expression for an object of this class, such as "options.Training"
+    _popart: Any  # the `Popart` object, for setters that write to it
+    _renamed = dict[str, str]()  # old name of PopTorch -> new name
 
     def __init_subclass__(cls) -> None:
         for name, method in list(vars(cls).items()):
@@ -69,7 +54,8 @@ class Freezable:
             if is_without_effect:
                 setattr(cls, name, _log_after(method, f"{cls._path}.{name}", " ".join(why.split())))
 
-    def __init__(self) -> None:
+    def __init__(self, popart: Any = None) -> None:
+        vars(self)["_popart"] = popart
         for name in itertools.chain(*map(inspect.get_annotations, type(self).__mro__)):
             if hasattr(type(self), name):
                 vars(self)[name] = copy.copy(getattr(type(self), name))
@@ -92,15 +78,6 @@ class Freezable:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_is_frozen": False}
 
-    if not TYPE_CHECKING:  # so that type checkers find misspelt names
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name not in vars(self):
-                kind = "private attribute" if name.startswith("_") else "attribute"
-                raise AttributeError(f"Invalid {kind} {name!r} for {type(self).__name__}")
-            self.checkIsFrozen()
-            vars(self)[name] = value
-
     def _freeze(self, frozen: bool = True) -> None:
         vars(self)["_is_frozen"] = frozen
         for part in self._parts():
@@ -109,9 +86,9 @@ class Freezable:
     def _unfreeze(self) -> None:
         self._freeze(False)
 
-    def _parts(self) -> list[Freezable]:
+    def _parts(self) -> list[OptionsDict]:
         """Return the option objects in the fields, such as `options.Training`."""
-        return [field for field in vars(self).values() if isinstance(field, Freezable)]
+        return [field for field in vars(self).values() if isinstance(field, OptionsDict)]
 
     @property
     def _values(self) -> dict[str, Any]:
@@ -123,17 +100,6 @@ class Freezable:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._printed_fields())})"
-
-
-class OptionsDict(Freezable):
-    """A set of named values; the base class of `Options` and its parts."""
-
-    _popart: Any  # the `Popart` object, for setters that write to it
-    _renamed = dict[str, str]()  # old name of PopTorch -> new name
-
-    def __init__(self, popart: Any = None) -> None:
-        super().__init__()
-        vars(self)["_popart"] = popart
 
     def set(self, **values: Any) -> Self:
         """Change existing values, given by name, and return the object. Raises AssertionError for an unknown
@@ -172,7 +138,7 @@ class OptionsDict(Freezable):
         self._check_exists(name)
         return self._values[name]
 
-    if not TYPE_CHECKING:
+    if not TYPE_CHECKING:  # so that type checkers find misspelt names
 
         def __getattr__(self, name: str) -> Any:
             if name in self._renamed:
@@ -185,10 +151,14 @@ class OptionsDict(Freezable):
             raise AttributeError(f"Invalid attribute {name!r} for {type(self).__name__}{meant}", name=name)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if name.startswith("_"):
-                super().__setattr__(name, value)
+            if not name.startswith("_"):
+                self._check_exists(name)
+                self.createOrSet(**{name: value})
+            elif name not in vars(self):
+                raise AttributeError(f"Invalid private attribute {name!r} for {type(self).__name__}")
             else:
-                self.set(**{name: value})
+                self.checkIsFrozen()
+                vars(self)[name] = value
 
     def _set_popart(self, name: str, value: Any) -> Self:
         self._popart._store(name, value)

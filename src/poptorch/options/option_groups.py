@@ -11,9 +11,10 @@ from typing import Any, Literal, Self
 import torch
 
 from poptorch.annotating.strategies import ExecutionStrategy, PipelinedExecution
+from poptorch.checks import checked
 from poptorch.enums import CommGroupType, ConnectionType, OutputMode, SyncPattern
 from poptorch.logs import logger
-from poptorch.options.option_base import OptionsDict, checked
+from poptorch.options.option_base import OptionsDict
 
 BACKENDS = ("eager", "inductor")
 DEVICES = ("cpu", "cuda", "xpu")
@@ -155,9 +156,7 @@ class ExecutionOptions(OptionsDict):
         Each new combination of shapes compiles another plan for the same weights, optimizer state and random
         state. The `plans` most recently used plans are kept. The log (INFO) has the time of each compilation.
         """
-        if type(plans) is not int or plans <= 0:
-            raise AssertionError(f"allowNewShapes takes an int from 1; found {plans!r}")
-        return self.createOrSet(new_shapes=plans)
+        return self.createOrSet(new_shapes=checked("allowNewShapes", plans, int, least=1))
 
     def batchDims(self, dims: dict[str, int | None]) -> Self:
         """*Pando*: name the inputs that are not split into micro-batches along dimension 0.
@@ -207,14 +206,9 @@ class ExecutionOptions(OptionsDict):
         return self
 
 
-def _return_period(mode: OutputMode, period: int | None) -> int:
+def _return_period(mode: OutputMode, period: Any) -> int:
     if mode == OutputMode.EveryN:
-        if not isinstance(period, int) or period <= 0:
-            raise AssertionError(
-                f"OutputMode.EveryN needs output_return_period, a number of device iterations from 1; "
-                f"found {period!r}"
-            )
-        return period
+        return checked("OutputMode.EveryN needs output_return_period, which", period, int, least=1)
     if period is not None:
         logger.info("output_return_period=%s is ignored: it is for OutputMode.EveryN only", period)
     return 1
@@ -251,9 +245,7 @@ class DeviceOptions(OptionsDict):
 
     def useIpuId(self, ipu_id: int) -> Self:
         """Has no effect; kept for compatibility: ipus are logical devices, so there are none to choose from."""
-        if not isinstance(ipu_id, int) or ipu_id < 0:
-            raise AssertionError(f"useIpuId takes an int from 0; found {ipu_id=!r}")
-        return self.createOrSet(ipu_id=ipu_id)
+        return self.createOrSet(ipu_id=checked("useIpuId", ipu_id, int, least=0))
 
     def useOfflineIpuTarget(self, ipu_version: int = 2) -> Self:
         """Set the connection type Never: no device is attached, and calling a model raises AssertionError."""
@@ -328,7 +320,7 @@ class ReportingOptions(OptionsDict):
 
     def _profile_directory(self, training: bool) -> Path | None:
         """Return the folder of the executor's profile; None if profiles are off."""
-        engine = {**_engine_options_of_environment(), **self._popart.engine_options}
+        engine = {**_engine_options_of_environment(), **self._popart("engineOptions")}
         if str(engine.get("autoReport.all", "")).lower() != "true":
             return None
         kind = "training" if training else "inference"

@@ -7,9 +7,10 @@ import torch
 
 from popengine.environment import read_integer, read_launch
 from poptorch import autocasting
+from poptorch.checks import checked
 from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 from poptorch.logs import logger
-from poptorch.options.option_base import OptionsDict, checked
+from poptorch.options.option_base import OptionsDict
 
 HALF_KERNELS = ("auto", "native", "float32")
 _PARTIALS = {torch.float: "float", torch.half: "half"}
@@ -224,8 +225,7 @@ class TensorLocations(OptionsDict):
     def numIOTiles(self, num_tiles: int) -> Self:
         """Has no effect; kept for compatibility: a CPU has no tiles. Takes an even number from 32 to 192. A
         model with overlapped inputs or outputs raises Error at compilation if this was not called."""
-        valid = isinstance(num_tiles, int) and 32 <= num_tiles <= 192 and num_tiles % 2 == 0
-        if not valid:
+        if not isinstance(num_tiles, int) or num_tiles not in range(32, 193, 2):
             raise AssertionError(f"numIOTiles must be an even number between 32 and 192; found {num_tiles!r}")
         return self.createOrSet(num_io_tiles=num_tiles)
 
@@ -246,7 +246,7 @@ class Distributed(OptionsDict):
     def __init__(self) -> None:
         super().__init__()
         launch = read_launch()
-        self._set_process(launch.instance, launch.instances)
+        self.configureProcessId(launch.instance, launch.instances)
         self.set(instances_per_replica=launch.instances_per_replica)
 
     @property
@@ -266,29 +266,11 @@ class Distributed(OptionsDict):
 
     def disable(self) -> Self:
         """Make this process 0 of 1. The environment's variables are ignored."""
-        return self._set_process(0, 1)
+        return self.configureProcessId(0, 1)
 
     def configureProcessId(self, process_id: int, num_processes: int) -> Self:
         """Set the id of this process, from 0, and the number of processes, as loaders divide a dataset. It is
         for programs that no launcher starts. Raises AssertionError unless 0 <= process_id < num_processes."""
-        return self._set_process(process_id, num_processes)
-
-    def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> Self:
-        """Read the number of processes and this process's id, at once, from the two environment variables with
-        these names. If neither is set, this is process 0 of 1. Raises ValueError if one is not an integer."""
-        if not any(map(os.environ.get, (var_num_processes, var_process_id))):
-            return self.disable()
-        names = var_process_id, var_num_processes
-        return self._set_process(*(read_integer(os.environ, name) for name in names))
-
-    def rowsByReplica(self, by_replica: bool) -> Self:
-        """*Pando*: choose which rows a loader reads in each process. True: each global batch is divided among
-        the replicas of all processes, so that a replica's rows are the same for any number of processes.
-        False: each process reads a contiguous share of the dataset's order. The default is True for
-        `popdist.poptorch.Options`, else False, as in PopTorch."""
-        return self.set(rows_by_replica=checked("rowsByReplica", by_replica, bool))
-
-    def _set_process(self, process_id: int, num_processes: int) -> Self:
         whole = isinstance(process_id, int) and isinstance(num_processes, int)
         if not whole or not 0 <= process_id < num_processes:
             raise AssertionError(
@@ -296,3 +278,18 @@ class Distributed(OptionsDict):
             )
         self.set(distributed_process_id=process_id, num_distributed_processes=num_processes)
         return self.set(instances_per_replica=1)
+
+    def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> Self:
+        """Read the number of processes and this process's id, at once, from the two environment variables with
+        these names. If neither is set, this is process 0 of 1. Raises ValueError if one is not an integer."""
+        if not any(map(os.environ.get, (var_num_processes, var_process_id))):
+            return self.disable()
+        names = var_process_id, var_num_processes
+        return self.configureProcessId(*(read_integer(os.environ, name) for name in names))
+
+    def rowsByReplica(self, by_replica: bool) -> Self:
+        """*Pando*: choose which rows a loader reads in each process. True: each global batch is divided among
+        the replicas of all processes, so that a replica's rows are the same for any number of processes.
+        False: each process reads a contiguous share of the dataset's order. The default is True for
+        `popdist.poptorch.Options`, else False, as in PopTorch."""
+        return self.set(rows_by_replica=checked("rowsByReplica", by_replica, bool))

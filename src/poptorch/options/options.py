@@ -19,7 +19,7 @@ from poptorch import enums
 from poptorch.annotating import strategies
 from poptorch.enums import CommGroupType, member_by_name
 from poptorch.options import option_parts
-from poptorch.options.option_base import Freezable, merge_disjoint, sorted_repr
+from poptorch.options.option_base import OptionsDict, merge_disjoint, sorted_repr
 from poptorch.options.option_groups import DeviceOptions, ExecutionOptions, ReportingOptions
 from poptorch.options.popart_settings import Popart
 
@@ -144,7 +144,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         private = [
             f"{name}={sorted_repr(value)}"
             for name, value in sorted(vars(self).items())
-            if name.startswith("_") and name != "_is_frozen" and not isinstance(value, Freezable)
+            if name.startswith("_") and name != "_is_frozen" and not isinstance(value, OptionsDict)
         ]
         return [*super()._printed_fields(), *private, *sorted(map(repr, self._parts()))]
 

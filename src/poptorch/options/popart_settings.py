@@ -1,12 +1,13 @@
-"""`Options._Popart`: settings of PopTorch's compiler, by their names; those with an effect also by typed properties."""
+"""`Options._Popart`: settings of PopTorch's compiler, by their names."""
 
 import enum
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 from popengine.errors import Error, did_you_mean
 from popengine.torch_private import tree_leaves
+from poptorch.checks import checked
 from poptorch.logs import log_no_effect, logger
-from poptorch.options.option_base import Freezable, checked, merge_disjoint, plain_copy
+from poptorch.options.option_base import OptionsDict, merge_disjoint, plain_copy
 
 # Settings without effect; with a dot at the end: the prefix of names.
 _NO_EFFECT = """
@@ -19,43 +20,36 @@ _NO_EFFECT = """
     saveInitializersToFile scheduleNonWeightUpdateGradientConsumersEarly subgraphCopyingStrategy
     timeLimitScheduler virtualGraphMode
 """
-T = TypeVar("T")
+# Settings with an effect, and their defaults.
+_DEFAULTS: dict[str, Any] = {
+    "autoRecomputation": 0,
+    "automaticLossScalingSettings.enabled": False,
+    "cachePath": "",
+    "enableEngineCaching": False,
+    "enableFloatingPointChecks": False,
+    "enableStochasticRounding": False,
+    "engineOptions": {},
+    "instrumentWithHardwareCycleCounter": False,
+    "syntheticDataMode": 0,
+    "updatableNamedBuffers": [],
+}
 
 
-class PopartSetting(Generic[T]):
-    """A setting in `Popart.options` that has an effect, by its name there and its default."""
-
-    def __init__(self, name: str, default: T) -> None:
-        self.name, self.default = name, default
-        self.__doc__ = f"Return the setting `{name}`; by default {default!r}."
-
-    def __get__(self, popart: Any, kind: type) -> T:
-        return popart.options.get(self.name, self.default) if popart is not None else self  # type: ignore[return-value]
-
-
-class Popart(Freezable):
-    """`options._Popart`: settings of PopTorch's compiler, stored by name in `options`. The properties are those with
-    an effect. At compilation a name that looks mistyped raises Error, and an unknown name logs a warning."""
+class Popart(OptionsDict):
+    """`options._Popart`: settings of PopTorch's compiler, stored by name in `options`. At compilation a name that looks
+    mistyped raises Error, and an unknown name logs a warning."""
 
     _path = "options._Popart"
     options: dict[str, Any] = {}
     patterns: dict[str, bool] = {}
     patterns_level: int = 2
 
-    cache_folder = PopartSetting("cachePath", "")
-    counts_cycles = PopartSetting("instrumentWithHardwareCycleCounter", False)
-    engine_options = PopartSetting[dict[str, str]]("engineOptions", {})
-    has_finite_checks = PopartSetting("enableFloatingPointChecks", False)
-    is_caching = PopartSetting("enableEngineCaching", False)
-    recomputation = PopartSetting("autoRecomputation", 0)
-    scales_loss = PopartSetting("automaticLossScalingSettings.enabled", False)
-    rounds_stochastically = PopartSetting("enableStochasticRounding", False)
-    synthetic_data = PopartSetting("syntheticDataMode", 0)
-    updatable_buffers = PopartSetting[list[str]]("updatableNamedBuffers", [])
+    def __call__(self, name: str) -> Any:
+        return self.options.get(name, _DEFAULTS[name])
 
-    def set(self, name: str, value: Any) -> Self:
+    def set(self, name: str, value: Any) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Store a setting by name. A name may have dots: "automaticLossScalingSettings.enabled"."""
-        if checked("_Popart.set", name, str) not in _settings_with_effect() and _has_no_effect(name):
+        if checked("_Popart.set", name, str) not in _DEFAULTS and _has_no_effect(name):
             log_no_effect(f"options._Popart.set({name!r}, ...)", "Pando has no such setting")
         return self._store(name, int(value) if isinstance(value, enum.IntEnum) else value)
 
@@ -87,16 +81,15 @@ class Popart(Freezable):
     def check_names(self) -> None:
         """*Pando*: raise Error for names that look mistyped, and for values that are not bools, numbers,
         strings or containers of these. Log a warning for each unknown name."""
-        with_effect = _settings_with_effect()
         for name, value in self.options.items():
             if not all(isinstance(leaf, int | float | str) for leaf in tree_leaves(value)):
                 raise Error(
                     f"Unknown value type {type(value).__name__} for option {name}: _Popart options are "
                     f"bools, numbers, strings, and lists or dictionaries of them"
                 )
-            if name in with_effect or _has_no_effect(name):
+            if name in _DEFAULTS or _has_no_effect(name):
                 continue
-            if meant := did_you_mean(name, [*with_effect, *_NO_EFFECT.split()], least=0.85):
+            if meant := did_you_mean(name, [*_DEFAULTS, *_NO_EFFECT.split()], least=0.85):
                 raise Error(f"Unknown {type(value).__name__} option {name}{meant}")
             logger.warning("_Popart option %s is not known here: it has no effect", name)
 
@@ -104,10 +97,6 @@ class Popart(Freezable):
         """Return the settings by name, and the patterns with their level."""
         patterns = {"patterns": dict(self.patterns), "patterns_level": self.patterns_level}
         return merge_disjoint(plain_copy(self.options), patterns)
-
-
-def _settings_with_effect() -> list[str]:
-    return [setting.name for setting in vars(Popart).values() if isinstance(setting, PopartSetting)]
 
 
 def _has_no_effect(name: str) -> bool:

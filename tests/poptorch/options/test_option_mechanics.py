@@ -233,7 +233,7 @@ def test_the_strategy_of_a_mean_is_read_by_its_camel_case_name_too():
 
 
 def test_a_device_has_a_number_from_0():
-    with pytest.raises(AssertionError, match="ipu_id=-3"):
+    with pytest.raises(AssertionError, match="useIpuId takes an int from 0; found -3"):
         Options().useIpuId(-3)
 
 
