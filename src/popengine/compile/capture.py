@@ -41,7 +41,7 @@ from .recording.graph_recorder import (
     sources_of,
     user_line,
 )
-from .recording.leftovers import StoredValue, attributes_restored, fake_tensors_in
+from .recording.leftovers import StoredValue, attributes_restored, check_none_left, fake_tensors_in
 from .recording.noting import Noting
 from .recording.reads import LENGTH, MISSING, Read, Reads, autocast_dtype, fingerprint
 from .recording.standins import StandIns
@@ -80,10 +80,11 @@ def capture(
 
     record = partial(_record, module, forward, samples, fake, training, device, given)
     stand_ins, dropped = make_stand_ins(), set[str]()
-    with attributes_restored(module, stand_ins.hooks):
+    with attributes_restored(module):
         found = first = record(stand_ins)
         if first.changed or first.reshaped:
             found, dropped = _record_again(first, lambda: record(make_stand_ins(first.reshaped)))
+    check_none_left(module, (*stand_ins.hooks, *first.containers))
     _drop_fake_items(read.owner for read in first.changed if read.key is LENGTH)
     found.reads.update(dropped)
     for line, what in found.draws.items():
@@ -105,6 +106,7 @@ class _RecordedForward:
     changed: list[Read]
     lines: dict[str, str]  # by path of a read, the user's line that has changed it
     draws: dict[str, str]  # by the user's line, what it has drawn
+    containers: list[tuple[Any, str]]  # that forward has read, with their paths
     left: list[tuple[StoredValue, Tensor]]  # constants that forward has stored, if it has changed reads
     reshaped: dict[str, Tensor]  # tensors of other shapes or dtypes that forward has assigned to buffers
 
@@ -164,7 +166,8 @@ def _record(
     graph = make_functional_graph(recorder, results, tuple(state.visits), trained)
     stand_ins.check_shared({result.key for result in graph.results if result.kind in ("gradient", "buffer")})
     graph = replace(graph, held=tuple(state.held))
-    return _RecordedForward(graph, reads, changed, noting.lines, noting.draws, left, reshaped)
+    noted = noting.lines, noting.draws, noting.containers()
+    return _RecordedForward(graph, reads, changed, *noted, left, reshaped)
 
 
 def _record_again(
@@ -256,7 +259,8 @@ def _tracked_calls(module: nn.Module, capture: Capture, noting: Noting) -> Itera
     def apply_with_stand_ins(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if active.get() is capture:
             args = tuple(map(capture.stand_ins.stand_in_of, args))
-            noting.note_methods(cls, ("forward", "setup_context", "backward"))
+            methods = (getattr(cls, name, None) for name in ("forward", "setup_context", "backward"))
+            noting.note_functions(methods, cls)
         return apply.__get__(None, cls)(*args, **kwargs)
 
     nn.Module.__call__ = call_tracked

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import CodeType, FrameType, FunctionType, ModuleType, NoneType
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ logger = logging.getLogger("poptorch::python")
 
 _SHELVES = {"_parameters", "_buffers", "_modules"}
 # Types of objects that are not searched.
-_CLOSED = (NoneType, str, bytes, int, float, Tensor, type, ModuleType, CodeType, FrameType)
+_CLOSED = (NoneType, str, bytes, int, float, Tensor, type, ModuleType, CodeType, FrameType, FunctionType)
 _MOST_OBJECTS = 300_000  # that a search visits
 
 
@@ -33,11 +33,12 @@ class StoredValue(NamedTuple):
     put: Callable[[Any], None]
 
 
-def fake_tensors_in(value: Any, path: str = "model") -> list[StoredValue]:
-    """Return the fake tensors that are reachable from a value through attributes, containers, generators and the outer
-    variables of functions, each with its shortest path, which begins with `path`; not those in modules' parameters."""
+def fake_tensors_in(value: Any, path: str = "model", seen: set[int] | None = None) -> list[StoredValue]:
+    """Return the fake tensors that are reachable from a value through attributes, containers and generators, each with
+    its shortest path, which begins with `path`; not those in modules' parameters. Add the ids of what was searched to
+    `seen`, and search no more in what is there."""
     found: list[StoredValue] = []
-    seen: set[int] = set()
+    seen = set() if seen is None else seen
     queue = deque([StoredValue(path, value, lambda value: None)])
     while queue and len(seen) < _MOST_OBJECTS:
         item = queue.popleft()
@@ -56,9 +57,6 @@ def _values_held_by(path: str, value: Any, put: Callable[[Any], None]) -> Iterat
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield StoredValue(f"{path}[{key!r}]", item, partial(value.__setitem__, key))
         return
-    if isinstance(value, FunctionType):
-        yield from [StoredValue(name, variable, put) for name, variable in _outer_variables(value)]
-        return
     try:
         own = object.__getattribute__(value, "__dict__")  # proxies would do something of their own
     except AttributeError:  # tuples, sets, methods, slots, iterators and generators
@@ -69,42 +67,24 @@ def _values_held_by(path: str, value: Any, put: Callable[[Any], None]) -> Iterat
         yield StoredValue(f"{path}.{name}", own[name], partial(own.__setitem__, name))
     if is_module:
         yield from [StoredValue(f"{path}.{name}", child, put) for name, child in value.named_children()]
-        kinds = [kind for kind in type(value).__mro__ if not kind.__module__.startswith("torch.")]
-        functions = [f for kind in kinds for f in vars(kind).values() if isinstance(f, FunctionType)]
-        yield from [StoredValue(path, function, put) for function in functions]
-
-
-def _outer_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of a function's closure variables, and of the globals it uses that aren't callable."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # not bound yet
-            yield name, cell.cell_contents
-    for name in _global_names(function.__code__):
-        if name in function.__globals__ and not callable(function.__globals__[name]):
-            yield name, function.__globals__[name]
-
-
-def _global_names(code: CodeType) -> Iterator[str]:
-    """Yield the names of globals and attributes that a function's code and its nested functions use."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _global_names(constant)
 
 
 @contextlib.contextmanager
-def attributes_restored(module: nn.Module, others: Sequence[tuple[Any, str]]) -> Iterator[None]:
+def attributes_restored(module: nn.Module) -> Iterator[None]:
     """Run a forward, then undo its assignments of values that contain fake tensors to attributes of modules: with a
-    warning if there was another value, except in weight normalization. Raise CaptureError if fake tensors are left in
-    the module, or in `others`: (value, path) pairs.
-    """
+    warning if there was another value, except in weight normalization."""
     before = [(child, dict(vars(child))) for child in module.modules()]
     try:
         yield
     finally:
         _restore_attributes(before)
-    searched = [(module, "model"), *others]
-    paths = sorted({leftover.path for pair in searched for leftover in fake_tensors_in(*pair)})
+
+
+def check_none_left(module: nn.Module, others: Iterable[tuple[Any, str]]) -> None:
+    """Raise CaptureError if fake tensors are left in a module, or in `others`: (value, path) pairs."""
+    seen = set[int]()
+    found = [fake_tensors_in(value, path, seen) for value, path in ((module, "model"), *others)]
+    paths = sorted({leftover.path for each in found for leftover in each})
     if paths:
         raise CaptureError(
             f"the forward leaves tensors behind in {', '.join(paths)}\n"

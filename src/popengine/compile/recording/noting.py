@@ -13,7 +13,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from enum import Enum
 from functools import partial
@@ -47,6 +47,7 @@ _MOST_ITEMS = 1000  # of a container; of a larger one only the length is noted
 _CLOCKS = {"time", "time_ns", "perf_counter", "monotonic", "now", "utcnow", "today", "urandom"}
 # Attributes of methods, partial functions, properties and wrappers, which can't be set or are seldom set.
 _PARTS_OF_FUNCTIONS = ("__func__", "__self__", "func", "args", "keywords", "fget", "__wrapped__")
+_DEFAULTS = "the default values of"
 _NOT_DRAWN = {"seed", "getstate", "setstate"}
 
 
@@ -81,6 +82,7 @@ class Noting(TorchFunctionMode):
         profiles = sys.getprofile() is None  # a profiler of the program's stays
         with self._undo:
             self._watch_class(nn.Module)
+            self.note_functions([hook for hook, _ in capture.stand_ins.hooks], type(None))
             self._on_event = self._note_event if profiles else None
             with self:
                 sys.setprofile(self._on_event) if profiles else None
@@ -136,6 +138,11 @@ class Noting(TorchFunctionMode):
                 if step.argval in vars(numpy.random) and not str(step.argval).startswith("_"):
                     return f"{code.co_filename}:{line}"
         return "a function that forward calls"
+
+    def containers(self) -> list[tuple[Any, str]]:
+        """Return the containers that forward has read, with their paths, without default values of arguments."""
+        known = [pair for pair in self._known.values() if isinstance(pair[0], dict | list | deque)]
+        return [(value, path) for value, path in known if not path.startswith(_DEFAULTS)]
 
     # ---- attributes ----------------------------------------------------------------------------------------
 
@@ -337,9 +344,9 @@ class Noting(TorchFunctionMode):
         if not is_opaque(kind):
             self._note_class(kind, names, f"{kind.__name__}.")
 
-    def note_methods(self, kind: type, names: Sequence[str]) -> None:
-        """Note what these methods of a class read, which run where the profile function is off."""
-        for function in (getattr(kind, name, None) for name in names):
+    def note_functions(self, functions: Iterable[Any], kind: type) -> None:
+        """Note what functions, or methods of the class `kind`, read that run where the profile function is off."""
+        for function in functions:
             if isinstance(function, types.FunctionType) and is_users(function.__code__.co_filename):
                 self._functions.setdefault(function.__code__, []).append(function)
                 self.note_function(function.__code__, function.__globals__, kind)
@@ -371,6 +378,6 @@ class Noting(TorchFunctionMode):
                     self._note_class(value, names_in(function.__code__), f"{name}.")
         for values in (function.__defaults__, function.__kwdefaults__):
             if values:
-                self._note_items(values, f"the default values of {function.__name__}")
+                self._note_items(values, f"{_DEFAULTS} {function.__name__}")
         if vars(function):
             self._note_items(vars(function), function.__name__, ".")
