@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from ..errors import CaptureError
 from ..ir import Graph, Key
 from ..torch_private import DisableTorchFunctionSubclass, FakeTensor, FakeTensorMode, modes_restored
-from .recording.assigned_buffers import assigned_buffers, reshaped_buffer_text
 from .recording.current_capture import (
     ENDED,
     Capture,
@@ -44,7 +43,7 @@ from .recording.graph_recorder import (
 from .recording.leftovers import StoredValue, attributes_restored, check_none_left, fake_tensors_in
 from .recording.noting import Noting
 from .recording.reads import LENGTH, MISSING, Read, Reads, autocast_dtype, fingerprint
-from .recording.standins import StandIns
+from .recording.standins import StandIns, reshaped_buffer_text
 from .recording.torch_errors import explaining_torch_errors
 
 logger = logging.getLogger("poptorch::python")
@@ -144,7 +143,7 @@ def _record(
     ):
         with recorder.saved_tensors_listed(), _tracked_calls(module, state, noting), noting.of(state):
             outputs = list(forward(list(inputs)))
-            buffers, reshaped = assigned_buffers(state)
+            buffers, reshaped = state.assigned_buffers()
         gradients = _record_backward(state, scale) if training else {}
     reads = noting.finish(recorder)
     reads.note("torch.autocast", autocast_dtype)

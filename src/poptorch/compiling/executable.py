@@ -15,8 +15,7 @@ from popengine.compile.partition import visits_with_operations
 from popengine.compile.placement import sharded_if_too_few_micro_batches
 from popengine.compile.recording.current_capture import current
 from popengine.compile.recording.reads import Reads, fingerprint
-from popengine.compile.rewriting.channels_last import in_wanted_layout
-from popengine.compile.rewriting.fixed_strides import with_fixed_strides
+from popengine.compile.rewriting.memory_layout import in_wanted_layout, with_fixed_strides
 from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
 from popengine.errors import Error
 from popengine.ir import Graph, Plan

@@ -15,7 +15,7 @@ import late_device
 from late_device import late_devices
 from popengine.compile import compile_graph
 from popengine.compile.capture import capture
-from popengine.compile.rewriting.fixed_strides import with_fixed_strides
+from popengine.compile.rewriting.memory_layout import with_fixed_strides
 from popengine.errors import Error, RunError, UnrecoverableError
 from popengine.order import ORDERS
 from popengine.run import devices

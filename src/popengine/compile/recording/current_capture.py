@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...errors import CaptureError
 from ...ir import Visit
-from ...operations import FusedFunctions
+from ...operations import FusedFunctions, with_strides
 from ...torch_private import (
     DisableTorchFunction,
     FakeTensor,
@@ -36,7 +36,7 @@ from ...torch_private import (
     next_sequence_number,
     optimized_module_type,
 )
-from .graph_recorder import TORCH, CaptureRecorder, user_line
+from .graph_recorder import TORCH, CaptureRecorder, storage_of, user_line
 from .standins import StandIns
 
 logger = logging.getLogger("poptorch::python")
@@ -141,6 +141,23 @@ class Capture:
     def choose_loss(self, value: Tensor, where: str) -> None:
         """Set the loss to train, in place of all other losses. `where`: its origin, as errors name it."""
         self.chosen = value, where
+
+    def assigned_buffers(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the tensors that forward has assigned to buffers, by name: those with the buffer's shape and dtype, in
+        its strides and in memory of their own, which are its values for the next micro-batch; and all others."""
+        kept, reshaped = dict[str, Tensor](), dict[str, Tensor]()
+        of_slots = {storage_of(node) for node in self.recorder.graph.find_nodes(op="placeholder")}
+        for name, value in self.stand_ins.rebound_buffers().items():
+            fake = self.stand_ins.buffers[name]
+            if (value.shape, value.dtype) != (fake.shape, fake.dtype):
+                reshaped[name] = value
+                continue
+            node = self.recorder.node_of(value)
+            if value.stride() != fake.stride() or node.op == "placeholder" or storage_of(node) in of_slots:
+                self.block = node.meta.get("block", 0)
+                value = with_strides(value, fake.stride())
+            kept[name] = value
+        return kept, reshaped
 
     def node_meta(self, func: Any) -> dict[str, Any]:
         """Return the meta of an operation's new node, before the operation runs; for a random operation, also reseed

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CaptureError
+from ...ir import Graph
 from ...torch_private import DisableTorchFunction, FakeTensor, storage_id
 from .graph_recorder import empty_like, user_line
 
@@ -299,3 +300,16 @@ def _byte_range(value: Tensor) -> tuple[int, int]:
 def _has_overlap(one: Tensor, other: Tensor) -> bool:
     (begin, end), (first, last) = _byte_range(one), _byte_range(other)
     return first < end and begin < last
+
+
+def reshaped_buffer_text(graph: Graph, reshaped: Mapping[str, Tensor]) -> str:
+    """Return the text of the error for a buffer that forward replaces by a tensor of another shape, and reads."""
+    name, value = next(iter(reshaped.items()))
+    slot = next(slot for slot in graph.slots if (slot.role, slot.key) == ("buffer", name))
+    return (
+        f"Buffer {name} is reassigned within the model, and becomes {value.dtype} {tuple(value.shape)};"
+        f" it was {slot.dtype} {slot.shape}\n"
+        "  why: the next call would read it; a compiled model keeps its state in place, in one shape and type\n"
+        "  fix: give the buffer its later shape before: register it so, or run the model once in plain PyTorch,"
+        f" `model(*micro_batch)`; or reset it at the begin of forward: `self.{name} = torch.zeros(...)`"
+    )

@@ -6,7 +6,7 @@ from torch import nn
 
 from popengine.compile.capture import capture
 from popengine.compile.partition import partition
-from popengine.compile.rewriting.channels_last import has_convolutions, in_channels_last
+from popengine.compile.rewriting.memory_layout import has_convolutions, in_channels_last
 from popengine.run.backends.eager import build
 from popengine.settings import Strategy
 
