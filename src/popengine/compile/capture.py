@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ from .recording.graph_recorder import (
     check_dense,
     empty_like,
     map_leaves,
-    sources_of,
     user_line,
 )
 from .recording.leftovers import StoredValue, attributes_restored, check_none_left, fake_tensors_in
@@ -70,20 +68,13 @@ def capture(
         given:    a description of forward's arguments, for error messages
     Raises: CaptureError, if forward can't be traced, or in training has not exactly one final loss
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def make_stand_ins(buffers: Mapping[str, Tensor] = MappingProxyType({})) -> StandIns:
-        # Only shapes are read, so the `__torch_function__` of tensor subclasses is off.
-        with DisableTorchFunctionSubclass(), fake:
-            return StandIns(module, training, buffers)
-
+    fake, dropped = FakeTensorMode(allow_non_fake_inputs=True), set[str]()
     record = partial(_record, module, forward, samples, fake, training, device, given)
-    stand_ins, dropped = make_stand_ins(), set[str]()
     with attributes_restored(module):
-        found = first = record(stand_ins)
+        found = first = record({})
         if first.changed or first.reshaped:
-            found, dropped = _record_again(first, lambda: record(make_stand_ins(first.reshaped)))
-    check_none_left(module, (*stand_ins.hooks, *first.containers))
+            found, dropped = _record_again(first, record)
+    check_none_left(module, first.containers)
     _drop_fake_items(read.owner for read in first.changed if read.key is LENGTH)
     found.reads.update(dropped)
     for line, what in found.draws.items():
@@ -105,7 +96,7 @@ class _RecordedForward:
     changed: list[Read]
     lines: dict[str, str]  # by path of a read, the user's line that has changed it
     draws: dict[str, str]  # by the user's line, what it has drawn
-    containers: list[tuple[Any, str]]  # that forward has read, with their paths
+    containers: list[tuple[Any, str]]  # that forward and hooks have read, and these hooks, with their paths
     left: list[tuple[StoredValue, Tensor]]  # constants that forward has stored, if it has changed reads
     reshaped: dict[str, Tensor]  # tensors of other shapes or dtypes that forward has assigned to buffers
 
@@ -118,10 +109,12 @@ def _record(
     training: bool,
     device: str,
     given: str,
-    stand_ins: StandIns,
+    reshaped: Mapping[str, Tensor],
 ) -> _RecordedForward:
-    """Run the forward once, on stand-ins for the weights, and return the recording."""
-    with DisableTorchFunctionSubclass(), fake:
+    """Run the forward once, on stand-ins for the weights, and return the recording. `reshaped`: by name, tensors whose
+    shapes and dtypes the stand-ins of some buffers get."""
+    with DisableTorchFunctionSubclass(), fake:  # only shapes are read
+        stand_ins = StandIns(module, training, reshaped)
         inputs = [empty_like(sample) for sample in samples]
         scale = torch.empty(())
     state, noting = Capture(training, stand_ins), Noting(module)
@@ -165,12 +158,12 @@ def _record(
     graph = make_functional_graph(recorder, results, tuple(state.visits), trained)
     stand_ins.check_shared({result.key for result in graph.results if result.kind in ("gradient", "buffer")})
     graph = replace(graph, held=tuple(state.held))
-    noted = noting.lines, noting.draws, noting.containers()
+    noted = noting.lines, noting.draws, [*stand_ins.hooks, *noting.containers()]
     return _RecordedForward(graph, reads, changed, *noted, left, reshaped)
 
 
 def _record_again(
-    first: _RecordedForward, record: Callable[[], _RecordedForward]
+    first: _RecordedForward, record: Callable[[Mapping[str, Tensor]], _RecordedForward]
 ) -> tuple[_RecordedForward, set[str]]:
     """Record a forward that changes what it reads, or the shape of a buffer, a second time, with what the first
     recording has left. Return a recording, and the paths of the values that forward changes each time. Raise
@@ -189,7 +182,7 @@ def _record_again(
     for stored, real in first.left:
         stored.put(real)
     try:
-        second = record()
+        second = record(first.reshaped)
     except Exception as error:
         raise CaptureError(text) from error
     if second.reshaped or fingerprint(first.graph) != fingerprint(second.graph, without=first.reshaped):
@@ -309,7 +302,7 @@ def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
     """Record the backward of the final loss, whose gradient is `scale`; return the gradients by parameter."""
     recorder, stand_ins = state.recorder, state.stand_ins
     wanted = stand_ins.trained_parameters()
-    loss = final_loss(state)
+    loss = state.final_loss()
     recorder.add_placeholder("loss_scale", scale, role="loss_scale", key="loss_scale")
     state.phase, state.block = "B", ENDED
     if (scale.dtype, scale.shape) != (loss.dtype, loss.shape):
@@ -428,40 +421,3 @@ def _call_norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 _LOSS_NAMES = re.compile(r"\w+_loss|\w*cross_entropy\w*|kl_div")
 LOSSES = frozenset(function for name, function in vars(functional).items() if _LOSS_NAMES.fullmatch(name))
-
-
-def final_loss(capture: Capture) -> Tensor:
-    """Return the loss to train: the chosen one, else the one recorded loss that no other is computed from."""
-    found = [capture.chosen] if capture.chosen is not None else list(final_losses(capture).values())
-    if not found:
-        raise CaptureError(
-            f"Couldn't find a loss in graph! (forward: {capture.forward_line})\n"
-            "  why: training differentiates one loss, which forward must compute\n"
-            "  fix: compute a torch.nn loss in forward, or mark your own scalar with"
-            ' `poptorch.identity_loss(x, reduction="mean")`; or return your own scalar first, or as "loss"'
-        )
-    if len(found) > 1:
-        places = "\n".join(f"  a loss at {where}" for _, where in found)
-        raise CaptureError(
-            f"Multiple independent losses found in graph\n{places}\n"
-            '  fix: join them into one final loss: `poptorch.identity_loss(a + b, reduction="none")`, or return their'
-            ' sum as "loss"'
-        )
-    loss, where = found[0]
-    if loss.numel() != 1:
-        raise CaptureError(
-            f"the loss at {where} has shape {tuple(loss.shape)}, and training needs a scalar\n"
-            '  fix: give the loss reduction="mean" or "sum", or wrap it in'
-            ' `poptorch.identity_loss(x, reduction="mean")`'
-        )
-    return loss
-
-
-def final_losses(capture: Capture) -> dict[fx.Node, tuple[Tensor, str]]:
-    """Return (loss, user's line) of each candidate (each recorded loss, if none is chosen as a candidate) that no other
-    one is computed from, by its node; those that require no gradient only if there is no other."""
-    candidates = capture.losses if capture.candidates is None else capture.candidates
-    losses = [loss for loss in candidates if loss[0].requires_grad] or candidates
-    nodes = [capture.recorder.node_of(value) for value, _ in losses]
-    reached = sources_of([operand for node in nodes for operand in node.all_input_nodes])
-    return {node: loss for node, loss in zip(nodes, losses, strict=True) if node not in reached}

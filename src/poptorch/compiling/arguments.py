@@ -315,27 +315,6 @@ def factors_in_words(counts: Counts) -> str:
     )
 
 
-def _first_micro_batch(tensor: Tensor, counts: Counts) -> Tensor:
-    """Return the rows of a combined batch's first micro-batch; a 0-d tensor unchanged."""
-    return tensor[: len(tensor) // counts.product] if tensor.dim() else tensor
-
-
-def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> list[Tensor]:
-    """Return combined batches that repeat one synthetic micro-batch, by `popart.SyntheticDataMode`."""
-    made = []
-    for tensor in tensors:
-        value = torch.zeros_like(_first_micro_batch(tensor, counts))
-        if value.is_floating_point() and mode > 1:
-            value.normal_() if mode == 2 else value.uniform_()
-        made.append(value.expand(counts.product, *value.shape).reshape(tensor.shape))
-    return made
-
-
-def first_micro_batches(call: BoundCall, counts: Counts, has_float64: bool) -> list[Tensor]:
-    """Return the rows of a call's first micro-batch, as `tensors_for_engine` converts them."""
-    return [_first_micro_batch(tensor, counts) for tensor in tensors_for_engine(call, has_float64)]
-
-
 @dataclass(frozen=True)
 class CompiledInputs:
     """The inputs that a plan was compiled for; `paths` and `positional` as in `BoundCall`."""

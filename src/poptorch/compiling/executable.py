@@ -32,13 +32,12 @@ from .arguments import (
     BoundCall,
     CompiledInputs,
     check_written_inputs,
-    first_micro_batches,
     has_float64_weights,
     weights_of,
 )
 from .losses import choose_loss
 from .outputs import Anchors, Note, make_notes, resolve_anchors, split_outputs
-from .runs import Run
+from .runs import Run, first_micro_batches
 from .traced_functions import replace_untraceable_functions
 from .tune import with_balanced_stages
 

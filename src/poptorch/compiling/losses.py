@@ -19,7 +19,6 @@ from typing import Any
 
 from torch import Tensor
 
-from popengine.compile.capture import final_losses
 from popengine.compile.recording.current_capture import Capture, is_traced
 from popengine.compile.recording.graph_recorder import sources_of
 from popengine.errors import CaptureError
@@ -77,7 +76,7 @@ def _find_output_to_train(returned: Any, capture: Capture) -> Tensor | None:
     Raises: CaptureError, if several scalars are computed from the only loss
     """
     recorder = capture.recorder
-    final = final_losses(capture)
+    final = capture.final_losses()
     scalars = [value for value in tensors_of(returned) if _is_loss_candidate(value)]
     if any(recorder.node_of(value) in final for value in scalars):
         return None  # PopTorch's rule, which refuses several
@@ -105,7 +104,7 @@ def _find_output_to_train(returned: Any, capture: Capture) -> Tensor | None:
 def _warn_of_untrained_scalars(returned: Any, chosen: Tensor | None, capture: Capture) -> None:
     """Log a warning if the only loss (or `chosen`, computed from it) is trained, and forward returns another scalar
     that could be meant, since the trained one isn't computed from it."""
-    recorder, final = capture.recorder, final_losses(capture)
+    recorder, final = capture.recorder, capture.final_losses()
     scalars = [recorder.node_of(value) for value in tensors_of(returned) if _is_loss_candidate(value)]
     is_first = isinstance(returned, tuple | list) and chosen is next(iter(returned), None)
     if len(final) != 1 or not scalars or is_first:

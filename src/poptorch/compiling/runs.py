@@ -7,15 +7,19 @@ Examples of training with two micro-batches per step, where `####` is a micro-ba
     #### #### | #### ##              a step, and a step of two plans: the second one ends it, with weight 2/4
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from popengine.settings import Counts, Settings, StepPart
 
 from ..data.loader import loaded_batches
 from ..enums import OutputMode
 from ..options import Options
-from .arguments import BoundCall, CompiledInputs
+from .arguments import BoundCall, CompiledInputs, tensors_for_engine
 
 _WHOLE_STEP = StepPart()
 
@@ -106,3 +110,24 @@ def _micro_batch_rows(call: BoundCall, rows: int, like: CompiledInputs | None) -
         return None
     sizes = {shape[0] // like.counts.product for _, shape in like.kind.tensors if shape}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def _first_micro_batch(tensor: Tensor, counts: Counts) -> Tensor:
+    """Return the rows of a combined batch's first micro-batch; a 0-d tensor unchanged."""
+    return tensor[: len(tensor) // counts.product] if tensor.dim() else tensor
+
+
+def synthetic_inputs(tensors: Sequence[Tensor], mode: int, counts: Counts) -> list[Tensor]:
+    """Return combined batches that repeat one synthetic micro-batch, by `popart.SyntheticDataMode`."""
+    made = []
+    for tensor in tensors:
+        value = torch.zeros_like(_first_micro_batch(tensor, counts))
+        if value.is_floating_point() and mode > 1:
+            value.normal_() if mode == 2 else value.uniform_()
+        made.append(value.expand(counts.product, *value.shape).reshape(tensor.shape))
+    return made
+
+
+def first_micro_batches(call: BoundCall, counts: Counts, has_float64: bool) -> list[Tensor]:
+    """Return the rows of a call's first micro-batch, as `tensors_for_engine` converts them."""
+    return [_first_micro_batch(tensor, counts) for tensor in tensors_for_engine(call, has_float64)]

@@ -25,7 +25,7 @@ from ..compiling import arguments
 from ..compiling.compilation_log import log_plan, progress
 from ..compiling.executable import compile_model, record_model
 from ..compiling.outputs import fill_outputs
-from ..compiling.runs import Run, split_into_runs
+from ..compiling.runs import Run, split_into_runs, synthetic_inputs
 from ..enums import ConnectionType
 from ..logs import listed, logger
 from ..optim import SGD
@@ -200,7 +200,7 @@ class PoplarExecutor(PublicNames):
             mode = self.options._Popart("syntheticDataMode")
             if not mode:
                 return tensors
-            plan.synthetic = arguments.synthetic_inputs(tensors, mode, plan.executable.settings.counts)
+            plan.synthetic = synthetic_inputs(tensors, mode, plan.executable.settings.counts)
         return plan.synthetic
 
     # ---- compiling ---------------------------------------------------------------------------------------

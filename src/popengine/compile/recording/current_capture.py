@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...errors import CaptureError
@@ -36,7 +36,7 @@ from ...torch_private import (
     next_sequence_number,
     optimized_module_type,
 )
-from .graph_recorder import TORCH, CaptureRecorder, storage_of, user_line
+from .graph_recorder import TORCH, CaptureRecorder, sources_of, storage_of, user_line
 from .standins import StandIns
 
 logger = logging.getLogger("poptorch::python")
@@ -141,6 +141,41 @@ class Capture:
     def choose_loss(self, value: Tensor, where: str) -> None:
         """Set the loss to train, in place of all other losses. `where`: its origin, as errors name it."""
         self.chosen = value, where
+
+    def final_loss(self) -> Tensor:
+        """Return the loss to train: the chosen one, else the one recorded loss that no other is computed from."""
+        found = [self.chosen] if self.chosen is not None else list(self.final_losses().values())
+        if not found:
+            raise CaptureError(
+                f"Couldn't find a loss in graph! (forward: {self.forward_line})\n"
+                "  why: training differentiates one loss, which forward must compute\n"
+                "  fix: compute a torch.nn loss in forward, or mark your own scalar with"
+                ' `poptorch.identity_loss(x, reduction="mean")`; or return your own scalar first, or as "loss"'
+            )
+        if len(found) > 1:
+            places = "\n".join(f"  a loss at {where}" for _, where in found)
+            raise CaptureError(
+                f"Multiple independent losses found in graph\n{places}\n"
+                '  fix: join them into one final loss: `poptorch.identity_loss(a + b, reduction="none")`, or return'
+                ' their sum as "loss"'
+            )
+        loss, where = found[0]
+        if loss.numel() != 1:
+            raise CaptureError(
+                f"the loss at {where} has shape {tuple(loss.shape)}, and training needs a scalar\n"
+                '  fix: give the loss reduction="mean" or "sum", or wrap it in'
+                ' `poptorch.identity_loss(x, reduction="mean")`'
+            )
+        return loss
+
+    def final_losses(self) -> dict[fx.Node, tuple[Tensor, str]]:
+        """Return (loss, user's line) of each candidate (each recorded loss, if none is chosen as a candidate) that no
+        other one is computed from, by its node; those that require no gradient only if there is no other."""
+        candidates = self.losses if self.candidates is None else self.candidates
+        losses = [loss for loss in candidates if loss[0].requires_grad] or candidates
+        nodes = [self.recorder.node_of(value) for value, _ in losses]
+        reached = sources_of([operand for node in nodes for operand in node.all_input_nodes])
+        return {node: loss for node, loss in zip(nodes, losses, strict=True) if node not in reached}
 
     def assigned_buffers(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the tensors that forward has assigned to buffers, by name: those with the buffer's shape and dtype, in

@@ -93,6 +93,13 @@ def is_write(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
+def is_pure(node: fx.Node) -> bool:
+    """Return whether a node is an operation of torch that draws no random numbers; others may have side effects."""
+    target: Any = node.target
+    is_torch = target is operator.getitem or target.namespace == "aten"
+    return is_torch and torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ())
+
+
 def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     """Return the result of a node's operation, run on the values of its operands (`values`: by node)."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[misc]
@@ -401,10 +408,7 @@ class CaptureRecorder(GraphRecorder):
             self._values[node] = materialized_copy(self.constants[node.meta["key"]]) if is_constant else None
             return
         target: Any = node.target
-        is_known = all(self._values[operand] is not None for operand in node.all_input_nodes)
-        # Operations of other libraries may have side effects.
-        is_torch = target is operator.getitem or target.namespace == "aten"
-        if is_known and is_torch and torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        if all(self._values[n] is not None for n in node.all_input_nodes) and is_pure(node):
             self._values[node] = run_node(node, self._values)
             return
         self._values[node] = None

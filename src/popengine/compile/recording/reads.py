@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 
 from ...ir import Graph
 from ...torch_private import FakeTensor, tree_leaves
-from .graph_recorder import empty_like, run_node, sources_of
+from .graph_recorder import empty_like, is_pure, run_node, sources_of
 
 # Of no package: noting leaves out objects of ours.
 MISSING: Any = type("Missing", (), {"__module__": "", "__repr__": lambda self: "missing"})()
@@ -191,7 +191,7 @@ def fingerprint(graph: Graph, bound: Container[str] = (), without: Container[str
             texts[node] = repr((meta["role"], key, layout_of(meta["val"])))
         elif node.target in _READS_LAYOUT:
             values[node] = run_node(node, {n: empty_like(n.meta["val"]) for n in node.all_input_nodes})
-        elif all(operand in values for operand in node.all_input_nodes) and _can_fold(node):
+        elif all(operand in values for operand in node.all_input_nodes) and is_pure(node):
             values[node] = run_node(node, values)
         else:
             arguments = map_arg((node.args, node.kwargs), lambda n: texts.get(n, ""))
@@ -207,12 +207,6 @@ def fingerprint(graph: Graph, bound: Container[str] = (), without: Container[str
             texts[node] = _text_of_value(values[node])
     lines += [(r.kind, r.key, r.shape, r.dtype, texts[node]) for r, node in results]
     return hashlib.sha256(repr(lines).encode()).hexdigest()
-
-
-def _can_fold(node: fx.Node) -> bool:
-    target: Any = node.target
-    is_torch = target is operator.getitem or target.namespace == "aten"
-    return is_torch and torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ())
 
 
 def _text_of_value(value: Any) -> str:
