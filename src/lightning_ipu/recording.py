@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from popengine.compile.recording.current_capture import Capture, current, is_traced
-from popengine.compile.recording.graph_recorder import user_line
+from popengine.compile.recording.user_code import user_line
 from popengine.errors import CaptureError
 from poptorch.logs import logger
 from poptorch.nested_values import tensors_of

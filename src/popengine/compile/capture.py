@@ -7,7 +7,6 @@ float type of their input, and the losses are those of torch and of the user's m
 import contextlib
 import inspect
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +23,7 @@ from ..ir import Graph, Key
 from ..torch_private import DisableTorchFunctionSubclass, FakeTensor, FakeTensorMode, modes_restored
 from .recording.current_capture import (
     ENDED,
+    LOSSES,
     Capture,
     active,
     current_set_to,
@@ -36,13 +36,13 @@ from .recording.graph_recorder import (
     check_dense,
     empty_like,
     map_leaves,
-    user_line,
 )
 from .recording.leftovers import StoredValue, attributes_restored, check_none_left, fake_tensors_in
 from .recording.noting import Noting
 from .recording.reads import LENGTH, MISSING, Read, Reads, autocast_dtype, fingerprint
 from .recording.standins import StandIns, reshaped_buffer_text
 from .recording.torch_errors import explaining_torch_errors
+from .recording.user_code import user_line
 
 logger = logging.getLogger("poptorch::python")
 
@@ -308,7 +308,7 @@ def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
     if (scale.dtype, scale.shape) != (loss.dtype, loss.shape):
         scale = scale.to(loss.dtype).reshape(loss.shape)
     if loss.requires_grad:
-        _check_orphans(loss, scale, stand_ins)
+        stand_ins.check_orphans(loss, scale)
         # Not `grad`: of a reentrant checkpoint the gradients come from a backward of its own, into `.grad`.
         torch.autograd.backward(loss, scale)
     found = {name: value.grad for name, value in wanted.items() if value.grad is not None}
@@ -338,25 +338,6 @@ def _report_no_gradients(recorder: CaptureRecorder, has_trained: bool) -> None:
         "  fix: let the loss depend on parameters that require a gradient; or wrap the model with"
         " poptorch.inferenceModel"
     )
-
-
-def _check_orphans(loss: Tensor, scale: Tensor, stand_ins: StandIns) -> None:
-    """Raise CaptureError if a tensor that requires a gradient, and is no parameter, gets one."""
-    orphans = stand_ins.orphans
-    gradients: Sequence[Tensor | None] = ()
-    if orphans:  # of those that the loss does not depend on, no backward runs
-        leaves = [value for value, _ in orphans]
-        gradients = torch.autograd.grad(loss, leaves, scale, retain_graph=True, allow_unused=True)
-    for (value, where), gradient in zip(orphans, gradients, strict=True):
-        if gradient is not None:
-            raise CaptureError(
-                f"a tensor of shape {tuple(value.shape)} needs a gradient, but is no parameter of the model, and"
-                " no update would change it\n"
-                f"  forward uses it at {where}\n"
-                "  fix: make it a parameter, `self.name = nn.Parameter(...)`, and keep parameters and layers in"
-                " nn.ParameterList and nn.ModuleList, not in lists; compute in forward what depends on parameters;"
-                " or say `.detach()`, if it is meant as a constant"
-            )
 
 
 # ---- float types -------------------------------------------------------------------------------------------
@@ -415,9 +396,3 @@ def _call_norm(func: Any, args: Any, kwargs: Any) -> Any:
         if name in tensors and wide[name] is not tensors[name]:
             tensors[name].copy_(wide[name])
     return result.to(tensors["input"].dtype)
-
-
-# ---- losses ----------------------------------------------------------------------------------------------
-
-_LOSS_NAMES = re.compile(r"\w+_loss|\w*cross_entropy\w*|kl_div")
-LOSSES = frozenset(function for name, function in vars(functional).items() if _LOSS_NAMES.fullmatch(name))

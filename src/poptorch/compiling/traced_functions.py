@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from popengine.compile.recording.current_capture import current, is_traced, recording_paused
-from popengine.compile.recording.graph_recorder import user_line
+from popengine.compile.recording.user_code import user_line
 from popengine.errors import CaptureError
 from popengine.torch_private import (
     PACK_SEQUENCE,

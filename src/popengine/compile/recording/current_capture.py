@@ -10,6 +10,7 @@ import bisect
 import contextlib
 import gc
 import logging
+import re
 import signal
 import sys
 import threading
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...errors import CaptureError
@@ -36,13 +38,19 @@ from ...torch_private import (
     next_sequence_number,
     optimized_module_type,
 )
-from .graph_recorder import TORCH, CaptureRecorder, sources_of, storage_of, user_line
+from .graph_recorder import CaptureRecorder, sources_of, storage_of
 from .standins import StandIns
+from .user_code import TORCH, user_line
 
 logger = logging.getLogger("poptorch::python")
 aten = torch.ops.aten
 active: ContextVar[Capture | None] = ContextVar("capture", default=None)
 _SEEDS = (1 << 63) - 1
+LOSSES = frozenset(
+    function
+    for name, function in vars(functional).items()
+    if re.fullmatch(r"\w+_loss|\w*cross_entropy\w*|kl_div", name)
+)
 ENDED = -1  # the index of "no block": after the end of a `with Block(...)`
 
 

@@ -9,11 +9,7 @@ import contextlib
 import functools
 import logging
 import operator
-import sys
-import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +18,8 @@ from torch import Tensor, fx
 from ...errors import CaptureError
 from ...operations import with_strides
 from ...torch_private import (
-    DataDependentOutputException,
+    VALUE_READS,
     DisableTorchFunction,
-    DynamicOutputShapeException,
     FakeTensor,
     OpOverload,
     TorchDispatchMode,
@@ -33,30 +28,13 @@ from ...torch_private import (
     tree_leaves,
     tree_map,
 )
+from .user_code import user_line
 
 logger = logging.getLogger("poptorch::python")
 aten = torch.ops.aten
 PLACE = ("phase", "block", "where", "module")  # keys of a node's meta: its place in the user's model
 # Operations that update running statistics in place without declaring it, and equal ones that declare it.
 _DECLARED_IN_PLACE = {aten.native_batch_norm.default: aten._native_batch_norm_legit.default}
-
-TORCH = str(Path(torch.__file__).parent)
-_SRC = Path(__file__).parents[3]
-_PANDO_AND_TORCH = (f"{TORCH}/", f"{_SRC}/popengine/", f"{_SRC}/poptorch/")
-
-
-def user_line(error: BaseException | None = None) -> str:
-    """Return `file:line` of the innermost frame (first in `error`'s traceback) outside of torch and Pando; or "?"."""
-    raised = [*traceback.walk_tb(error.__traceback__)] if error is not None else []
-    for frame, line in chain(reversed(raised), traceback.walk_stack(sys._getframe(1))):
-        if not _is_pando_or_torch(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{line}"
-    return "?"
-
-
-@functools.cache
-def _is_pando_or_torch(file: str) -> bool:
-    return file.startswith(_PANDO_AND_TORCH) or "contextlib" in file
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
@@ -260,8 +238,6 @@ def _without_generator(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any
 # ---- the forward ------------------------------------------------------------------------------------------
 
 _OTHER_MEMORY = (aten.set_, aten.resize_, aten.resize_as_)
-# The errors that torch raises if an operation reads a fake tensor's values.
-VALUE_READS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class CaptureRecorder(GraphRecorder):

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...torch_private import FakeTensor
 from .current_capture import Capture, active
-from .graph_recorder import CaptureRecorder, user_line
+from .graph_recorder import CaptureRecorder
 from .reads import CLASS, LENGTH, MISSING, Read, Reads, layout_of
 from .user_code import (
     OPAQUE,
@@ -36,7 +36,7 @@ from .user_code import (
     loaded_names,
     names_in,
     package_of,
-    users_line,
+    user_line,
 )
 
 # Modes are fixed by the first compilation; the others are bound by name, or change while forward is recorded.
@@ -321,12 +321,12 @@ class Noting(TorchFunctionMode):
         name, owner = function.__name__, getattr(function, "__self__", None)
         if isinstance(owner, random.Random):
             if name not in _NOT_DRAWN:
-                self.draws.setdefault(users_line(), "random numbers")
+                self.draws.setdefault(user_line(), "random numbers")
         elif name in _CLOCKS and (is_users(code.co_filename) or name == "urandom"):
             module = getattr(owner, "__name__", "") if isinstance(owner, types.ModuleType | type) else ""
             if module in ("time", "posix", "nt", "datetime", "date"):
                 what = "random numbers" if name == "urandom" else "the time"
-                self.draws.setdefault(users_line(), what)
+                self.draws.setdefault(user_line(), what)
 
     def note_function(self, code: types.CodeType, scope: dict[str, Any], kind: type) -> None:
         """Note globals, outer variables and defaults of a function that runs, and attributes of the class `kind`."""

@@ -6,7 +6,7 @@ closure or an earlier view, is recognised by identity or memory, and replaced wh
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ...errors import CaptureError
 from ...ir import Graph
 from ...torch_private import DisableTorchFunction, FakeTensor, storage_id
-from .graph_recorder import empty_like, user_line
+from .graph_recorder import empty_like
+from .user_code import user_line
 
 
 class _Member(NamedTuple):
@@ -211,6 +212,24 @@ class StandIns:
         return {name: value for name, value in found.items() if value is not self.buffers.get(name)}
 
     # ---- afterwards --------------------------------------------------------------------------------------
+
+    def check_orphans(self, loss: Tensor, scale: Tensor) -> None:
+        """Raise CaptureError if a tensor that requires a gradient, and is no parameter, gets one."""
+        orphans = self.orphans
+        gradients: Sequence[Tensor | None] = ()
+        if orphans:  # of those that the loss does not depend on, no backward runs
+            leaves = [value for value, _ in orphans]
+            gradients = torch.autograd.grad(loss, leaves, scale, retain_graph=True, allow_unused=True)
+        for (value, where), gradient in zip(orphans, gradients, strict=True):
+            if gradient is not None:
+                raise CaptureError(
+                    f"a tensor of shape {tuple(value.shape)} needs a gradient, but is no parameter of the model, and"
+                    " no update would change it\n"
+                    f"  forward uses it at {where}\n"
+                    "  fix: make it a parameter, `self.name = nn.Parameter(...)`, and keep parameters and layers in"
+                    " nn.ParameterList and nn.ModuleList, not in lists; compute in forward what depends on parameters;"
+                    " or say `.detach()`, if it is meant as a constant"
+                )
 
     def check_shared(self, changed: set[str]) -> None:
         """Raise CaptureError if two members overlap in memory, and `changed` has the name of one of them."""

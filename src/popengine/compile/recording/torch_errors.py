@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from ...errors import CaptureError, Error
-from ...torch_private import FAKE_TENSOR_LOG
-from .graph_recorder import TORCH, VALUE_READS, user_line
+from ...torch_private import FAKE_TENSOR_LOG, VALUE_READS
+from .user_code import TORCH, user_line
 
 # The errors that torch raises, subclasses first. The error that explains one has its class, too.
 _KINDS = (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AssertionError)

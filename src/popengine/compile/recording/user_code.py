@@ -1,13 +1,18 @@
-"""What is the user's code, and which names it has, for `noting.py`."""
+"""What is the user's code, which line of it runs, and which names it has."""
 
 import dis
 import functools
 import random
 import sys
-from itertools import pairwise
+import traceback
+from itertools import chain, pairwise
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
+import torch
+
+TORCH = str(Path(torch.__file__).parent)
 PANDO = {"popengine", "poptorch", "popdist", "lightning_ipu"}
 _STANDARD = sys.stdlib_module_names - {"__main__", "argparse", "collections", "types"}
 OPAQUE = {*_STANDARD, *PANDO, "torch", "numpy", "torchmetrics"}  # packages whose objects are not looked into
@@ -38,12 +43,13 @@ def is_users(file: str) -> bool:
     return not (is_standard or file.startswith((*(f"{f}/" for f in folders), "<frozen")))
 
 
-def users_line() -> str:
-    """Return file and line of the innermost frame of the user's code."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+def user_line(error: BaseException | None = None) -> str:
+    """Return `file:line` of the innermost frame (first in `error`'s traceback) of the user's code; or "?"."""
+    raised = [*traceback.walk_tb(error.__traceback__)] if error is not None else []
+    for frame, line in chain(reversed(raised), traceback.walk_stack(sys._getframe(1))):
+        if is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{line}"
+    return "?"
 
 
 @functools.cache
