@@ -9,6 +9,8 @@ from torch import nn
 import poptorch
 
 OPTIMIZERS = [*sorted(ARGUMENTS.keys() - REFUSED.keys()), "Lion", "poptorch.LAMB", "poptorch.AdamW"]
+FAST = ("SGD", "AdamW", "Adagrad", "Lion")  # with a rule and a state, with a rule, without, of the user
+SOME_ARE_SLOW = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS]
 
 
 class Square(nn.Module):
@@ -135,7 +137,7 @@ class Trainings:
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", SOME_ARE_SLOW)
 def test_a_change_counts_at_the_next_call_as_in_plain_pytorch(name, change):
     both = Trainings(name)
     both.step()

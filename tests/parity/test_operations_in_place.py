@@ -3,6 +3,7 @@
 The operations are those of torch's own list of schemas; arguments are made from the types and names in a schema.
 """
 
+import collections
 import copy
 import functools
 import itertools
@@ -169,7 +170,20 @@ def test_arguments_are_found_for_nearly_all_operations_in_place_and_for_most_oth
         assert len(missing) < most * len(of_kind[kind]), missing
 
 
-@pytest.mark.parametrize("operation", [o for o in OPERATIONS if is_reached(o)], ids=str)
+def cases() -> list[Any]:
+    """All operations; those that capture treats as six others, by their schema and tags, are slow."""
+    found, seen = [], collections.Counter()
+    for operation in filter(is_reached, OPERATIONS):
+        schema, tags = operation._schema, (torch.Tag.pointwise, torch.Tag.nondeterministic_seeded)
+        written = schema.arguments[0].is_write, str(schema.arguments[0].type), len(schema.returns)
+        path = *written, *(tag in operation.tags for tag in tags)
+        seen[path] += 1
+        marks = [pytest.mark.slow] if seen[path] > 6 else []
+        found.append(pytest.param(operation, marks=marks, id=str(operation)))
+    return found
+
+
+@pytest.mark.parametrize("operation", cases())
 def test_a_write_gives_the_bits_of_plain_pytorch(operation):
     is_in_place = operation._schema.arguments[0].is_write
     found = [*trials(operation, "columns")] if is_in_place else [next(trials(operation, "columns"))]
