@@ -1,5 +1,7 @@
 """A replica that spans several processes, each with some of its ipus: the program and the bits of one process."""
 
+import os
+import signal
 import time
 import weakref
 from unittest.mock import patch
@@ -59,7 +61,7 @@ def options_of(parts, replicas, schedule, accumulation=8):
     return options
 
 
-def trained(parts=1, replicas=1, local=1, schedule="1f1b", bad_call=-1):
+def trained(parts=1, replicas=1, local=1, schedule="1f1b", bad_call=-1, interrupted=False):
     """Outputs and losses of some calls, the names of weights without memory, all weights and states, and errors."""
     if parts * replicas > 1:
         popdist.init()
@@ -74,9 +76,12 @@ def trained(parts=1, replicas=1, local=1, schedule="1f1b", bad_call=-1):
     for call in range(3):
         x, label = batch(call, rows, share)
         if call == bad_call:
-            with pytest.raises(poptorch.Error) as caught:
-                executor(x, label + 9)
-            errors.append(str(caught.value))
+            with pytest.raises((poptorch.Error, KeyboardInterrupt)) as caught:
+                if interrupted and popdist.getInstanceIndex() == 1:
+                    with patch.object(ProcessMailbox, "send", interrupted_send):
+                        executor(x, label)
+                executor(x, label if interrupted else label + 9)
+            errors.append(str(caught.value) or caught.type.__name__)
         outputs += [value.numpy() for value in executor(x, label)]
     found = {name: value.numpy().copy() for name, value in model.state_dict().items()}
     missing = [name for name, value in model.named_parameters() if value.is_meta]
@@ -95,6 +100,17 @@ def trained(parts=1, replicas=1, local=1, schedule="1f1b", bad_call=-1):
     executor(*batch(3, rows, share))
     assert missing == [name for name, value in model.named_parameters() if value.is_meta]
     return outputs, missing, found, errors
+
+
+SEND = ProcessMailbox.send
+
+
+def interrupted_send(self, place, key, values):
+    """In place of `ProcessMailbox.send`: Ctrl-C, while the other process waits for the message."""
+    if key[1] == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1.0)  # the main thread sees the signal
+    SEND(self, place, key, values)
 
 
 def assert_equal_to_one_process(ended, parts, **options):
@@ -184,6 +200,14 @@ def test_an_error_in_one_process_is_an_error_in_both_and_changes_nothing():
     (first,), (last,) = (each.value[3] for each in ended)
     assert "failed on ipu 3" in last
     assert "another instance failed: instance 1 failed at call" in first
+
+
+def test_an_interrupt_of_one_process_is_an_error_in_the_other_and_changes_nothing():
+    ended = processes.run(trained, 2, 2, 1, 1, "1f1b", 1, True, parts=2)
+    assert_equal_to_one_process(ended, 2)
+    (first,), (last,) = (each.value[3] for each in ended)
+    assert last == "KeyboardInterrupt"
+    assert "instance 1 was interrupted at call" in first
 
 
 def test_processes_of_a_replica_that_get_other_rows_are_an_error():

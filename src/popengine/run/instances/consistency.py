@@ -185,10 +185,10 @@ def _flat_fields(value: Any, name: str = "") -> dict[str, str]:
     return found
 
 
-def _hash_of_bytes(value: bytes) -> str:
+def _hash_of_bytes(value: bytes | memoryview) -> str:
     return hashlib.sha256(value).hexdigest()[:12]
 
 
 def _hash_of_tensor(value: Tensor) -> str:
     plain = value.detach().cpu().contiguous().reshape(-1)
-    return _hash_of_bytes(plain.view(torch.uint8).numpy().tobytes())
+    return _hash_of_bytes(memoryview(plain.view(torch.uint8).numpy()))  # no copy
