@@ -66,11 +66,12 @@ def our_sum(rank: int, elements: int, port: int, processes: int) -> ways.Unit:
     """Our sum of so many float32 gradients."""
     _met(rank, port, processes)
     from popengine.run.instances.all_reduce import AllReduce
-    from popengine.run.instances.process_group import FIRST_TAG, group_of_size
+    from popengine.run.instances.connections import Tag
+    from popengine.run.instances.process_group import group_of_size
 
     group = group_of_size(processes)
     group.barrier("the sums")
-    sums, value = AllReduce(group, FIRST_TAG), torch.ones(elements)
+    sums, value = AllReduce(group, Tag.SUMS), torch.ones(elements)
 
     def unit() -> float:
         value.fill_(1)

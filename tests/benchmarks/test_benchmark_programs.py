@@ -55,6 +55,12 @@ def test_two_processes_are_measured_against_ddp_and_their_sum_of_gradients_again
 
 
 @pytest.mark.slow
+def test_the_memory_of_four_processes_is_measured_against_one():
+    output = run("parts", "--rounds", "0", "--layers", "4")
+    assert re.search(r"^\| 4, made on meta +\| .* 0\.25 \|$", output, re.MULTILINE)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
 def test_lightnings_trainers_make_the_same_updates():
     output = run("lightning", "--rounds", "1", "--calls", "1", "--only", "ipu2", "loop2")

@@ -1,0 +1,67 @@
+"""A replica in several processes: memory of the largest of them, and speed against torch.distributed.pipelining."""
+
+import argparse
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+
+sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("", "bert"))
+import parts
+import ways  # pyright: ignore[reportMissingImports]
+from comparison import calm, disagreement, free_port  # pyright: ignore[reportMissingImports]
+from harness import Contender, environment, markdown, measure, table  # pyright: ignore[reportMissingImports]
+
+HALVES = ((0, "words layer0 layer1 layer2"), (1, "layer3 head"))
+RIVAL = "torch.distributed.pipelining, 2 processes"
+
+
+def memory_table(layers: int) -> str:
+    """The largest process's peak, for one process and for four, as a table."""
+    rows, whole = [], None
+    for processes, on_meta in ((1, False), (2, True), (4, False), (4, True)):
+        work = partial(parts.memory, port=free_port(), processes=processes, layers=layers, on_meta=on_meta)
+        # The processes meet, so each worker runs one of the tasks.
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+            peaks, states, losses = zip(*pool.map(work, range(processes)), strict=True)
+        whole = whole or (max(peaks), max(states), losses[0])
+        assert set(losses) == {whole[2]}, "the bits differ"
+        made = "on meta" if on_meta else "whole"
+        figures = (max(peaks), whole[0]), (max(states), whole[1])
+        cells = [f"{cell:.2f}" for value, base in figures for cell in (value / 1e6, value / base)]
+        rows.append([f"{processes}, made {made}", *cells])
+    head = ["processes, model", "peak (MB)", "of one process", "optimizer state (MB)", "of one process"]
+    return markdown(head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--layers", type=int, default=16, help="of the stack, whose memory is measured; 0: none"
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="of BERT; 0: none")
+    parser.add_argument("--patience", type=int, default=1, help="times the rounds, at most, for calm ones")
+    args = parser.parse_args()
+    where = environment()
+    if args.layers:
+        size = args.layers * parts.WIDTH**2 * 4 / 1e6
+        print(f"{args.layers} layers, {size:.0f} MB of weights, AdamW: the largest process, over its start\n")
+        print(memory_table(args.layers), "\n", flush=True)
+    if args.rounds:
+        from bert import TASK  # pyright: ignore[reportMissingImports]
+
+        pair = {"task": TASK, "port": free_port()}
+        found = [
+            Contender("Pando, 2 processes", partial(parts.ours, placement=HALVES, **pair), 2),
+            Contender("Pando, 1 process, 2 cores", partial(ways.ours, task=TASK, placement=HALVES)),
+            Contender(RIVAL, partial(ways.pipelining, task=TASK, port=free_port()), 2),
+        ]
+        measured = measure(found, args.rounds, partial(print, file=sys.stderr), args.patience, warm=3)
+        print(f"{table(measured, RIVAL, TASK.unit_rows, 'rows')}\n\n{calm(measured)}")
+        print(f"losses differ by at most {disagreement(measured):.1e} after the first unit\n")
+    print(where)
+
+
+if __name__ == "__main__":
+    main()
