@@ -2,10 +2,8 @@
 
 import importlib
 import inspect
-import json
 import os
 import warnings
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,8 +11,6 @@ import torch
 import popdist
 import poptorch
 from poptorch.optim.freeze_optimizer import supported_optimizers
-
-from .recording import set_until_closed
 
 
 class Lightning:
@@ -58,14 +54,14 @@ def make_options(strategy: Any, training: bool) -> poptorch.Options:
     return options
 
 
-def write_reports(directory: str | None, undo: ExitStack) -> None:
-    """Set POPLAR_ENGINE_OPTIONS, until `undo` is closed, so that executors write profiles into this folder."""
-    variable = "POPLAR_ENGINE_OPTIONS"
-    options = {**json.loads(os.environ.get(variable) or "{}"), "autoReport.all": "true"}
-    if directory is not None:
-        os.makedirs(directory, exist_ok=True)
-        options["autoReport.directory"] = directory
-    set_until_closed(undo, os.environ, variable, json.dumps(options))
+def with_report(strategy: Any, options: poptorch.Options) -> poptorch.Options:
+    """Return the options by which an executor writes a profile, if the strategy has `autoreport`."""
+    if not strategy.autoreport:
+        return options
+    directory = {"autoReport.directory": strategy.autoreport_dir} if strategy.autoreport_dir else {}
+    options = options.clone()
+    options._popart._merge("engineOptions", {"autoReport.all": "true", **directory})
+    return options
 
 
 def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:

@@ -23,7 +23,7 @@ from poptorch.logs import logger
 from poptorch.nested_values import tensors_of, with_tensors
 
 from .loaders import convert_loader, micro_batch_count, resize_batch
-from .prepare import Lightning, check_before_setup, check_optimizers, make_options, write_reports
+from .prepare import Lightning, check_before_setup, check_optimizers, make_options, with_report
 from .recording import StepModule, set_until_closed
 
 
@@ -105,8 +105,6 @@ class StrategyPart:
                 name = "max_grad_value" if trainer.gradient_clip_algorithm == "value" else "max_grad_norm"
                 set_until_closed(self._undo, vars(self.optimizers[0]), name, float(trainer.gradient_clip_val))
         self.model = StepModule(self._lightning_module)
-        if self.autoreport:
-            write_reports(self.autoreport_dir, self._undo)
         self._make_executors(trainer, is_fit)
 
     def _make_executors(self, trainer: Any, is_fit: bool) -> None:
@@ -115,7 +113,7 @@ class StrategyPart:
             self.poptorch_models = {trainer.state.stage: self._make_inference_executor()}
         else:
             optimizer = self.optimizers[0] if self.optimizers else None
-            training = poptorch.trainingModel(self.model, self.training_opts, optimizer)
+            training = poptorch.trainingModel(self.model, with_report(self, self.training_opts), optimizer)
             self.poptorch_models = {stages.TRAINING: training}
             if trainer.enable_validation:
                 self.poptorch_models[stages.VALIDATING] = validation = self._make_inference_executor()
@@ -135,7 +133,8 @@ class StrategyPart:
 
     def _make_inference_executor(self) -> poptorch.PoplarExecutor:
         """Return an executor for validation, test or prediction; batches may have different shapes."""
-        return poptorch.inferenceModel(self.model, self.inference_opts.clone().allowNewShapes())
+        options = with_report(self, self.inference_opts).clone().allowNewShapes()
+        return poptorch.inferenceModel(self.model, options)
 
     def _release_executors(self) -> None:
         """Destroy the executors, and undo what `setup` has replaced."""
