@@ -93,6 +93,11 @@ def reset_parameters(layer: torch.nn.Module) -> None:
         reset()
 
 
+def can_assign_data(value: Tensor, memory: Tensor) -> bool:
+    """Return whether `value.data = memory` is allowed: both are on the CPU, or on a kind of GPU."""
+    return torch._has_compatible_shallow_copy_type(value, memory)  # old
+
+
 @functools.cache
 def cpu_features() -> Mapping[str, Any]:
     """Return the processor's features by name, such as "avx512_bf16"."""

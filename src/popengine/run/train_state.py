@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..torch_private import can_assign_data
 from . import devices
 from .call import Commit
 from .elsewhere import is_elsewhere, swap_memory
@@ -199,7 +200,7 @@ def move_to_host(weights: Mapping[str, Tensor], groups: Iterable[dict[str, Any]]
 
 def move_to(key: str, value: Tensor, memory: Tensor) -> None:
     """Put a weight of the user's into another memory, which has its values. The tensor stays the same object."""
-    if torch._has_compatible_shallow_copy_type(value, memory):
+    if can_assign_data(value, memory):
         value.data = memory
         return
     swap_memory(key, value, memory)  # assigning `data` refuses another kind of device, such as meta
