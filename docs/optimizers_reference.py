@@ -14,14 +14,23 @@ _STATE = ("real", "the dtype of this optimizer state: torch.float16 or torch.flo
 # The answer and the remark for each argument of a constructor; arguments that are left out are real.
 _ARGUMENTS: dict[str, tuple[str, str]] = {
     "params": ("real", '`model.parameters()`, or a list of groups: dictionaries with a key "params"'),
-    "lr": ("real", "the learning rate"),
+    "lr": ("real", "the learning rate; mandatory means here or in every group"),
     "momentum": ("real", "the share of the previous velocity in the new one"),
+    "dampening": (
+        "real",
+        "reduces the gradient's share of the velocity, from the first step on; "
+        "with `torch.optim.SGD` from the second, as in PyTorch",
+    ),
     "nesterov": ("real", "True uses Nesterov's momentum"),
     "maximize": ("real", "True makes steps that increase the loss"),
     "betas": ("real", "the decay rates of the two moments"),
     "alpha": ("real", "the decay rate of the square average"),
     "eps": ("real", "is added to the denominator, which could be 0"),
-    "weight_decay": ("real", "λ: adds λ·w to the gradient of a weight w"),
+    "weight_decay": (
+        "real",
+        "λ: adds λ·w to the gradient of a weight w; AdamW subtracts lr·λ·w from w; LAMB adds λ·w to the step; "
+        "LARS applies it only to weights with two dimensions or more",
+    ),
     "bias_correction": ("real", "False uses the moments without dividing them by 1 − β^step"),
     "amsgrad": ("refused", "True is an error when a model is wrapped"),
     "centered": ("real", "must be equal in all groups"),
@@ -35,22 +44,12 @@ _ARGUMENTS: dict[str, tuple[str, str]] = {
     "velocity_scaling": ("no effect", "Pando does not scale the velocity"),
     "use_combined_accum": ("no effect", "results are the same"),
     "use_tf_variant": ("real", "True uses TensorFlow's update rule"),
-    "max_weight_norm": ("real", "can also be set in a parameter group"),
+    "max_weight_norm": ("real", "the bound of a weight's norm; can also be set in a parameter group"),
     "max_grad_norm": ("real", "clips the norm of all gradients together"),
     "accum_type": ("real", "the dtype of gradient sums"),
     "velocity_accum_type": _STATE,
     "first_order_momentum_accum_type": _STATE,
     "second_order_momentum_accum_type": _STATE,
-}
-# Remarks that hold for one class alone.
-_REMARKS = {
-    (optim.SGD, "dampening"): "from the first step on; with `torch.optim.SGD` from the second, as in PyTorch",
-    (optim.SGD, "lr"): "the learning rate; mandatory, here or in every group",
-    (optim.LARS, "lr"): "the learning rate; mandatory, here or in every group",
-    (optim.AdamW, "weight_decay"): "λ: subtracts lr·λ·w from a weight w",
-    (optim.LAMB, "weight_decay"): "λ: adds λ·w to the step of a weight w",
-    (optim.LARS, "weight_decay"): "has no effect on weights with fewer than two dimensions",
-    (optim.LAMB, "max_weight_norm"): "the bound of a weight's norm; can also be set in a parameter group",
 }
 _MEMBERS = """
 ## `poptorch.optim.Optimizer`
@@ -82,31 +81,40 @@ def page() -> str:
     names = ", ".join(rule.torch_class.__name__ for rule in RULES.values() if rule.torch_class is not None)
     head = (
         "# Optimizers\n\n<!-- Made by `python docs/optimizers_reference.py`. -->\n\n"
-        "Every argument can be None, which means its default. Switches are off by default, except `bias_correction`.\n"
         f"Pando has update rules for these optimizers, and for {names} of `torch.optim`.\n"
         "Other optimizers update the weights with their own `step()`;"
     )
     head += " LBFGS and SparseAdam are errors ([guide](../guide/optimizers.md)).\n"
-    return head + "".join(map(_section, kinds)) + _MEMBERS
+    return head + _arguments(kinds) + _MEMBERS
 
 
-def _section(kind: Any) -> str:
-    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+def _arguments(kinds: list[Any]) -> str:
+    """Return the table of arguments: a row for each argument, and a column for each optimizer."""
+    signatures = {kind: inspect.signature(kind).parameters for kind in kinds}
+    names = {name: None for kind in kinds for name in signatures[kind]}  # in order
     rows = []
-    for name in inspect.signature(kind).parameters:
-        answer, remark = _ARGUMENTS.get(name, ("real", ""))
-        remark = _REMARKS.get((kind, name), remark)
-        assert remark, f"{kind.__name__} has the argument {name}, which this page does not explain"
-        default = optimizer.defaults.get(name, getattr(optimizer, name, None))
-        if name == "lr":
-            default = (
-                None if "mandatory" in remark else kind([torch.nn.Parameter(torch.zeros(1))]).defaults["lr"]
-            )
-        is_shown = isinstance(default, (int, float, tuple)) and not isinstance(default, bool)
-        shown = f"`{default if isinstance(default, tuple) else f'{default:g}'}`" if is_shown else ""
-        rows.append(f"| {name} | {answer} | {shown} | {remark} |\n")
-    head = f"\n## `poptorch.optim.{kind.__name__}` arguments\n\n"
-    return f"{head}| name | answer | default | here |\n|---|---|---|---|\n{''.join(rows)}"
+    for name in names:
+        assert name in _ARGUMENTS, f"an optimizer has the argument {name}, which this page does not explain"
+        answer, remark = _ARGUMENTS[name]
+        cells = [_default(kind, name) if name in signatures[kind] else "" for kind in kinds]
+        rows.append(f"| {name} | {answer} | {' | '.join(cells)} | {remark} |\n")
+    titles = " | ".join(kind.__name__ for kind in kinds)
+    return (
+        "\n## Arguments\n\nA cell has the default, or `+` if the default is None or False (of `bias_correction`: "
+        "True).\nAn optimizer does not have an argument with an empty cell. None always stands for the default.\n\n"
+        f"| name | answer | {titles} | here |\n|---|---|{'---|' * len(kinds)}---|\n{''.join(rows)}"
+    )
+
+
+def _default(kind: Any, name: str) -> str:
+    """Return the default of an argument, or "+" if the default is not a number."""
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    if name == "lr" and kind in (optim.SGD, optim.LARS):
+        return "mandatory"
+    optimizer = kind(parameters, lr=1.0) if name != "lr" else kind(parameters)
+    default = optimizer.defaults.get(name, getattr(optimizer, name, None))
+    is_shown = isinstance(default, (int, float, tuple)) and not isinstance(default, bool)
+    return f"`{default if isinstance(default, tuple) else f'{default:g}'}`" if is_shown else "+"
 
 
 if __name__ == "__main__":

@@ -83,7 +83,10 @@ def _names_of(kind):
     }
 
 
-@pytest.mark.parametrize(("what", "kind"), [key for key in TABLES if key[0] != "environment"])
+WITHOUT_EXPORTS = ("environment", "optimizers")  # variables; the arguments of all optimizers together
+
+
+@pytest.mark.parametrize(("what", "kind"), [key for key in TABLES if key[0] not in WITHOUT_EXPORTS])
 def test_a_table_lists_what_is_exported(what, kind):
     assert sorted(name for name, _ in TABLES[what, kind]) == sorted(exported(what, kind))
 
@@ -101,11 +104,20 @@ def test_every_name_has_one_of_three_answers(what, kind):
     assert {answer for _, answer in TABLES[what, kind]} <= {"real", "no effect", "refused"}
 
 
-def test_every_enum_and_optimizer_has_a_table():
+def test_every_enum_has_a_table():
     enums = {n for n in poptorch.enums.__all__ if getattr(poptorch.enums, n).__name__ == n}
     assert {what for what, kind in TABLES if kind == "members"} == {f"poptorch.{name}" for name in enums}
+
+
+def test_every_optimizer_has_a_column_with_its_arguments():
+    section = (FOLDER / "optimizers.md").read_text().partition("## Arguments\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    head, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    listed = {title: {row[0] for row in rows if row[index]} for index, title in enumerate(head)}
     optimizers = set(poptorch.optim.__all__) - {"Optimizer", "VariableAttributes"}
-    assert {f"poptorch.optim.{name}" for name in optimizers} <= {what for what, _ in TABLES}
+    assert {name: listed[name] for name in optimizers} == {
+        name: set(inspect.signature(getattr(poptorch.optim, name)).parameters) for name in optimizers
+    }
 
 
 def test_signatures_do_not_show_the_environment():
