@@ -246,7 +246,8 @@ class Distributed(OptionsDict):
     def __init__(self) -> None:
         super().__init__()
         launch = read_launch()
-        self.configureProcessId(launch.instance, launch.instances)
+        # Of this class, because popdist.poptorch.Options refuses the method.
+        Distributed.configureProcessId(self, launch.instance, launch.instances)
         self.set(instances_per_replica=launch.instances_per_replica)
 
     @property
