@@ -1,18 +1,21 @@
 """`checked`: the check of an argument that a user passes, and the words of its error."""
 
-from enum import Enum
-from typing import TypeVar
+from types import UnionType
+from typing import Any, TypeVar
 
 from popengine.errors import did_you_mean
 
 T = TypeVar("T")
-_WORDS = {bool: "a bool", int: "an int", str: "a string", list: "a list of strings", dict: "a dictionary"}
+_WORDS: dict[Any, str] = {
+    **{bool: "a bool", int: "an int", float: "a float", int | float: "a number", str: "a string"},
+    **{list: "a list of strings", dict: "a dictionary"},
+}
 
 
 def checked(
     name: str,
     value: T,
-    kind: type | tuple,
+    kind: type | UnionType | tuple,
     error: type[Exception] = AssertionError,
     least: int | None = None,
 ) -> T:
@@ -25,9 +28,9 @@ def checked(
         raise error(f"{name} takes one of {', '.join(map(repr, kind))}; found {value!r}{meant}")
     if isinstance(value, kind) and (least is None or (not isinstance(value, bool) and value >= least)):  # type: ignore[operator]
         return value
-    word = _WORDS.get(kind) or f"a {kind.__module__.removesuffix('.enums')}.{kind.__name__}"
+    word = _WORDS.get(kind) or f"a {kind.__module__.removesuffix('.enums')}.{kind.__name__}"  # type: ignore[union-attr]
     limit = "" if least is None else f" from {least}"
-    names = kind.__members__ if issubclass(kind, Enum) else ()
+    names = getattr(kind, "__members__", ())  # of an enum
     meant = [name for name in names if name.lower() == str(value).lower()] or names
     fix = f"\n  fix: {' or '.join(f'{word[2:]}.{name}' for name in meant)}" if names else ""
     raise error(f"{name} takes {word}{limit}; found {value!r}{fix}")

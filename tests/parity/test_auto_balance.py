@@ -57,6 +57,6 @@ def test_a_model_without_blocks_or_with_too_few_says_so():
 
 
 def test_auto_balance_takes_a_number_of_ipus():
-    with pytest.raises(AssertionError, match="number of ipus from 1; found 0"):
+    with pytest.raises(AssertionError, match="AutoBalance takes an int from 1; found 0"):
         poptorch.AutoBalance(0)
     assert "AutoBalance(ipus=2" in repr(poptorch.PipelinedExecution(poptorch.AutoBalance(2)))

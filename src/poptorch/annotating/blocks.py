@@ -19,6 +19,7 @@ from popengine.compile.recording.current_capture import current
 from popengine.errors import Error, did_you_mean
 from popengine.settings import Strategy
 
+from ..checks import checked
 from ..enums import AutoStage
 from .strategies import AutoBalance, ExecutionStrategy, PipelinedExecution
 
@@ -30,11 +31,7 @@ _auto_ids: Iterator[int] = itertools.count()  # restarted by Block.useAutoId
 
 
 def _checked_ipu(ipu_id: int | None) -> int | None:
-    if ipu_id is not None and (not isinstance(ipu_id, int) or ipu_id < 0):
-        raise Error(
-            f"a block's ipu_id is a number from 0; found ipu_id={ipu_id!r}\n  fix: ipu_id=0, or leave it out"
-        )
-    return ipu_id
+    return None if ipu_id is None else checked("the ipu_id of a block", ipu_id, int, Error, least=0)
 
 
 class Block(nn.Module):

@@ -12,14 +12,12 @@ from typing import Any, Self, TypeVar
 from popengine.errors import Error, did_you_mean
 from popengine.order import Order, enter_order, order_named
 from popengine.settings import AutoRule, StagePlan, Strategy
+from poptorch.checks import checked
 from poptorch.enums import AutoStage, Liveness
 from poptorch.logs import log_no_effect
 
 T = TypeVar("T", "Stage", "Phase")
-_RULES: dict[AutoStage, AutoRule] = {
-    AutoStage.SameAsIpu: "same_as_ipu",
-    AutoStage.AutoIncrement: "auto_increment",
-}
+_RULES: tuple[AutoRule, ...] = ("same_as_ipu", "auto_increment")  # by AutoStage
 
 
 class Stage:
@@ -47,9 +45,7 @@ class Stage:
 
     def ipu(self, ipu: int) -> Self:
         """Set the number of the stage's ipu, from 0, and return the stage. Several stages can be on one ipu."""
-        if not isinstance(ipu, int) or ipu < 0:
-            raise AssertionError(f"Stage.ipu takes the number of an ipu, from 0; found {ipu!r}")
-        self._ipu = ipu
+        self._ipu = checked("Stage.ipu", ipu, int, least=0)
         return self
 
     def freeze(self) -> StagePlan:
@@ -79,9 +75,7 @@ class Phase:
 
     def stage(self, index: int) -> Stage:
         """Return the stage with this index, from 0. Raises AssertionError if there is no such stage."""
-        if not 0 <= index < len(self.stages):
-            raise AssertionError(f"Phase has stages 0 to {len(self.stages) - 1}; found {index}")
-        return self.stages[index]
+        return self.stages[checked("Phase.stage", index, tuple(range(len(self.stages))))]
 
     def ipus(self, *ipus: int) -> Self:
         """Set the ipu of each stage, and return the phase. Raises AssertionError for another number of ipus."""
@@ -163,8 +157,7 @@ class AutoBalance:
     capacity: float = math.inf
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ipus, int) or self.ipus <= 0:
-            raise AssertionError(f"AutoBalance takes a number of ipus from 1; found {self.ipus!r}")
+        checked("AutoBalance", self.ipus, int, least=1)
 
 
 class _StagedExecution(ExecutionStrategy):
@@ -258,8 +251,7 @@ class _PhasedExecution(ExecutionStrategy):
     _serial: bool
 
     def __init__(self, *phases: Phase | Stage | str | Sequence[Stage] | Sequence[str]) -> None:
-        automatic = not phases or any(isinstance(phase, AutoStage) for phase in phases)
-        if automatic:
+        if not phases or any(isinstance(phase, AutoStage) for phase in phases):
             raise AssertionError(
                 "There is no AutoStage for PhasedExecution: name the blocks of each phase, as in "
                 'SerialPhasedExecution("a", ["b", "c"])'
@@ -279,10 +271,8 @@ class _PhasedExecution(ExecutionStrategy):
 
     def useSeparateBackwardPhase(self, use: bool = True) -> Self:
         """Has no effect; kept for compatibility: the last phase's backward is not a phase of its own."""
-        if not isinstance(use, bool):
-            raise AssertionError(f"useSeparateBackwardPhase takes a bool; found {use!r}")
+        self._separate_backward_phase = checked("useSeparateBackwardPhase", use, bool)
         log_no_effect("useSeparateBackwardPhase", "the last phase's backward is not a phase of its own")
-        self._separate_backward_phase = use
         return self
 
     def backendOptions(self) -> dict[str, Any]:
@@ -311,10 +301,8 @@ class SerialPhasedExecution(_PhasedExecution):
 
     def setTensorsLiveness(self, liveness: Liveness) -> Self:
         """Has no effect; kept for compatibility: tensors stay in the memory of this machine."""
-        if not isinstance(liveness, Liveness):
-            raise AssertionError(f"setTensorsLiveness takes a Liveness; found {liveness!r}")
+        self._liveness = checked("setTensorsLiveness", liveness, Liveness)
         log_no_effect("setTensorsLiveness", "tensors stay in the memory of this machine")
-        self._liveness = liveness
         return self
 
 
@@ -332,10 +320,9 @@ class ParallelPhasedExecution(_PhasedExecution):
 
     def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> Self:
         """Has no effect; kept for compatibility: tensors stay in the memory of this machine."""
-        if not isinstance(off_chip, bool):
-            raise AssertionError(f"sendTensorsOffChipAfterFwd takes a bool; found {off_chip!r}")
+        is_off = checked("sendTensorsOffChipAfterFwd", off_chip, bool)
+        self._liveness = Liveness.OffChipAfterFwd if is_off else Liveness.AlwaysLive
         log_no_effect("sendTensorsOffChipAfterFwd", "tensors stay in the memory of this machine")
-        self._liveness = Liveness.OffChipAfterFwd if off_chip else Liveness.AlwaysLive
         return self
 
     def freeze(self) -> Strategy:

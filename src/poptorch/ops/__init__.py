@@ -23,28 +23,4 @@ from .marks import (
 from .printing import ipu_print_tensor
 from .tensor_ops import dynamic_slice, dynamic_update, fps, nearest, serializedMatMul
 
-__all__ = [
-    "CPU",
-    "Attribute",
-    "GroupedBatchNorm2d",
-    "MultiConv",
-    "NameScope",
-    "cond",
-    "ctc_beam_search_decoder",
-    "custom_op",
-    "dynamic_slice",
-    "dynamic_update",
-    "for_loop",
-    "fps",
-    "identity_loss",
-    "ipu_print_tensor",
-    "isRunningOnIpu",
-    "nearest",
-    "nop",
-    "recomputationCheckpoint",
-    "registerCustomOp",
-    "serializedMatMul",
-    "set_available_memory",
-    "set_overlap_for_input",
-    "set_overlap_for_output",
-]
+__all__ = [name for name, value in vars().items() if callable(value) and name[0] != "_"]  # pyright: ignore

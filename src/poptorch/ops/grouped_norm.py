@@ -9,6 +9,8 @@ from popengine.compile.recording.current_capture import current
 from popengine.errors import Error
 from popengine.operations import gather_over_replicas
 
+from ..checks import checked
+
 _PER_CHANNEL = (1, -1, 1, 1)  # shape of channels in [rows, channels, height, width]
 
 
@@ -26,12 +28,7 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
 
     def __init__(self, num_features: int, group_size: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(num_features, *args, **kwargs)
-        if not isinstance(group_size, int) or group_size < 1:
-            raise Error(
-                f"GroupedBatchNorm2d: group_size is {group_size!r}\n"
-                "  fix: an integer of at least 1: the number of replicas that share mean and variance"
-            )
-        self.group_size = group_size
+        self.group_size = checked("GroupedBatchNorm2d: group_size", group_size, int, Error, least=1)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalized `input`, [rows, channels, height, width]."""

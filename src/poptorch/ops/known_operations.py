@@ -15,6 +15,7 @@ from torch import Tensor
 from popengine.errors import Error
 from popengine.operations import gather_over_replicas
 
+from ..checks import checked
 from ..logs import logger
 from .ctc import ctc_loss
 from .grouped_norm import sum_as_tree
@@ -55,8 +56,7 @@ def popart_ctc(
 
     `enableReducedClassesInLabel` has no effect. The dtype is that of the example output.
     """
-    if outDataType not in ("UNDEFINED", "FLOAT", "FLOAT16"):
-        raise Error(f"Ctc has outDataType {outDataType!r}\n  fix: UNDEFINED, FLOAT or FLOAT16")
+    checked("Ctc: outDataType", outDataType, ("UNDEFINED", "FLOAT", "FLOAT16"), Error)
     lengths = input_lengths, target_lengths
     return ctc_loss(log_probs, targets, *lengths, blank, reduction, bool(zeroInfinity), returns_gradient=True)
 
@@ -125,27 +125,19 @@ def simulated_quant(
 
     Args: bwd: the gradient passes unchanged ("ste" or 0), rounded ("quantise" or 1), or not at all ("stop")
     """
-    known = {
-        "rounding": ("nearest", "stochastic"),
-        "fwd": (True, False),
-        "bwd": ("ste", "quantise", "stop", 0, 1),
-    }
-    for name, value in (("rounding", rounding), ("fwd", fwd), ("bwd", bwd)):
-        if value not in known[name]:
-            raise Error(
-                f"SimulatedQuant has {name} {value!r}\n  fix: one of {', '.join(map(repr, known[name]))}"
-            )
 
     def quantise(values: Tensor) -> Tensor:
         return round_to_float_format(values, exponent_bits, mantissa_bits, rounding)
 
-    rules = {
+    rules: dict[str | int, _Function] = {
         "ste": _unchanged,
-        0: _unchanged,
         "quantise": quantise,
-        1: quantise,
         "stop": lambda gradient: None,
     }
+    rules |= {0: _unchanged, 1: quantise}
+    checked("SimulatedQuant: rounding", rounding, ("nearest", "stochastic"), Error)
+    checked("SimulatedQuant: fwd", fwd, (True, False), Error)
+    checked("SimulatedQuant: bwd", bwd, tuple(rules), Error)
     return _with_gradient(x, quantise if fwd else torch.clone, rules[bwd])
 
 

@@ -6,7 +6,6 @@ compiled model a mark returns its input, and has no effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from popengine.compile.recording.current_capture import ConvolutionGroup, curren
 from popengine.errors import Error
 from popengine.torch_private import tree_map
 
+from ..checks import checked
 from ..enums import MultiConvPlanType, OverlapMode
 from .library import check_tensors, register_mark
 
@@ -38,10 +38,7 @@ def identity_loss(x: Tensor, reduction: str) -> Tensor:
     Returns: a tensor with one element, without dimensions
     Raises: AssertionError, for another reduction
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise AssertionError(
-            f"Unsupported reduction type! found {reduction!r}; identity_loss takes 'mean', 'sum' or 'none'"
-        )
+    checked("Unsupported reduction type! identity_loss", reduction, ("mean", "sum", "none"))
     loss = {"mean": x.mean, "sum": x.sum, "none": x.clone}[reduction]()
     capture = current()
     if capture is not None:
@@ -107,8 +104,7 @@ def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
 def _mark_tensors(name: str, tensors: Any, mode: OverlapMode) -> Any:
     """Return a structure with the mark `name` on each tensor. Raises Error if it contains another value."""
     mode = OverlapMode.__members__.get(mode, mode) if isinstance(mode, str) else mode
-    if not isinstance(mode, OverlapMode):
-        raise Error(f"the mode must be one of poptorch.OverlapMode's; found {mode!r}")
+    checked(name, mode, OverlapMode, Error)
 
     def mark_tensor(value: Any) -> Tensor:
         check_tensors(f"{name}: you may only set overlap on tensors, in containers", value)
@@ -125,9 +121,7 @@ class NameScope:
     """
 
     def __init__(self, name: str) -> None:
-        if not isinstance(name, str):
-            raise AssertionError(f"the name of a NameScope must be a string; found {name!r}")
-        self.name = name
+        self.name = checked("NameScope", name, str)
 
     def __enter__(self) -> None:
         push_name_scope(self.name)
@@ -211,43 +205,41 @@ class MultiConv:
 
     def availableMemoryProportions(self, value: float | list[float] | None) -> MultiConv:
         """Set the proportion of tile memory that each convolution may use."""
-        valid = _all_valid(value, lambda item: isinstance(item, int | float) and not isinstance(item, bool))
-        words = "available memory proportion! A number or a list"
-        return self._set_property("available_memory_proportions", value, valid, words)
+        words = "Invalid available memory proportion! availableMemoryProportions"
+        return self._set_property(
+            "available_memory_proportions", _as_tuple(value), words, int | float, least=0
+        )
 
     def partialsTypes(self, value: torch.dtype | list[torch.dtype] | None) -> MultiConv:
         """Set the type of partial sums: torch.float or torch.half."""
-        valid = _all_valid(value, lambda dtype: dtype in (torch.float32, torch.float16))
-        words = "partials types: torch.float, torch.half or a list of them"
-        return self._set_property("partials_types", value, valid, words, ValueError)
+        types = torch.float32, torch.float16
+        words = "Invalid partials types: partialsTypes"
+        return self._set_property("partials_types", _as_tuple(value), words, types, ValueError)
 
     def enableConvDithering(self, value: bool | list[bool] | None) -> MultiConv:
         """Set whether convolutions with different parameters begin on different tiles of an IPU."""
-        valid = _all_valid(value, lambda flag: isinstance(flag, bool))
-        words = "convolution dithering: a bool or a list of bools"
-        return self._set_property("conv_dithering", value, valid, words, ValueError)
+        words = "Invalid convolution dithering: enableConvDithering"
+        return self._set_property("conv_dithering", _as_tuple(value), words, bool, ValueError)
 
     def planType(self, value: MultiConvPlanType | None) -> MultiConv:
         """Set whether the convolutions run in parallel or one after another."""
-        valid, words = isinstance(value, MultiConvPlanType | None), "plan type! A poptorch.MultiConvPlanType"
-        return self._set_property("plan_type", value, valid, words)
+        return self._set_property("plan_type", value, "Invalid plan type! planType", MultiConvPlanType)
 
     def perConvReservedTiles(self, value: int | None) -> MultiConv:
         """Set the number of tiles that are reserved for each convolution."""
-        valid = isinstance(value, int | None) and not isinstance(value, bool)
-        return self._set_property("per_conv_reserved_tiles", value, valid, "reserved tiles! An integer")
+        return self._set_property("per_conv_reserved_tiles", value, "perConvReservedTiles", int, least=0)
 
     def cycleBackOff(self, value: float | None) -> MultiConv:
         """Set by which share (0.1: 10 %) a convolution may need more cycles than with its fastest plan."""
-        valid = isinstance(value, float | None)
-        return self._set_property("cycle_back_off", value, valid, "cycle back-off! A float")
+        return self._set_property("cycle_back_off", value, "cycleBackOff", float)
 
-    def _set_property(
-        self, name: str, value: Any, valid: bool, words: str, error: type[Exception] = AssertionError
-    ) -> MultiConv:
-        if not valid:
-            raise error(f"Invalid {words}; found {value!r}")
-        self._properties[name] = tuple(value) if isinstance(value, list) else value
+    def _set_property(self, name: str, value: Any, *check: Any, **limit: int) -> MultiConv:
+        """Store a property, or a tuple with a value for each convolution. Raises the error of `checked`."""
+        words, *rule = check
+        for item in value if isinstance(value, tuple) else (value,):
+            if value is not None:
+                checked(words, item, *rule, **limit)
+        self._properties[name] = value
         return self
 
     def __enter__(self) -> None:
@@ -283,7 +275,5 @@ class MultiConv:
             )
 
 
-def _all_valid(value: Any, is_valid: Callable[[Any], bool]) -> bool:
-    if isinstance(value, (list, tuple)):
-        return len(value) > 0 and all(map(is_valid, value))
-    return value is None or is_valid(value)
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from popengine.compile.recording.current_capture import current
 
+from ..checks import checked
 from .library import check_tensors, register_mark
-
-_FORMATS = ("auto", "fixed", "scientific", "none")
 
 
 def ipu_print_tensor(
@@ -52,8 +51,7 @@ def ipu_print_tensor(
     Raises: KeyError, if the float format is unknown
     """
     check_tensors("ipu_print_tensor takes a tensor", tensor)
-    if float_format not in _FORMATS:
-        raise KeyError(f"float_format must be one of {', '.join(_FORMATS)}; found {float_format!r}")
+    checked("float_format", float_format, ("auto", "fixed", "scientific", "none"), KeyError)
     if current() is None:
         return tensor
     settings = summarise_threshold, edge_items, max_line_width, digits, float_format, separator

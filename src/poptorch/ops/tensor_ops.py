@@ -10,6 +10,7 @@ from torch import Tensor
 from popengine.compile.recording.current_capture import current
 from popengine.errors import Error
 
+from ..checks import checked
 from ..enums import MatMulSerializationMode
 from .library import check_tensors, register_computed
 
@@ -85,13 +86,8 @@ def serializedMatMul(
         keep_precision: sum the products of ReducingDim in float32 if the operands are narrower
     """
     check_tensors("serializedMatMul: lhs and rhs must be tensors", lhs, rhs, error=AssertionError)
-    if not isinstance(mode, MatMulSerializationMode):
-        raise AssertionError(
-            f"serializedMatMul: mode must be one of poptorch.MatMulSerializationMode's; found {mode!r}"
-        )
-    if not isinstance(factor, int):
-        raise AssertionError(f"serializedMatMul: factor must be an integer; found {factor!r}")
-    if mode is MatMulSerializationMode.Disabled or factor == 0:
+    checked("serializedMatMul", mode, MatMulSerializationMode)
+    if mode is MatMulSerializationMode.Disabled or checked("serializedMatMul", factor, int) == 0:
         return torch.matmul(lhs, rhs)
     cut = rhs if mode is MatMulSerializationMode.OutputChannels else lhs
     dim = -2 if mode is MatMulSerializationMode.InputChannels else -1

@@ -15,6 +15,7 @@ from torch import Tensor
 from popengine.errors import Error
 
 from ..annotating.blocks import Block
+from ..checks import checked
 from . import marks
 from .ctc import REDUCTIONS
 from .host import custom_op
@@ -25,15 +26,11 @@ _CASTS = {"FLOAT": torch.float32, "FLOAT16": torch.float16}
 
 
 def _internal_cast(tensor: Tensor, dtype: str) -> Tensor:
-    if dtype not in _CASTS:
-        raise Error(f"internal_cast: the type must be one of {', '.join(_CASTS)}; found {dtype!r}")
-    return tensor.to(_CASTS[dtype])
+    return tensor.to(_CASTS[checked("internal_cast", dtype, tuple(_CASTS), Error)])
 
 
 def _identity_loss(tensor: Tensor, reduction: int) -> Tensor:
-    if not 0 <= reduction < len(REDUCTIONS):
-        raise AssertionError(f"Unsupported reduction type! found {reduction}")
-    return marks.identity_loss(tensor, REDUCTIONS[reduction])
+    return marks.identity_loss(tensor, dict(enumerate(REDUCTIONS)).get(reduction, str(reduction)))
 
 
 def _begin_block(stage: int, phase: int, ipu: int) -> None:

@@ -136,7 +136,7 @@ def test_layers_per_ipu_takes_all_stacks_in_turn_where_one_is_not_enough():
         ),
         ({"layers.*": 0, "layers.2": 1}, r"'layers.\*', and after it 'layers.2', place the same module"),
         ({"layers.0-5": 0, "layers.*": 1}, r"'layers.0-5', and after it 'layers.\*', place the same module"),
-        ({"head": -1}, "a block's ipu_id is a number from 0; found ipu_id=-1"),
+        ({"head": -1}, "the ipu_id of a block takes an int from 0; found -1"),
     ],
 )
 def test_keys_that_do_not_fit_are_errors_and_mark_nothing(marks, message):

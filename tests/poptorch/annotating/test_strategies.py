@@ -28,7 +28,7 @@ def test_a_stage_holds_block_ids_and_perhaps_an_ipu():
     assert repr(stage) == "Stage('a', 'b').ipu(2)"
     with pytest.raises(AssertionError, match="Block ids are strings; found 1"):
         Stage("a", 1)
-    with pytest.raises(AssertionError, match=r"Stage\.ipu takes the number of an ipu"):
+    with pytest.raises(AssertionError, match=r"Stage\.ipu takes an int from 0; found '2'"):
         stage.ipu("2")
 
 
@@ -146,7 +146,7 @@ def test_backend_options_say_how_a_strategy_executes():
         "tensors_liveness": 1,
         "serial_phases_execution": False,
     }
-    with pytest.raises(AssertionError, match="takes a Liveness"):
+    with pytest.raises(AssertionError, match=r"takes a poptorch.Liveness"):
         SerialPhasedExecution("a").setTensorsLiveness(1)
 
 
