@@ -17,6 +17,7 @@ import os
 import secrets
 import sys
 import threading
+from collections import ChainMap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,6 @@ class Checkpoint:
         Raises: Error, if the checkpoint is of another model, optimizer, number of replicas, options or arguments,
             or, with several instances, if `popdist.init()` was not called
         """
-        model._plans.refuse_files()
         self._model, self._parts = model, {"loader": loader, **others} if loader is not None else others
         self._run = self._describe_run()
         atexit.register(self.wait, 60)  # seconds
@@ -147,13 +147,18 @@ class Checkpoint:
             text = "the checkpoint of call %d could not be written: %s; the training continues, older checkpoints stay"
             logger.warning(text, self._saved_call, self._failure)
 
+    @property
+    def _parts_of_replica(self) -> int:
+        """Return how many instances run a replica together."""
+        return self._model._options.Distributed.instances_per_replica
+
     def _describe_run(self) -> dict[str, Any]:
         """Return this run's command line, and values that are equal in each run that restores its checkpoints."""
         options, optimizer = self._model._options, self._model._optimizer
         seed = {"random_seed": options.random_seed} if options.exists("random_seed") else {}
         run = {
             "command": " ".join(sys.argv),
-            "replicas": self._launch.instances * options.replication_factor,
+            "replicas": self._launch.instances // self._parts_of_replica * options.replication_factor,
             "optimizer": type(optimizer).__name__,
             "device_iterations": options.device_iterations,
             **options.Training.toDict(),
@@ -167,13 +172,13 @@ class Checkpoint:
     # ---- contents ----------------------------------------------------------------------------------------
 
     def _copy_state(self) -> dict[str, Any]:
-        """Return copies of the training's state, the contents of this instance's file. Of n instances each saves the
-        weight and optimizer state of every n-th parameter (of a sharded state its shard), and all else."""
-        training = training_state(self._model)
-        kinds = ("weights",) if training.pop("shares_state") else ("weights", "optimizer")
-        for kind in kinds:
+        """Return copies of the training's state, the contents of this instance's file. Of n instances with the same
+        ipus each saves the weight and optimizer state of every n-th parameter (of a sharded state its shard), and all
+        else."""
+        training, parts = training_state(self._model), self._parts_of_replica
+        for kind in ("weights",) if self._model._plans.state.owner else ("weights", "optimizer"):
             names = sorted(training[kind])
-            share = names[self._launch.instance :: self._launch.instances]
+            share = names[self._launch.instance // parts :: self._launch.instances // parts]
             # The values of per-replica parameters differ between instances.
             chosen = {*share, *self._model.per_replica_params}
             training[kind] = {name: training[kind][name] for name in names if name in chosen}
@@ -196,18 +201,25 @@ class Checkpoint:
                 "  fix: another directory for this run; or the same optimizer, options and number of replicas"
             )
         saved, count = files.read_checkpoint(folder), run["replicas"]
-        each = count // len(saved)
-        here = self._model._options.replication_factor
+        each, parts = (
+            max(1, count // len(saved)),
+            max(1, len(saved) // count),
+        )  # replicas of a file, or files of one
+        here, first = self._model._options.replication_factor, self._launch.instance // self._parts_of_replica
         # The index of the saved replica for each replica of this instance.
-        replicas = [(self._launch.instance * here + i) % count for i in range(here)]
-        own = saved[replicas[0] // each]
+        replicas = [(first * here + i) % count for i in range(here)]
+        files_of = [saved[r // each * parts :][:parts] for r in replicas]
+        own = files_of[0][0]
         state = dict(own)
         for kind in ("weights", "optimizer"):
             # Own last, since the values of per-replica parameters differ between instances.
             state[kind] = {name: value for file in (*saved, own) for name, value in file[kind].items()}
         # Before the first call there is one set of buffers for all replicas of an instance.
-        sets = [(saved[r // each]["buffers"], r % each) for r in replicas]
-        state["buffers"] = [dict(found[i if i < len(found) else 0]) for found, i in sets]
+        sets = [
+            (file["buffers"], r % each) for r, files in zip(replicas, files_of, strict=True) for file in files
+        ]
+        found = [buffers[i if i < len(buffers) else 0] for buffers, i in sets]
+        state["buffers"] = [dict(ChainMap(*found[i : i + parts])) for i in range(0, len(found), parts)]
         set_training_state(self._model, state)
         unknown = sorted(set(self._parts) ^ set(own["parts"]))
         if unknown:

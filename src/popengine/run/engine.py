@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..errors import Error
 from ..ir import Plan
 from ..places import check_order
 from ..settings import Hyper, Settings
@@ -61,6 +62,13 @@ class Engine:
         self._group = group_of_size(counts.processes) if several or counts.parts > 1 else None
         self._hash_of_plan: Mapping[str, str] = {}
         if self._group is not None:
+            if self._group.rank != counts.process:
+                raise Error(
+                    f"the executable was compiled in instance {counts.process}, and this is instance"
+                    f" {self._group.rank}\n"
+                    "  fix: let each instance save a file of its own; or use popdist.Checkpoint, which any number of"
+                    " instances can restore"
+                )
             what = f"compilation{' for other inputs' if train_state.engines else ''}"
             weights = {} if train_state.engines else train_state.find_weights()
             seed, _ = train_state.random_state
@@ -143,7 +151,9 @@ class Engine:
             commit,
         )
         steps = self.settings.counts.iterations if self.settings.training else 1
-        commit.begin(name, steps, self._queue.wait_until_idle, self._peers and self._peers.abort)
+        commit.begin(
+            name, steps, self._queue.wait_until_idle, None if self._peers is None else self._peers.abort
+        )
         try:
             self._queue.start(call, recorder)
             self._queue.wait_until_idle()
@@ -212,8 +222,11 @@ class Engine:
         if self._group is None or not train_state.elsewhere:
             return {}
         shards = self._group.read_shards(train_state.shard_name)
-        others = [shards[rank]["weights"] for rank in self.settings.counts.processes_of_replica()]
-        return {key: value for own in others for key, value in own.items() if key in train_state.elsewhere}
+        own = [shards[rank] for rank in self.settings.counts.processes_of_replica()]
+        whole: dict[str, Tensor] = {}
+        for each in (each for each in own if "weights" in each):
+            whole |= {**each["buffers"][0], **each["weights"]}
+        return {key: whole[key] for key in train_state.elsewhere & whole.keys()}
 
     def average_buffers(self) -> None:
         """Set the floating point buffers that forward changes to their means over all replicas of all processes."""

@@ -97,7 +97,8 @@ class State:
         self.all_units = [unit for unit in units if settings.sharing_replicas(*unit)[0] == unit.replica]
         self.units = [unit for unit in self.all_units if self.ipu_of[unit.key] in here]
         train_state.owner = self._owners() | train_state.owner
-        train_state.elsewhere |= plan.weights_elsewhere(settings.place)
+        elsewhere = train_state.elsewhere | plan.weights_elsewhere(settings.place)
+        train_state.elsewhere = elsewhere - {slot.key for slot in self._weights}
         self._copies = copies_at(plan, settings.place)
         self.bind(None)
 

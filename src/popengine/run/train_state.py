@@ -5,13 +5,17 @@ Parameters, buffers and optimizer state are the user's own tensors; a `TrainStat
 
 from __future__ import annotations
 
+import copy
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from ..errors import Error
 from ..torch_private import can_assign_data
 from . import devices
 from .call import Commit
@@ -78,17 +82,61 @@ class TrainState:
             for parameter, gradient in zip(parameters.values(), kept, strict=True):
                 parameter.grad = gradient
 
-    def shard(self) -> dict[str, dict[str, Any]]:
-        """Return what other processes need of this one: optimizer states and, if they lack some, weights."""
-        weights = self.find_weights().items() if self.elsewhere else ()
-        own = {key: value.detach() for key, value in weights if key not in self.elsewhere}
-        return {"optimizer": self.optimizer_states(), "weights": own}
+    def export(self, weights: bool = True) -> dict[str, Any]:
+        """Return the state that this process has: "random" and "loss_factor", "optimizer" by canonical name, and with
+        `weights` "weights" (parameters) and "buffers" for each replica. The tensors are those that calls change."""
+        found = {
+            "random": self.random_state,
+            "loss_factor": float(self.loss_factor),
+            "optimizer": self.optimizer_states(),
+        }
+        if not weights:
+            return found
+        present = {key: value for key, value in self.find_weights().items() if key not in self.elsewhere}
+        parameters = {key: value.detach() for key, value in present.items() if isinstance(value, Parameter)}
+        buffers = {key: value.detach() for key, value in present.items() if key not in parameters}
+        own = self.buffers or [{}]
+        if self.buffers:
+            self.own_buffers(buffers, own[0].keys() & buffers.keys(), len(own))
+        replicas = [{key: each.get(key, value) for key, value in buffers.items()} for each in own]
+        return {**found, "weights": parameters, "buffers": replicas}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Replace the state by copies of the entries of an `export()`, of any number of processes together; leave out
+        what other processes hold. Raises Error for state of parameters that the optimizer does not hold."""
+        parameters, weights = self.parameters(), self.find_weights()
+        if unknown := sorted(state.get("optimizer", {}).keys() - parameters.keys()):
+            raise Error(
+                f"there is optimizer state of {', '.join(unknown)}, which the optimizer does not hold\n"
+                "  fix: build the optimizer with the parameter groups that it had when the state was saved"
+            )
+        here = {key: weight for key, weight in weights.items() if not is_elsewhere(weight)}
+        buffers = [{key: each[key] for key in each.keys() & here.keys()} for each in state.get("buffers", ())]
+        for key, value in ChainMap(state.get("weights", {}), *buffers[:1]).items():
+            if key in here and here[key].is_meta:  # of a model whose weights have no memory yet
+                swap_memory(key, here[key], value.clone())
+            elif key in here:
+                write(here[key], value)
+        if "optimizer" in state:
+            self.optimizer.state.clear()
+            names = {"velocity": "momentum_buffer"}  # as earlier versions wrote the momentum of SGD and LARS
+            for key, found in state["optimizer"].items():
+                if not is_elsewhere(parameters[key]):
+                    copied = {names.get(name, name): copy.deepcopy(value) for name, value in found.items()}
+                    self.optimizer.state[parameters[key]] = copied
+        self.random_state = state.get("random", self.random_state)
+        self.loss_factor.fill_(state.get("loss_factor", self.loss_factor))
+        if buffers:
+            self.buffers = [{key: value.clone() for key, value in each.items()} for each in buffers]
 
     def release_elsewhere(self) -> None:
-        """Free the memory of the weights that only other processes hold. Raises Error if autograd uses a weight."""
+        """Free the weights that only other processes hold, and their optimizer state. Raises Error if autograd uses
+        such a weight."""
+        parameters = self.parameters() if self.elsewhere else {}
         for key, value in self.find_weights().items() if self.elsewhere else ():
             if key in self.elsewhere and not is_elsewhere(value):
                 swap_memory(key, value, value.detach().to("meta"), elsewhere=True)
+                self.optimizer.state.pop(parameters.get(key), None)
 
     def fill_elsewhere(self, weights: Mapping[str, Tensor]) -> None:
         """Let weights that only other processes hold be these tensors, where shape and dtype are equal."""
@@ -108,13 +156,6 @@ class TrainState:
         states = self.optimizer.state.values()
         values = [value for state in states if isinstance(state, dict) for value in state.values()]
         return [(id(v), v._version if isinstance(v, Tensor) and not v.is_inference() else 0) for v in values]
-
-    def set_state(self, key: str, state: OptimizerState) -> None:
-        """Set or, with {}, remove the optimizer state of a parameter."""
-        if state:
-            self.optimizer.state[self.parameters()[key]] = state
-        else:
-            self.optimizer.state.pop(self.parameters()[key], None)
 
     def confirm(self, parameters: Mapping[str, Tensor]) -> None:
         """Record that these parameters are equal in all processes: after a comparison, or an update in all."""
@@ -152,13 +193,6 @@ class TrainState:
                 kept.copy_(torch.where(is_same, kept, value))
         return self.buffers
 
-    def write_buffers(self, replicas: list[dict[str, Tensor]]) -> None:
-        """Copy buffers, by canonical name for each replica, to the model (replica 0's) and to the replicas."""
-        weights = self.find_weights()
-        for key, value in replicas[0].items():
-            write(weights[key], value)
-        self.buffers = [{key: value.clone() for key, value in each.items()} for each in replicas]
-
 
 class VersionStamp(NamedTuple):
     """What a write to a tensor changes. `alias` keeps its memory: no other tensor can get the same address."""
@@ -193,8 +227,8 @@ def move_to_host(weights: Mapping[str, Tensor], groups: Iterable[dict[str, Any]]
                 found.add(value.device)
     for device in found:
         devices.synchronize(device)
-    for key, value, copy in copies:
-        move_to(key, value, copy)
+    for key, value, copied in copies:
+        move_to(key, value, copied)
     return bool(found)
 
 

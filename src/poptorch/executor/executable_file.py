@@ -10,15 +10,16 @@ import hashlib
 import io
 import os
 import pickle
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from popengine.errors import Error
 from popengine.run.instances.consistency import fingerprint_of_plan, hash_weights
-from popengine.run.train_state import write
+from popengine.torch_private import tree_map_only
 
 from ..annotating.replica_groups import Grouping
 from ..compiling.executable import Executable
@@ -27,7 +28,6 @@ from ..logs import logger
 from ..ops.host import has_host_calls
 from ..options import Options
 from ..version import __version__
-from .loaded_plans import KeptState
 from .wrapped_model import WrappedModel
 
 _HASH = hashlib.sha256().digest_size  # bytes of the hash that a file begins with
@@ -46,7 +46,7 @@ class SavedExecutor:
     per_replica_params: dict[str, Grouping]
     model: Any = None
     optimizer: Any = None
-    kept: KeptState = field(default_factory=KeptState)
+    state: dict[str, Any] = field(default_factory=dict)  # entries of `TrainState.export`, besides weights
 
     @property
     def training(self) -> bool:
@@ -164,22 +164,18 @@ def check_same_model(filename: str, saved: SavedExecutor, model: WrappedModel) -
 
 
 def training_state(executor: Any) -> TrainingState:
-    """Return the state of an executor that trains: the fields of `KeptState`, "weights", "rates" of parameter
-    groups, and "shares_state": whether "optimizer" is this instance's shard. All else is equal in all instances,
-    except for per-replica parameters."""
-    plans, optimizer = executor._plans, executor._optimizer
-    names, state = dict(executor._wrapped.traced.named_buffers()), plans.state
+    """Return a copy of the `TrainState.export` of an executor that trains, with the "rates" of parameter groups and the
+    "loss_scaling". Of a state that instances share out, each has its part."""
+    state, optimizer = executor._plans.state, executor._optimizer
     with state.commit.lock, torch.no_grad():
         state.commit.check_not_lost()
         state.move_to_host()  # the checkpoint can be read where there is no accelerator
-        values = {name: value.detach().clone() for name, value in state.find_weights().items()}
-        own = state.own_buffers(values, state.buffers[0], len(state.buffers)) if state.buffers else [{}]
-        buffers = [{name: each.get(name, values[name]).clone() for name in names} for each in own]
-        states = copy.deepcopy(state.optimizer_states())
+        found = executor._plans.export()
+        copied = tree_map_only(Tensor, Tensor.clone, {key: found[key] for key in ("weights", "buffers")})
+        copied["optimizer"] = copy.deepcopy(found["optimizer"])  # an own `step()` may keep any objects
     return {
-        **vars(KeptState(plans.random_state, states, float(state.loss_factor), buffers)),
-        "weights": {name: value for name, value in values.items() if name not in names},
-        "shares_state": plans.is_optimizer_sharded,
+        **found,
+        **copied,
         "rates": [
             {n: value for n, value in group.items() if n != "params" and isinstance(value, _PLAIN_TYPES)}
             for group in optimizer.param_groups
@@ -191,12 +187,7 @@ def training_state(executor: Any) -> TrainingState:
 def set_training_state(executor: Any, state: TrainingState) -> None:
     """Replace the executor's weights, optimizer state, rates and random state by those in a `training_state`."""
     _check_state(executor, state)
-    present = executor._plans.state.find_weights()
-    for name, value in state["weights"].items():
-        write(present[name], value)
-    executor._plans.set_kept_state(
-        KeptState(**{field.name: state[field.name] for field in fields(KeptState)})
-    )
+    executor._plans.load(state)
     optimizer = executor._optimizer
     for group, rates in zip(optimizer.param_groups, state["rates"], strict=True):
         group.update(rates)

@@ -335,14 +335,24 @@ class PoplarExecutor(PublicNames):
         self._plans.attach()
 
     def detachFromDevice(self) -> None:
-        """Release the devices. The state stays. Raises: Error, if the model is not compiled or not attached"""
+        """Release the devices. The state stays. If a replica spans several processes, each gets all weights, so all
+        must call this or `destroy`. Raises: Error, if the model is not compiled or not attached"""
         self._plans.require_executable()
         if self._plans.engine is None:
             raise Error("Device is not attached")
+        self._plans.fill_elsewhere()
         self._plans.detach()
 
     def destroy(self) -> None:
-        """Free devices and plans. Afterwards the model is an ordinary module, and the next call compiles again."""
+        """Free devices and plans. Afterwards the model is an ordinary module, and the next call compiles again. If a
+        replica spans several processes, each gets all weights, as by `detachFromDevice`."""
+        try:
+            self._plans.fill_elsewhere()
+        except Error as error:
+            logger.warning("the weights of other processes' ipus could not be read: %s", error)
+        self._release()
+
+    def _release(self) -> None:
         self._plans.clear_plans()
         self._unread = frozenset()
         self._optimizer_link.release_optimizer()
@@ -365,7 +375,7 @@ class PoplarExecutor(PublicNames):
         # At the interpreter's exit the globals of this module (so `contextlib` too) and parts of torch may be None
         # already.
         try:  # noqa: SIM105
-            self.destroy()
+            self._release()
         except Exception:
             pass
 
@@ -386,10 +396,12 @@ class PoplarExecutor(PublicNames):
             AssertionError: the file's folder is a file
             Error: the model is not compiled, or can't be pickled
         """
-        self._plans.refuse_files()
         first = self._plans.first or self._plans.require_executable()
         self._plans.state.move_to_host()  # the file can be read where there is no accelerator
-        kept = self._plans.kept_state()
+        self._plans.fill_elsewhere()
+        state = {**self._plans.export(weights=False), "optimizer": self._plans.optimizer_states()}
+        if not save_rng_state:
+            del state["random"]
         others = (plan.executable for plan in self._plans.by_key.values() if plan.executable is not first)
         saved = executable_file.SavedExecutor(
             (first, *others),
@@ -397,7 +409,7 @@ class PoplarExecutor(PublicNames):
             self.per_replica_params,
             self._user_model if export_model else None,
             self._optimizer if export_model else None,
-            kept if save_rng_state else replace(kept, random=None),
+            state,
         )
         executable_file.write_file(filename, saved)
 
@@ -426,7 +438,7 @@ class PoplarExecutor(PublicNames):
         self._compiled_plans = len(saved.executables)
         for number, executable in enumerate(saved.executables, 1):
             self._plans.add_plan(LoadedPlan(executable, self._make_reporter(number)))
-        self._plans.set_kept_state(saved.kept)
+        self._plans.load(saved.state)
         self.per_replica_params.clear()
         self.per_replica_params.update(saved.per_replica_params)
         if self.options.connection_type == ConnectionType.Always:

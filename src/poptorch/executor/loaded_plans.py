@@ -1,6 +1,5 @@
 """The compiled plans of a model, and their engines."""
 
-import copy
 import functools
 import os
 from collections.abc import Mapping
@@ -23,16 +22,6 @@ from ..logs import logger
 from ..options import Options
 from ..options.freeze_options import chosen_devices
 from ..reporter import Reporter
-
-
-@dataclass(frozen=True)
-class KeptState:
-    """The part of a `TrainState` that is written to files, besides weights. None stands for the initial state."""
-
-    random: tuple[int, int] | None = None  # seed, number of steps run
-    optimizer: Mapping[str, dict[str, Tensor]] | None = None  # {parameter: {name of a state: tensor}}
-    loss_factor: float = 1.0  # of automatic loss scaling
-    buffers: list[dict[str, Tensor]] | None = None  # of each replica; None: the model's in all replicas
 
 
 @dataclass(eq=False)
@@ -142,27 +131,14 @@ class LoadedPlans:
     def random_state(self, state: tuple[int, int]) -> None:
         self.state.random_state, self._is_seeded = state, True
 
-    def kept_state(self) -> KeptState:
-        """Return the state without weights and buffers. The tensors are those that updates change."""
-        return KeptState(self.random_state, self.optimizer_states(), float(self.state.loss_factor))
+    def export(self, weights: bool = True) -> dict[str, Any]:
+        """Return `TrainState.export`; before the first attach, with the random state that it will have."""
+        return {**self.state.export(weights), "random": self.random_state}
 
-    def set_kept_state(self, kept: KeptState) -> None:
-        """Replace the state, except weights, by a copy of `kept`."""
-        if kept.random is not None:
-            self.random_state = kept.random
-        if kept.optimizer is not None:
-            if unknown := sorted(kept.optimizer.keys() - self.state.parameters().keys()):
-                raise Error(
-                    f"there is optimizer state of {', '.join(unknown)}, which the optimizer does not hold\n"
-                    "  fix: build the optimizer with the parameter groups that it had when the state was saved"
-                )
-            self.state.optimizer.state.clear()
-            names = {"velocity": "momentum_buffer"}  # as earlier versions wrote the momentum of SGD and LARS
-            for key, state in kept.optimizer.items():
-                self.state.set_state(key, {names.get(n, n): copy.deepcopy(v) for n, v in state.items()})
-        self.state.loss_factor.fill_(kept.loss_factor)
-        if kept.buffers is not None:
-            self.state.write_buffers(kept.buffers)
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Replace the state by copies of the entries of an `export`."""
+        self._is_seeded |= "random" in state
+        self.state.load(state)
 
     # ---- devices -------------------------------------------------------------------------------------------
 
@@ -230,14 +206,10 @@ class LoadedPlans:
         is_sharded = settings.shard_optimizer is not None and settings.counts.instances > 1
         return is_sharded or settings.counts.parts > 1
 
-    def refuse_files(self) -> None:
-        """Raise Error if a replica spans several processes, where files with the compiled model are not written."""
-        if self._options.Distributed.instances_per_replica > 1:
-            raise Error(
-                "a replica spans several processes, and files of the compiled model and popdist.Checkpoint need all of"
-                " it in one\n"
-                "  fix: torch.save(model.state_dict(), ...), and the same of the optimizer: both are whole"
-            )
+    def fill_elsewhere(self) -> None:
+        """If the model is attached, give it the weights that other processes of the replica hold: waits for these."""
+        if self.engine is not None:
+            self.state.fill_elsewhere(self.engine.read_weights_elsewhere())
 
     def optimizer_states(self) -> Mapping[str, dict[str, Tensor]]:
         """Return the optimizer states by name; a sharded one is gathered, which waits for all instances."""

@@ -107,7 +107,7 @@ class PublicNames:
         engine = self._plans.require_engine()
         engine.state.bind(None)
         engine.state.train_state.move_to_host()
-        engine.state.train_state.fill_elsewhere(engine.read_weights_elsewhere())
+        self._plans.fill_elsewhere()
         self._host_weights_version += 1
 
     def copyWeightsToDevice(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -163,14 +163,23 @@ def _return_weights(model: nn.Module, args: Any, kwargs: Any) -> None:
         move_to_host(weights_of(model))
 
 
-def read_weights_elsewhere(model: nn.Module, plans: LoadedPlans) -> None:
-    """Let `state_dict()` of a model return all weights, if other processes hold some of them: waits for these. After
-    `load_state_dict()` such weights are the dictionary's tensors, without a copy, until the next call."""
-    reference = weakref.ref(plans)  # a capture searches what hooks refer to for tensors that forward left
+class _ReadsElsewhere:
+    """Hooks of a model of which other processes hold weights; copies and pickles of them do nothing. (A weak reference,
+    because a capture searches what hooks refer to for tensors that forward left.)"""
 
-    def fill(module: nn.Module, found: dict[str, Any], prefix: str, *_: Any) -> None:
+    def __init__(self, plans: LoadedPlans | None = None) -> None:
+        self._plans: Callable[[], LoadedPlans | None] = type(None) if plans is None else weakref.ref(plans)
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+class _Fill(_ReadsElsewhere):
+    """Adds the values of such weights to a `state_dict()`."""
+
+    def __call__(self, module: nn.Module, found: dict[str, Any], prefix: str, *_: Any) -> None:
+        plans = self._plans()
         missing = {key for key, value in found.items() if isinstance(value, Tensor) and value.is_meta}
-        plans = reference()
         if missing and plans is not None and plans.engine is not None:
             weights = plans.engine.read_weights_elsewhere()
             key_of = {id(value): key for key, value in plans.state.find_weights().items()}
@@ -181,14 +190,21 @@ def read_weights_elsewhere(model: nn.Module, plans: LoadedPlans) -> None:
                 {key: value for key, value in of_model.items() if key in missing and value is not None}
             )
 
-    def take(module: nn.Module, given: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        plans = reference()
-        if plans is not None:
+
+class _Take(_ReadsElsewhere):
+    """Gives such weights the values that are to be loaded."""
+
+    def __call__(self, module: nn.Module, given: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        if (plans := self._plans()) is not None:
             keys = plans.state.elsewhere & {key.removeprefix(prefix) for key in given}
             plans.state.fill_elsewhere({key: given[prefix + key] for key in keys})
 
-    model.register_state_dict_post_hook(fill)
-    model.register_load_state_dict_pre_hook(take)
+
+def read_weights_elsewhere(model: nn.Module, plans: LoadedPlans) -> None:
+    """Let `state_dict()` of a model return all weights, if other processes hold some of them: waits for these. After
+    `load_state_dict()` such weights are the dictionary's tensors, without a copy, until the next call."""
+    model.register_state_dict_post_hook(_Fill(plans))
+    model.register_load_state_dict_pre_hook(_Take(plans))
 
 
 def attributes_of(model: nn.Module) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def call_in_thread(work: Callable[[], T]) -> T:
     return future.result()
 
 
-Shard = dict[str, dict[str, Any]]  # see `TrainState.shard`
+Shard = dict[str, Any]  # see `TrainState.export`
 
 
 class ProcessGroup(Connections):
@@ -157,7 +157,8 @@ class ProcessGroup(Connections):
         """Send this instance's state `name` to all peers, and return the states of all instances, by rank."""
         file = io.BytesIO()
         try:
-            torch.save(self._states[name].shard(), file)
+            state = self._states[name]
+            torch.save(state.export(weights=bool(state.elsewhere)), file)
         except BaseException as error:
             why = "has let go of it" if isinstance(error, KeyError) else f"failed: {error}"
             self.abort(f"was asked for its part of {name.removeprefix(_READING)}, and {why}")
