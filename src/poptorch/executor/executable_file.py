@@ -53,6 +53,20 @@ class SavedExecutor:
         return self.executables[0].settings.training
 
 
+def saved(executor: Any, with_model: bool, with_random_state: bool) -> SavedExecutor:
+    """Return what a file of a compiled executor holds. Waits for other processes that have a part of the state."""
+    plans = executor._plans
+    first = plans.first or plans.require_executable()
+    plans.state.move_to_host()  # the file can be read where there is no accelerator
+    plans.fill_elsewhere()
+    state = {**plans.export(weights=False), "optimizer": plans.optimizer_states()}
+    if not with_random_state:
+        del state["random"]
+    others = (plan.executable for plan in plans.by_key.values() if plan.executable is not first)
+    parts = (executor._user_model, executor._optimizer) if with_model else ()
+    return SavedExecutor((first, *others), executor.options, executor.per_replica_params, *parts, state=state)
+
+
 def write_file(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
     """Write a saved executor to a file, or to `model.poptorch` in a folder, atomically."""
     path = Path(filename)

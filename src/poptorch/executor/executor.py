@@ -7,18 +7,15 @@ Its parts: plans and engines (`loaded_plans.py`), the model's flags (`model_flag
 """
 
 import contextlib
-import functools
 import inspect
 from dataclasses import replace
 from typing import Any, final
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from popengine.errors import Error
 from popengine.run.call import Results
 from popengine.settings import Settings
-from popengine.update.optimizer_rules import OWN_STEP
 
 from ..annotating.replica_groups import make_replica_groups
 from ..compiling import arguments
@@ -28,16 +25,15 @@ from ..compiling.outputs import fill_outputs
 from ..compiling.runs import Run, split_into_runs, synthetic_inputs
 from ..enums import ConnectionType
 from ..logs import listed, logger
-from ..optim import SGD
 from ..options import Options
-from ..options.freeze_options import chosen_devices, engine_settings, resolve_options
+from ..options.freeze_options import chosen_devices, engine_settings
 from ..planning import exit_if_only_planning
 from ..reporter import Reporter, start_reporter
 from . import executable_file, wrapped_model
 from .latest_call import LatestCall, join_results
 from .loaded_plans import LoadedPlan
+from .optimizer_link import default_optimizer
 from .public_names import PublicNames, run_methods_outside_inference_mode
-from .wrapped_model import WrappedModel
 
 
 @final
@@ -54,26 +50,13 @@ class PoplarExecutor(PublicNames):
     """
 
     def __init__(self, model: Any, options: Options | None, *, training: bool, optimizer: Any = None) -> None:
-        given = Options() if options is None else options
-        wrapper = f"poptorch.{'training' if training else 'inference'}Model"
-        if not isinstance(given, Options):
-            is_optimizer = isinstance(given, Optimizer)
-            fix = f"{wrapper}(model, optimizer=optimizer)" if is_optimizer else "options = poptorch.Options()"
-            raise Error(f"Invalid type: 'options' is {type(given)}, expected {Options}\n  fix: {fix}")
-        if not callable(model):
-            raise Error(
-                f"{wrapper}: the model is {model!r}, of type {type(model).__name__}\n"
-                f"  fix: {wrapper}(model, options), with a torch.nn.Module"
-            )
-        if not isinstance(model, nn.Module):
-            function, model = model, nn.Module()
-            model.forward = function
-        options = resolve_options(given, training, model)
-        given._freeze()  # a later change would have no effect
-        # The copy fixes the flags of the top-level module; submodules are shared with the user's model.
-        super().__init__(WrappedModel(model, wrapped_model.shallow_copy(model), options, training))
+        super().__init__(wrapped_model.wrap(model, options, training))
+        model, options = self._user_model, self.options
         self._signature = inspect.signature(self._wrapped.traced.forward)
         self._most_plans = options("new_shapes") if options.exists("new_shapes") else 0  # 0: shapes are fixed
+        self._counts, self._synthetic = options._counts(), options._Popart("syntheticDataMode")
+        self._batch_dims = options("batch_dims") if options.exists("batch_dims") else None
+        self._is_offline = options.connection_type == ConnectionType.Never
         # Made before the first plan, to record the waits for a loader from now on.
         self._next_reporter = start_reporter(self, options, training, 1)
         # Parameters and optimizer groups of the latest call, and the fields of its runs that depend on them.
@@ -84,19 +67,8 @@ class PoplarExecutor(PublicNames):
         self._return_hook: Any = None  # see `return_weights_before_calls`
         if training:
             wrapped_model.check_buffer_classes(model)
-            self.setOptimizer(self._default_optimizer() if optimizer is None else optimizer)
+            self.setOptimizer(default_optimizer(model) if optimizer is None else optimizer)
             wrapped_model.mark_model(model, self)
-
-    def _default_optimizer(self) -> SGD:
-        """Return the optimizer of a model that is wrapped without one. Raises Error without parameters."""
-        parameters = list(self._user_model.parameters())
-        if not parameters:
-            raise Error(
-                "poptorch.trainingModel: the model has no parameters to train\n"
-                "  why: those of a function, or of layers in a plain list or dictionary, can't be found\n"
-                "  fix: wrap an nn.Module that has the layers as attributes (nn.ModuleList, nn.ModuleDict)"
-            )
-        return SGD(parameters, lr=0.01)
 
     # ---- calling -----------------------------------------------------------------------------------------
 
@@ -111,7 +83,7 @@ class PoplarExecutor(PublicNames):
                 the weights are then those of the last finished update (see `finished_updates`), and the model
                 can be called again
         """
-        if self.options.connection_type == ConnectionType.Never:
+        if self._is_offline:
             raise AssertionError(
                 "Trying to run a model on an offline device (ConnectionType.Never)\n"
                 "  fix: use model.compile(...) or compileAndExport(...) only, or another connection type"
@@ -143,9 +115,9 @@ class PoplarExecutor(PublicNames):
 
     def _split_call(self, call: arguments.BoundCall) -> list[Run]:
         """Return the runs of a call: one run; with `allowNewShapes` several runs for an incomplete batch."""
-        counts, first = self.options._counts(), self._plans.first
-        if self.options.exists("batch_dims"):
-            call = call.rows_first(self.options("batch_dims"), counts.product)
+        first = self._plans.first
+        if self._batch_dims is not None:
+            call = call.rows_first(self._batch_dims, self._counts.product)
         present = self._flags.present_parameters(), self._optimizer_link.present_groups()
         if not present[0][0] or present != self._present:
             self._of_weights = {"tied": self._wrapped.tied_parameters()}
@@ -154,7 +126,7 @@ class PoplarExecutor(PublicNames):
                 self._of_weights["frozen"] = tuple(n for n, value in parameters if not value.requires_grad)
                 self._of_weights["group_of"] = self._optimizer_link.follow_changes()
             self._present = present
-        run = Run(call, counts, **self._of_weights)
+        run = Run(call, self._counts, **self._of_weights)
         if not self._most_plans or call.rearranged:
             return [run]
         like = None if first is None or self._plans.plans_of(run.key) else first.inputs
@@ -197,10 +169,9 @@ class PoplarExecutor(PublicNames):
         """Return the call's tensors, converted for the engine; for `enableSyntheticData` synthetic ones."""
         if plan.synthetic is None:
             tensors = arguments.tensors_for_engine(call, plan.executable.inputs.has_float64)
-            mode = self.options._Popart("syntheticDataMode")
-            if not mode:
+            if not self._synthetic:
                 return tensors
-            plan.synthetic = synthetic_inputs(tensors, mode, plan.executable.settings.counts)
+            plan.synthetic = synthetic_inputs(tensors, self._synthetic, plan.executable.settings.counts)
         return plan.synthetic
 
     # ---- compiling ---------------------------------------------------------------------------------------
@@ -248,7 +219,7 @@ class PoplarExecutor(PublicNames):
             try:
                 if before is not None:
                     plans.make_current(plan)
-                elif options.connection_type != ConnectionType.Never:
+                elif not self._is_offline:
                     self.attachToDevice()
             except BaseException:
                 self._remove_plan(found.key, before)
@@ -306,12 +277,7 @@ class PoplarExecutor(PublicNames):
         if optimizer is not None:
             optimizer = replace(optimizer, group_of=dict(run.group_of))
         settings = engine_settings(options, training, optimizer, groups)
-        if optimizer is not None and optimizer.kind == OWN_STEP and (groups or settings.device != "cpu"):
-            raise Error(
-                f"{type(self._optimizer_link.optimizer).__name__} updates the weights by its own step(), and that can't"
-                f" be done {'for parameters with replicaGrouping' if groups else 'on an accelerator'}\n"
-                "  fix: an optimizer of poptorch.optim"
-            )
+        self._optimizer_link.check_own_step(settings)
         arguments.check_batch(call, run.counts)
         if not self._plans.by_key:
             arguments.warn_about_inputs(call, settings.counts, arguments.has_float64_weights(model))
@@ -329,7 +295,7 @@ class PoplarExecutor(PublicNames):
         self._plans.require_executable()
         if self.isAttachedToDevice():
             raise Error("Device is already attached")
-        if self.options.connection_type == ConnectionType.Never:
+        if self._is_offline:
             raise AssertionError("Trying to attach a model to an offline device (ConnectionType.Never)")
         self._optimizer_link.connect_optimizer()
         self._plans.attach()
@@ -387,7 +353,8 @@ class PoplarExecutor(PublicNames):
         self.save(filename, export_model=export_model)
 
     def save(self, filename: str, export_model: bool = True, save_rng_state: bool = True) -> None:
-        """Write the compiled model, its options and its state to a file, or to `model.poptorch` in a folder.
+        """Write the compiled model, its options and its state to a file, or to `model.poptorch` in a folder. If a
+        replica spans several processes, all must call this, each with a file of its own.
 
         Args:
             export_model:   also write the user's model and its optimizer, for `poptorch.load`
@@ -396,22 +363,7 @@ class PoplarExecutor(PublicNames):
             AssertionError: the file's folder is a file
             Error: the model is not compiled, or can't be pickled
         """
-        first = self._plans.first or self._plans.require_executable()
-        self._plans.state.move_to_host()  # the file can be read where there is no accelerator
-        self._plans.fill_elsewhere()
-        state = {**self._plans.export(weights=False), "optimizer": self._plans.optimizer_states()}
-        if not save_rng_state:
-            del state["random"]
-        others = (plan.executable for plan in self._plans.by_key.values() if plan.executable is not first)
-        saved = executable_file.SavedExecutor(
-            (first, *others),
-            self.options,
-            self.per_replica_params,
-            self._user_model if export_model else None,
-            self._optimizer if export_model else None,
-            state,
-        )
-        executable_file.write_file(filename, saved)
+        executable_file.write_file(filename, executable_file.saved(self, export_model, save_rng_state))
 
     def loadExecutable(self, filename: str) -> None:
         """Load the compiled plans, optimizer state and random state that `save` wrote for the same model.
@@ -443,14 +395,3 @@ class PoplarExecutor(PublicNames):
         self.per_replica_params.update(saved.per_replica_params)
         if self.options.connection_type == ConnectionType.Always:
             self.attachToDevice()
-
-    def __reduce__(self) -> Any:
-        """Pickle an executor as its model, options and optimizer. Raises Error if it is compiled."""
-        if self.isCompiled():
-            raise Error(
-                "a compiled executor can't be pickled or copied\n"
-                "  fix: wrap a copy of its model, copy.deepcopy(executor.model); or write the executor to a file with"
-                " save(filename), which poptorch.load reads"
-            )
-        make = functools.partial(PoplarExecutor, training=self._wrapped.training, optimizer=self._optimizer)
-        return make, (self._user_model, self.options)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from popengine import settings
 from popengine.errors import Error
@@ -15,6 +15,7 @@ from popengine.update.optimizer_rules import OWN_STEP
 
 from ..enums import MeanReductionStrategy
 from ..logs import listed, logger
+from ..optim import SGD
 from ..optim import Optimizer as PoptorchOptimizer
 from ..optim.freeze_optimizer import (
     Snapshot,
@@ -233,6 +234,16 @@ class OptimizerLink:
             self._hooks.pop().remove()
         self._is_connected = False
 
+    def check_own_step(self, compiled: settings.Settings) -> None:
+        """Raise Error if an optimizer's own `step()` can't update a model with these settings."""
+        optimizer, groups = compiled.optimizer, compiled.replica_groups
+        if optimizer is not None and optimizer.kind == OWN_STEP and (groups or compiled.device != "cpu"):
+            raise Error(
+                f"{type(self.optimizer).__name__} updates the weights by its own step(), and that can't be done"
+                f" {'for parameters with replicaGrouping' if groups else 'on an accelerator'}\n"
+                "  fix: an optimizer of poptorch.optim"
+            )
+
     def prepare_call(self) -> None:
         """Use rates that were loaded since the last call. Warn, once, of rates that have changed in another
         way. Raises Error if a value that is compiled in has changed."""
@@ -262,6 +273,18 @@ class OptimizerLink:
                 " param_groups",
                 "; ".join(changes[:3]) or "its parameter groups",
             )
+
+
+def default_optimizer(model: nn.Module) -> SGD:
+    """Return the optimizer of a model that is wrapped without one. Raises Error without parameters."""
+    parameters = list(model.parameters())
+    if not parameters:
+        raise Error(
+            "poptorch.trainingModel: the model has no parameters to train\n"
+            "  why: those of a function, or of layers in a plain list or dictionary, can't be found\n"
+            "  fix: wrap an nn.Module that has the layers as attributes (nn.ModuleList, nn.ModuleDict)"
+        )
+    return SGD(parameters, lr=0.01)
 
 
 def _states_of(optimizer: Any) -> list[dict[str, Any]]:

@@ -319,6 +319,18 @@ class PublicNames:
     def __repr__(self) -> str:
         return module_repr(self._wrapped.user)
 
+    def __reduce__(self) -> Any:
+        """Pickle an executor as its model, options and optimizer. Raises Error if it is compiled."""
+        if self.isCompiled():
+            raise Error(
+                "a compiled executor can't be pickled or copied\n"
+                "  fix: wrap a copy of its model, copy.deepcopy(executor.model); or write the executor to a file with"
+                " save(filename), which poptorch.load reads"
+            )
+        kind: Any = type(self)
+        make = functools.partial(kind, training=self._wrapped.training, optimizer=self._optimizer)
+        return make, (self._user_model, self.options)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") and "_wrapped" not in self.__dict__:
             raise AttributeError(name)  # while the executor is being made

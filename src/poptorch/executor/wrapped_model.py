@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from popengine.compile.recording.current_capture import current
@@ -19,6 +20,7 @@ from ..annotating.replica_groups import Grouping
 from ..compiling.arguments import weights_of
 from ..nested_values import tensors_of
 from ..options import Options
+from ..options.freeze_options import resolve_options
 
 if TYPE_CHECKING:
     from .loaded_plans import LoadedPlans
@@ -61,6 +63,28 @@ class WrappedModel:
                 f" {', '.join(known) or 'none'}{did_you_mean(unknown[0], known)}"
             )
         return names
+
+
+def wrap(model: Any, options: Options | None, training: bool) -> WrappedModel:
+    """Return the wrapped model for a module or a function, and freeze its options. Raises Error for other types."""
+    given = Options() if options is None else options
+    wrapper = f"poptorch.{'training' if training else 'inference'}Model"
+    if not isinstance(given, Options):
+        is_optimizer = isinstance(given, torch.optim.Optimizer)
+        fix = f"{wrapper}(model, optimizer=optimizer)" if is_optimizer else "options = poptorch.Options()"
+        raise Error(f"Invalid type: 'options' is {type(given)}, expected {Options}\n  fix: {fix}")
+    if not callable(model):
+        raise Error(
+            f"{wrapper}: the model is {model!r}, of type {type(model).__name__}\n"
+            f"  fix: {wrapper}(model, options), with a torch.nn.Module"
+        )
+    if not isinstance(model, nn.Module):
+        function, model = model, nn.Module()
+        model.forward = function
+    resolved = resolve_options(given, training, model)
+    given._freeze()  # a later change would have no effect
+    # The copy fixes the flags of the top-level module; submodules are shared with the user's model.
+    return WrappedModel(model, shallow_copy(model), resolved, training)
 
 
 class HostForward:
