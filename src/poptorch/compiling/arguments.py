@@ -58,9 +58,9 @@ class BoundCall:
 
     def _spec(self, name: str, is_keywords: bool) -> Spec:
         """Return the spec of an argument. Paths in **kwargs begin with the keyword."""
-        value = self.bound.arguments.get(name)
         if not is_keywords:
-            return spec_of(value, name)
+            return spec_of(self.bound.arguments.get(name), name)
+        value = self.bound.arguments[name]
         keys = sorted(value)
         parts = (part for key in keys for part in spec_of(value[key], key))
         return ((f"**{name}", Part(dict, tuple(keys))), *parts)
