@@ -125,7 +125,8 @@ def _attention(tensors: Sequence[Tensor], others: Sequence[float]) -> list[Tenso
     is_causal, scale, enable_gqa = others
     mask, factor = tensors[3] if len(tensors) > 3 else None, None if math.isnan(scale) else scale
     named: dict[str, Any] = {"scale": factor, "enable_gqa": bool(enable_gqa)}
-    return [functional.scaled_dot_product_attention(*tensors[:3], mask, 0.0, bool(is_causal), **named)]
+    query, key, value = tensors[:3]
+    return [functional.scaled_dot_product_attention(query, key, value, mask, 0.0, bool(is_causal), **named)]
 
 
 def _recurrent(function: Any, tensors: Sequence[Tensor], others: Sequence[float]) -> list[Tensor]:

@@ -50,7 +50,7 @@ class Reporter:
         self.path, self.options, self.number = path, options, number
         self.recorder = Recorder()
         self.passes: dict[str, float] = {}  # seconds of each pass of the compilation
-        self._running: tuple[Engine, Executable] | None = None
+        self._running: tuple[Engine | DeviceEngines, Executable] | None = None
         self._next_save = time.perf_counter() + _SAVE_INTERVAL
 
     def on_attach(self, engine: Engine | DeviceEngines, executable: Executable) -> None:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -215,7 +215,9 @@ class Commit:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()  # held while updates write to the weights, and by threads that read them
+        self.lock: Any = (
+            threading.Lock()
+        )  # held while updates write to the weights, and by threads that read them
         self.state: Literal["open", "committed", "ended", "lost"] = "ended"
         self.name, self.steps, self.done = "", 0, 0  # the name is for messages
         self.complete_calls = 0

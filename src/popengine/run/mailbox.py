@@ -5,7 +5,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,10 +58,10 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._lock, self._failure = threading.Lock(), None
-        self._messages: dict[MessageKey, list[Tensor]] = {}
+        self._messages: dict[MessageKey, list[Any]] = {}
         self._waiting: dict[MessageKey, Callable[[], None]] = {}
 
-    def add(self, key: MessageKey, values: list[Tensor]) -> None:
+    def add(self, key: MessageKey, values: list[Any]) -> None:
         with self._lock:
             self._messages[key] = values
             wake = self._waiting.pop(key, None)
@@ -83,7 +83,7 @@ class Arrivals:
             self._waiting[key] = wake
             return False
 
-    def take(self, key: MessageKey) -> list[Tensor]:
+    def take(self, key: MessageKey) -> list[Any]:
         with self._lock:
             if self._failure is not None:
                 raise self._failure

@@ -191,4 +191,4 @@ def _hash_of_bytes(value: bytes | memoryview) -> str:
 
 def _hash_of_tensor(value: Tensor) -> str:
     plain = value.detach().cpu().contiguous().reshape(-1)
-    return _hash_of_bytes(memoryview(plain.view(torch.uint8).numpy()))  # no copy
+    return _hash_of_bytes(plain.view(torch.uint8).numpy().data)  # no copy
