@@ -8,7 +8,7 @@ from popengine.errors import did_you_mean
 T = TypeVar("T")
 _WORDS: dict[Any, str] = {
     **{bool: "a bool", int: "an int", float: "a float", int | float: "a number", str: "a string"},
-    **{list: "a list of strings", dict: "a dictionary"},
+    **{list: "a list of strings", dict: "a dictionary", float | int | str: "a float, an int or a string"},
 }
 
 

@@ -48,9 +48,6 @@ logging.getLogger("popengine").parent = logger  # the engine's lines go to the s
 class _Formatter(logging.Formatter):
     """The format of a line: `[07:12:00.123] [poptorch::python] [warning] text`."""
 
-    def __init__(self) -> None:
-        super().__init__("[%(asctime)s.%(msecs)03d] [%(name)s] [%(word)s] %(message)s", "%H:%M:%S")
-
     def format(self, record: logging.LogRecord) -> str:
         record.word = "trace" if record.levelno == TRACE else record.levelname.lower()
         return super().format(record)
@@ -87,11 +84,10 @@ def setLogLevel(level: int | str) -> None:
     Args: level: a number or a name: 0 TRACE, 1 DEBUG, 2 INFO, 3 WARN, 4 ERR, 6 OFF
     Raises: ValueError, for any other number or name
     """
-    if isinstance(level, int):
-        if level not in LEVEL_NUMBERS:
-            known = ", ".join(f"{number} {name}" for number, name in LEVEL_NUMBERS.items())
-            raise ValueError(f"Invalid log level integer {level}. Valid values are {known}")
-        level = LEVEL_NUMBERS[level]
+    if isinstance(level, int) and level not in LEVEL_NUMBERS:
+        known = ", ".join(f"{number} {name}" for number, name in LEVEL_NUMBERS.items())
+        raise ValueError(f"Invalid log level integer {level}. Valid values are {known}")
+    level = LEVEL_NUMBERS[level] if isinstance(level, int) else level
     if level not in LEVELS:
         known = f"Valid values are {', '.join(sorted(LEVELS))}{did_you_mean(level, LEVELS)}"
         raise ValueError(f"Unknown log level: {level}. {known}")
@@ -105,7 +101,8 @@ def configure(level: str, destination: str) -> None:
         handler.close()
     is_stream = destination in ("stderr", "stdout")
     handler = _LiveStreamHandler(destination) if is_stream else logging.FileHandler(destination, delay=True)
-    handler.setFormatter(_Formatter())
+    form = "[%(asctime)s.%(msecs)03d] [%(name)s] [%(word)s] %(message)s"
+    handler.setFormatter(_Formatter(form, "%H:%M:%S"))
     logger.addHandler(handler)
     try:
         setLogLevel(level)

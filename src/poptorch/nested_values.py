@@ -137,8 +137,7 @@ def spec_of(value: Any, path: str = "") -> Spec:
 
 def _iterate_parts(value: Any, path: str, is_named: bool = False) -> Iterator[tuple[str, Part, bool]]:
     """Yield (path, part, whether the path ends in a name) of a nested value and of all that it contains."""
-    parts = _parts_of(value)
-    if parts is not None:
+    if (parts := _parts_of(value)) is not None:
         yield path, Part(type(value), tuple(parts)), is_named
         for key, part in parts.items():
             yield from _iterate_parts(part, path + path_step(type(value), key), isinstance(key, str))
@@ -159,8 +158,7 @@ def path_step(container: type, key: Any) -> str:
 
 def _parts_of(value: Any) -> dict[Any, Any] | None:
     """Return a container's parts by key (sorted), field name or index; None if `value` is no container."""
-    parser = _parsers.get(type(value))
-    if parser is not None:
+    if (parser := _parsers.get(type(value))) is not None:
         return dict(enumerate(parser.yieldTensors(value)))
     if isinstance(value, torch.Tensor):
         return None

@@ -22,6 +22,5 @@ def note(what: Any, value: Any) -> None:
         what:  the note's key; it must pickle, since it becomes a part of the compiled model
         value: a tensor, or tensors in containers; a constant in it is returned unchanged
     """
-    capture = current()
-    if capture is not None:
+    if (capture := current()) is not None:
         capture.notes.append((what, value))

@@ -253,4 +253,4 @@ def has_same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _bits_of(value: Tensor) -> Tensor:
-    return value.reshape(-1).view(torch.uint8)
+    return value.contiguous().reshape(-1).view(torch.uint8)

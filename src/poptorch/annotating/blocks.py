@@ -71,8 +71,7 @@ class Block(nn.Module):
     @staticmethod
     def end() -> None:
         """End the open block, as leaving the `with` does. An operation before the next block raises Error."""
-        capture = current()
-        if capture is not None:
+        if (capture := current()) is not None:
             capture.leave_block()
 
 
@@ -143,8 +142,7 @@ def marked_layers(model: nn.Module) -> dict[str, str | None]:
 
 
 def check_begins_no_block(module: nn.Module) -> None:
-    hook = find_begin_hook(module)
-    if hook is not None:
+    if (hook := find_begin_hook(module)) is not None:
         raise Error(
             f"this {type(module).__name__} has already been assigned to a block: {hook!r}\n"
             "  fix: call poptorch.removeBlocks(layer) first, or annotate another layer"

@@ -263,11 +263,8 @@ class _PhasedExecution(ExecutionStrategy):
 
     def phase(self, index: int) -> Phase:
         """Return the phase with this index, from 0. Raises AssertionError if there is no such phase."""
-        if not 0 <= index < len(self._phases):
-            raise AssertionError(
-                f"Phase {index} does not exist: {type(self).__name__} has phases 0 to {len(self._phases) - 1}"
-            )
-        return self._phases[index]
+        known = tuple(range(len(self._phases)))
+        return self._phases[checked(f"{type(self).__name__}.phase", index, known)]
 
     def useSeparateBackwardPhase(self, use: bool = True) -> Self:
         """Has no effect; kept for compatibility: the last phase's backward is not a phase of its own."""

@@ -82,12 +82,9 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
     _raise_unless_list("inputs", inputs)
     if not isinstance(count, int) or count < 0:
         raise Error(f"poptorch.for_loop() takes a count that is known at compile time; found {count!r}")
-    wrong = [index for index, value in enumerate(inputs) if not isinstance(value, Tensor)]
-    if wrong:
-        raise ValueError(
-            f"(Object contained in list at index {wrong[0]} is not torch.tensor) poptorch.for_loop takes tensors;"
-            f" found {type(inputs[wrong[0]]).__name__}"
-        )
+    for index, value in enumerate(inputs):
+        words = f"(Object contained in list at index {index} is not torch.tensor) for_loop takes tensors"
+        check_tensors(words, value, error=ValueError)
     capture = current()
     if capture is None:
         values = list(inputs)

@@ -23,6 +23,7 @@ from popengine.ir import Plan
 from popengine.operations import called_operations
 from popengine.run.train_state import has_same_bits
 
+from ..checks import checked
 from .known_operations import KNOWN, compute_known_operation
 from .library import check_tensors, raise_in_training, register_computed, shapes_of, shapes_text
 
@@ -303,13 +304,9 @@ def _check_attributes(attributes: dict[str, Any]) -> None:
     largest = torch.finfo(torch.float32).max
     for key, value in attributes.items():
         items = as_list(value)
-        if not isinstance(key, str):
-            raise ValueError(f"attribute names must be strings; found {key!r}")
-        wrong = [type(item).__name__ for item in items if not isinstance(item, (float, int, str))]
-        if wrong:
-            raise ValueError(
-                f"attribute {key!r} must be a float, an int, a string, or a list of them; found {wrong[0]}"
-            )
+        checked("attribute names must be strings: custom_op", key, str, ValueError)
+        for item in items:
+            checked(f"attribute {key!r}", item, float | int | str, ValueError)
         if len({type(item) for item in items}) > 1:
             raise ValueError(f"the values of attribute {key!r} must all be the same type; found {value!r}")
         for item in (key, *items):

@@ -19,7 +19,7 @@ from ..checks import checked
 from ..logs import logger
 from .ctc import ctc_loss
 from .grouped_norm import sum_as_tree
-from .library import shapes_of, shapes_text
+from .library import shapes_of, shapes_text, with_gradient
 
 _IGNORED_ATTRIBUTES = ("root_path", "debug_str")  # the path of code for IPUs, and a name
 _Function = Callable[[Tensor], Tensor | None]
@@ -61,30 +61,13 @@ def popart_ctc(
     return ctc_loss(log_probs, targets, *lengths, blank, reduction, bool(zeroInfinity), returns_gradient=True)
 
 
-class _GradientRule(torch.autograd.Function):
-    """The autograd function of `_with_gradient`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, compute: _Function, compute_gradient: _Function) -> Any:
-        ctx.compute_gradient = compute_gradient
-        return compute(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.compute_gradient(gradient), None, None
-
-
-# Called with (x, compute, compute_gradient): `compute(x)`, where `compute_gradient` computes the gradient of `x`.
-_with_gradient: Any = _GradientRule.apply
-
-
 def _unchanged(gradient: Tensor) -> Tensor:
     return gradient
 
 
 def autograd_proxy(value: Tensor, proxy: Tensor) -> Tensor:
     """Return a copy of `value`; its gradient becomes the gradient of `proxy`, and `value` gets none."""
-    return _with_gradient(proxy, lambda _: value.clone(), _unchanged)
+    return with_gradient(proxy, lambda _: value.clone(), _unchanged)
 
 
 def l1_distance(first: Tensor, second: Tensor) -> Tensor:
@@ -138,7 +121,7 @@ def simulated_quant(
     checked("SimulatedQuant: rounding", rounding, ("nearest", "stochastic"), Error)
     checked("SimulatedQuant: fwd", fwd, (True, False), Error)
     checked("SimulatedQuant: bwd", bwd, tuple(rules), Error)
-    return _with_gradient(x, quantise if fwd else torch.clone, rules[bwd])
+    return with_gradient(x, quantise if fwd else torch.clone, rules[bwd])
 
 
 def replicated_all_reduce(x: Tensor, op: str = "sum", backwards: bool = False, **grouping: Any) -> Tensor:
@@ -155,8 +138,8 @@ def replicated_all_reduce(x: Tensor, op: str = "sum", backwards: bool = False, *
         return sum_as_tree(gather_over_replicas(values, size))
 
     if backwards:
-        return _with_gradient(x, torch.clone, sum_over_group)
-    return _with_gradient(x, sum_over_group, _unchanged)
+        return with_gradient(x, torch.clone, sum_over_group)
+    return with_gradient(x, sum_over_group, _unchanged)
 
 
 def all_gather(x: Tensor, examples: Sequence[Tensor]) -> Tensor:
@@ -170,7 +153,7 @@ def all_to_all(x: Tensor) -> Tensor:
     def exchange(values: Tensor) -> Tensor:
         return gather_over_replicas(values.contiguous(), len(values), exchange=True)
 
-    return _with_gradient(x, exchange, exchange)
+    return with_gradient(x, exchange, exchange)
 
 
 KNOWN: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {

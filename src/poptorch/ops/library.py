@@ -36,7 +36,7 @@ def register_mark(
     def record_mark(first: Tensor, *settings: Any) -> Tensor:
         if number_of_dispatch_modes() == 0:  # no capture
             return first
-        return _MarkAutogradFunction.apply(operation, gradient, first, *settings)
+        return with_gradient(first, lambda x: operation(x, *settings), lambda dy: gradient(dy, *settings))
 
     def fake_mark(first: Tensor, *settings: Any) -> Tensor:
         # Not a view: its backward would forbid writes into it.
@@ -47,18 +47,22 @@ def register_mark(
     torch.library.register_fake(f"poptorch::{name}", fake_mark, lib=LIBRARY)
 
 
-class _MarkAutogradFunction(torch.autograd.Function):
-    """The autograd function of a mark: forward records its operation, backward calls `gradient`."""
+class _GradientRule(torch.autograd.Function):
+    """The autograd function of `with_gradient`."""
 
     @staticmethod
-    def forward(ctx: Any, operation: Any, gradient: Any, first: Tensor, *settings: Any) -> Tensor:
-        ctx.gradient, ctx.settings = gradient, settings
+    def forward(ctx: Any, x: Tensor, compute: Any, compute_gradient: Any) -> Any:
+        ctx.compute_gradient = compute_gradient
         with BelowAutograd():
-            return operation(first, *settings)
+            return compute(x)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        return (None, None, ctx.gradient(*grad_outputs, *ctx.settings), *[None] * len(ctx.settings))
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.compute_gradient(gradient), None, None
+
+
+# Called with (x, compute, compute_gradient): `compute(x)`, where `compute_gradient` computes the gradient of `x`.
+with_gradient: Any = _GradientRule.apply
 
 
 def register_computed(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:

@@ -40,8 +40,7 @@ def identity_loss(x: Tensor, reduction: str) -> Tensor:
     """
     checked("Unsupported reduction type! identity_loss", reduction, ("mean", "sum", "none"))
     loss = {"mean": x.mean, "sum": x.sum, "none": x.clone}[reduction]()
-    capture = current()
-    if capture is not None:
+    if (capture := current()) is not None:
         capture.mark_loss(loss, is_explicit=True)
     return loss
 
@@ -132,8 +131,7 @@ class NameScope:
 
 def push_name_scope(name: str) -> None:
     """Begin a name scope in the graph that is being captured; no effect outside a capture."""
-    capture = current()
-    if capture is not None:
+    if (capture := current()) is not None:
         capture.scopes.append(name)
 
 
@@ -158,8 +156,7 @@ class Attribute:
         self._outer: list[dict[str, dict[str, str]]] = []
 
     def __enter__(self) -> None:
-        capture = current()
-        if capture is not None:
+        if (capture := current()) is not None:
             self._outer.append(capture.attributes)
             for attribute, entries in self._attributes.items():
                 for key, value in entries.items():
@@ -173,16 +170,14 @@ class Attribute:
 
 def set_attribute(attribute: str, key: str, value: Any) -> None:
     """Set `key` of an attribute to a string for the operations captured next; no effect outside a capture."""
-    capture = current()
-    if capture is not None:
+    if (capture := current()) is not None:
         entries = {**capture.attributes.get(attribute, {}), key: str(value)}
         capture.attributes = {**capture.attributes, attribute: entries}
 
 
 def clear_attribute(attribute: str, key: str) -> None:
     """Remove `key` of an attribute, if set, for the operations captured next; no effect outside a capture."""
-    capture = current()
-    if capture is not None:
+    if (capture := current()) is not None:
         entries = {k: v for k, v in capture.attributes.get(attribute, {}).items() if k != key}
         others = {k: v for k, v in capture.attributes.items() if k != attribute}
         capture.attributes = {**others, attribute: entries} if entries else others

@@ -10,6 +10,7 @@ from popengine.run import devices
 from popengine.settings import Counts, DeviceKind, Optimizer, Outputs, Place, ReplicaGroups, Settings
 from poptorch.annotating.blocks import strategy_of_marks
 from poptorch.annotating.strategies import PipelinedExecution
+from poptorch.checks import checked
 from poptorch.enums import ConnectionType, MeanReductionStrategy, OutputMode, ReductionType
 from poptorch.options.option_groups import BACKENDS, DEVICES
 from poptorch.options.options import Options
@@ -131,6 +132,4 @@ def _has_list(options: Options) -> bool:
 def _option_or_variable(options: Options, option: str, variable: str, known: tuple[str, ...]) -> Any:
     """Return the value of `option` if it is set, else of the environment `variable`, else `known[0]`."""
     name = options(option) if options.exists(option) else os.environ.get(variable, known[0])
-    if name not in known:
-        raise Error(f"{variable} is {name!r}\n  fix: one of {', '.join(map(repr, known))}")
-    return name
+    return checked(f"the environment variable {variable}", name, known, Error)

@@ -265,8 +265,7 @@ class DeviceOptions(OptionsDict):
         """Has no effect; kept for compatibility: all ipus share the memory of the machine."""
         given = checked("setAvailableMemoryProportion", available_memory_proportion, dict)
         for key, value in given.items():
-            is_ipu = isinstance(key, str) and key.startswith("IPU") and key[3:].isdecimal()
-            if not is_ipu or not isinstance(value, Real):
+            if not re.fullmatch(r"IPU\d+", str(key)) or not isinstance(value, Real):
                 raise AssertionError(
                     "setAvailableMemoryProportion takes a dictionary whose keys start with "
                     f'"IPU", and whose values are numbers, as {{"IPU0": 0.5}}; found {key!r}: {value!r}'

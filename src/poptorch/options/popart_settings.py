@@ -68,13 +68,9 @@ class Popart(OptionsDict):
 
     def setPatterns(self, patterns: dict[str, bool], level: int = 2) -> Self:
         """Has no effect; kept for compatibility: there are no graph patterns."""
-        if not (
-            isinstance(patterns, dict)
-            and all(isinstance(name, str) and isinstance(on, int) for name, on in patterns.items())
-        ):
-            raise AssertionError(
-                f"setPatterns takes a dictionary of bools by their names; found {patterns!r}"
-            )
+        for name, is_on in checked("setPatterns", patterns, dict).items():
+            checked("setPatterns: the name of a pattern", name, str)
+            checked(f"setPatterns: the value of {name!r}", is_on, int)
         self.patterns, self.patterns_level = dict(patterns), int(checked("setPatterns", level, int))
         return self
 

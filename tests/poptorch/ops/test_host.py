@@ -158,7 +158,7 @@ def test_a_registered_custom_operation_runs_and_trains(backward):
     ("attributes", "error", "words"),
     [
         ({1: 2}, ValueError, "names must be strings"),
-        ({"a": X}, ValueError, "float, an int, a string"),
+        ({"a": X}, ValueError, "takes a float, an int or a string"),
         ({"a": [1, 2.0]}, ValueError, "must all be the same"),
         ({"a": "é"}, ValueError, "é contains non-ASCII characters."),
         ({"ü": 1}, ValueError, "ü contains non-ASCII characters."),
@@ -169,3 +169,10 @@ def test_a_registered_custom_operation_runs_and_trains(backward):
 def test_attributes_are_checked(attributes, error, words):
     with pytest.raises(error, match=words):
         poptorch.custom_op([X], "Cube", "test.ops", 1, [X], attributes)
+
+
+def test_a_function_takes_an_expanded_scalar():
+    # Its bits, which are compared for writes, were read by a view that needs strides.
+    host = poptorch.CPU(lambda x: x + 1, "add")
+    found = poptorch.inferenceModel(lambda x: host(x.sum().expand(2, 2)))(torch.ones(2, 1))
+    assert torch.equal(found, torch.full((2, 2), 3.0))

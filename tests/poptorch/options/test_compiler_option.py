@@ -29,7 +29,9 @@ def test_an_unknown_backend_is_refused_with_those_that_there_are(monkeypatch):
     with pytest.raises(AssertionError, match="compiler takes one of 'eager', 'inductor'; found 'gcc'"):
         poptorch.Options().compiler("gcc")
     monkeypatch.setenv("POPTORCH_BACKEND", "gcc")
-    with pytest.raises(poptorch.Error, match="POPTORCH_BACKEND is 'gcc'"):
+    with pytest.raises(
+        poptorch.Error, match="POPTORCH_BACKEND takes one of 'eager', 'inductor'; found 'gcc'"
+    ):
         backend_of(poptorch.Options())
 
 

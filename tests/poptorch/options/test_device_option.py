@@ -37,7 +37,9 @@ def test_an_unknown_device_is_refused_with_those_that_there_are(monkeypatch):
     with pytest.raises(AssertionError, match="device takes one of 'cpu', 'cuda', 'xpu'; found 'ipu'"):
         poptorch.Options().device("ipu")
     monkeypatch.setenv("POPTORCH_DEVICE", "tpu")
-    with pytest.raises(poptorch.Error, match="POPTORCH_DEVICE is 'tpu'"):
+    with pytest.raises(
+        poptorch.Error, match="POPTORCH_DEVICE takes one of 'cpu', 'cuda', 'xpu'; found 'tpu'"
+    ):
         chosen_device(poptorch.Options())
 
 
