@@ -1,21 +1,17 @@
 """The public enums. Saved options hold the integers of their members."""
 
+import contextlib
 import enum
 from typing import Any
 
-from popengine.errors import did_you_mean
+from poptorch.checks import checked
 
 
 def member_by_name(kind: type[enum.Enum], value: Any) -> Any:
     """Return the enum member with this name or value. Raises ValueError, if there is none."""
-    if isinstance(value, str) and value in kind.__members__:
-        return kind.__members__[value]
-    try:
+    with contextlib.suppress(ValueError):
         return kind(value)
-    except ValueError:
-        known = ", ".join(kind.__members__)
-        meant = did_you_mean(str(value), kind.__members__)
-        raise ValueError(f"{value!r} is not a valid {kind.__name__}; known: {known}{meant}") from None
+    return kind[checked(kind.__name__, value, tuple(kind.__members__), ValueError)]
 
 
 class MeanReductionStrategy(enum.IntEnum):

@@ -244,7 +244,9 @@ def test_modes_and_strategies_may_be_given_by_name(strategy):
     loader = DataLoader(options(), Rows(4), mode="Async", async_options={"sharing_strategy": strategy})
     assert numbers(loader) == [[0, 1], [2, 3]]
     loader.terminate()
-    with pytest.raises(ValueError, match=r"'Asynch' is not a valid DataLoaderMode; .*did you mean 'Async'"):
+    with pytest.raises(
+        ValueError, match=r"DataLoaderMode takes one of .*; found 'Asynch'; did you mean 'Async'"
+    ):
         DataLoader(options(), Rows(4), mode="Asynch")
 
 
