@@ -109,6 +109,11 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
     )
 
 
+def can_run(replicas: int, ipus: int, instances: int) -> bool:
+    """Return whether each of the instances can run equally many replicas, or equally many ipus of one replica."""
+    return replicas % instances == 0 or (instances % replicas == 0 and ipus % (instances // replicas) == 0)
+
+
 # Options about IPU partitions, MPI and the Poplar SDK, none of which exist here.
 _RECORDED = (
     *("vipu-partition", "vipu-server-host", "vipu-server-port", "vipu-server-timeout", "vipu-allocation"),
@@ -240,10 +245,9 @@ class _Parser(CommandParser):
         fewest, most = (smallest, *largest) if largest else (0, smallest)
         if fewest and not options.checkpoint_dir:
             self.error(f"--num-instances {text} needs a folder\n  fix: add --checkpoint-dir DIR")
-        several = most // replicas if not fewest and most > replicas and most % replicas == 0 else 0
-        if several and options.ipus_per_replica % several == 0:
-            pass  # each replica uses several instances
-        elif all(replicas % count for count in range(fewest or most, most + 1)):
+        several = most // replicas if most > replicas and most % replicas == 0 else 0
+        ipus, counts = options.ipus_per_replica, range(fewest or most, most + 1)
+        if not any(can_run(replicas, ipus, count) for count in counts):
             meant = f"any number from {fewest} to {most}" if fewest else f"--num-instances {most}"
             self.error(
                 f"--num-replicas {replicas}{' (the default)' * (replicas == 1)} is not a multiple of {meant}: every"

@@ -95,7 +95,8 @@ class ElasticNode(_BaseNode):
         self._presence, self._reach = Presence(), Reach()
         self._log = request.log
         self._id, self._state, self._count = secrets.token_hex(8), "stopped", 0
-        self._command = hashlib.sha256(json.dumps([request.replicas, request.program]).encode()).hexdigest()
+        command = json.dumps([request.replicas, request.ipus_per_replica, request.program])
+        self._command = hashlib.sha256(command.encode()).hexdigest()
         self._text = ""  # of the state that was read last
         self._left_over: str | None = None  # the state in which an earlier run has ended
         self._changed = time.monotonic()  # the last change of `_text`
@@ -240,7 +241,7 @@ class ElasticNode(_BaseNode):
             if any(self._presence.changed[name] for name in rivals):  # later than this node's first poll
                 raise RunLost(
                     f"{self.request.checkpoint_dir} is in use by a training with another command\n"
-                    "  fix: the same --num-replicas and program on all nodes, or another --checkpoint-dir",
+                    "  fix: the same program, replicas and ipus per replica on all nodes, or another --checkpoint-dir",
                     code=2,
                 )
             if rivals:

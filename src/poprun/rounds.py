@@ -16,7 +16,7 @@ FIRST_ROUND_PATIENCE = 10.0  # seconds that the first round waits for expected n
 # What a node writes about itself (`ElasticNodes._write_record`):
 #     id            random, new for each poprun
 #     count         how often the record was written: a node whose count stands still is lost
-#     command       a digest of the run's program and number of replicas
+#     command       a digest of the run's program, and of its numbers of replicas and ipus
 #     rank, slots   its place among the nodes; the most instances that it runs
 #     address       HOST:PORT of its store
 #     round, state  its newest round; "stopped", "running" or "done" (all its instances have succeeded)
@@ -44,7 +44,7 @@ class Round:
     number: int = -1
     state: str = "stopped"
     why: str = ""  # of the state, as a message for the user
-    command: str = ""  # a digest of the run's program and number of replicas
+    command: str = ""  # a digest of the run's program, and of its numbers of replicas and ipus
     node: str = ""  # on which the first instance failed
     address: str = ""  # HOST:PORT on the first node: MASTER_ADDR and MASTER_PORT of the instances
     counts: dict[str, int] = field(default_factory=dict)  # instances by node, in the order of the instances

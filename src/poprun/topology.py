@@ -7,7 +7,7 @@ from pathlib import Path
 
 from popengine import environment
 
-from .command_line import CommandLine
+from .command_line import CommandLine, can_run
 
 PORT = 29500  # torchrun's default
 _SHOWN = 16  # replicas that a table shows one by one
@@ -59,12 +59,13 @@ def local_instance_count(request: CommandLine, nodes: int) -> int:
 
 
 def instances_by_node(request: CommandLine, slots: Mapping[str, int]) -> dict[str, int]:
-    """Return the number of instances by node, spread evenly: the largest requested number that divides the
-    replicas and fits into the `slots` of the nodes; {} without such a number."""
+    """Return the number of instances by node, spread evenly: the largest requested number that can run
+    all replicas and fits into the `slots` of the nodes; {} without such a number."""
     most = min(request.instances, sum(slots.values()))
     totals = range(request.fewest_instances or request.instances, most + 1)
+    possible = (n for n in totals if can_run(request.replicas, request.ipus_per_replica, n))
     counts = dict.fromkeys(slots, 0)
-    for _ in range(max((total for total in totals if request.replicas % total == 0), default=0)):
+    for _ in range(max(possible, default=0)):
         free = [node for node, slot in slots.items() if counts[node] < slot]
         counts[min(free, key=counts.__getitem__)] += 1
     return {node: count for node, count in counts.items() if count}

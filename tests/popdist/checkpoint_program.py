@@ -5,7 +5,7 @@ python checkpoint_program.py FOLDER CALLS [--loader MODE] [--every N] [--hold N]
 
 import argparse
 import os
-import threading
+import time
 from pathlib import Path
 
 import torch
@@ -113,7 +113,9 @@ def main():
     parser.add_argument("--every", type=int, default=2, help="calls from one checkpoint to the next")
     parser.add_argument("--say", action="store_true", help="print each call")
     parser.add_argument(
-        "--hold", type=int, help="stop after this call, with a complete checkpoint, to be killed"
+        "--hold",
+        type=int,
+        help="wait for FOLDER/go after this call, with a complete checkpoint, to be killed",
     )
     flags = parser.parse_args()
     torch.set_num_threads(1)
@@ -129,7 +131,8 @@ def main():
         if calls == flags.hold:
             training.checkpoint.wait()
             print("held", flush=True)
-            threading.Event().wait()
+            while not (flags.folder / "go").exists():
+                time.sleep(0.01)
 
     training.train(flags.calls, on_call)
     torch.save(training.result(), flags.folder / f"result-{popdist.getInstanceIndex()}.pt")

@@ -204,6 +204,11 @@ def test_a_replica_uses_several_instances_if_its_ipus_can_be_divided():
     assert (request.instances, request.replicas, request.ipus_per_replica) == (4, 2, 6)
 
 
+def test_the_largest_number_of_an_elastic_run_may_be_of_parts_of_replicas():
+    words = ("--num-replicas=2", "--num-instances=3:4", "--checkpoint-dir=c", "--ipus-per-replica=2", "t")
+    assert (parse(words).fewest_instances, parse(words).instances) == (3, 4)
+
+
 def test_ipus_that_the_instances_of_a_replica_can_not_divide_are_refused(capsys):
     with pytest.raises(SystemExit):
         parse(("--num-instances=4", "--num-replicas=2", "--ipus-per-replica=3", "python3"))

@@ -75,6 +75,55 @@ def test_one_process_goes_on_from_two_with_all_their_replicas(folders):
     assert difference(one["buffers"][0], one["buffers"][1]) != ""
 
 
+def assert_equal_to_one_process(folder, replicas, instances):
+    """Compare what the instances have of weights, running statistics and the optimizer's state with one process."""
+    one = Training(of_replicas(replicas), folder, every=0).train(CALLS).result()
+    found = [torch.load(folder / f"result-{instance}.pt") for instance in range(instances)]
+    parts = instances // replicas
+    assert difference(merged(found, "optimizer"), one["optimizer"]) == ""
+    for replica in range(replicas):
+        those = found[replica * parts :][:parts]
+        assert all(difference(each["random"], one["random"]) == "" for each in those)
+        assert difference(merged(those, "weights"), one["weights"]) == ""
+        buffers = {name: value for each in those for name, value in each["buffers"][0].items()}
+        assert difference(buffers, one["buffers"][replica]) == ""
+
+
+def merged(results, kind):
+    return {name: value for each in results for name, value in each[kind].items()}
+
+
+@pytest.mark.slow  # the next one kills a process of a single replica
+def test_two_replicas_of_two_processes_of_which_one_was_killed_end_in_the_bits_of_one(poprun, tmp_path):
+    words = ("--num-replicas", 2, "--num-instances", 4, "--ipus-per-replica", 2)
+    run = poprun(*words, "--max-restarts", 1, sys.executable, PROGRAM, tmp_path, CALLS, "--hold", 3)
+    run.until("held\n", LIMIT, times=4)
+    os.kill(run.processes("checkpoint_program")[-1], signal.SIGKILL)
+    (tmp_path / "go").touch()
+    assert run.wait(LIMIT) == 0, run.said()
+    assert run.said().count("begins at call 2\n") == 4
+    assert_equal_to_one_process(tmp_path, 2, 4)
+
+
+def test_an_elastic_run_goes_on_with_other_divisions_of_a_replica_over_processes(poprun, tmp_path):
+    """Two nodes with one of two ipus each; one is killed: the other goes on with both ipus."""
+    words = (
+        *("--num-replicas", 1, "--num-instances", "1:2", "--ipus-per-replica", 2),
+        *("--instances-per-node", 1, "--checkpoint-dir", tmp_path, sys.executable, PROGRAM, tmp_path),
+        *(CALLS, "--hold", 3),
+    )
+    variables = {"POPRUN_NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1"}  # the first round waits for both
+    first, second = (poprun(*words, POPRUN_NODE_RANK=str(rank), **variables) for rank in range(2))
+    first.until("held\n", LIMIT)
+    second.until("held\n", LIMIT)
+    os.kill(second.pid, signal.SIGKILL)
+    (tmp_path / "go").touch()
+    assert first.wait(LIMIT) == 0, first.said()
+    assert "instance 0 begins at call 2\n" in first.said()
+    assert_equal_to_one_process(tmp_path, 1, 1)
+    assert second.nothing_left(20)
+
+
 MODES = [
     pytest.param(mode, id=mode.name, marks=[] if mode is poptorch.DataLoaderMode.Sync else pytest.mark.slow)
     for mode in poptorch.DataLoaderMode

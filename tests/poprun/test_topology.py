@@ -93,6 +93,22 @@ def test_as_many_instances_as_divide_eight_replicas_are_dealt_out_evenly(fewest,
     assert instances_by_node(request, {str(node): slot for node, slot in enumerate(slots)}) == expected
 
 
+@pytest.mark.parametrize(
+    "slots, counts",
+    [
+        ([8], [8]),  # each has an ipu of the four of a replica
+        ([4, 3], [2, 2]),
+        ([1, 1, 1, 1], [1, 1, 1, 1]),
+        ([1, 1, 1], [1, 1, 0]),
+        ([1], [0]),
+    ],
+)
+def test_the_ipus_of_two_replicas_are_dealt_out_evenly(slots, counts):
+    request = CommandLine(("python3",), replicas=2, instances=8, fewest_instances=2, ipus_per_replica=4)
+    expected = {str(node): count for node, count in enumerate(counts) if count}
+    assert instances_by_node(request, {str(node): slot for node, slot in enumerate(slots)}) == expected
+
+
 def test_instances_that_nodes_can_not_share_are_refused():
     with pytest.raises(ValueError, match="4 instances can't be shared out over 3 nodes"):
         local_instance_count(FOUR, 3)
