@@ -105,7 +105,7 @@ class TaskRun(NamedTuple):
     task: int  # index in `Profile.tasks`
     micro_batch: int  # -1: a task of the whole step, such as a chunk of the update
     replica: int  # -1: once for all replicas
-    core: int  # index of the thread that ran it; -1: the thread that talks to other processes
+    core: int  # index of the thread that ran it; negative: a thread that talks to other processes
     start: int
     end: int
     computed: int = 0  # CPU time of the thread, in ns; 0: not measured
@@ -250,6 +250,11 @@ TABLES: dict[str, type[Any]] = {
     for name, hint in get_type_hints(Profile).items()
     if get_origin(hint) is tuple and hasattr(get_args(hint)[0], "_fields")
 }
+
+
+def file_of_part(path: Path, part: int) -> Path:
+    """Return the file of an instance of a replica that spans several, given that of the first: profile.1.pop."""
+    return path.with_name(f"{path.stem}.{part}{path.suffix}") if part else path
 
 
 class ProfileError(ValueError):

@@ -1,7 +1,8 @@
 """Profiles of executors: measured times and the tables of the plan, written when devices are released.
 
 The files are `<directory>/training/profile.pop` or `<directory>/inference/profile.pop`, and a page of all
-profiles in the directory, `<directory>/report.html`. At the end of the program the open profiles are written.
+profiles in the directory, `<directory>/report.html`. At the end of the program the open profiles are written. If a
+replica spans several instances, all of replica 0 write one: `profile.pop`, `profile.1.pop` and so on.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ class Reporter:
         """Store the plan's engine and executable, from which `save` writes the profile; report the compilation to
         the recorders of other plans, between whose calls it may have run."""
         self._running = engine, executable
+        counts = engine.settings.counts
         if not self.recorder.calls:
+            if counts.parts > 1 and not counts.instance:  # a file of an earlier run would be joined
+                profile.file_of_part(self.path, counts.part).unlink(missing_ok=True)
             self._tell_others("compilation", time.perf_counter_ns() - round(1e9 * sum(self.passes.values())))
 
     def _tell_others(self, kind: str, start: int) -> None:
@@ -81,14 +85,16 @@ class Reporter:
             self._next_save = now + max(_SAVE_INTERVAL, _SAVE_FACTOR * (now - began))
 
     def save(self) -> None:
-        """Write the profile and the page of all profiles, if an engine is attached, in instance 0."""
-        if self._running is None or self._running[0].settings.counts.process != 0:
+        """Write the profile and the page of all profiles, if an engine is attached, in the instances of replica 0. The
+        page has what the other instances have written before."""
+        if self._running is None or (counts := self._running[0].settings.counts).instance != 0:
             return
         try:
-            self._make_profile(*self._running).save(self.path)
-            from popvision import report  # loaded only for a profile
+            self._make_profile(*self._running).save(profile.file_of_part(self.path, counts.part))
+            if self.path.exists():
+                from popvision import report  # loaded only for a profile
 
-            report.write_report(self.path.parent.parent)
+                report.write_report(self.path.parent.parent)
         except OSError as error:
             logger.warning("the profile could not be written to %s: %s", self.path.parent.parent, error)
 
@@ -105,6 +111,12 @@ class Reporter:
             "steps": recorder.steps,
             "step_tasks": recorder.step_tasks,
             "ns_in_calls": recorder.ns_in_calls,
+            "part": settings.counts.part,
+            "clock": {
+                "host": platform.node(),
+                "monotonic": recorder.origin,
+                "time": recorder.time_of_origin,
+            },
             "detailed_step": None if detail is None else [detail.call, detail.step],
             "capacity": _memory_capacity(settings.strategy.capacity),
             "threads": torch.get_num_threads() // inside,

@@ -50,6 +50,23 @@ def plan_sentence(profile: Profile) -> str:
     )
 
 
+def instances_sentence(profile: Profile) -> str:
+    """Return which ipus each instance of a replica has, and by which clock their tasks are joined; "" for one."""
+    if not (joined := profile.facts.get("joined")):
+        return ""
+    places = profile.facts["ipus_of_instances"]
+    words = (
+        f"instance {i} has ipu{'s' * (len(own) > 1)} {' and '.join(map(str, own))}"
+        for i, own in enumerate(places)
+    )
+    clock = (
+        "the clock of their host"
+        if joined["one_clock"]
+        else "their hosts' times of day, which differ a little"
+    )
+    return f"A replica spans {counted(len(places), 'instance')}: {', '.join(words)}. Their tasks are joined by {clock}."
+
+
 def stages_sentence(figures: Figures) -> str:
     """Return a sentence that compares the slowest stage with the average stage; with fewer than two measured
     stages, a sentence that says how the page's times were measured."""
@@ -59,7 +76,12 @@ def stages_sentence(figures: Figures) -> str:
 
 
 def _fault_sentences(figures: Figures) -> Iterator[str]:
-    """Yield a sentence for each of these faults that the run has: too little memory, failed calls."""
+    """Yield a sentence for each of these faults: no file of an instance, too little memory, failed calls."""
+    for instance in figures.profile.facts.get("joined", {}).get("missing", ()):
+        yield (
+            f"The tasks of instance {instance} are missing: put its file profile.{instance}.pop beside profile.pop,"
+            " and open the report again."
+        )
     if figures.fits is False and figures.capacity:
         yield (
             f"Does not fit: {size_text(figures.wanted)} are needed, and {figures.capacity_of} is"

@@ -54,6 +54,12 @@ class Figures:
         self.usages = times.core_usages(whole)
         self.idle_here = times.waiting_share(self.usages)
         self.bubble_ideal = times.ideal_bubble(profile)
+        joined = facts.get("joined")  # whether the profile has the tasks of several instances
+        self.bubble_measured = (
+            times.measured_bubble(whole, {int(core): at for core, (at, _) in joined["cores"].items()})
+            if joined and not joined["missing"]
+            else None
+        )
         self.step_apart, self.bubble_apart, self.device_usages, runs, self.changes = None, None, [], [], []
         self.schedules: list[dict[str, Any]] = []  # the same step in the order of each schedule
         self.step_here = None  # on these cores, if none of them waited
@@ -218,6 +224,7 @@ def _compared_values(
         ),
         "compilation": (found.compile_seconds, seconds_text, 0.0),
         "bubble on separate devices": (found.bubble_apart, share_text, 0.0),
+        "bubble, measured": (found.bubble_measured, share_text, 0.0),
         "bubble, ideal": (found.bubble_ideal, share_text, 0.0),
         "these cores waited": (found.idle_here, share_text, 0.0),
         "largest ipu": (max(totals, default=None), size_text, 0.0),

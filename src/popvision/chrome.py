@@ -21,7 +21,9 @@ def chrome_trace(profiles: list[Profile]) -> str:
     for number, profile in enumerate(profiles):
         host, cores, apart = (3 * number + i for i in (1, 2, 3))
         devices, recorded, name = Figures(profile).devices, [*profile.events()], profile.name
+        joined = profile.facts.get("joined", {"cores": {}})["cores"]  # of several instances
         names = {at: f"core {at}" if at >= 0 else "messages" for at in sorted({e.core for e in recorded})}
+        names |= {int(at): text for at, (_, text) in joined.items()}
         ipus = {ipu: f"ipu {ipu}" for ipu in profile.devices}
         events += _track_names(host, f"{name}, host", {0: "calls"})
         events += _track_names(cores, f"{name}, these cores", names)

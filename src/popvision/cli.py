@@ -11,9 +11,10 @@ from typing import Any
 from popengine.command_parser import CommandParser
 from popengine.environment import pando_version
 from popengine.errors import did_you_mean
-from popengine.profile import ProfileError, load
+from popengine.profile import ProfileError
 
 from . import chrome
+from .joined import load
 from .machine import MachineError, load_machines, machine_names
 from .plan import Estimates, compile_profiles
 from .report import find_profiles, summary, write_comparison, write_report

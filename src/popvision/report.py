@@ -13,12 +13,20 @@ from importlib.resources import files
 from pathlib import Path
 from textwrap import indent
 from typing import Any
+from uuid import uuid4
 
-from popengine.profile import PHASES, Profile, ProfileError, TaskRun, load
+from popengine.profile import PHASES, Profile, ProfileError, TaskRun
 from popengine.texts import counted, table_text
 
-from .advice import advice_sentences, machine_sentence, plan_sentence, stages_sentence
+from .advice import (
+    advice_sentences,
+    instances_sentence,
+    machine_sentence,
+    plan_sentence,
+    stages_sentence,
+)
 from .analysis import Figures, compare_figures, comparison_text
+from .joined import load
 from .memory import bytes_curve, memory_table
 from .times import bubble_formula
 from .units import cores_text, layout_text, rate_text, seconds_text, share_text, size_text
@@ -63,9 +71,12 @@ def find_profiles(path: Path) -> list[Path]:
 
 def write_report(directory: Path, target: Path | None = None) -> Path:
     """Write the page of all profiles in `directory` to a file (None: `report.html` there), and return its path."""
-    target = target or directory / "report.html"
-    target.write_text(report_page(directory))
-    return target
+    if target is not None:
+        target.write_text(report_page(directory))
+        return target
+    draft = directory / f"report.html.{uuid4()}"  # other instances may write the page, too
+    draft.write_text(report_page(directory))
+    return draft.replace(directory / "report.html")
 
 
 def report_page(folder: Path) -> str:
@@ -118,6 +129,7 @@ def page_data(found: Figures) -> dict[str, Any]:
         "warnings": advice_sentences(found),
         "plan_says": plan_sentence(found.profile),
         "machine_says": machine_sentence(found),
+        "instances_say": instances_sentence(found.profile),
         "stages_say": stages_sentence(found),
         "cores": cores_text(found.profile),
         "bubble_formula": bubble_formula(found.profile),
@@ -224,12 +236,15 @@ def summary(profile: Profile) -> str:
     """Return a profile's figures, tables and advice as a text for the terminal, about a screen long."""
     found = Figures(profile)
     lines = [f"{profile.name}: {layout_text(profile)}"]
-    lines += [f"  {said}" for said in (plan_sentence(profile), machine_sentence(found)) if said]
+    sentences = plan_sentence(profile), instances_sentence(profile), machine_sentence(found)
+    lines += [f"  {said}" for said in sentences if said]
     if found.calls:
         passes = ", ".join(f"{entry.name} {seconds_text(entry.seconds)}" for entry in profile.passes)
+        share = found.bubble_measured
+        measured = "" if share is None else f", {share_text(share)} measured in the instances"
         lines += [
             f"  bubble        {share_text(found.bubble_apart)} on separate devices,"
-            f" {share_text(found.bubble_ideal)} ideal{bubble_formula(profile)}",
+            f" {share_text(found.bubble_ideal)} ideal{bubble_formula(profile)}{measured}",
             f"  a step        {seconds_text(found.step_apart)} on separate devices, simulated",
             f"                {seconds_text(found.step_here)} on {cores_text(profile)} without waits,"
             f" {seconds_text(found.step_seconds)} with them",

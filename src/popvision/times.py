@@ -54,8 +54,24 @@ def core_usages(events: Iterable[Event]) -> list[Usage]:
         for event in own:
             kind = event.phase if event.computes else "update" if event.kind == "update" else "other"
             spent[event.core][kind] += max(0, event.end - max(start, event.start))
-    spent.pop(-1, None)  # the thread that talks to other processes
-    return [Usage(at, dict(ns), max(0, window - ns.total())) for at, ns in sorted(spent.items())]
+    # Negative: the threads that talk to other processes.
+    return [Usage(at, dict(ns), max(0, window - ns.total())) for at, ns in sorted(spent.items()) if at >= 0]
+
+
+def measured_bubble(events: Iterable[Event], instance_of: Mapping[int, int]) -> float | None:
+    """Return the share of the steps in which an instance ran no task, on average over instances, which `instance_of`
+    gives by core; None without events. A step lasts as in `core_usages`."""
+    window, busy, instances = 0, 0, len({*instance_of.values()})
+    for own in group_by(events, lambda event: (event.call, event.step)).values():
+        begin = min((event.start for event in own if event.computes), default=own[0].start)
+        window += instances * (max(event.end for event in own) - begin)
+        on_cores = (event for event in own if event.core >= 0)
+        for runs in group_by(on_cores, lambda event: instance_of[event.core]).values():
+            until = begin
+            for event in sorted(runs, key=lambda event: event.start):
+                busy += max(0, event.end - max(event.start, until))
+                until = max(until, event.end)
+    return 1 - busy / window if window else None
 
 
 def waiting_share(found: Sequence[Usage]) -> float | None:

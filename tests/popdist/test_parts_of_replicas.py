@@ -335,3 +335,39 @@ def refused():
         model.parameters(), lr=0.1
     )
     poptorch.trainingModel(model, options_of(2, 1, "1f1b"), own)(*batch(0, 32))
+
+
+def profiled(folder):
+    popdist.init()
+    torch.manual_seed(0)
+    time.sleep(0.5 * popdist.getInstanceIndex())  # its profile begins later
+    model, options = Net(), popdist.poptorch.Options(2).enableProfiling(folder)
+    options.deviceIterations(4).Training.gradientAccumulation(8)
+    options.randomSeed(3).showCompilationProgressBar(False)
+    stages = [poptorch.Stage(*blocks).ipu(ipu) for ipu, blocks in enumerate(("AB", "CD"))]
+    options.setExecutionStrategy(poptorch.PipelinedExecution(*stages))
+    executor = poptorch.trainingModel(model, options, poptorch.optim.SGD(model.parameters(), lr=0.01))
+    for call in range(2):
+        executor(*batch(call, 4 * 8 * 2))
+    executor.detachFromDevice()
+
+
+def test_a_report_joins_the_tasks_of_all_instances_on_one_clock(tmp_path):
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "profile.1.pop").write_text("of an earlier run")
+    assert [each.error for each in processes.run(profiled, 2, str(tmp_path), parts=2)] == ["", ""]
+    report = poptorch.Report(tmp_path)
+    runs = {
+        (run["step"], run["phase"], run["stage"], run["micro_batch"]): run
+        for run in report.trace()
+        if run["kind"] in ("forward", "backward")
+    }
+    assert len(runs) == 8 * 2 * 2 * 8  # steps, phases, stages, micro-batches
+    for (step, phase, stage, micro_batch), run in runs.items():
+        assert run["ipu"] == run["core"] == stage
+        before = runs[step, phase, 1 - stage, micro_batch]
+        if stage == (phase == "F"):  # it got the other process's values
+            assert before["end"] <= run["start"]
+    (figures,) = report.figures()
+    assert 0.05 < figures["bubble_measured"] < 1 and 1 / 9 < figures["bubble_apart"] < 1
+    assert "instance 0 has ipu 0, instance 1 has ipu 1" in repr(report)

@@ -29,7 +29,7 @@ from ..profile import (
     Tick,
 )
 from ..programs import actions
-from ..settings import Settings
+from ..settings import Place, Settings
 from ..torch_private import storage_id
 from .partition import AGAIN
 
@@ -95,6 +95,10 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
             "cores": os.cpu_count() or 1,
             "threads": torch.get_num_threads(),
             "device": settings.device,
+            "ipus_of_instances": [
+                [i for i in sorted({*partition.ipus}) if plan.places.get(i, Place()).process == part]
+                for part in range(settings.counts.parts)
+            ],
         },
         blocks=tuple(_profiled_blocks(plan, graph)),
         pieces=tuple(pieces),

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from time import perf_counter_ns, thread_time_ns
+from time import perf_counter_ns, thread_time_ns, time_ns
 from typing import Any
 
 from ..profile import Call, HostEvent, TaskRun
@@ -63,6 +63,7 @@ class Recorder:
 
     def __init__(self, budget: int = 40_000) -> None:
         self.budget, self.origin = budget, perf_counter_ns()
+        self.time_of_origin = time_ns()  # since 1970
         # The runs of the first and the last steps, and of the last step that failed.
         self.kept: list[list[TaskRun]] = []
         self.broken: list[TaskRun] = []

@@ -376,8 +376,10 @@ class State:
 
     def memory(self, replica: int, ipu: int) -> KeptBytes:
         """Return the bytes that an ipu's weights, gradient sums and states take in a memory of its own."""
-        sizes = {name: self.values[replica][name].nbytes for name in self.plan.slots_held_by(ipu)}
-        weights = sum(size for name, size in sizes.items() if self._slots[name].role == "parameter")
+        held = {*self.plan.slots_held_by(ipu)}
+        slots = [slot for slot in self.plan.partition.signature.slots if slot.name in held]
+        weights = sum(slot.nbytes for slot in slots if slot.role == "parameter")
+        others = sum(slot.nbytes for slot in slots) - weights
         gradients = states = 0
         for unit in self.units:
             members = self.settings.sharing_replicas(unit.key, unit.replica)
@@ -385,7 +387,7 @@ class State:
                 weight = self.weight(unit)
                 gradients += weight.numel() * self.settings.optimizer.sum_dtype(weight.dtype).itemsize
                 states += sum(value.nbytes for value in self.optimizer.get(unit, {}).values())
-        return KeptBytes(replica, ipu, weights, sum(sizes.values()) - weights, gradients, states)
+        return KeptBytes(replica, ipu, weights, others, gradients, states)
 
 
 def _differ_in_strides(one: Tensor, other: Tensor) -> bool:

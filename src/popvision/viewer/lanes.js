@@ -7,10 +7,10 @@ function lanesOf({ profile, devices }, on) {
   const at = Object.fromEntries(columns.map((name, i) => [name, i]));
   for (const run of runs) {
     const place = on === "cores" ? run[at.core] : tasks[run[at.task]].ipu;
-    if (!found.has(place)) found.set(place, { place, name: on === "devices" ? `ipu ${place}` : place < 0 ? "messages" : `core ${place}`, runs: [] });
+    if (!found.has(place)) found.set(place, { place, name: on === "devices" ? `ipu ${place}` : coreName(profile, place), runs: [] });
     found.get(place).runs.push(run);
   }
-  const lanes = [...found.values()].sort((a, b) => (a.place < 0) - (b.place < 0) || a.place - b.place);
+  const lanes = [...found.values()].sort((a, b) => (a.place < 0) - (b.place < 0) || Math.abs(a.place) - Math.abs(b.place));
   for (const lane of lanes) {
     lane.runs.sort((a, b) => a[at.start] - b[at.start] || a[at.end] - b[at.end]);
     if (on === "devices") lane.runs = actionsOf(lane.runs, tasks, computes, at);
@@ -21,6 +21,11 @@ function lanesOf({ profile, devices }, on) {
     delete lane.runs;
   }
   return { lanes, tasks, computes };
+}
+
+/** "core 0"; if instances are joined, "core 1.0" of instance 1. */
+function coreName({ facts }, place) {
+  return facts.joined ? facts.joined.cores[place][1] : place < 0 ? "messages" : `core ${place}`;
 }
 
 /** An ipu runs the rows of an action one after another: they are one event, of the first row that computes. */

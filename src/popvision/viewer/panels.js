@@ -17,7 +17,7 @@ function headlineView(entry, page) {
   }
   const slow = figures.slowest === null ? null : figures.stages[figures.slowest];
   const tiles = make("div", { class: "tiles" },
-    tile("Bubble", units.share(figures.bubble_apart), `of separate devices; ideal ${units.share(figures.bubble_ideal)}${figures.bubble_formula}`),
+    tile("Bubble", units.share(figures.bubble_apart), `of separate devices; ideal ${units.share(figures.bubble_ideal)}${figures.bubble_formula}${figures.bubble_measured === null ? "" : `; ${units.share(figures.bubble_measured)} measured in the instances`}`),
     figures.step_apart === null ? null : tile("A step on separate devices", units.time(figures.step_apart * 1e9), "simulated with the recorded costs"),
     figures.step_here === null ? null : tile("A step on these cores, without waits", units.time(figures.step_here * 1e9), `${figures.cores} ran all ipus; ${units.time(figures.step_seconds * 1e9)} with waits${figures.idle_here === null ? "" : `, idle for ${units.share(figures.idle_here)}`}`),
     slow ? tile("Slowest stage", `stage ${slow.stage}`, `of 0 to ${figures.stages.length - 1}: ${slow.blocks}, ${units.time(slow.total)} a micro-batch`) : null,
@@ -25,12 +25,12 @@ function headlineView(entry, page) {
     tile("Throughput", units.rate(figures.samples_per_second), `samples per second in ${figures.calls} calls of ${figures.samples_per_call.toLocaleString("en")}; ${units.rate(figures.samples_per_second_overall)} with the time between calls`));
   const trace = new Trace(entry, { compact: true, on: page.on });
   page.miniature = trace;
-  const texts = [["plan", figures.plan_says], ["machine", figures.machine_says]].filter(([, text]) => text);
+  const texts = [["plan", figures.plan_says], ["instances", figures.instances_say], ["machine", figures.machine_says]].filter(([, text]) => text);
   return make("div", {}, ...texts.map(([id, text]) => make("p", { id, style: { marginBottom: "12px" } }, text)), tiles, warnings,
     make("section", { class: "card" },
       make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "One step"), onSwitch(page), make("span", { class: "spring" }), ...(trace.lanes.length ? [stepper(trace), svgButton(entry, trace)] : []), make("button", { type: "button", class: "plain", onclick: () => page.goTo("trace") }, "Open the trace")),
       ...(trace.lanes.length ? [trace.said, trace.canvas, traceLegend(trace)] : [make("p", { class: "hint" }, "No step was recorded as a whole.")])),
-    make("div", { class: "columns" }, stageCard(figures), usageCard(figures, page.on)),
+    make("div", { class: "columns" }, stageCard(figures), usageCard(entry, page.on)),
     passesCard(profile, figures));
 }
 
@@ -42,9 +42,9 @@ function stageCard(figures) {
   return make("section", { class: "card" }, make("h2", {}, "What a micro-batch costs, by stage"), stageBars(figures), make("p", { class: "hint", style: { marginTop: "10px" } }, figures.stages_say));
 }
 
-function usageCard(figures, on) {
-  const [title, usages, kind] = on === "cores" ? ["What these cores did", figures.usages, "core"] : ["What separate devices would do", figures.device_usages, "ipu"];
-  return make("section", { class: "card" }, make("h2", {}, title), usageBars(usages, kind));
+function usageCard({ figures, profile }, on) {
+  const [title, usages, nameOf] = on === "cores" ? ["What these cores did", figures.usages, (core) => coreName(profile, core)] : ["What separate devices would do", figures.device_usages, (ipu) => `ipu ${ipu}`];
+  return make("section", { class: "card" }, make("h2", {}, title), usageBars(usages, nameOf));
 }
 
 function stageBars(figures) {
@@ -59,13 +59,13 @@ function stageBars(figures) {
   }));
 }
 
-function usageBars(usages, kind) {
+function usageBars(usages, nameOf) {
   const colours = { F: "#56b4e9", B: "#0072b2", W: "#9ad3b8", update: "#4d5a68", other: "#e69f00", waiting: "transparent" }, words = { ...PHASES, other: "sums and others" };
   const shares = usages.slice(0, 64).map(({ place, spent, waiting }) => ({ place, spent: { ...spent, waiting } })), seen = Object.keys(colours).filter((name) => shares.some((use) => use.spent[name]));
   return make("div", {}, make("div", { class: "bars" }, shares.flatMap(({ place, spent }) => {
     const whole = seen.reduce((sum, name) => sum + (spent[name] || 0), 0) || 1;
     return [
-      make("span", { class: "name" }, `${kind} ${place}`),
+      make("span", { class: "name" }, nameOf(place)),
       make("div", { class: "bar" }, seen.filter((name) => spent[name]).map((name) => make("i", { style: { width: `${(100 * spent[name]) / whole}%`, background: colours[name] }, title: `${words[name] || name}: ${units.share(spent[name] / whole)}` }))),
       make("span", { class: "number" }, `${units.share(1 - spent.waiting / whole)} busy`),
     ];

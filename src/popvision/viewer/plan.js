@@ -6,7 +6,7 @@ function planView(entry, page) {
   return make("div", {}, make("section", { class: "card" }, make("h2", {}, "Machines"), plainTable(head, marked, head.length)), warningList(advice),
     drawn ? stepCard(entry, page, drawn) : null,
     plannedMemory(memory),
-    drawn ? make("div", { class: "columns" }, stageCard(entry.figures), usageCard(entry.figures, "devices")) : null);
+    drawn ? make("div", { class: "columns" }, stageCard(entry.figures), usageCard(entry, "devices")) : null);
 }
 
 function stepCard(entry, page, drawn) {
