@@ -144,7 +144,7 @@ class Reporter:
             memory=tuple(
                 engine.state.memory(replica, ipu)
                 for replica in range(settings.counts.replicas)
-                for ipu in engine.plan.state_at(engine.settings.place)
+                for ipu in found.facts["ipus_of_instances"][settings.counts.part]
             ),
             tensors=tuple(held_tensors(engine.plan, executable.graph)),
             options=tuple(_changed_options(options, settings.training)),

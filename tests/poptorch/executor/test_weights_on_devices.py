@@ -9,6 +9,7 @@ from torch import nn
 import popdist
 import poptorch
 from late_device import late_devices
+from popengine.profile import load
 
 BATCHES = [(torch.randn(16, 4), torch.randint(0, 3, (16,))) for _ in range(3)]
 
@@ -199,6 +200,28 @@ def test_ipus_on_several_devices_have_the_bits_of_the_cpu(chosen, monkeypatch):
         (model, results), (other, theirs) = found
         assert_equal(model, other)
         assert all(map(torch.equal, results, theirs))
+
+
+def test_a_profile_of_several_devices_has_the_memory_of_all_ipus(monkeypatch, tmp_path):
+    class Tied(Net):
+        def forward(self, x):  # ipu 1 reads a weight of ipu 0
+            with poptorch.Block("first", ipu_id=0):
+                hidden = self.first(x)
+            with poptorch.Block("last", ipu_id=1):
+                return nn.functional.linear(hidden, self.first.weight.T)
+
+    held = []
+    with late_devices(monkeypatch, count=2):
+        for device in (["cpu", "cuda"], "cpu"):
+            options = (
+                poptorch.Options().device(device).deviceIterations(2).enableProfiling(tmp_path / str(device))
+            )
+            predict = poptorch.inferenceModel(Tied().eval(), options)
+            predict(torch.ones(4, 4))
+            predict.detachFromDevice()
+            held.append(load(tmp_path / str(device) / "inference" / "profile.pop").memory)
+    assert held[0] == held[1] and [row.ipu for row in held[0]] == [0, 1]
+    assert [row.weights for row in held[0]] == [4 * (4 * 6 + 6), 4 * 4 * 6]
 
 
 def test_a_model_that_needs_one_device_runs_on_the_first_of_several(monkeypatch, caplog):
