@@ -135,6 +135,11 @@ def main():
                 time.sleep(0.01)
 
     training.train(flags.calls, on_call)
+    if not training.trainer.isCompiled():  # restored after the last call: this instance has all of the state
+        loader = training.loader
+        training.trainer.compile(
+            *next(iter(loader), None) or next(iter(loader))
+        )  # an epoch may be at its end
     torch.save(training.result(), flags.folder / f"result-{popdist.getInstanceIndex()}.pt")
     popdist.synchronize()
 

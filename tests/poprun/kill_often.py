@@ -1,6 +1,6 @@
 """Kill instances, or poprun, at random moments, many times: every training ends in the bits of one that nobody killed.
 
-    python tests/poprun/kill_often.py --rounds 200 [--seed 0] [--instances 2] [--calls 40]
+    python tests/poprun/kill_often.py --rounds 200 [--seed 0] [--instances 2] [--parts 1] [--calls 40]
 
 A training has dropout, BatchNorm, state that replicas share and a checkpoint every other call. In each round
 something is done to it once or several times: SIGKILL, SIGTERM or SIGINT to an instance or to poprun, SIGSTOP
@@ -30,7 +30,8 @@ ENDINGS = [signal.SIGKILL] * 4 + [signal.SIGTERM, signal.SIGINT, signal.SIGSTOP]
 
 
 def start(flags, folder, mark):
-    words = ["--num-replicas", flags.instances, "--num-instances", flags.instances, "--max-restarts", 50]
+    words = ["--num-replicas", flags.instances // flags.parts, "--num-instances", flags.instances]
+    words += ["--ipus-per-replica", flags.parts, "--max-restarts", 50]
     command = [sys.executable, "-m", "poprun", *words, sys.executable, PROGRAM, folder, flags.calls]
     with open(folder / "log", "ab") as log:
         return subprocess.Popen(
@@ -106,12 +107,9 @@ def played(flags, chance, folder, mark, usual):
 
 
 def results(folder, instances):
-    """What all instances have come to, and together the optimizer's state: one that has restored the last checkpoint,
-    and then trained no more, has all of it instead of a share."""
+    """What all instances have come to; the losses are of the calls since the last checkpoint only."""
     found = [torch.load(folder / f"result-{i}.pt") for i in range(instances)]
-    optimizer = {name: state for one in found for name, state in one["optimizer"].items()}
-    apart = "losses", "optimizer", "shares_state"
-    return [*({k: v for k, v in one.items() if k not in apart} for one in found), optimizer]
+    return [{k: v for k, v in one.items() if k != "losses"} for one in found]
 
 
 def main():
@@ -121,6 +119,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--instances", type=int, default=2)
+    parser.add_argument("--parts", type=int, default=1, help="the instances of a replica: 1 or 2")
     parser.add_argument("--calls", type=int, default=40)
     parser.add_argument("--limit", type=float, default=600, help="seconds of a round")
     parser.add_argument("--stop", type=float, default=10, help="seconds between SIGSTOP and SIGCONT")
