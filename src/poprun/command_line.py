@@ -234,7 +234,8 @@ class _Parser(CommandParser):
         self.set_defaults(**values)
 
     def check_number_options(self, options: argparse.Namespace) -> tuple[int, int]:
-        """Check the options that are numbers; return the smallest (0: not elastic) and largest number of instances."""
+        """Check the options that are numbers; return the smallest (0: not elastic) and largest possible number of
+        instances."""
         text, replicas = str(options.num_instances), options.num_replicas
         if not re.fullmatch(r"\d+(:\d+)?", text):
             self.error(f"argument --num-instances: invalid value: {text!r}\n  fix: a number, or 2:8")
@@ -246,8 +247,9 @@ class _Parser(CommandParser):
         if fewest and not options.checkpoint_dir:
             self.error(f"--num-instances {text} needs a folder\n  fix: add --checkpoint-dir DIR")
         several = most // replicas if most > replicas and most % replicas == 0 else 0
-        ipus, counts = options.ipus_per_replica, range(fewest or most, most + 1)
-        if not any(can_run(replicas, ipus, count) for count in counts):
+        counts = range(fewest or most, most + 1)
+        possible = [count for count in counts if can_run(replicas, options.ipus_per_replica, count)]
+        if not possible:
             meant = f"any number from {fewest} to {most}" if fewest else f"--num-instances {most}"
             self.error(
                 f"--num-replicas {replicas}{' (the default)' * (replicas == 1)} is not a multiple of {meant}: every"
@@ -259,7 +261,7 @@ class _Parser(CommandParser):
             chosen = getattr(options, name)
             if chosen is not None and not 0 <= chosen < most:
                 self.error(f"--{name.replace('_', '-')} {chosen}: the instances are 0 to {most - 1}")
-        return fewest, most
+        return possible[0] if fewest else 0, possible[-1]
 
     def parse_mpi_options(self, texts: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Return the options of the texts of --mpi-*-args that have an effect here, and all other words."""
