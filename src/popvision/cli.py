@@ -59,7 +59,12 @@ def _make_parser() -> argparse.ArgumentParser:
     for name, (run, text) in _COMMANDS.items():
         parsers[name] = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         parsers[name].set_defaults(run=run)
-        if name != "plan":
+        if name == "report":
+            here: dict[str, Any] = {"nargs": "?", "default": Path("report")}
+            parsers[name].add_argument(
+                "report", type=Path, metavar="REPORT", help=f"{_REPORT} (report)", **here
+            )
+        elif name != "plan":
             parsers[name].add_argument("report", type=Path, metavar="REPORT", help=_REPORT)
     add = parsers["report"].add_argument
     add("--no-browser", action="store_true", help="only write the page")

@@ -57,6 +57,15 @@ def test_report_is_the_name_of_the_command_that_a_folder_stands_for(report, caps
     assert capsys.readouterr().out.strip() == str(report / "report.html")
 
 
+def test_report_alone_opens_the_folder_report(report, capsys, monkeypatch):
+    monkeypatch.chdir(report)
+    assert main(["report", "--no-browser"]) == 1
+    assert "report" in capsys.readouterr().err
+    monkeypatch.chdir(report.parent)
+    assert main(["report", "--no-browser"]) == 0
+    assert capsys.readouterr().out.strip() == f"{report.name}/report.html" == "report/report.html"
+
+
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
@@ -64,7 +73,7 @@ def test_report_is_the_name_of_the_command_that_a_folder_stands_for(report, caps
         (["sumary", "report"], "did you mean 'summary'?"),
         (["nosuch/folder"], "'nosuch/folder' is not a command, a folder or a file\n  fix: the folder"),
         (["report", "--no-browsr", "x"], "unknown option --no-browsr; did you mean '--no-browser'?"),
-        (["report"], "the following arguments are required: REPORT"),
+        (["summary"], "the following arguments are required: REPORT"),
         (["plan", "--replicas", "4;16", "x.py"], "'4;16' is no number, nor several such as 4,16"),
         (["report", "--no-browse", "x"], "unknown option --no-browse; did you mean '--no-browser'?"),
         ([], "required: COMMAND\n  fix: see popvision --help"),

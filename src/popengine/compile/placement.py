@@ -87,10 +87,13 @@ def _stage_numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) 
     if unknown is not None and strategy.auto is None:
         blocks = [name for stage in strategy.stages for name in stage.blocks]
         known = ", ".join(map(repr, blocks)) or "no blocks"
+        unused = [name for name in blocks if name not in {visit.name for visit in visits}]
+        fix = f'add poptorch.Stage("{unknown.name}") to the strategy, or use one of the names above'
+        if meant := did_you_mean(str(unknown.name), unused):
+            fix = f"one name for both: the strategy has a name that no block of the model has{meant}"
         raise BlockError(
             f"Unknown Block '{unknown.name}', opened at {unknown.where}\n"
-            f"  the strategy's stages have: {known}{did_you_mean(str(unknown.name), blocks)}\n"
-            f'  fix: add poptorch.Stage("{unknown.name}") to the strategy, or use one of the names above'
+            f"  the strategy's stages have: {known}\n  fix: {fix}"
         )
     if unknown is not None:
         raise BlockError(

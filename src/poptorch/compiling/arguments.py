@@ -49,12 +49,16 @@ class BoundCall:
     @cached_property
     def kind(self) -> InputKind:
         """Return the structure and constants of the arguments, and dtype and shape of each tensor."""
-        parameters = self.bound.signature.parameters
-        specs = [(name, self._spec(name, each.kind is each.VAR_KEYWORD)) for name, each in parameters.items()]
+        specs = self._specs
         if self.like is not None and self.unread:
             known = dict(self.like.specs)
             specs = [(name, _merged(spec, known[name], self.unread)) for name, spec in specs]
         return InputKind(tuple(specs), tuple((tensor.dtype, tensor.shape) for tensor in self.tensors))
+
+    @cached_property
+    def _specs(self) -> list[tuple[str, Spec]]:
+        parameters = self.bound.signature.parameters
+        return [(name, self._spec(name, each.kind is each.VAR_KEYWORD)) for name, each in parameters.items()]
 
     def _spec(self, name: str, is_keywords: bool) -> Spec:
         """Return the spec of an argument. Paths in **kwargs begin with the keyword."""
@@ -93,7 +97,7 @@ class BoundCall:
     @property
     def named_tensors(self) -> dict[str, Tensor]:
         """Return the tensors by path: `x`, `b[0]`, `x["k"]`. Paths in **kwargs begin with the keyword."""
-        paths = (path for _, spec in self.kind.specs for path, part in spec if part.type is Tensor)
+        paths = (path for _, spec in self._specs for path, part in spec if part.type is Tensor)
         return dict(zip(paths, self.tensors, strict=True))
 
     def in_words(self, samples: Sequence[Tensor]) -> str:
