@@ -24,6 +24,7 @@ import torch
 
 from popengine import profile
 from popengine.compile.describe import describe, held_tensors
+from popengine.environment import pando_version
 from popengine.errors import Error
 from popengine.run.device_engines import DeviceEngines
 from popengine.run.engine import Engine, threads_per_operation
@@ -37,7 +38,6 @@ from .data.loader import wait_recorders
 from .logs import logger
 from .options import Options
 from .options.freeze_options import resolve_options
-from .version import __version__
 
 _SAVE_INTERVAL = 60.0  # seconds, at least, between two saves of a profile during training
 _SAVE_FACTOR = 100  # the interval is at least so many times the duration of the last save
@@ -123,7 +123,7 @@ class Reporter:
             "threads_inside": inside,
             "plan": self.number,
             "versions": {
-                "pando": __version__,
+                "pando": pando_version(),
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },
