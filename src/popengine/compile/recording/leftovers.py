@@ -21,7 +21,7 @@ logger = logging.getLogger("poptorch::python")
 
 _SHELVES = {"_parameters", "_buffers", "_modules"}
 # Types of objects that are not searched.
-_CLOSED = (NoneType, str, bytes, int, float, Tensor, type, ModuleType, CodeType, FrameType, FunctionType)
+_CLOSED = (NoneType, str, bytes, int, float, Tensor, type, ModuleType, CodeType, FrameType)
 _MOST_OBJECTS = 300_000  # that a search visits
 
 
@@ -34,9 +34,9 @@ class StoredValue(NamedTuple):
 
 
 def fake_tensors_in(value: Any, path: str = "model", seen: set[int] | None = None) -> list[StoredValue]:
-    """Return the fake tensors that are reachable from a value through attributes, containers and generators, each with
-    its shortest path, which begins with `path`; not those in modules' parameters. Add the ids of what was searched to
-    `seen`, and search no more in what is there."""
+    """Return the fake tensors that are reachable from a value through attributes, containers, generators and
+    closures, each with its shortest path, which begins with `path`; not those in modules' parameters. Add the ids of
+    what was searched to `seen`, and search no more in what is there."""
     found: list[StoredValue] = []
     seen = set() if seen is None else seen
     queue = deque([StoredValue(path, value, lambda value: None)])
@@ -56,6 +56,11 @@ def _values_held_by(path: str, value: Any, put: Callable[[Any], None]) -> Iterat
     if isinstance(value, (dict, list, deque)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield StoredValue(f"{path}[{key!r}]", item, partial(value.__setitem__, key))
+        return
+    if isinstance(value, FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # not bound yet
+                yield StoredValue(name, cell.cell_contents, put)
         return
     try:
         own = object.__getattribute__(value, "__dict__")  # proxies would do something of their own
