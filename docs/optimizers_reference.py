@@ -84,7 +84,8 @@ def page() -> str:
         f"Pando has update rules for these optimizers, and for {names} of `torch.optim`.\n"
         "Other optimizers update the weights with their own `step()`;"
     )
-    head += " LBFGS and SparseAdam are errors ([guide](../guide/optimizers.md)).\n"
+    guide = "[guide](../guide/optimizers.md), [glossary](../glossary.md)"
+    head += f" LBFGS and SparseAdam are errors ({guide}).\n"
     return head + _arguments(kinds) + _MEMBERS
 
 

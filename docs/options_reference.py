@@ -37,7 +37,7 @@ _HEAD = """# Options
 
 For each part of the options, this page lists the methods, with one of the three answers of [README.md](README.md), and
 the values that you can read, with their defaults and the setters that change them. Values that are "not set" exist only
-after their setter was called.
+after their setter was called ([glossary](../glossary.md)).
 """
 
 
