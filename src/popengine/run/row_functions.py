@@ -45,9 +45,8 @@ class RowFunctions:
     ) -> None:
         self.plan, self.settings, self.state, self._group = plan, settings, state, group
         self.mail = mail  # None: all ipus are at one place
-        self._senders = {
-            row: plan.sender_of(row) for row, task in enumerate(plan.tasks) if task.kind == "receive"
-        }
+        receives = (row for row, task in enumerate(plan.tasks) if task.kind == "receive")
+        self._senders = {row: plan.sender_of(row) for row in receives}
         replicas = range(settings.counts.replicas)
         # By replica and piece. A recorder replaces the functions of replica 0.
         self.codes: list[list[Code]] = [list(codes) for _ in replicas]
@@ -203,9 +202,7 @@ class RowFunctions:
                 del frame[name]
             if piece.draws:
                 numbers = self.settings.part.before + micro_batch, global_replica
-                values.append(
-                    self.generators or hash_integers(*self.state.train_state.random_state, *numbers)
-                )
+                values.append(self.generators or hash_integers(*state.train_state.random_state, *numbers))
             try:
                 with self._checks():
                     made = codes[number](values)
@@ -213,9 +210,8 @@ class RowFunctions:
                 raise self._run_error(error, task, micro_batch, replica) from error
             frame.update(zip(piece.writes, made, strict=True))
             del made
-            for name, slot in slots:
-                # A new tensor, because later backwards still read the old one.
-                self.state.new_buffers[replica][slot] = frame[name].clone()
+            for name, slot in slots:  # new tensors, because later backwards still read the old ones
+                state.new_buffers[replica][slot] = frame[name].clone()
             if stores:
                 self._store_results(call, stores, frame, micro_batch, replica)
             for name in after:
@@ -333,11 +329,10 @@ class RowFunctions:
             like = self.state.values[replica][self.state.slot_of[key]]
             gradient = frame[name]
             dtype = optimizer.sum_dtype(like.dtype) if optimizer is not None else like.dtype
+            may_become = name in frees and _has_layout(gradient, like, dtype)
             if key in sums:  # in a bucket
                 sums[key].copy_(gradient)
-            elif (
-                name in frees and _has_layout(gradient, like, dtype) and _reference_counts(gradient) == _ALONE
-            ):
+            elif may_become and _reference_counts(gradient) == _ALONE:
                 sums[key] = gradient
             else:
                 sums[key] = torch.empty_like(like, dtype=dtype).copy_(gradient)
