@@ -195,7 +195,7 @@ class ExecutionOptions(OptionsDict):
         return self._set_popart("enableStableNorm", checked("enableStableNorm", enabled, bool))
 
     def updatableNamedBuffers(self, buffers: list[str]) -> Self:
-        """Has no effect; kept for compatibility: calls use the current buffers. A wrong name is an error."""
+        """Name the buffers for `copyNamedBuffersToDevice`, which copies nothing: calls use the current buffers."""
         names = checked("updatableNamedBuffers", buffers, list)
         return self._set_popart("updatableNamedBuffers", list(names))
 
