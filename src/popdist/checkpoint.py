@@ -201,10 +201,8 @@ class Checkpoint:
                 "  fix: another directory for this run; or the same optimizer, options and number of replicas"
             )
         saved, count = files.read_checkpoint(folder), run["replicas"]
-        each, parts = (
-            max(1, count // len(saved)),
-            max(1, len(saved) // count),
-        )  # replicas of a file, or files of one
+        # The number of replicas in a file, and the number of files of a replica.
+        each, parts = max(1, count // len(saved)), max(1, len(saved) // count)
         here, first = self._model._options.replication_factor, self._launch.instance // self._parts_of_replica
         # The index of the saved replica for each replica of this instance.
         replicas = [(first * here + i) % count for i in range(here)]

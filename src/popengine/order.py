@@ -164,6 +164,18 @@ def _dualpipe_v_key(step: StepActions, action: Action, micro_batch: int) -> tupl
     return places.get((f"{action.phase}{half}", micro_batch), math.inf), micro_batch
 
 
+def _in_a_v(name: str, key: Callable[[StepActions, Action, int], tuple[float, ...]]) -> Order:
+    """Return an order for a V of stages: stages i and 2n - 1 - i of n ipus are on ipu i."""
+    return Order(
+        name,
+        key,
+        _bounds_of_1f1b,
+        in_flight=lambda step: 2 * step.width,
+        placement="apart",
+        cuts_backwards=True,
+    )
+
+
 def _in_turns(name: str, placement: Literal["turns", "turns of blocks"]) -> Order:
     """Return the order in which one micro-batch passes all stages before the next begins."""
     return Order(
@@ -189,22 +201,8 @@ ORDERS: dict[str, Order] = {
             in_flight=lambda step: 2 * step.width,
             cuts_backwards=True,
         ),
-        Order(
-            "zero-bubble-v",
-            _v_key,
-            _bounds_of_1f1b,
-            in_flight=lambda step: 2 * step.width,
-            placement="apart",
-            cuts_backwards=True,
-        ),
-        Order(
-            "dualpipe-v",
-            _dualpipe_v_key,
-            _bounds_of_1f1b,
-            in_flight=lambda step: 2 * step.width,
-            placement="apart",
-            cuts_backwards=True,
-        ),
+        _in_a_v("zero-bubble-v", _v_key),
+        _in_a_v("dualpipe-v", _dualpipe_v_key),
         _in_turns("sharded", "turns"),
         _in_turns("phased", "turns of blocks"),
     )
@@ -308,9 +306,7 @@ def timeline(
     costs: Sequence[float] = (),  # the time of each action; by default 1
     replicas: int = 1,  # that run the same actions
     updates: Mapping[int, float] = MappingProxyType({}),  # by ipu: the time of its update, at the end
-    program: Iterable[
-        tuple[int, int]
-    ] = (),  # tasks: each ipu runs its own in this order, also if others are ready
+    program: Iterable[tuple[int, int]] = (),  # tasks, which each ipu runs in this order
 ) -> tuple[list[tuple[int, int]], Timeline]:
     """Return (action's index, micro-batch) of each task of a step, by ascending key, and their timeline."""
     step = StepActions(tuple(actions), micro_batches, cores)

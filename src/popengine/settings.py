@@ -199,9 +199,8 @@ class Settings:
     replica_groups: dict[str, ReplicaGroups] = field(default_factory=dict)  # by canonical name
     part: StepPart = StepPart()
     places: tuple[Place, ...] = ()  # of each ipu of a replica; (): all ipus are at one place
-    spreads: bool = (
-        False  # further ipus are at these places again; if the model needs one place, at the first
-    )
+    # Whether further ipus are at these places again, and all at the first if the model needs one place.
+    spreads: bool = False
     place: Place = ONE_PLACE  # of the engine
     cores: int = 0  # of all places, if there are several, for bounds of the order; 0: each ipu is a device
 

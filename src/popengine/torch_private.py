@@ -86,9 +86,8 @@ def made_as(kind: type[Tensor], value: Tensor, requires_grad: bool) -> Tensor:
 
 def reset_parameters(layer: torch.nn.Module) -> None:
     """Call a layer's `reset_parameters()`, if it has one."""
-    reset = getattr(
-        layer, "reset_parameters", getattr(layer, "_reset_parameters", None)
-    )  # 1.1: MultiheadAttention
+    of_attention = getattr(layer, "_reset_parameters", None)  # 1.1: MultiheadAttention
+    reset = getattr(layer, "reset_parameters", of_attention)
     if reset is not None:
         reset()
 

@@ -215,9 +215,8 @@ class Commit:
     """
 
     def __init__(self) -> None:
-        self.lock: Any = (
-            threading.Lock()
-        )  # held while updates write to the weights, and by threads that read them
+        # Held while updates write to the weights, and by threads that read them.
+        self.lock: Any = threading.Lock()
         self.state: Literal["open", "committed", "ended", "lost"] = "ended"
         self.name, self.steps, self.done = "", 0, 0  # the name is for messages
         self.complete_calls = 0

@@ -66,9 +66,8 @@ class DeviceEngines:
         commit.settle()
         self.bind(hyper)
         self._meetings.begin_call()
-        inputs = [
-            devices.in_pinned_memory(value, self._accelerator) for value in inputs
-        ]  # once for all engines
+        # Once for all engines.
+        inputs = [devices.in_pinned_memory(value, self._accelerator) for value in inputs]
         steps = self.settings.counts.iterations if self.settings.training else 1
         threads = torch.get_num_threads()
         runs: list[Future[Results]] = []
@@ -141,7 +140,7 @@ class DeviceEngines:
 
     def gather_optimizer_states(self) -> dict[str, OptimizerState]:
         """Return the optimizer state of all devices, by parameter."""
-        return self.state.train_state.optimizer_states()
+        return self.train_state.optimizer_states()
 
     def read_weights_elsewhere(self) -> dict[str, Tensor]:
         """Return no weights: no other process holds any."""

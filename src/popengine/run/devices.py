@@ -135,18 +135,26 @@ def synchronize(device: torch.device) -> None:
         ) from error
 
 
+Layout = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset, as `as_strided` takes them
+
+
+def memory_and_layout(value: Tensor) -> tuple[Tensor, Layout]:
+    """Return the memory that a value spans, as it lies, and the layout of a copy with equal strides and the value's
+    offset from a multiple of 64 bytes: `torch.empty(offset + len(memory)).as_strided(*layout)`."""
+    value = value.resolve_conj().resolve_neg()
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    memory = value.as_strided((last + 1 if value.numel() else 0,), (1,))
+    return memory, (value.shape, value.stride(), value.data_ptr() % ALIGNMENT // value.itemsize)
+
+
 class Transfer:
     """A value on its way to another device. It is started by the thread that runs the value's device, and finished by
     the thread of the other device. The copy has the value's strides, and its offset from a multiple of 64 bytes,
     because kernels choose by both."""
 
     def __init__(self, value: Tensor, target: torch.device) -> None:
-        value = value.resolve_conj().resolve_neg()
-        size = 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
-        self._target, start = target, value.data_ptr() % ALIGNMENT // value.itemsize
-        self._layout = value.shape, value.stride(), start
-        self._memory = value.as_strided((size if value.numel() else 0,), (1,))
-        self._event = None
+        self._target, self._event = target, None
+        self._memory, self._layout = memory_and_layout(value)
         if has_queue(value.device):
             if not has_queue(target):
                 self._memory = download(self._memory)

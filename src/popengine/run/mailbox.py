@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..ir import Plan
 from ..settings import Place, Settings
-from ..torch_private import ALIGNMENT
+from .devices import memory_and_layout
 from .instances.all_reduce import AllReduce
 from .instances.connections import Message, Tag, TorchThread
 from .instances.process_group import ProcessGroup
@@ -128,12 +128,9 @@ class ProcessMailbox:
     def send(self, place: Place, key: MessageKey, values: Sequence[Tensor]) -> None:
         """Start to send a header, and the memory of each value."""
         forms, memories = [], list[Tensor]()
-        for value in (value.resolve_conj().resolve_neg() for value in values):
-            size = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
-            size *= bool(value.numel())
-            start = value.data_ptr() % ALIGNMENT // value.itemsize
-            forms.append([str(value.dtype).partition(".")[2], value.shape, value.stride(), start, size])
-            memories += [value.as_strided((size,), (1,)).view(torch.uint8)] if size else []
+        for memory, layout in map(memory_and_layout, values):
+            forms.append([str(memory.dtype).partition(".")[2], *layout, len(memory)])
+            memories += [memory.view(torch.uint8)] if len(memory) else []
         text = json.dumps([key, forms]).encode().ljust(self._header_size)
         assert len(text) == self._header_size
         header, peer = torch.frombuffer(bytearray(text), dtype=torch.uint8), self._ranks[place.process]
