@@ -35,10 +35,8 @@ class _Elsewhere:
             # Torch has no error for some reads (2.13: `linear`), and returns unwritten memory.
             made = [x for x in tree_leaves(found) if isinstance(x, Tensor) and name != "__get__"]
             if any(not x.is_meta or storage_id(x) not in memory for x in made):
-                del (
-                    found,
-                    made,
-                )  # and an error of torch is dropped: these refer to the weight, which must be free
+                # They refer to the weight, as an error of torch does, and its memory must be free.
+                del found, made
                 raise Error(
                     f"{cls.key} has no value in this process: it is a weight of another process's ipus\n"
                     "  why: a replica spans several processes, and each holds the weights of its own ipus only\n"
@@ -68,13 +66,15 @@ def is_elsewhere(weight: Tensor) -> bool:
 def swap_memory(key: str, weight: Tensor, memory: Tensor, elsewhere: bool = False) -> None:
     """Put the user's weight `key` into another memory, on "meta" if it is `elsewhere`: then reads raise Error. The
     object stays the same."""
-    kind = getattr(type(weight), "kind", type(weight))
+    kind: Any = type(weight).kind if isinstance(weight, _Elsewhere) else type(weight)
     other = made_as(_class_elsewhere(kind, key) if elsewhere else kind, memory, weight.requires_grad)
     vars(other).update(vars(weight))
     try:
         torch.utils.swap_tensors(weight, other)  # assigning `data` refuses another kind of device
     except RuntimeError as error:
+        what = "which is a weight of another process's ipus, can't be freed"
         raise Error(
-            f"the memory of {key}, which is a weight of another process's ipus, can't be freed: {error}\n"
+            f"the memory of {key}, {what if elsewhere else 'which moves to another device, can not be replaced'}:"
+            f" {error}\n"
             "  fix: drop what was computed from it by autograd (a loss), and weak references to it, before the call"
         ) from error
