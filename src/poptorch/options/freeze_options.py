@@ -104,11 +104,10 @@ def chosen_devices(options: Options, training: bool) -> tuple[DeviceKind, tuple[
     are several. Raises Error if one is missing."""
     names = tuple(options.device_kind) if _has_list(options) else ()
     names = tuple(name if ":" in name or name == "cpu" else f"{name}:0" for name in names)
-    kinds: list[Any] = [kind for kind in DEVICES[1:] if any(name.startswith(kind) for name in names)] or [
-        "cpu"
-    ]
-    if not names:
-        kinds = [_option_or_variable(options, "device_kind", "POPTORCH_DEVICE", DEVICES)]
+    kinds: list[Any] = [kind for kind in DEVICES[1:] if any(name.startswith(kind) for name in names)]
+    if not kinds:
+        chosen = "cpu" if names else _option_or_variable(options, "device_kind", "POPTORCH_DEVICE", DEVICES)
+        kinds = [chosen]
     if len(kinds) > 1:
         raise Error(f"options.device({[*names]}): GPUs of two kinds\n  fix: {kinds[0]!r} or {kinds[1]!r}")
     if options.connection_type != ConnectionType.Never:
