@@ -39,7 +39,7 @@ from .recording.graph_recorder import (
 )
 from .recording.leftovers import StoredValue, attributes_restored, check_none_left, fake_tensors_in
 from .recording.noting import Noting
-from .recording.reads import LENGTH, MISSING, Read, Reads, autocast_dtype, fingerprint
+from .recording.reads import LENGTH, MISSING, Read, Reads, autocast_dtype, fingerprint, hooks_reader
 from .recording.standins import StandIns, reshaped_buffer_text
 from .recording.torch_errors import explaining_torch_errors
 from .recording.user_code import user_line
@@ -141,7 +141,7 @@ def _record(
     reads = noting.finish(recorder)
     reads.note("torch.autocast", autocast_dtype)
     if training:
-        reads.note("a hook of a parameter", stand_ins.hooks_reader())
+        reads.note("a hook of a parameter", hooks_reader({m.name: m.real for m in stand_ins.members}))
     reads.all = [read for read in reads.all if read.path.partition("[")[0] not in state.written_by_host]
     changed = reads.changed()
     left = [

@@ -69,11 +69,12 @@ class Executable:
 
     def holds(self) -> bool:
         """Return whether forward would read values for which this graph was recorded; the reads move to the front."""
-        recordings = self.recordings[0] if self.recordings else deque[Reads]()
-        found = next((index for index, reads in enumerate(recordings) if reads.hold()), None)
-        if found:
-            recordings.rotate(-found)
-        return found is not None
+        for recordings in self.recordings:
+            for index, reads in enumerate(recordings):
+                if reads.hold():
+                    recordings.rotate(-index)
+                    return True
+        return False
 
     def changes(self) -> str:
         """Return in words how the values that forward reads differ from those of the latest recording."""

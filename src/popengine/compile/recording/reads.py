@@ -117,19 +117,21 @@ def _comparison_of(reads: list[Read]) -> Callable[[], bool]:
     filled, lengths = [r.owner for r in sizes if r.value], [r.value for r in sizes if r.value]
     objects = [read.owner for read in reads if read.key is CLASS]
     classes = [read.value for read in reads if read.key is CLASS]
-    others = [read for read in reads if read.get is not None]
+    others = [(read.get, read.value) for read in reads if read.get is not None]
 
     def is_same() -> bool:
         try:
+            for get, value in others:
+                if (now := get()) is not value and not _are_same(value, now):
+                    return False
             return (
                 all(map(operator.is_, starmap(operator.getitem, found), values))
                 and all(map(operator.is_, map(type, objects), classes))
                 and not any(starmap(operator.contains, absent))
                 and not any(empty)
                 and all(map(operator.eq, map(len, filled), lengths))
-                and all(_are_same(read.value, read.present()) for read in others)
             )
-        except LookupError:
+        except (LookupError, AttributeError, ValueError):  # as in `Read.present`
             return False
 
     return is_same
@@ -138,6 +140,20 @@ def _comparison_of(reads: list[Read]) -> Callable[[], bool]:
 def autocast_dtype() -> torch.dtype | None:
     """Return the dtype to which torch.autocast casts on the CPU; None if it is off."""
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+def hooks_reader(tensors: Mapping[str, Tensor]) -> Callable[[], tuple[Any, ...]]:
+    """Return a function that returns (name, hook) of each present gradient hook of these tensors."""
+    kinds = operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accumulate_grad_hooks")
+
+    def present_hooks() -> tuple[Any, ...]:
+        shelves = [*map(kinds[0], tensors.values()), *map(kinds[1], tensors.values())]
+        if not any(shelves):
+            return ()
+        found = zip((*tensors, *tensors), shelves, strict=True)
+        return tuple((name, hook) for name, hooks in found if hooks for hook in hooks.values())
+
+    return present_hooks
 
 
 def layout_of(value: Any) -> Any:

@@ -6,7 +6,7 @@ closure or an earlier view, is recognised by identity or memory, and replaced wh
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,10 +27,6 @@ class _Member(NamedTuple):
     name: str
     real: Tensor
     fake: Tensor
-
-
-def _hooks_of(value: Tensor) -> tuple[Any, Any]:
-    return value._backward_hooks, value._post_accumulate_grad_hooks  # pyright: ignore
 
 
 class StandIns:
@@ -78,17 +74,6 @@ class StandIns:
             for hook in (real._backward_hooks or {}).values():
                 fake.register_hook(hook)
                 self.hooks.append((hook, f"a hook of {name}"))
-
-    def hooks_reader(self) -> Callable[[], tuple[Any, ...]]:
-        """Return a function that returns (name, hook) of each present hook of the user's parameters. It outlives the
-        capture, so it does not refer to the fake tensors."""
-        named = [(member.name, member.real) for member in self.members]
-
-        def present_hooks() -> tuple[Any, ...]:
-            kinds = ((name, kind) for name, real in named for kind in _hooks_of(real) if kind)
-            return tuple((name, hook) for name, hooks in kinds for hook in hooks.values())
-
-        return present_hooks
 
     def trained_parameters(self) -> dict[str, Tensor]:
         """Return the stand-ins of parameters that require a gradient, by canonical name."""
