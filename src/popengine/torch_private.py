@@ -141,14 +141,10 @@ def value_checks_off(is_causal_mask: Callable[..., bool]) -> Iterator[None]:
         transformer._detect_is_causal_mask = detect_is_causal_mask
 
 
-def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """Return the hooks of an optimizer's `step()`, including the hooks of all optimizers."""
-    return [
-        *optimizer._optimizer_step_pre_hooks.values(),  # 2.0
-        *optimizer._optimizer_step_post_hooks.values(),
-        *_global_optimizer_pre_hooks.values(),
-        *_global_optimizer_post_hooks.values(),
-    ]
+def step_hooks(optimizer: Optimizer) -> list[Mapping[int, Callable[..., Any]]]:
+    """Return the dictionaries of hooks of an optimizer's `step()`, and of those of all optimizers."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks  # 2.0
+    return [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
 
 
 def default_store() -> Any:

@@ -55,7 +55,7 @@ def has_fused_kernel(optimizer: Optimizer) -> bool:
     return (
         rule.fused is not None
         and types == {torch.float32}
-        and not {*rule.nondefault_flags(optimizer)} - {"torch_dampening"}
+        and not {*rule.nondefault_flags(optimizer)} - {"torch_dampening", "use_combined_accum"}
     )
 
 

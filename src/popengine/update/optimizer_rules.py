@@ -7,6 +7,7 @@ from the rule.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -68,6 +69,14 @@ class Rule:
         """The keys that every parameter group must have."""
         return (*self.rates, *(name for name, flag in self.flags.items() if flag.of_group))
 
+    @cached_property
+    def watched(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The attributes of an optimizer, and the keys of its groups, that executors compare before each call."""
+        flags = (name for name, flag in self.flags.items() if not flag.of_group)
+        types = (state.dtype for state in self.states if state.dtype)
+        bounds = "step", "loss_scaling", "accum_type", "max_grad_norm", "max_grad_value", "dampens_first_step"
+        return (*bounds, *flags, *types), (*self.group_keys, "maximize", "fused", "decoupled_weight_decay")
+
     def states_of(self, optimizer: Optimizer, rates: Rates = MappingProxyType({})) -> Iterator[RuleState]:
         """Yield the descriptions of the state tensors that a parameter has: those of momentum unless the momentum is
         constantly 0 and not in `rates`, the rates of the next update; those of flags if the flags are on."""
@@ -113,7 +122,7 @@ RULES: dict[str, Rule] = {
             RuleState("momentum_buffer", "Accl1", "velocity_accum_type", when="momentum"),
             RuleState("step", "Step", when="torch_dampening", one_with="momentum_buffer"),
         ),
-        flags={"torch_dampening": Flag(read=_has_torch_dampening)},
+        flags={"torch_dampening": Flag(read=_has_torch_dampening), "use_combined_accum": Flag()},
         fused=formulas.fused_sgd,
         torch_class=torch.optim.SGD,
     ),

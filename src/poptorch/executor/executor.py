@@ -118,13 +118,13 @@ class PoplarExecutor(PublicNames):
         first = self._plans.first
         if self._batch_dims is not None:
             call = call.rows_first(self._batch_dims, self._counts.product)
-        present = self._flags.present_parameters(), self._optimizer_link.present_groups()
-        if not present[0][0] or present != self._present:
+        present = *self._flags.present_parameters(), self._optimizer_link.follow_optimizer()
+        if not present[0] or present != self._present:
             self._of_weights = {"tied": self._wrapped.tied_parameters()}
             if self._wrapped.training:
                 parameters = self._wrapped.traced.named_parameters()
                 self._of_weights["frozen"] = tuple(n for n, value in parameters if not value.requires_grad)
-                self._of_weights["group_of"] = self._optimizer_link.follow_changes()
+                self._of_weights["group_of"] = self._optimizer_link.follow_parameters()
             self._present = present
         run = Run(call, self._counts, **self._of_weights)
         if not self._most_plans or call.rearranged:
@@ -149,7 +149,6 @@ class PoplarExecutor(PublicNames):
             if plans.engine is None:
                 self.attachToDevice()
             self._flags.check_changes()
-            self._optimizer_link.prepare_call()
             engine, recorder = plans.require_engine(), plan.reporter and plan.reporter.recorder
             inputs = self._engine_inputs(run.call, plan)
             results = engine.run(inputs, self._optimizer_link.hyper, recorder)
@@ -273,7 +272,7 @@ class PoplarExecutor(PublicNames):
                 "an incomplete batch has not a micro-batch for each replica, and the model has parameters with a value"
                 f" for each: {', '.join(groups)}\n  fix: poptorch.DataLoader(..., drop_last=True)"
             )
-        optimizer = self._optimizer_link.frozen if training else None
+        optimizer = self._optimizer_link.frozen
         if optimizer is not None:
             optimizer = replace(optimizer, group_of=dict(run.group_of))
         settings = engine_settings(options, training, optimizer, groups)

@@ -4,23 +4,22 @@ import copy
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple, Self
 
-import torch
 from torch import Tensor, nn
 
 from popengine import settings
 from popengine.errors import Error
-from popengine.update.optimizer_rules import OWN_STEP
+from popengine.torch_private import step_hooks
+from popengine.update.optimizer_rules import OWN_STEP, RULES
 
-from ..enums import MeanReductionStrategy
 from ..logs import listed, logger
 from ..optim import SGD
 from ..optim import Optimizer as PoptorchOptimizer
 from ..optim.freeze_optimizer import (
     Snapshot,
     check_changes,
-    optimizer_kind,
     refuse_step_hooks,
     supported_optimizers,
     take_snapshot,
@@ -34,20 +33,39 @@ from .wrapped_model import WrappedModel
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 
 
-class OptimizerLink:
-    """The optimizer of an executor (None in inference), and its `snapshot`: the rates of the next call, and what can't
-    change after compilation."""
+class Seen(NamedTuple):
+    """The raw values of an optimizer that are compared before each call; if they are equal, nothing has changed."""
 
-    snapshot: Snapshot
+    members: list[list[int]]  # ids of the parameters of each group
+    loads: int  # calls of `load_state_dict`; of torch's optimizers 0
+    values: list[Any]  # rates, attributes that are compiled in, and the ids of hooks of `step()`
+
+    @classmethod
+    def of(cls, optimizer: Any, kind: str) -> Self:
+        attributes, (names, keys) = vars(optimizer), RULES[kind].watched
+        members, found, values = [], [*map(attributes.get, names)], list[Any]([type(optimizer)])
+        for group in optimizer.param_groups:
+            members.append([*map(id, group["params"])])
+            found += map(group.get, keys)
+        for value in found:
+            for part in value if type(value) is tuple else (value,):
+                values.append(part.tolist() if isinstance(part, Tensor) else part)
+        values += chain.from_iterable(step_hooks(optimizer) if kind != OWN_STEP else ())
+        return cls(members, attributes.get("_loads", 0), values)
+
+
+class OptimizerLink:
+    """The optimizer of an executor, and its `snapshot`: the rates of the next call, and what can't change after
+    compilation. Both are None in inference."""
 
     def __init__(self, model: WrappedModel, plans: LoadedPlans) -> None:
         self._model, self._plans = model, plans
         self.optimizer: Any = None
+        self.snapshot: Snapshot | None = None
+        self._seen = Seen([], 0, [])
         self._first_names = frozenset[str]()  # of the model's parameters before the compilation
         self._parameters: dict[str, Tensor] = {}  # the optimizer's, by canonical name
-        self._groups: Any = None  # `present_groups()` when they were taken over
         self._is_connected = False  # whether an engine updates the optimizer's state
-        self._has_trained = False  # whether one did
         self._hooks: list[Any] = []  # of the optimizer
         self._known: dict[str, set[str]] = {}  # as in `unexpected_names`
         self._warned: set[Any] = set()  # what a warning was logged of
@@ -55,11 +73,12 @@ class OptimizerLink:
     @property
     def hyper(self) -> settings.Hyper | None:
         """The rates of the next call; None in inference."""
-        return None if self.optimizer is None else self.snapshot.hyper
+        return self.snapshot and self.snapshot.hyper
 
     @property
-    def frozen(self) -> settings.Optimizer:
-        return self.snapshot.frozen
+    def frozen(self) -> settings.Optimizer | None:
+        """What is compiled in; None in inference."""
+        return self.snapshot and self.snapshot.frozen
 
     def set_optimizer(self, optimizer: Any) -> None:
         """`PoplarExecutor.setOptimizer`."""
@@ -70,63 +89,56 @@ class OptimizerLink:
             )
         if type(optimizer).__module__.partition(".")[0] in _WRAPPERS:
             optimizer = optimizer.optimizer
-        compiled = self._plans.executable is not None
-        now, before = self._snapshot_of(optimizer), None if self.optimizer is None else self.snapshot
-        frozen = now.frozen
-        is_loaded = getattr(optimizer, "_has_loaded_rates", False)  # rates of a checkpoint replace constants
+        compiled, before = self._plans.executable is not None, self.snapshot
+        now = self._snapshot_of(optimizer)
+        seen = Seen.of(optimizer, now.frozen.kind)
+        # Rates of a checkpoint replace constants.
+        is_loaded = seen.loads != (self._seen.loads if optimizer is self.optimizer else 0)
         if compiled and before is not None:
             check_changes(before, optimizer, None if is_loaded else now.hyper)
             now = now if is_loaded else replace(before, hyper=now.hyper)
         elif before is None or now.label != before.label:
             self._known = {}
-        self._report_names(optimizer, now.label)
+        self._report_names(optimizer, now)
         if not compiled:
-            is_other = before is not None and frozen.kind != before.frozen.kind
-            self._has_trained = self._has_trained and not is_other  # a state of another rule is of no use
-            is_combined = getattr(optimizer, "use_combined_accum", False)
-            if frozen.accumulator_type == torch.float16 and not is_combined:  # running means do not overflow
-                update = self._model.options.Training
-                self._model.options._unfreeze()
-                update.setMeanAccumulationAndReplicationReductionStrategy(MeanReductionStrategy.Running)
-                self._model.options._freeze()
-            parameters = self._model.traced.named_parameters()
-            trained = [name for name, parameter in parameters if parameter.requires_grad]
-            self._first_names = frozenset(self._model.parameter_names().values())
-            lost = [name for name in trained if name not in frozen.group_of]
-            if lost:
+            parameters = dict(self._model.traced.named_parameters())
+            self._first_names = frozenset(parameters)
+            trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+            if lost := [name for name in trained if name not in now.frozen.group_of]:
                 logger.warning("parameters in no group of the optimizer are not updated: %s", ", ".join(lost))
         optimizer._opt_called = True  # else schedulers warn: calls update weights without step()
         if optimizer is not self.optimizer:
-            check_torch_state(frozen.kind, optimizer, {"state": dict(enumerate(_states_of(optimizer)))})
-            self._replace_optimizer(optimizer)
+            states = _states_of(optimizer)
+            check_torch_state(now.frozen.kind, optimizer, {"state": dict(enumerate(states))})
+            # A state of another rule is of no use.
+            is_new = before is not None and now.frozen.kind == before.frozen.kind and not any(states)
+            self._replace_optimizer(optimizer, continues=is_new)
         else:
             self._name_parameters()
-        self.snapshot, self._groups = now, self.present_groups()
-        if isinstance(optimizer, PoptorchOptimizer):
-            optimizer._has_loaded_rates = False
+        self.snapshot, self._seen = now, seen
 
     def freeze_again(self) -> None:
         """Take over names of parameters, and attributes that are compiled in, from before the compilation."""
-        if self.optimizer is not None:
+        if self.snapshot is not None:
             now = self._snapshot_of(self.optimizer)
-            self._report_names(self.optimizer, now.label)
+            self._report_names(self.optimizer, now)
             self.snapshot = replace(now, hyper=self.snapshot.hyper)
             self._name_parameters()
 
     def _snapshot_of(self, optimizer: Any) -> Snapshot:
         """Return an optimizer's snapshot. The optimizer in use may hold parameters that the program has replaced."""
-        replaced = dict.fromkeys(self._names(), "") if optimizer is self.optimizer else {}
-        names = replaced | self._model.parameter_names()
+        replaced = map(id, self._parameters.values()) if optimizer is self.optimizer else ()
+        names = dict.fromkeys(replaced, "") | self._model.parameter_names()
         return take_snapshot(
             optimizer, names, bool(self._model.options._Popart("automaticLossScalingSettings.enabled"))
         )
 
-    def _report_names(self, optimizer: Any, label: str) -> None:
+    def _report_names(self, optimizer: Any, snapshot: Snapshot) -> None:
         """Warn once of an optimizer's own `step()`, and of each attribute or key that is new and unknown."""
         report = logger.debug if self._model.options._relax_optimizer_checks else logger.warning
         for description, names in unexpected_names(optimizer, self._known):
-            report("Ignoring unexpected %s in %s optimizer: %s", description, label, names)
-        if optimizer_kind(optimizer) == OWN_STEP and type(optimizer) not in self._warned:
+            report("Ignoring unexpected %s in %s optimizer: %s", description, snapshot.label, names)
+        if snapshot.frozen.kind == OWN_STEP and type(optimizer) not in self._warned:
             self._warned.add(type(optimizer))
             logger.warning(
                 "%s updates the weights by its own step(), once per update: slower than optimizers that have a rule"
@@ -135,18 +147,9 @@ class OptimizerLink:
                 supported_optimizers(),
             )
 
-    def present_groups(self) -> Any:
-        """Return the optimizer, and the ids of the parameters in each of its groups."""
-        groups = () if self.optimizer is None else self.optimizer.param_groups
-        return self.optimizer, [list(map(id, group["params"])) for group in groups]
-
-    def follow_changes(self) -> tuple[tuple[str, int], ...]:
-        """Take over what has changed since the latest call: the optimizer's groups, as `set_optimizer` does, and the
-        places of parameters in the model. Return `Run.group_of`."""
-        if self.present_groups() != self._groups:
-            self.set_optimizer(self.optimizer)
-        else:
-            self._name_parameters()
+    def follow_parameters(self) -> tuple[tuple[str, int], ...]:
+        """Take over the places of parameters in the model. Return `Run.group_of`."""
+        self._name_parameters()
         names = self._model.parameter_names()
         groups = enumerate(self.optimizer.param_groups)
         held = {id(parameter): index for index, group in groups for parameter in group["params"]}
@@ -164,15 +167,14 @@ class OptimizerLink:
             )
         return tuple(now.items())
 
-    def _replace_optimizer(self, optimizer: Any) -> None:
-        """Set the optimizer. If it has no state, move the previous optimizer's state to it, and leave copies."""
+    def _replace_optimizer(self, optimizer: Any, continues: bool) -> None:
+        """Set the optimizer. If it `continues`, move the previous optimizer's state to it, and leave copies."""
         before, previous, is_connected = self._parameters, self.optimizer, self._is_connected
         self.release_optimizer()
         self.optimizer = optimizer
         self._name_parameters()
-        if self._has_trained and not any(_states_of(optimizer)):
-            for name in self._parameters.keys() & before.keys():
-                state = previous.state.get(before[name], {})
+        for name in self._parameters.keys() & before.keys() if continues else ():
+            if state := previous.state.get(before[name]):
                 optimizer.state[self._parameters[name]] = state
                 previous.state[before[name]] = copy.deepcopy(state)
         if isinstance(previous, PoptorchOptimizer) and previous._loss_factor is not None:
@@ -180,14 +182,11 @@ class OptimizerLink:
         if is_connected:
             self.connect_optimizer()
 
-    def _names(self) -> dict[int, str]:
-        """Return id(parameter) -> canonical name, for the parameters of the optimizer."""
-        return {id(parameter): name for name, parameter in self._parameters.items()}
-
     def _name_parameters(self) -> None:
         """Set `_parameters` by the present names. One that the program has replaced in the model keeps its name, with
         an addition if the optimizer holds the new one, too."""
-        before, present, state = self._names(), self._model.parameter_names(), self._plans.state
+        before = {id(parameter): name for name, parameter in self._parameters.items()}
+        present, state = self._model.parameter_names(), self._plans.state
         self._parameters, taken = {}, {present.get(id(p)) for p in parameters_of(self.optimizer)}
         for parameter in parameters_of(self.optimizer):
             name = present.get(id(parameter)) or before[id(parameter)]
@@ -209,7 +208,7 @@ class OptimizerLink:
         """If there is an optimizer, check states that are loaded from now on; let `state_dict()` gather
         shards."""
         optimizer: Any = self.optimizer
-        if self._is_connected or optimizer is None:
+        if self._is_connected or self.frozen is None:
             return
         if isinstance(optimizer, PoptorchOptimizer):
             optimizer._names = tuple(self._parameters)
@@ -226,7 +225,7 @@ class OptimizerLink:
             if (earlier := vars(optimizer).get("_optimizer_shard_hook")) is not None:
                 earlier.remove()
             self.optimizer._optimizer_shard_hook = self.optimizer.register_state_dict_post_hook(hook)
-        self._is_connected = self._has_trained = True
+        self._is_connected = True
 
     def release_optimizer(self) -> None:
         """Undo `connect_optimizer`."""
@@ -244,35 +243,41 @@ class OptimizerLink:
                 "  fix: an optimizer of poptorch.optim"
             )
 
-    def prepare_call(self) -> None:
-        """Use rates that were loaded since the last call. Warn, once, of rates that have changed in another
-        way. Raises Error if a value that is compiled in has changed."""
-        used = self.hyper
-        if used is None:
-            return
-        if self.frozen.kind != OWN_STEP:
+    def follow_optimizer(self) -> list[list[int]]:
+        """Take over parameter groups and loaded rates that have changed since the latest call. Warn, once, of rates
+        that have changed in another way. Return the ids of the parameters in each group.
+
+        Raises: Error, if a value that is compiled in has changed, or for hooks of `step()`
+        """
+        if self.snapshot is None:
+            return []
+        before, seen = self.snapshot, Seen.of(self.optimizer, self.snapshot.frozen.kind)
+        if seen == self._seen:
+            return seen.members
+        if before.frozen.kind != OWN_STEP:
             refuse_step_hooks(self.optimizer)
-        check_changes(self.snapshot, self.optimizer)
-        if getattr(self.optimizer, "_has_loaded_rates", False):
-            return self.set_optimizer(self.optimizer)
-        if "rates" in self._warned:
-            return None
-        now = rates_of(self.frozen.kind, self.optimizer)
-        if now != used:
+        if (seen.members, seen.loads) != (self._seen.members, self._seen.loads):
+            self.set_optimizer(self.optimizer)
+            return seen.members
+        check_changes(before, self.optimizer)
+        now, used = rates_of(before.frozen.kind, self.optimizer), before.hyper
+        if now != used and "rates" not in self._warned:
             self._warned.add("rates")
             scalings = {"loss_scaling": now.loss_scaling}, {"loss_scaling": used.loss_scaling}
             changes = [
-                f"{name} is {value}, and was {before.get(name)}"
-                for group, before in (scalings, *zip(now.groups, used.groups, strict=False))
+                f"{name} is {value}, and was {earlier.get(name)}"
+                for group, earlier in (scalings, *zip(now.groups, used.groups, strict=True))
                 for name, value in group.items()
-                if before.get(name) != value
+                if earlier.get(name) != value
             ]
             logger.warning(
                 "the optimizer's rates changed after setOptimizer, and calls use those from before: %s\n"
                 "  fix: call setOptimizer(optimizer) on the executor after scheduler.step(), or after a change of"
                 " param_groups",
-                "; ".join(changes[:3]) or "its parameter groups",
+                "; ".join(changes[:3]),
             )
+        self._seen = seen
+        return seen.members
 
 
 def default_optimizer(model: nn.Module) -> SGD:

@@ -8,6 +8,7 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ def _check_own_step(optimizer: torch.optim.Optimizer) -> None:
 def name_in_messages(optimizer: torch.optim.Optimizer, frozen: settings.Optimizer) -> str:
     """Return the optimizer's name in messages: "SGD1" (combined accumulators), "SGD2", "ADAMW_NO_BIAS" ..."""
     if frozen.kind == "sgd":
-        return "SGD1" if getattr(optimizer, "use_combined_accum", False) else "SGD2"
+        return "SGD1" if frozen.flags["use_combined_accum"] else "SGD2"
     rule = RULES[frozen.kind]
     if frozen.kind == OWN_STEP:
         return type(optimizer).__name__
@@ -280,7 +281,7 @@ def unexpected_names(
 
 def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Raise Error if the optimizer has hooks of `step()`, which executors never call; allow torch's own."""
-    for hook in step_hooks(optimizer):
+    for hook in chain.from_iterable(hooks.values() for hooks in step_hooks(optimizer)):
         if not str(getattr(hook, "__module__", "")).startswith("torch."):  # torch's profiler has one
             raise Error(
                 f"the optimizer's step hook {getattr(hook, '__qualname__', hook)} would never be called\n"

@@ -92,8 +92,7 @@ class Optimizer:
     # Canonical names of the parameters in the order of the groups: those of the executor that has compiled them,
     # before that those in a loaded "ipu_param".
     _names: tuple[str, ...] = ()
-    # Whether the rates were changed by a loaded state since the executor last read them.
-    _has_loaded_rates = False
+    _loads = 0  # number of loaded states that had rates
     # The factor of automatic loss scaling, which calls change; None: there is none.
     _loss_factor: Tensor | None = None
 
@@ -206,7 +205,7 @@ class Optimizer:
             self._loss_factor = kept.copy_(factor.detach())
         if (scaling := ipu_param.get("lossScaling_FLOAT")) is not None:
             self.loss_scaling = float(scaling)
-            self._has_loaded_rates = True
+            self._loads += 1
 
     def _joined_states(
         self, names: Sequence[str], states: Mapping[int, Any], ipu_state: Mapping[str, Tensor]

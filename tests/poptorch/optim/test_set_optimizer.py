@@ -332,13 +332,20 @@ def test_a_poptorch_optimizer_after_a_torch_one_is_no_warning(caplog):
     assert caplog.messages == []
 
 
-def test_an_accumulator_in_float16_makes_means_running():
-    strategies = {}
-    for kind in (torch.float16, torch.float32):
-        model, options = torch.nn.Linear(1, 1), poptorch.Options()
-        optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, accum_type=kind)
-        executor = poptorch.trainingModel(model, options, optimizer)
-        name = "mean_accumulation_and_replication_reduction_strategy"
-        strategies[kind] = executor.options.Training(name), options.Training(name)
-    post, running = poptorch.MeanReductionStrategy.Post, poptorch.MeanReductionStrategy.Running
-    assert strategies == {torch.float16: (running, post), torch.float32: (post, post)}
+@pytest.mark.parametrize(
+    ("arguments", "reduction"),
+    [
+        ({"accum_type": torch.float16}, "running"),
+        ({"accum_type": torch.float16, "use_combined_accum": True}, "mean"),
+        ({}, "mean"),
+    ],
+)
+def test_an_accumulator_in_float16_makes_means_running(arguments, reduction):
+    executor = poptorch.trainingModel(Loss(MODEL), options(), SGD(MODEL.parameters(), lr=0.1))
+    executor.setOptimizer(SGD(MODEL.parameters(), lr=0.1, **arguments))
+    executor.compile(torch.ones(2, 3))
+    assert executor._executable.settings.reduction == reduction
+    executor.destroy()
+    executor.setOptimizer(SGD(MODEL.parameters(), lr=0.1))
+    executor.compile(torch.ones(2, 3))
+    assert executor._executable.settings.reduction == "mean"
