@@ -132,6 +132,8 @@ def with_tensors(value: Any, replacements: Iterator[Any]) -> Any:
 
 def spec_of(value: Any, path: str = "") -> Spec:
     """Return the classes, keys and constants of a nested value, by path: all but its tensors."""
+    if type(value) is torch.Tensor and torch.Tensor not in _parsers:
+        return ((path, _TENSOR),)
     return tuple((place, part) for place, part, _ in _iterate_parts(value, path))
 
 

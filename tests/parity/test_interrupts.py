@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 EVERYWHERE = ("/popengine/", "/poptorch/")
 WEIGHTS = (
-    "/poptorch/executor/public_names.py",
+    "/poptorch/executor/executor.py",
     "/poptorch/executor/optimizer_link.py",
     "/run/state.py",
 )

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -53,21 +55,21 @@ class BoundCall:
         if self.like is not None and self.unread:
             known = dict(self.like.specs)
             specs = [(name, _merged(spec, known[name], self.unread)) for name, spec in specs]
-        return InputKind(tuple(specs), tuple((tensor.dtype, tensor.shape) for tensor in self.tensors))
+        return InputKind(tuple(specs), tuple(map(attrgetter("dtype", "shape"), self.tensors)))
 
     @cached_property
     def _specs(self) -> list[tuple[str, Spec]]:
-        parameters = self.bound.signature.parameters
-        return [(name, self._spec(name, each.kind is each.VAR_KEYWORD)) for name, each in parameters.items()]
-
-    def _spec(self, name: str, is_keywords: bool) -> Spec:
-        """Return the spec of an argument. Paths in **kwargs begin with the keyword."""
-        if not is_keywords:
-            return spec_of(self.bound.arguments.get(name), name)
-        value = self.bound.arguments[name]
-        keys = sorted(value)
-        parts = (part for key in keys for part in spec_of(value[key], key))
-        return ((f"**{name}", Part(dict, tuple(keys))), *parts)
+        """Return the spec of each argument. Paths in **kwargs begin with the keyword."""
+        found = []
+        for name, each in self.bound.signature.parameters.items():
+            value: Any = self.bound.arguments.get(name)
+            if each.kind is each.VAR_KEYWORD:
+                keys = sorted(value)
+                parts = (part for key in keys for part in spec_of(value[key], key))
+                found.append((name, ((f"**{name}", Part(dict, tuple(keys))), *parts)))
+            else:
+                found.append((name, spec_of(value, name)))
+        return found
 
     def changed_constants(self, compiled: InputKind) -> frozenset[str]:
         """Return the paths of values without tensors that differ from the compiled ones; the empty set, if inputs with
@@ -87,12 +89,13 @@ class BoundCall:
     @cached_property
     def tensors(self) -> list[Tensor]:
         """Return the tensors in the arguments, in the order of `tensors_of`."""
-        return [tensor for name in self._with_tensors for tensor in tensors_of(self.bound.arguments[name])]
+        return [*chain.from_iterable(self._by_name.values())]
 
     @cached_property
-    def _with_tensors(self) -> list[str]:
-        """Return the names of arguments that have tensors; forward may fill others, such as an empty default value."""
-        return [name for name, value in self.bound.arguments.items() if tensors_of(value)]
+    def _by_name(self) -> dict[str, list[Tensor]]:
+        """Return the tensors in each argument, of now: forward may fill others, such as an empty default value."""
+        given = self.bound.arguments
+        return dict(zip(given, map(tensors_of, given.values()), strict=True))
 
     @property
     def named_tensors(self) -> dict[str, Tensor]:
@@ -116,9 +119,9 @@ class BoundCall:
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> BoundCall:
         """Return a copy of the call with other tensors, in the order of `self.tensors`."""
-        names, arguments = self._with_tensors, dict(self.bound.arguments)
-        values = with_tensors([arguments[name] for name in names], iter(tensors))
-        arguments |= dict(zip(names, values, strict=True))
+        arguments, given = dict(self.bound.arguments), iter(tensors)
+        for name in (name for name, own in self._by_name.items() if own):
+            arguments[name] = with_tensors(arguments[name], given)
         return replace(self, bound=inspect.BoundArguments(self.bound.signature, arguments))
 
     def rows_first(self, dims: dict[str, int | None], micro_batches: int) -> BoundCall:
@@ -196,8 +199,9 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
         ) from None
     given = set(bound.arguments)
     bound.apply_defaults()
-    for name in [name for name, value in bound.arguments.items() if name not in given and tensors_of(value)]:
-        del bound.arguments[name]
+    for name in bound.arguments.keys() - given:
+        if tensors_of(bound.arguments[name]):
+            del bound.arguments[name]
     call = BoundCall(bound, len(args))
     for index, tensor in enumerate(call.tensors):
         if tensor.is_meta:
@@ -286,8 +290,11 @@ def has_float64_weights(model: torch.nn.Module) -> bool:
 
 def tensors_for_engine(call: BoundCall, has_float64: bool) -> list[Tensor]:
     """Return a call's tensors as contiguous, plain tensors, converted by `narrow_float64`."""
-    plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in call.tensors]
-    return [narrow_float64(tensor, has_float64).contiguous() for tensor in plain]
+    found = []
+    for tensor in call.tensors:
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        found.append(narrow_float64(plain, has_float64).contiguous())
+    return found
 
 
 def check_written_inputs(call: BoundCall, written: Iterable[int]) -> None:

@@ -156,8 +156,13 @@ def read_file(filename: str | os.PathLike[str]) -> SavedExecutor:
     return saved
 
 
-def check_same_model(filename: str, saved: SavedExecutor, model: WrappedModel) -> None:
-    """Raise Error if a file has another mode (training, inference) or other weights than the model."""
+def read_file_for(filename: str, model: WrappedModel) -> SavedExecutor:
+    """Return the contents of a file. Raises Error if it can't be read, or if it has another mode (training, inference)
+    or other weights than the model."""
+    try:
+        saved = read_file(filename)
+    except AssertionError as error:
+        raise Error(str(error)) from None
     kinds = {True: "poptorch.trainingModel", False: "poptorch.inferenceModel"}
     if saved.training != model.training:
         raise Error(
@@ -172,6 +177,7 @@ def check_same_model(filename: str, saved: SavedExecutor, model: WrappedModel) -
             f"Invalid file {filename}: it is of another model, which has {', '.join(other)}\n"
             "  fix: wrap the model that was saved, or compile this one"
         )
+    return saved
 
 
 # ---- the state of a training, which `popdist.Checkpoint` writes and restores -----------------------------------

@@ -2,75 +2,61 @@
 
     bind the arguments ─► split into runs ─► for each run: find or compile its plan, engine.run ─► outputs
 
-Its parts: plans and engines (`loaded_plans.py`), the model's flags (`model_flags.py`), the optimizer
-(`optimizer_link.py`), the latest call's results (`latest_call.py`), all other methods (`public_names.py`).
+Its parts: calls (`calls.py`), compilation and modes (`compilation.py`), plans and engines (`loaded_plans.py`), the
+optimizer (`optimizer_link.py`), the model (`wrapped_model.py`), files (`executable_file.py`).
 """
 
-import contextlib
-import inspect
-from dataclasses import replace
-from typing import Any, final
+import functools
+import threading
+from datetime import timedelta
+from operator import attrgetter
+from typing import Any, Self, final
 
 from torch import Tensor
 
 from popengine.errors import Error
-from popengine.run.call import Results
-from popengine.settings import Settings
 
-from ..annotating.replica_groups import make_replica_groups
-from ..compiling import arguments
-from ..compiling.compilation_log import log_plan, progress
-from ..compiling.executable import compile_model, record_model
-from ..compiling.outputs import fill_outputs
-from ..compiling.runs import Run, split_into_runs, synthetic_inputs
-from ..enums import ConnectionType
-from ..logs import listed, logger
+from ..annotating.blocks import module_repr
+from ..compiling.compilation_log import Overview
+from ..logs import logger
 from ..options import Options
-from ..options.freeze_options import chosen_devices, engine_settings
-from ..planning import exit_if_only_planning
-from ..reporter import Reporter, start_reporter
 from . import executable_file, wrapped_model
-from .latest_call import LatestCall, join_results
-from .loaded_plans import LoadedPlan
-from .optimizer_link import default_optimizer
-from .public_names import PublicNames, run_methods_outside_inference_mode
+from .calls import Calls, Latency, LatestCall, Times, run_methods_outside_inference_mode
+from .compilation import Compilation
+from .loaded_plans import LoadedPlans
+from .optimizer_link import OptimizerLink, default_optimizer
 
 
 @final
 @run_methods_outside_inference_mode
-class PoplarExecutor(PublicNames):
+class PoplarExecutor:
     """A wrapped model, which `trainingModel`, `inferenceModel` and `load` return. Call it like the model.
 
     >>> trainer = poptorch.trainingModel(model, options, optimizer)
     >>> loss = trainer(images, labels)  # the first call compiles the model
     >>> trainer.setOptimizer(optimizer)  # after a change of the learning rate
     >>> trainer.save("trainer.poptorch")
-
-    The first call or `compile` compiles the model for the shapes of its batch, and attaches it to its devices.
     """
 
     def __init__(self, model: Any, options: Options | None, *, training: bool, optimizer: Any = None) -> None:
-        super().__init__(wrapped_model.wrap(model, options, training))
-        model, options = self._user_model, self.options
-        self._signature = inspect.signature(self._wrapped.traced.forward)
-        self._most_plans = options("new_shapes") if options.exists("new_shapes") else 0  # 0: shapes are fixed
-        self._counts, self._synthetic = options._counts(), options._Popart("syntheticDataMode")
-        self._batch_dims = options("batch_dims") if options.exists("batch_dims") else None
-        self._is_offline = options.connection_type == ConnectionType.Never
-        # Made before the first plan, to record the waits for a loader from now on.
-        self._next_reporter = start_reporter(self, options, training, 1)
-        # Parameters and optimizer groups of the latest call, and the fields of its runs that depend on them.
-        self._present: Any = None
-        self._of_weights: dict[str, Any] = {}
-        self._unread: frozenset[str] = frozenset()  # paths of arguments whose values do not matter
-        self._compiled_plans = 0  # dropped ones included
-        self._return_hook: Any = None  # see `return_weights_before_calls`
+        self._wrapped = wrapped = wrapped_model.wrap(model, options, training)
+        self._plans = LoadedPlans(wrapped.options, wrapped.traced)
+        if wrapped.options.Distributed.instances_per_replica > 1:
+            wrapped_model.read_weights_elsewhere(wrapped.user, self._plans)
+        self._optimizer_link = OptimizerLink(wrapped, self._plans)
+        self._compilation = Compilation(wrapped, self._plans, self._optimizer_link)
+        self._calls = Calls(self._compilation)
+        self._lock = threading.RLock()  # calls in several threads run one by one
+        self._host_weights_version = 0  # calls of `copyWeightsToHost`; programs for PopTorch read it
         if training:
-            wrapped_model.check_buffer_classes(model)
-            self.setOptimizer(default_optimizer(model) if optimizer is None else optimizer)
-            wrapped_model.mark_model(model, self)
+            wrapped_model.check_buffer_classes(wrapped.user)
+            self.setOptimizer(default_optimizer(wrapped.user) if optimizer is None else optimizer)
+            self._mark()
 
-    # ---- calling -----------------------------------------------------------------------------------------
+    def _mark(self) -> None:
+        """Mark the model as one that this executor trains; `destroy` removes the mark."""
+        if self._wrapped.training:
+            wrapped_model.mark_model(self._wrapped.user, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on one combined batch (all device iterations), and return its outputs.
@@ -83,206 +69,24 @@ class PoplarExecutor(PublicNames):
                 the weights are then those of the last finished update (see `finished_updates`), and the model
                 can be called again
         """
-        if self._is_offline:
-            raise AssertionError(
-                "Trying to run a model on an offline device (ConnectionType.Never)\n"
-                "  fix: use model.compile(...) or compileAndExport(...) only, or another connection type"
-            )
         with self._lock:
-            call = self._bind(args, kwargs)
-            self._plans.state.updates = 0
-            finished: list[tuple[Run, LoadedPlan, Results]] = []
-            for run in self._split_call(call):
-                plan, results = self._execute_run(run)
-                finished.append((run, plan, results))
-            if self._most_plans:
-                self._plans.remove_oldest([plan.executable.key for _, plan, _ in finished], self._most_plans)
-            self._latest, outputs = join_results(finished)
-            return fill_outputs(finished[0][1].executable.template, outputs)
-
-    def _bind(self, args: Any, kwargs: Any) -> arguments.BoundCall:
-        """Bind arguments to the signature of forward, which before compilation is the one of now."""
-        self._flags.take()
-        if not self._plans.by_key:
-            self._flags.choose_modes()
-            if self._return_hook is None and chosen_devices(self.options, self._wrapped.training)[0] != "cpu":
-                self._return_hook = wrapped_model.return_weights_before_calls(self._user_model)
-            self._optimizer_link.freeze_again()
-            self._signature = inspect.signature(self._wrapped.traced.forward)
-        call = arguments.bind(self._signature, args, kwargs)
-        first = self._plans.first
-        return replace(call, unread=self._unread, like=first and first.inputs.kind) if self._unread else call
-
-    def _split_call(self, call: arguments.BoundCall) -> list[Run]:
-        """Return the runs of a call: one run; with `allowNewShapes` several runs for an incomplete batch."""
-        first = self._plans.first
-        if self._batch_dims is not None:
-            call = call.rows_first(self._batch_dims, self._counts.product)
-        present = *self._flags.present_parameters(), self._optimizer_link.follow_optimizer()
-        if not present[0] or present != self._present:
-            self._of_weights = {"tied": self._wrapped.tied_parameters()}
-            if self._wrapped.training:
-                parameters = self._wrapped.traced.named_parameters()
-                self._of_weights["frozen"] = tuple(n for n, value in parameters if not value.requires_grad)
-                self._of_weights["group_of"] = self._optimizer_link.follow_parameters()
-            self._present = present
-        run = Run(call, self._counts, **self._of_weights)
-        if not self._most_plans or call.rearranged:
-            return [run]
-        like = None if first is None or self._plans.plans_of(run.key) else first.inputs
-        return split_into_runs(run, self.options, self._wrapped.training, like)
-
-    def _execute_run(self, run: Run) -> tuple[LoadedPlan, Results]:
-        """Execute a run of a call, and return its plan and results. Inputs that forward changes in place are
-        copied to the caller's tensors. A plan that is compiled here is removed if no update succeeds."""
-        plans, before = self._plans, self._plans.current
-        plan, number = plans.find_plan(run.key), self._compiled_plans
-        if plan is None and plans.first is not None and not plans.plans_of(run.key):
-            plan = self._plan_for_other_constants(run, plans.first.inputs)
-            if plan is None:
-                plans.first.inputs.check_call(run.call, any_shape=self._most_plans > 0)
-        if plan is None:
-            plan = self._compile_plan(run)
-        else:
-            plans.make_current(plan)
-        try:
-            if plans.engine is None:
-                self.attachToDevice()
-            self._flags.check_changes()
-            engine, recorder = plans.require_engine(), plan.reporter and plan.reporter.recorder
-            inputs = self._engine_inputs(run.call, plan)
-            results = engine.run(inputs, self._optimizer_link.hyper, recorder)
-        except Exception:
-            if plans.state.commit.state == "lost":
-                wrapped_model.refuse_reads_if_lost(self._user_model, plans.state)
-            # The inputs may have caused the error: remove the plan, so that others can be compiled for.
-            if number < self._compiled_plans and not self.finished_updates:
-                self._remove_plan(plan.executable.key, before)
-            raise
-        if plan.reporter is not None:
-            plan.reporter.after_call()
-        arguments.write_back_inputs(run.call, results.written_inputs())
-        return plan, results
-
-    def _engine_inputs(self, call: arguments.BoundCall, plan: LoadedPlan) -> list[Tensor]:
-        """Return the call's tensors, converted for the engine; for `enableSyntheticData` synthetic ones."""
-        if plan.synthetic is None:
-            tensors = arguments.tensors_for_engine(call, plan.executable.inputs.has_float64)
-            if not self._synthetic:
-                return tensors
-            plan.synthetic = synthetic_inputs(tensors, self._synthetic, plan.executable.settings.counts)
-        return plan.synthetic
-
-    # ---- compiling ---------------------------------------------------------------------------------------
+            if not self._plans.by_key:
+                self._mark()
+            return self._calls.run(args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model for these arguments; attach it to devices, unless the connection type is Never.
 
         Nothing runs. If the model is compiled already, without `allowNewShapes`, this only logs a warning.
         """
-        if self.isCompiled() and not self._most_plans:
+        if self.isCompiled() and not self._compilation.most_plans:
             logger.warning("Call to compile() ignored: the model is compiled already")
             return
         with self._lock:
-            call = self._bind(args, kwargs)
-            for run in self._split_call(call):
+            self._mark()
+            for run in self._calls.split(self._calls.bind(args, kwargs)):
                 if self._plans.find_plan(run.key) is None:
-                    self._compile_plan(run)
-
-    def _compile_plan(self, run: Run) -> LoadedPlan:
-        """Compile a plan for a run, make it current, and attach it; under `popvision plan` write profiles and
-        exit."""
-        if self._wrapped.training:
-            wrapped_model.mark_model(self._user_model, self)  # destroy() unmarks the model
-        options, model, plans = self.options, self._wrapped.traced, self._plans
-        settings = self._checked_settings(run, options)
-        exit_if_only_planning(model, run, options, settings, self._optimizer_link.hyper)
-        before, number = plans.current, self._compiled_plans + 1
-        reporter = self._make_reporter(number)
-        times = {} if reporter is None else reporter.passes
-        with progress(options._show_progress_bar, times) as done:
-            others = plans.plans_of(run.key)
-            changes = others[-1].executable.changes() if others else ""
-            with self._flags.as_compiled():
-                earlier = [plan.executable for plan in plans.by_key.values()]
-                found = compile_model(model, run, options, settings, done, earlier=earlier)
-            self._flags.fix(any(piece.draws for piece in found.plan.partition.pieces))
-            for plan in others:
-                if plan.executable is found:
-                    logger.info("recorded again, with an equal graph: %s", changes or "a plan of a file")
-                    plans.make_current(plan)
-                    return plan
-            log_plan(found.plan, found.settings)
-            plan = LoadedPlan(found, reporter)
-            plans.add_plan(plan)
-            try:
-                if before is not None:
-                    plans.make_current(plan)
-                elif not self._is_offline:
-                    self.attachToDevice()
-            except BaseException:
-                self._remove_plan(found.key, before)
-                raise
-            executable_file.write_to_cache_folder(found, options, self.per_replica_params)
-            done("load")
-        self._compiled_plans, self._compilation_seconds = number, sum(times.values())
-        if before is not None:
-            what = f"inputs {', '.join(str(list(tensor.shape)) for tensor in run.call.tensors)}"
-            if others:
-                what = changes
-            elif run.key[0] == earlier[-1].key[0][0]:
-                what = "other parameters that are trained"
-            logger.info("plan %d, for %s, took %.2f s", number, what, self._compilation_seconds)
-        return plan
-
-    def _plan_for_other_constants(self, run: Run, compiled: arguments.CompiledInputs) -> LoadedPlan | None:
-        """Record a call again whose arguments without tensors have other values than at the compilation. If the
-        graph is equal, compare these values no more, and return its plan; else None."""
-        unread = run.call.changed_constants(compiled.kind)
-        if not unread:
-            return None
-        like = replace(run.call, unread=self._unread | unread, like=compiled.kind)
-        plans = self._plans.plans_of(replace(run, call=like).key)
-        settings = self._checked_settings(run, self.options)
-        with self._flags.as_compiled(), contextlib.suppress(Error):
-            new = record_model(
-                self._wrapped.traced, run, self.options, settings, [p.executable for p in plans]
-            )
-            for plan in plans:
-                if plan.executable.graph_code() == new.graph_code():
-                    logger.info(
-                        "recorded again, with an equal graph, for other values of %s", listed(sorted(unread))
-                    )
-                    self._unread |= unread
-                    plan.executable.add_recording(new)
-                    return plan
-        return None
-
-    def _make_reporter(self, number: int) -> Reporter | None:
-        """Return a reporter for the plan with this number (from 1); None if no profile is requested."""
-        reporter, self._next_reporter = self._next_reporter, None
-        return reporter or start_reporter(self, self.options, self._wrapped.training, number)
-
-    def _checked_settings(self, run: Run, options: Options) -> Settings:
-        """Return the engine's settings for complete batches, after checks of arguments, buffers and options."""
-        model, training, call = self._wrapped.traced, self._wrapped.training, run.call
-        groups = make_replica_groups(model, self.per_replica_params, options.replication_factor)
-        if groups and run.counts.replicas != options.replication_factor:
-            raise Error(
-                "an incomplete batch has not a micro-batch for each replica, and the model has parameters with a value"
-                f" for each: {', '.join(groups)}\n  fix: poptorch.DataLoader(..., drop_last=True)"
-            )
-        optimizer = self._optimizer_link.frozen
-        if optimizer is not None:
-            optimizer = replace(optimizer, group_of=dict(run.group_of))
-        settings = engine_settings(options, training, optimizer, groups)
-        self._optimizer_link.check_own_step(settings)
-        arguments.check_batch(call, run.counts)
-        if not self._plans.by_key:
-            arguments.warn_about_inputs(call, settings.counts, arguments.has_float64_weights(model))
-        options._Popart.check_names()
-        self._wrapped.updatable_buffers()
-        return settings
+                    self._compilation.compile(run)
 
     # ---- devices -----------------------------------------------------------------------------------------
 
@@ -291,13 +95,7 @@ class PoplarExecutor(PublicNames):
 
         Raises: Error, if the model is not compiled, or is attached already; AssertionError for ConnectionType.Never
         """
-        self._plans.require_executable()
-        if self.isAttachedToDevice():
-            raise Error("Device is already attached")
-        if self._is_offline:
-            raise AssertionError("Trying to attach a model to an offline device (ConnectionType.Never)")
-        self._optimizer_link.connect_optimizer()
-        self._plans.attach()
+        self._compilation.attach()
 
     def detachFromDevice(self) -> None:
         """Release the devices. The state stays. If a replica spans several processes, each gets all weights, so all
@@ -318,31 +116,252 @@ class PoplarExecutor(PublicNames):
         self._release()
 
     def _release(self) -> None:
-        self._plans.clear_plans()
-        self._unread = frozenset()
-        self._optimizer_link.release_optimizer()
-        self._latest = LatestCall()
-        if self._return_hook is not None:
-            self._return_hook = self._return_hook.remove()
-        # The model's weak reference to this executor is None already when `__del__` runs.
-        if self._wrapped.training and wrapped_model.executor_of(self._user_model) in (self, None):
+        self._compilation.release()
+        self._calls.latest = LatestCall()
+        if wrapped_model.executor_of(self._user_model) in (self, None):  # None already when `__del__` runs
             wrapped_model.unmark_model(self._user_model)
 
-    def _remove_plan(self, key: Any, previous: LoadedPlan | None) -> None:
-        """Remove the plan of `key` and make `previous` current; if there is none, detach, and remove all."""
-        if previous is None:
-            self._plans.clear_plans()
-        else:
-            self._plans.make_current(previous)
-            self._plans.remove_plan(key)
-
     def __del__(self) -> None:
-        # At the interpreter's exit the globals of this module (so `contextlib` too) and parts of torch may be None
-        # already.
+        # At the interpreter's exit the globals of this module and parts of torch may be None already.
         try:  # noqa: SIM105
             self._release()
         except Exception:
             pass
+
+    # ---- weights, optimizer, random state ----------------------------------------------------------------
+
+    def setOptimizer(self, optimizer: Any) -> None:
+        """Train with this optimizer and its current lr, momentum, betas, weight decay, ... from the next call on.
+
+        An optimizer without state continues with the state of the previous optimizer, which keeps a copy. After
+        compilation the optimizer must have the same class.
+
+        >>> optimizer.param_groups[0]["lr"] *= 0.1
+        >>> trainer.setOptimizer(optimizer)
+
+        Raises:
+            Error: the class, a dtype (`accum_type`, ...) or an attribute that is marked constant
+                (`variable_attrs`) has changed since compilation; or the model is for inference
+            AssertionError, ValueError: the optimizer is not supported
+        """
+        self._optimizer_link.set_optimizer(optimizer)
+
+    def copyWeightsToHost(self) -> None:
+        """Move weights and optimizer state from accelerators to the CPU; the next call moves them back. On the CPU the
+        model's weights are the ones that train: there is nothing to copy, except if a replica spans several processes:
+        then all instances must call this, and have all weights until the next call.
+
+        Raises: Error, if the model is not compiled or not attached, or its weights do not fit any more
+        """
+        engine = self._plans.require_engine()
+        engine.state.bind(None)
+        engine.state.train_state.move_to_host()
+        self._plans.fill_elsewhere()
+        self._host_weights_version += 1
+
+    def copyWeightsToDevice(self) -> None:
+        """Check that the model is attached, and its weights. Each call uses the model's current weights.
+
+        Raises: Error, if the model is not compiled or not attached, or its weights do not fit any more
+        """
+        self._plans.require_engine().state.bind(None)
+
+    def copyNamedBuffersToDevice(self) -> None:
+        """Check `Options.updatableNamedBuffers`. Each call uses the model's current buffers.
+
+        Raises: Error, if the option names none, or the model is not compiled or not attached
+        """
+        self._plans.require_engine()
+        self._wrapped.updatable_buffers(are_needed=True)
+
+    def copyWeightsToHostIfNeeded(self) -> bool:
+        """Copy the weights to the host if an accelerator has them, as `copyWeightsToHost`; return whether one had."""
+        return self._plans.engine is not None and self._plans.engine.state.train_state.move_to_host()
+
+    def averageRunningStatistics(self) -> None:
+        """*Pando*: replace running statistics by their mean over the replicas of all instances.
+
+        Each replica processes different rows, and the model has the buffers of this instance's first replica: call this
+        before a validation or a checkpoint, in all instances. It averages floating point buffers that forward changes.
+
+        Raises: Error, if the model is not attached to its devices
+        """
+        with self._lock:
+            self._plans.require_engine().average_buffers()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the `state_dict()` of the user's model."""
+        return self._wrapped.user.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
+        """Load a `state_dict()` into the user's model, as torch does; the next call uses these weights.
+
+        Returns: torch's pair (missing_keys, unexpected_keys)
+        Raises: RuntimeError, for shapes that differ and, if `strict`, for keys that differ
+        """
+        return self._wrapped.user.load_state_dict(state_dict, strict)
+
+    @property
+    def rng_state(self) -> list[int]:
+        """Return [seed, number of steps run], the key of random draws. Raises: Error, before compilation"""
+        self._plans.require_executable()
+        return list(self._plans.random_state)
+
+    @rng_state.setter
+    def rng_state(self, state: list[int]) -> None:
+        self._plans.require_executable()
+        self._plans.random_state = state
+
+    # ---- the model and its compilation -------------------------------------------------------------------
+
+    @property
+    def model(self) -> Any:
+        """Return the user's model; in inference a shallow copy, which shares weights and submodules. Forward
+        is compiled with the flags of this copy, such as `training`."""
+        return self._wrapped.user if self._wrapped.training else self._wrapped.traced
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the model and its submodules, and return the executor.
+
+        In training these are the user's, but the top-level module is compiled in the mode that it had when it was
+        wrapped. In inference they are the executor's own. Compilation fixes all modes: a later `train` logs a
+        warning, and calls compute as before, until `destroy`.
+        """
+        if self._compilation.flags.set_mode(mode) and self.isCompiled():
+            logger.warning("train() and eval() come too late: the model is compiled, and its mode with it")
+        return self
+
+    def eval(self) -> Self:
+        """Set evaluation mode, as `train(False)`; return the executor."""
+        return self.train(False)
+
+    @property
+    def options(self) -> Options:
+        """Return the executor's frozen copy of the options, with the default output mode resolved."""
+        return self._wrapped.options
+
+    @property
+    def plan(self) -> Overview:
+        """Return an overview of the compiled model: stages, ipus, parameters, transfers, schedule and code.
+
+        Raises: Error, before compilation. `poptorch.describe` returns an overview without a compiled model.
+        """
+        compiled = self._plans.require_executable()
+        return Overview(compiled.plan, compiled.settings, compiled.graph)
+
+    @property
+    def memory_format(self) -> str:
+        """*Pando*: return "preserve" or "channels_last", of convolutions; raises Error before compilation."""
+        return self._plans.require_executable().memory_format
+
+    def isCompiled(self) -> bool:
+        """Return whether the model is compiled."""
+        return self._plans.executable is not None
+
+    def isAttachedToDevice(self) -> bool:
+        """Return whether the model is attached to its devices."""
+        return self._plans.engine is not None
+
+    def compilationTime(self) -> timedelta:
+        """Return the time of the latest compilation.
+
+        Raises: Error, before compilation, or without `showCompilationProgressBar(True)`
+        """
+        return self._compilation.time()
+
+    def getTensorNames(self) -> list[str]:
+        """Return all names that `Options.anchorTensor` accepts. Raises: AssertionError, before compilation"""
+        if not self.isCompiled():
+            raise AssertionError(
+                "getTensorNames() needs a compiled model: call it, or model.compile(*inputs)"
+            )
+        return list(self._executable.anchor_names)
+
+    # ---- the latest call ---------------------------------------------------------------------------------
+
+    def getPerfCounters(self) -> dict[str, Times]:
+        """Return when inputs and outputs of the latest call were copied: {key: [tensor][micro-batch]}, in seconds.
+
+        "input" and "input_complete": when the copy of a micro-batch's input began and ended; "output" and
+        "output_complete": of an output that the output mode keeps. The host's clock has an arbitrary zero.
+        """
+        return self._calls.latest.counters()
+
+    def getLatency(self) -> Latency:
+        """Return (min, max, mean) seconds of the latest call's micro-batches, from first input to last output."""
+        return self._calls.latest.latency("input", min, "output_complete")
+
+    def getHostIpuLatency(self) -> Latency:
+        """Return (min, max, mean) seconds in which the inputs of a micro-batch were copied, as `getLatency`."""
+        return self._calls.latest.latency("input", min, "input_complete")
+
+    def getComputeLatency(self) -> Latency:
+        """Return (min, max, mean) seconds from a micro-batch's last input to its first output, as `getLatency`."""
+        return self._calls.latest.latency("input_complete", max, "output")
+
+    def getIpuHostLatency(self) -> Latency:
+        """Return (min, max, mean) seconds in which the outputs of a micro-batch were copied, as `getLatency`."""
+        return self._calls.latest.latency("output", min, "output_complete")
+
+    def getAnchoredTensor(self, short_name: str) -> Tensor:
+        """Return the latest call's values of the tensor that `Options.anchorTensor` calls `short_name`: those of
+        the micro-batches that the anchor's output mode keeps, concatenated along dimension 0.
+
+        Raises: AssertionError, if the latest call has no such tensor, or there was no call
+        """
+        return self._calls.latest.anchored_tensor(short_name)
+
+    @property
+    def finished_updates(self) -> int:
+        """*Pando*: return the number of weight updates that the latest call has finished; 0 if not attached.
+
+        After an error or Ctrl-C this can be less than `deviceIterations`; the weights include these updates.
+        """
+        return self._plans.state.updates if self._plans.engine is not None else 0
+
+    @property
+    def notes(self) -> list[tuple[Any, Any]]:
+        """*Pando*: return (key, value) of each note of forward (`poptorch.notes`) in the latest call. The values of
+        micro-batches are concatenated along dimension 0; those of scalars have the shape [micro-batches]."""
+        return list(self._calls.latest.notes)
+
+    def cycleCount(self) -> int:
+        """Raise Error: there are no cycles to count here."""
+        raise self._calls.latest.error_of_cycles(self.options._Popart("instrumentWithHardwareCycleCounter"))
+
+    forward = wrapped_model.HostForward()
+
+    def __repr__(self) -> str:
+        return module_repr(self._wrapped.user)
+
+    def __reduce__(self) -> Any:
+        """Pickle an executor as its model, options and optimizer. Raises Error if it is compiled."""
+        if self.isCompiled():
+            raise Error(
+                "a compiled executor can't be pickled or copied\n"
+                "  fix: wrap a copy of its model, copy.deepcopy(executor.model); or save(filename) and poptorch.load"
+            )
+        kind: Any = type(self)
+        make = functools.partial(kind, training=self._wrapped.training, optimizer=self._optimizer)
+        return make, (self._user_model, self.options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") and "_wrapped" not in self.__dict__:
+            raise AttributeError(name)  # while the executor is being made
+        return wrapped_model.attribute_of_model(self, name)
+
+    # ---- private names that programs use -----------------------------------------------------------------
+
+    per_replica_params = property(attrgetter("_wrapped.per_replica"))  # by name, what `replicaGrouping` set
+    _executable = property(attrgetter("_plans.executable"))
+    _user_model = property(attrgetter("_wrapped.user"))
+    _options = property(attrgetter("_wrapped.options"))
+    _optimizer = property(attrgetter("_optimizer_link.optimizer"))
+    _is_attached = property(isAttachedToDevice)
+
+    def _debugGetPopartIR(self) -> str:
+        """Raise Error: there is no PopART graph here."""
+        raise Error("_debugGetPopartIR: this implementation has no PopART graph to show")
 
     # ---- files -------------------------------------------------------------------------------------------
 
@@ -371,26 +390,11 @@ class PoplarExecutor(PublicNames):
 
         Raises: Error, if the file is missing or damaged, or of another version, mode or model
         """
-        try:
-            saved = executable_file.read_file(filename)
-        except AssertionError as error:
-            raise Error(str(error)) from None
-        executable_file.check_same_model(filename, saved, self._wrapped)
+        saved = executable_file.read_file_for(filename, self._wrapped)
         self.destroy()
         self._restore(saved)
 
     def _restore(self, saved: executable_file.SavedExecutor) -> None:
         """Add a file's plans and state to an executor that has no plans. Attach for ConnectionType.Always."""
-        if self._wrapped.training:
-            wrapped_model.mark_model(self._user_model, self)
-        self._flags.take()
-        self._flags.choose_modes()
-        self._flags.fix(any(piece.draws for piece in saved.executables[0].plan.partition.pieces))
-        self._compiled_plans = len(saved.executables)
-        for number, executable in enumerate(saved.executables, 1):
-            self._plans.add_plan(LoadedPlan(executable, self._make_reporter(number)))
-        self._plans.load(saved.state)
-        self.per_replica_params.clear()
-        self.per_replica_params.update(saved.per_replica_params)
-        if self.options.connection_type == ConnectionType.Always:
-            self.attachToDevice()
+        self._mark()
+        self._compilation.add_saved(saved)

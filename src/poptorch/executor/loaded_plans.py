@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,8 +64,9 @@ class LoadedPlans:
 
     def require_engine(self) -> Engine | DeviceEngines:
         """Return the engine of the current plan. Raises Error if the model is not attached, or in a fork."""
-        self.require_executable()
-        if self.engine is None:
+        engine = None if self.current is None else self.current.engine
+        if engine is None:
+            self.require_executable()
             raise Error("the model is not attached to its devices\n  fix: call it, or model.attachToDevice()")
         if self._process != os.getpid():
             raise Error(
@@ -73,7 +74,7 @@ class LoadedPlans:
                 "  why: os.fork() copies memory, but no threads: none would run the model here\n"
                 "  fix: call detachFromDevice() before the fork, or start processes with 'spawn'"
             )
-        return self.engine
+        return engine
 
     # ---- plans ---------------------------------------------------------------------------------------------
 
@@ -105,6 +106,14 @@ class LoadedPlans:
         """Remove a plan that is not current. If it has an engine, save its profile and close the engine."""
         self._close_engine(self.by_key.pop(key))
 
+    def replace_plan(self, key: Any, previous: LoadedPlan | None) -> None:
+        """Remove the plan of `key`, and make `previous` current; if there is none, remove all plans."""
+        if previous is None:
+            self.clear_plans()
+        else:
+            self.make_current(previous)
+            self.remove_plan(key)
+
     def remove_oldest(self, keys: list[Any], most: int) -> None:
         """Remove all but the `most` plans used last. `keys`: of the latest call's plans, in order."""
         used = {key: number for number, key in enumerate(keys, 1)}
@@ -128,8 +137,13 @@ class LoadedPlans:
         return self._options.random_seed if self._options.exists("random_seed") else torch.initial_seed(), 0
 
     @random_state.setter
-    def random_state(self, state: tuple[int, int]) -> None:
-        self.state.random_state, self._is_seeded = state, True
+    def random_state(self, state: Sequence[int]) -> None:
+        if not (isinstance(state, list | tuple) and len(state) == 2 and all(type(n) is int for n in state)):
+            raise Error(
+                f"a random state is the list of two integers that rng_state gave; found {state!r}\n"
+                "  fix: state = executor.rng_state; ...; executor.rng_state = state"
+            )
+        self.state.random_state, self._is_seeded = (state[0], state[1]), True
 
     def export(self, weights: bool = True) -> dict[str, Any]:
         """Return `TrainState.export`; before the first attach, with the random state that it will have."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from popengine.compile.recording.current_capture import current
 from popengine.errors import Error, did_you_mean
 from popengine.run.train_state import TrainState, move_to_host
 
-from ..annotating.replica_groups import Grouping
+from ..annotating.replica_groups import GroupableParameter, Grouping
 from ..compiling.arguments import weights_of
 from ..nested_values import tensors_of
 from ..options import Options
@@ -52,8 +53,8 @@ class WrappedModel:
             names[id(parameter)] = (*names.get(id(parameter), ()), name)
         return tuple(found for found in names.values() if len(found) > 1)
 
-    def updatable_buffers(self) -> list[str]:
-        """Return the names in `Options.updatableNamedBuffers`. Raises Error if a name is not a buffer's."""
+    def updatable_buffers(self, are_needed: bool = False) -> None:
+        """Raise Error if a name in `Options.updatableNamedBuffers` is not a buffer's, or if none `are_needed`."""
         names = self.options._Popart("updatableNamedBuffers")
         known = dict(self.traced.named_buffers())
         unknown = [name for name in names if name not in known]
@@ -62,7 +63,11 @@ class WrappedModel:
                 f"updatableNamedBuffers names {', '.join(unknown)}; the model's buffers are"
                 f" {', '.join(known) or 'none'}{did_you_mean(unknown[0], known)}"
             )
-        return names
+        if are_needed and not names:
+            raise Error(
+                "No named buffers marked as updatable\n"
+                "  fix: options.updatableNamedBuffers(['name']) before wrapping"
+            )
 
 
 def wrap(model: Any, options: Options | None, training: bool) -> WrappedModel:
@@ -122,6 +127,7 @@ class _MethodOfExecutor:
 
 
 _METHODS = {"copyWeightsToHostIfNeeded": False, "destroy": None}  # by name, what they return without executor
+OWN_ATTRIBUTES = {"training", *_METHODS}  # of the user's module: its mode, and the mark
 
 
 def executor_of(model: Any) -> Any:
@@ -231,11 +237,6 @@ def read_weights_elsewhere(model: nn.Module, plans: LoadedPlans) -> None:
     model.register_load_state_dict_pre_hook(_Take(plans))
 
 
-def attributes_of(model: nn.Module) -> dict[str, Any]:
-    """Return the attributes of the instance, without its mode and the mark."""
-    return {name: value for name, value in vars(model).items() if name != "training" and name not in _METHODS}
-
-
 def check_buffer_classes(model: nn.Module) -> None:
     """Raise Error if a buffer of the model is of a subclass of Tensor."""
     for name, buffer in model.named_buffers():
@@ -245,3 +246,48 @@ def check_buffer_classes(model: nn.Module) -> None:
                 f"{type(buffer).__qualname__}\n"
                 f"  fix: register_buffer({name.rsplit('.', 1)[-1]!r}, value.data)"
             )
+
+
+# ---- methods of the model that an executor has --------------------------------------------------------------------
+
+
+def attribute_of_model(executor: Any, name: str) -> Any:
+    """Return an attribute of an executor's model. A parameter of the user's module has `replicaGrouping`."""
+    model = executor.model
+    value = getattr(model, name)
+    if getattr(value, "__self__", None) is model:
+        return _method_of_model(executor, name, value)
+    if isinstance(value, nn.Parameter) and name in executor._wrapped.user._parameters:
+        groupings = None if executor.isCompiled() else executor.per_replica_params
+        return GroupableParameter.wrap(value, name, groupings)
+    return value
+
+
+def _method_of_model(executor: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of the model that returns the executor where the model's method returns the model, and raises
+    Error where it would move the weights to an accelerator."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kind = _device_of_move(name, args, kwargs)
+        if kind not in (None, "cpu", "meta"):
+            raise Error(
+                f"the weights of an executor stay in the host's memory, and .{name}(...) moves them to {kind!r}\n"
+                f'  fix: options.device("{kind}") before wrapping chooses where the model runs; leave .{name} out'
+            )
+        result = method(*args, **kwargs)
+        return executor if result is executor.model else result
+
+    return call
+
+
+def _device_of_move(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+    """Return the type of the device to which a method of `nn.Module`, called like this, moves weights; None if none."""
+    if name in ("cuda", "cpu", "ipu", "xpu", "mtia"):
+        return name
+    for value in (*args, *kwargs.values()) if name in ("to", "to_empty") else ():
+        if isinstance(value, int | str | torch.device) and not isinstance(value, bool):
+            return "cuda" if isinstance(value, int) else torch.device(value).type
+        if isinstance(value, Tensor):
+            return value.device.type
+    return None

@@ -20,8 +20,8 @@ from ..options import Options
 from ..options.freeze_options import resolve_options
 from ..planning import make_profiles
 from . import executable_file, wrapped_model
+from .calls import outside_inference_mode
 from .executor import PoplarExecutor
-from .public_names import outside_inference_mode
 
 if TYPE_CHECKING:
     from popvision.plan import Estimates
@@ -212,8 +212,8 @@ def _compile_arguments(
     try:
         wrapped, (args, kwargs) = executor._wrapped, arguments_of(batch)
         own = resolve_options(options, wrapped.training, wrapped.user) if options else wrapped.options
-        run = Run(bind(executor._signature, args, kwargs), own._counts())
-        yield executor, (wrapped.traced, run, own, executor._checked_settings(run, own))
+        run = Run(bind(executor._compilation.signature, args, kwargs), own._counts())
+        yield executor, (wrapped.traced, run, own, executor._compilation.settings_of(run, own))
     finally:
         if temporary is not None:
             temporary.destroy()

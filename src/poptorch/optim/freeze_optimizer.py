@@ -267,12 +267,18 @@ def check_changes(
 def unexpected_names(
     optimizer: torch.optim.Optimizer, known: dict[str, set[str]]
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield (description, names) of attributes and keys that are not `known` and that no class declares; add them.
-    All of a description that is not known are accepted."""
+    """Yield (description, names) of attributes, defaults and keys of groups that are not `known` and that no class
+    declares; add them. All of a description that is not known are accepted."""
     # Keys of SGD and LAMB, a bound that any optimizer may have, and a key of torch's load_state_dict.
     expected = {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable"}
-    for description, found in _attribute_names(optimizer).items():
-        new = found - known.setdefault(description, found)
+    # A scheduler replaces the method `step`, to count its calls.
+    attributes = {name for name in vars(optimizer) if not name.startswith("_") and name != "step"}
+    of_groups = {f"group {i} attribute": group for i, group in enumerate(optimizer.param_groups)}
+    defaults = getattr(optimizer, "defaults", ())
+    found = {"optimizer attribute": attributes, "default group variable": defaults, **of_groups}
+    for description, names in found.items():
+        names = set(map(str, names))
+        new = names - known.setdefault(description, names)
         expected.update(*map(inspect.get_annotations, type(optimizer).__mro__) if new else ())
         if unexpected := sorted(new - expected):
             known[description] |= new
@@ -289,19 +295,6 @@ def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
                 "  fix: remove the hook with its handle; call the function after the executor's call, with one device"
                 " iteration a call for one update each"
             )
-
-
-def _attribute_names(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
-    """Return the names of attributes, defaults and group keys, by what messages call them."""
-    attributes = {name for name in vars(optimizer) if not name.startswith("_")}
-    attributes.discard("step")  # a scheduler replaces the method, to count its calls
-    names = {
-        "optimizer attribute": attributes,
-        "default group variable": set(map(str, getattr(optimizer, "defaults", ()))),
-    }
-    for index, group in enumerate(optimizer.param_groups):
-        names[f"group {index} attribute"] = set(map(str, group))
-    return names
 
 
 def _rates_by_name(optimizer: torch.optim.Optimizer, hyper: settings.Hyper) -> dict[str, list[float]]:

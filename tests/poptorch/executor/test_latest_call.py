@@ -7,7 +7,7 @@ import torch
 from executor_models import Trained, batch, options, trainer
 
 import poptorch
-from poptorch.executor.latest_call import LatestCall
+from poptorch.executor.calls import LatestCall
 
 KEYS = ("input", "input_complete", "output", "output_complete")
 

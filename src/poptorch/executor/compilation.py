@@ -1,0 +1,362 @@
+"""Compilation of an executor's plans, and when a plan can be used for other values of what forward reads."""
+
+import contextlib
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch import nn
+
+from popengine.errors import Error
+from popengine.settings import Settings
+
+from ..annotating.replica_groups import make_replica_groups
+from ..compiling import arguments
+from ..compiling.compilation_log import log_plan, progress
+from ..compiling.executable import Executable, compile_model, record_model
+from ..compiling.runs import Run
+from ..enums import ConnectionType
+from ..logs import listed, logger
+from ..options import Options
+from ..options.freeze_options import chosen_devices, engine_settings
+from ..planning import exit_if_only_planning
+from ..reporter import Reporter, start_reporter
+from .executable_file import SavedExecutor, write_to_cache_folder
+from .loaded_plans import LoadedPlan, LoadedPlans
+from .optimizer_link import OptimizerLink
+from .wrapped_model import OWN_ATTRIBUTES, WrappedModel, return_weights_before_calls
+
+
+class Compilation:
+    """The compilation of an executor's model. `unread` are the paths of arguments whose values do not matter."""
+
+    def __init__(self, model: WrappedModel, plans: LoadedPlans, link: OptimizerLink) -> None:
+        self.model, self.plans, self.link, self.flags = model, plans, link, ModelFlags(model)
+        options = model.options
+        self.most_plans: int = options("new_shapes") if options.exists("new_shapes") else 0  # 0: fixed shapes
+        self.is_offline = options.connection_type == ConnectionType.Never
+        self.signature = inspect.signature(model.traced.forward)
+        self.unread: frozenset[str] = frozenset()
+        self.count = 0  # of compiled plans, dropped ones included
+        self.seconds: float | None = None  # of the latest compilation
+        self._return_hook: Any = None  # see `return_weights_before_calls`
+        # Made before the first plan, to record the waits for a loader from now on.
+        self._next_reporter = start_reporter(self, options, model.training, 1)
+
+    def prepare_first(self) -> None:
+        """Take over modes, signature and optimizer of now for the first compilation."""
+        self.flags.choose_modes()
+        if self._return_hook is None and chosen_devices(self.model.options, self.model.training)[0] != "cpu":
+            self._return_hook = return_weights_before_calls(self.model.user)
+        self.link.freeze_again()
+        self.signature = inspect.signature(self.model.traced.forward)
+
+    def compile(self, run: Run) -> LoadedPlan:
+        """Compile a plan for a run, make it current, and attach it; under `popvision plan` write profiles and
+        exit."""
+        options, model, plans = self.model.options, self.model.traced, self.plans
+        settings = self.settings_of(run, options)
+        exit_if_only_planning(model, run, options, settings, self.link.hyper)
+        before, number = plans.current, self.count + 1
+        reporter = self._make_reporter(number)
+        times = {} if reporter is None else reporter.passes
+        with progress(options._show_progress_bar, times) as done:
+            others = plans.plans_of(run.key)
+            changes = others[-1].executable.changes() if others else ""
+            with self.flags.as_compiled():
+                earlier = [plan.executable for plan in plans.by_key.values()]
+                found = compile_model(model, run, options, settings, done, earlier=earlier)
+            self.flags.fix(found)
+            for plan in others:
+                if plan.executable is found:
+                    logger.info("recorded again, with an equal graph: %s", changes or "a plan of a file")
+                    plans.make_current(plan)
+                    return plan
+            log_plan(found.plan, found.settings)
+            plan = LoadedPlan(found, reporter)
+            plans.add_plan(plan)
+            try:
+                if before is not None:
+                    plans.make_current(plan)
+                elif not self.is_offline:
+                    self.attach()
+            except BaseException:
+                plans.replace_plan(found.key, before)
+                raise
+            write_to_cache_folder(found, options, self.model.per_replica)
+            done("load")
+        self.count, self.seconds = number, sum(times.values())
+        if before is not None:
+            what = f"inputs {', '.join(str(list(tensor.shape)) for tensor in run.call.tensors)}"
+            if others:
+                what = changes
+            elif run.key[0] == earlier[-1].key[0][0]:
+                what = "other parameters that are trained"
+            logger.info("plan %d, for %s, took %.2f s", number, what, self.seconds)
+        return plan
+
+    def plan_for_other_constants(self, run: Run, compiled: arguments.CompiledInputs) -> LoadedPlan | None:
+        """Record a call again whose arguments without tensors have other values than at the compilation. If the
+        graph is equal, compare these values no more, and return its plan; else None."""
+        unread = run.call.changed_constants(compiled.kind)
+        if not unread:
+            return None
+        like = replace(run.call, unread=self.unread | unread, like=compiled.kind)
+        plans, options = self.plans.plans_of(replace(run, call=like).key), self.model.options
+        settings, earlier = self.settings_of(run, options), [plan.executable for plan in plans]
+        with self.flags.as_compiled(), contextlib.suppress(Error):
+            new = record_model(self.model.traced, run, options, settings, earlier)
+            for plan in plans:
+                if plan.executable.graph_code() == new.graph_code():
+                    names = listed(sorted(unread))
+                    logger.info("recorded again, with an equal graph, for other values of %s", names)
+                    self.unread |= unread
+                    plan.executable.add_recording(new)
+                    return plan
+        return None
+
+    def add_saved(self, saved: SavedExecutor) -> None:
+        """Add a file's plans and state to an executor that has no plans. Attach for ConnectionType.Always."""
+        self.flags.take()
+        self.flags.choose_modes()
+        self.flags.fix(saved.executables[0])
+        self.count = len(saved.executables)
+        for number, executable in enumerate(saved.executables, 1):
+            self.plans.add_plan(LoadedPlan(executable, self._make_reporter(number)))
+        self.plans.load(saved.state)
+        self.model.per_replica.clear()
+        self.model.per_replica.update(saved.per_replica_params)
+        if self.model.options.connection_type == ConnectionType.Always:
+            self.attach()
+
+    def _make_reporter(self, number: int) -> Reporter | None:
+        """Return a reporter for the plan with this number (from 1); None if no profile is requested."""
+        reporter, self._next_reporter = self._next_reporter, None
+        return reporter or start_reporter(self, self.model.options, self.model.training, number)
+
+    def settings_of(self, run: Run, options: Options) -> Settings:
+        """Return the engine's settings for complete batches, after checks of arguments, buffers and options."""
+        model, call = self.model.traced, run.call
+        groups = make_replica_groups(model, self.model.per_replica, options.replication_factor)
+        if groups and run.counts.replicas != options.replication_factor:
+            raise Error(
+                "an incomplete batch has not a micro-batch for each replica, and the model has parameters with a value"
+                f" for each: {', '.join(groups)}\n  fix: poptorch.DataLoader(..., drop_last=True)"
+            )
+        optimizer = self.link.frozen
+        if optimizer is not None:
+            optimizer = replace(optimizer, group_of=dict(run.group_of))
+        settings = engine_settings(options, self.model.training, optimizer, groups)
+        self.link.check_own_step(settings)
+        arguments.check_batch(call, run.counts)
+        if not self.plans.by_key:
+            arguments.warn_about_inputs(call, settings.counts, arguments.has_float64_weights(model))
+        options._Popart.check_names()
+        self.model.updatable_buffers()
+        return settings
+
+    def time(self) -> timedelta:
+        """Return the time of the latest compilation. Raises Error if there was none, or without a progress bar."""
+        if not self.model.options._show_progress_bar:
+            raise Error("compilationTime() needs options.showCompilationProgressBar(True)")
+        if self.seconds is None:
+            raise Error(
+                "compile the model before obtaining compilation time: call it, or model.compile(*inputs)"
+            )
+        return timedelta(seconds=self.seconds)
+
+    def attach(self) -> None:
+        """Attach the current plan to its devices; raise the errors of `attachToDevice`."""
+        self.plans.require_executable()
+        if self.plans.engine is not None:
+            raise Error("Device is already attached")
+        if self.is_offline:
+            raise AssertionError("Trying to attach a model to an offline device (ConnectionType.Never)")
+        self.link.connect_optimizer()
+        self.plans.attach()
+
+    def release(self) -> None:
+        """Free devices and plans; the next call compiles again."""
+        self.plans.clear_plans()
+        self.unread = frozenset()
+        self.link.release_optimizer()
+        if self._return_hook is not None:
+            self._return_hook = self._return_hook.remove()
+
+
+# ---- modes ---------------------------------------------------------------------------------------------------
+
+
+_CHILDREN, _PARAMETERS, _TRAINING = map(operator.itemgetter, ("_modules", "_parameters", "training"))
+
+
+class ModelFlags:
+    """The modes of a model, which the first compilation fixes, and attributes of the user's top-level module.
+
+    An executor for inference has modes of its own: it computes in eval mode what was in eval mode when it was wrapped
+    or at its first call. Later changes of modes and of torch's seed have no effect, and one warning each. All else that
+    forward reads is followed: `LoadedPlans.find_plan`.
+    """
+
+    def __init__(self, model: WrappedModel) -> None:
+        self._model = model
+        self._warned: set[str] = set()
+        self._taken = dict(vars(model.user))  # the user's attributes that the traced copy has
+        # By name, the mode to compile a layer in, unless its flag is no longer the one in `_seen`.
+        self._modes = self._seen = self._present_modes()
+        self._compiled: dict[str, bool] = {}
+        # By name, attributes of each compiled layer, and its flag `training` when the first plan was compiled.
+        self._layers: dict[str, dict[str, Any]] = {}
+        self._flags: dict[str, bool] = {}
+        # Of each layer, its layers when the latest plan was compiled.
+        self._children: list[dict[str, Any]] = []
+        self._draws, self._seed = False, 0  # whether the model draws random numbers, and torch's seed
+        if not model.training:
+            vars(model.traced)["train"] = _OwnTrain(model.traced, self)
+
+    def _present_modes(self) -> dict[str, bool]:
+        """Return the flags `training` of all layers by name; of the top-level module that of the user's."""
+        modes = {name: layer.training for name, layer in self._model.traced.named_modules()}
+        return modes | {"": self._model.user.training}
+
+    def set_mode(self, mode: bool) -> bool:
+        """Set the mode in which layers are compiled. In inference the user's layers keep their flags. Return whether a
+        layer is compiled in another mode."""
+        model = self._model.user
+        if self._model.training:
+            model.train(mode)
+            wanted = self._present_modes()
+        else:
+            model, before = self._model.traced, self._present_modes()
+            type(model).train(model, mode)
+            wanted = self._modes = {name: layer.training for name, layer in model.named_modules()}
+            _set_modes(model, {name: flag for name, flag in before.items() if name})
+            self._seen = before
+        self._flags |= {name: flag for name, flag in self._present_modes().items() if name in self._flags}
+        return any(wanted.get(name, flag) != flag for name, flag in self._compiled.items())
+
+    # ---- compiling ---------------------------------------------------------------------------------------
+
+    def take(self) -> None:
+        """Take over attributes that were set on the user's top-level module, unless the copy has another one."""
+        user, traced = vars(self._model.user), vars(self._model.traced)
+        if user.keys() == self._taken.keys() and all(map(operator.is_, user.values(), self._taken.values())):
+            return
+        absent = object()
+        for name in (user.keys() | self._taken.keys()) - OWN_ATTRIBUTES:
+            before = self._taken.get(name, absent)
+            is_new = user.get(name, absent) is not before
+            if is_new and traced.get(name, absent) is before:  # not set on the copy
+                traced.pop(name, None)
+                if name in user:
+                    traced[name] = user[name]
+        self._taken = dict(user)
+
+    def choose_modes(self) -> None:
+        """Choose the modes of the first compilation, and forget what an earlier one has fixed."""
+        self._layers, self._flags, self._children = {}, {}, []
+        present, top = self._present_modes(), {"": self._model.traced.training}
+        if self._model.training:
+            self._compiled = present | top
+            return
+        modes, seen = self._modes | top, self._seen
+        self._compiled = {
+            name: modes[name] if flag == seen.get(name) else flag and modes.get(name, True)
+            for name, flag in present.items()
+        }
+
+    @contextlib.contextmanager
+    def as_compiled(self) -> Iterator[None]:
+        """Set the modes of the model to those of the first compilation, inside the `with`."""
+        now = {name: layer.training for name, layer in self._model.traced.named_modules()}
+        self._compiled = now | self._compiled  # layers that are new keep their mode
+        _set_modes(self._model.traced, self._compiled)
+        try:
+            yield
+        finally:
+            _set_modes(self._model.traced, now)
+
+    def fix(self, executable: Executable) -> None:
+        """Note what a compilation has fixed."""
+        if not self._layers:
+            self._draws = any(piece.draws for piece in executable.plan.partition.pieces)
+            self._seed = torch.initial_seed()
+        self._flags = self._present_modes() | self._flags
+        layers = dict(self._model.traced.named_modules()) | {"": self._model.user}  # its flag is the user's
+        self._layers = {name: vars(layer) for name, layer in layers.items()}
+        self._children = [dict(own["_modules"]) for own in self._layers.values()]
+
+    def present_parameters(self) -> tuple[list[int], list[Any]]:
+        """Return ids and `requires_grad` of the compiled layers' parameters; empty lists if layers were replaced."""
+        layers = self._layers.values()
+        if [*map(_CHILDREN, layers)] != self._children:
+            return [], []
+        found = [*chain.from_iterable(map(dict.values, map(_PARAMETERS, layers)))]  # some may be None
+        return [*map(id, found)], [*map(getattr, found, repeat("requires_grad"), repeat(None))]
+
+    # ---- changes after it --------------------------------------------------------------------------------
+
+    def check_changes(self) -> None:
+        """Warn, once per kind, of changes of modes since the compilation and of torch's seed: calls ignore them."""
+        if [*map(_TRAINING, self._layers.values())] != [*map(self._flags.get, self._layers)]:
+            self._warn_of_modes()
+        if self._draws and self._seed != torch.initial_seed():
+            change = "torch.manual_seed was called after the compilation"
+            self._warn_once(change, "keeps its seed", "options.randomSeed(seed), before the first call")
+
+    def _warn_of_modes(self) -> None:
+        """Warn, once, of layers in another mode than the one they were compiled in."""
+        training = self._model.training
+        modes = {name: own["training"] for name, own in self._layers.items()}
+        others = {
+            name: mode
+            for name, mode in modes.items()
+            if mode != self._flags[name] and mode != self._compiled[name] and (training or not mode)
+        }
+        if not others:
+            return
+        now = next(iter(others.values()))
+        names = [name for name, mode in others.items() if mode == now]
+        words = ("train", "eval") if now else ("eval", "train")
+        self._warn_once(
+            "{} is in {}() mode now, and was compiled in {}() mode".format(
+                "the model" if "" in names else listed(names), *words
+            ),
+            "trains it in that mode" if training else "computes it in that mode",
+            "set the mode before the first call, or call destroy() on the executor"
+            + ("; wrap the model with poptorch.inferenceModel to evaluate it" if training else ""),
+        )
+
+    def _warn_once(self, change: str, effect: str, fix: str) -> None:
+        """Log "`change`, and the compiled program `effect`" with a fix, unless `effect` was logged before."""
+        if effect not in self._warned:
+            self._warned.add(effect)
+            logger.warning("%s, and the compiled program %s\n  fix: %s", change, effect, fix)
+
+
+class _OwnTrain:
+    """The method `train` of the copy of a model for inference: it sets the modes of the executor. Deep copies
+    and pickles have the method of the module's class."""
+
+    def __init__(self, module: nn.Module, flags: ModelFlags) -> None:
+        self._module, self._flags = module, flags
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        self._flags.set_mode(mode)
+        return self._module
+
+    def __reduce__(self) -> Any:
+        train: Callable[..., Any] = type(self._module).train
+        return functools.partial, (train,), (train, (self._module,), {}, None)
+
+
+def _set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
+    """Set the flags `training` of layers, by name. Other layers stay as they are."""
+    for name, layer in model.named_modules():
+        vars(layer)["training"] = modes.get(name, layer.training)
