@@ -22,7 +22,7 @@ from poptorch.logs import RECORDED
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 HEADING = re.compile(r"^## `([\w.]+)`( arguments| members)?$")
-ROW = re.compile(r"^\| (\w+) \| ([\w ]+) \| .*\|$")
+ROW = re.compile(r"^\| `?(\w+)(?:\(.*?\)`)? \| ([\w ]+) \| .*\|$")
 
 
 def tables():
@@ -131,6 +131,11 @@ def test_the_page_of_options_is_made_of_their_docstrings():
     # They were two texts, and contradicted each other: stochastic rounding was real in one only.
     made = runpy.run_path(str(FOLDER.parent / "options_reference.py"))["page"]()
     assert (FOLDER / "options.md").read_text() == made, "python docs/options_reference.py > options.md"
+
+
+def test_the_signatures_of_the_page_of_names_are_made_from_the_code():
+    made = runpy.run_path(str(FOLDER.parent / "names_reference.py"))["page"]()
+    assert (FOLDER / "names.md").read_text() == made, "python docs/names_reference.py"
 
 
 def test_the_page_of_optimizers_is_made_of_their_signatures():

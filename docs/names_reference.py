@@ -1,0 +1,54 @@
+"""The signatures in docs/reference/names.md, made from the code: `python docs/names_reference.py` writes the page anew.
+
+The page's other texts are written by hand.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parent / "reference" / "names.md"
+_LONGEST = 90  # characters of a signature; what follows is "..."
+_NOT_CALLED = (
+    "PoplarExecutor",
+    "LegacyBeginBlockFn",
+    "Comparison",
+)  # classes that only Pando makes objects of
+
+
+def page() -> str:
+    """Return the text of the page, with the present signatures."""
+    lines, space = [], ""
+    for line in PAGE.read_text().splitlines(keepends=True):
+        if line.startswith("## "):
+            heading = re.fullmatch(r"## `(?!lightning)([\w.]+)`", line.strip())
+            space = heading[1] if heading else ""
+        elif space and (row := re.match(r"\| `?(\w+)[^|]*\| real \|", line)):
+            line = f"| {_call(space, row[1])} | real |{line[row.end() :]}"
+        lines.append(line)
+    return "".join(lines)
+
+
+def _call(space: str, name: str) -> str:
+    """Return a name with its parameters and their defaults; the name alone, if users do not call it."""
+    thing: Any = getattr(pkgutil.resolve_name(space), name, None)
+    is_called = inspect.isroutine(thing) or (
+        inspect.isclass(thing) and not issubclass(thing, enum.Enum | Exception) and name not in _NOT_CALLED
+    )
+    if not is_called:
+        return name
+    parameters = inspect.signature(thing).parameters.items()
+    plain = [p.replace(annotation=p.empty) for n, p in parameters if n not in ("self", "cls", "popart")]
+    text = re.sub(r"<(\w+\.\w+): [^>]*>", r"\1", str(inspect.Signature(plain)))
+    if len(text) > _LONGEST:
+        text = f"{text[: text.rindex(', ', 0, _LONGEST)]}, ...)"
+    return f"`{name}{text}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
