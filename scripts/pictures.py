@@ -52,7 +52,7 @@ class Chain(torch.nn.Module):
     def __init__(self, ipus: int) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(
-            poptorch.BeginBlock(torch.nn.Linear(8, 8), f"B{i}", ipu_id=i) for i in range(ipus)
+            poptorch.BeginBlock(torch.nn.Linear(8, 8), f"layer{i}", ipu_id=i) for i in range(ipus)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

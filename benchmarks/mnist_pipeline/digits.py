@@ -19,11 +19,11 @@ def data(rows: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    return {f"B{number}": model.get_submodule(f"block{number}") for number in range(1, 5)}
+    return {name: model.get_submodule(name) for name in ("conv1", "conv2", "hidden", "head")}
 
 
 def halves(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """B1 alone costs as much as the others."""
+    """conv1 alone costs as much as the others."""
     first, *others = blocks(model).values()
     return first, nn.Sequential(*others)
 

@@ -8,11 +8,13 @@ from comparison import Ours, main  # pyright: ignore[reportMissingImports]
 from digits import TASK
 
 LAYOUTS = {
-    "ours4": Ours("4 ipus", ((0, "B1"), (1, "B2"), (2, "B3"), (3, "B4"))),
-    "ours2": Ours("2 ipus", ((0, "B1"), (1, "B2 B3 B4"))),
-    "ours1": Ours("1 ipu", ((0, "B1 B2 B3 B4"),)),
-    "best1": Ours("1 ipu, best layout", ((0, "B1 B2 B3 B4"),), memory_format="auto"),
-    "inductor": Ours("1 ipu, best layout, inductor", ((0, "B1 B2 B3 B4"),), 1, "auto", "inductor"),
+    "ours4": Ours("4 ipus", ((0, "conv1"), (1, "conv2"), (2, "hidden"), (3, "head"))),
+    "ours2": Ours("2 ipus", ((0, "conv1"), (1, "conv2 hidden head"))),
+    "ours1": Ours("1 ipu", ((0, "conv1 conv2 hidden head"),)),
+    "best1": Ours("1 ipu, best layout", ((0, "conv1 conv2 hidden head"),), memory_format="auto"),
+    "inductor": Ours(
+        "1 ipu, best layout, inductor", ((0, "conv1 conv2 hidden head"),), 1, "auto", "inductor"
+    ),
 }
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from popengine.ir import Graph
 from popengine.settings import Counts, Optimizer, Settings, StagePlan, Strategy
 
 TASKS: dict[str, tuple[Task, Placement]] = {
-    "MNIST network, 4 ipus": (DIGITS, ((0, "B1"), (1, "B2"), (2, "B3"), (3, "B4"))),
+    "MNIST network, 4 ipus": (DIGITS, ((0, "conv1"), (1, "conv2"), (2, "hidden"), (3, "head"))),
     "ResNet-18, 2 ipus": (RESNET, ((0, "stem layer1 layer2"), (1, "layer3 layer4 head"))),
     "BERT, 4 ipus": (
         BERT,

@@ -15,15 +15,15 @@ class Network(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.block1 = convolution(1, 10)  # [n, 10, 12, 12]
-        self.block2 = convolution(10, 20)  # [n, 20, 4, 4]
-        self.block3 = nn.Sequential(nn.Flatten(), nn.Linear(320, 256), nn.ReLU())
-        self.block4 = nn.Linear(256, 10)
+        self.conv1 = convolution(1, 10)  # [n, 10, 12, 12]
+        self.conv2 = convolution(10, 20)  # [n, 20, 4, 4]
+        self.hidden = nn.Sequential(nn.Flatten(), nn.Linear(320, 256), nn.ReLU())
+        self.head = nn.Linear(256, 10)
         self.loss = nn.CrossEntropyLoss()
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The ten scores of each image [n, 10]; with labels also their loss, a scalar."""
-        scores = self.block4(self.block3(self.block2(self.block1(images))))
+        scores = self.head(self.hidden(self.conv2(self.conv1(images))))
         if labels is None:
             return scores
         return scores, self.loss(scores, labels)

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 import poptorch
 
-BLOCKS = ("B1", "B2", "B3", "B4")  # block n runs on ipu n - 1
+BLOCKS = ("conv1", "conv2", "hidden", "head")  # names of the model's parts; block n runs on ipu n
 
 
 def arguments() -> argparse.Namespace:
@@ -63,8 +63,8 @@ def training_options(args) -> poptorch.Options:
 
 def mark_blocks(model: Network) -> None:
     """Open a block at each part; it stays open until the next, so the loss belongs to the last one."""
-    for part, block in zip((model.block1, model.block2, model.block3, model.block4), BLOCKS, strict=True):
-        poptorch.BeginBlock(part, block)
+    for name in BLOCKS:
+        poptorch.BeginBlock(model.get_submodule(name), name)
 
 
 def train(args, model, digits):
