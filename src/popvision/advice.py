@@ -9,7 +9,7 @@ from popengine.texts import counted
 from .analysis import Figures
 from .times import whole_steps
 from .units import size_text
-from .virtual import promised_speedup
+from .virtual import LEAST_GAIN, promised_speedup
 
 _IDLE = 0.25  # that cores wait is a note if they wait for at least this share of a step
 _FREE = 0.95  # computations that had a core for at least this share of their time did not wait
@@ -93,7 +93,7 @@ def _fault_sentences(figures: Figures) -> Iterator[str]:
 
 
 def _speed_sentences(figures: Figures) -> Iterator[str]:
-    """Yield a sentence for each change in `figures.changes`."""
+    """Yield a sentence for each change in `figures.changes`; if there is none, a sentence that says so."""
     for change in figures.changes:
         cause, gain = _CAUSES[change.kind], promised_speedup(change.apart, figures.spread)
         if change.kind == "stages" and figures.slowest is not None:
@@ -104,6 +104,12 @@ def _speed_sentences(figures: Figures) -> Iterator[str]:
         yield (
             f"{cause}. With {change.what}, a step on separate devices is at least {gain:.2f} times as fast."
             f" Then {change.also}."
+        )
+    if figures.step_apart and not figures.changes and figures.profile.facts.get("mode") in ORDERS:
+        noise = " (the recorded times vary by as much)" if figures.spread > LEAST_GAIN else ""
+        yield (
+            "No change that the report simulates is sure to make a step on separate devices"
+            f" {max(LEAST_GAIN, figures.spread):.0%} faster{noise}."
         )
 
 

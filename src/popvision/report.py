@@ -246,8 +246,8 @@ def summary(profile: Profile) -> str:
             f"  bubble        {share_text(found.bubble_apart)} on separate devices,"
             f" {share_text(found.bubble_ideal)} ideal{bubble_formula(profile)}{measured}",
             f"  a step        {seconds_text(found.step_apart)} on separate devices, simulated",
-            f"                {seconds_text(found.step_here)} on {cores_text(profile)} without waits,"
-            f" {seconds_text(found.step_seconds)} with them",
+            f"                {seconds_text(found.step_seconds)} on {cores_text(profile)}, recorded;"
+            f" {seconds_text(found.step_here)} if no core had waited",
             f"  ran           {counted(found.calls, 'call')}, {counted(found.steps, 'step')}",
             f"  throughput    {rate_text(found.samples_per_second)} in calls,"
             f" {rate_text(found.samples_per_second_overall)} with the time between them",

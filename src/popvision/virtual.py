@@ -19,7 +19,7 @@ from popengine.stages import even_cut
 
 _MOST_TASKS = 6_000  # for a longer step two shorter ones are simulated, and their lengths extrapolated
 _ANY_ORDER = Order("of a program", lambda step, action, micro_batch: ())
-_LEAST = 0.05  # smallest gain that is promised: two measurements of one program differ by as much
+LEAST_GAIN = 0.05  # smallest gain that is promised: two measurements of one program differ by as much
 _SAFETY = 0.75  # share of a simulated gain that is promised; caches and memory may take the rest
 
 
@@ -155,7 +155,7 @@ def promised_speedup(speedup: float, spread: float) -> float | None:
     """Return the speedup that advice may state for a simulated `speedup`: 1 + 75 % of the gain. Return None
     if these 75 % are not above 5 % and above `spread`."""
     sure = 1 + _SAFETY * (speedup - 1)
-    return sure if sure > 1 + max(_LEAST, spread) else None
+    return sure if sure > 1 + max(LEAST_GAIN, spread) else None
 
 
 def advised_changes(profile: Profile, step: StepModel, spread: float) -> list[Change]:

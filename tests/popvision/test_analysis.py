@@ -244,6 +244,11 @@ def test_few_micro_batches_for_the_stages_are_warned_about():
     assert Figures(simulated(4, 128)).changes == []
 
 
+def test_a_report_says_that_no_change_would_gain_enough():
+    words = "No change that the report simulates is sure to make a step on separate devices 5% faster."
+    assert words in told(simulated(4, 128)) and words not in told(simulated(4, 4))
+
+
 def test_a_schedule_that_only_the_program_knows_is_simulated_from_the_profile():
     known = simulated(3, 6, cost=lambda phase, stage: (1 + stage) * MS)
     unknown = Figures(replace(known, facts={**known.facts, "mode": "mine"}))

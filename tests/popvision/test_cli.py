@@ -26,7 +26,7 @@ def test_summary_prints_the_headline_of_both_profiles(report, capsys):
     assert text.index("training: 1f1b training, 3 stages") < text.index("inference: 1f1b inference")
     assert "bubble        33.3% on separate devices, 33.3% ideal = (n - 1) / (m + n - 1) = 2 / 6" in text
     assert "a step        12 ms on separate devices, simulated\n" in text
-    assert "              24 ms on 1 of 64 cores without waits, 24 ms with them" in text
+    assert "              24 ms on 1 of 64 cores, recorded; 24 ms if no core had waited" in text
     assert "compilation   750 ms: capture 500 ms, lower 250 ms" in text
 
 

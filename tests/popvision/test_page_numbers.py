@@ -47,7 +47,7 @@ def test_these_cores_waited_for_the_share_of_time_in_which_they_ran_nothing(chro
         began = min(run["start"] for run in computing)
         length += len(cores) * (max(run["end"] for run in steps[key]) - began)
         busy += sum(run["end"] - max(run["start"], began) for run in steps[key] if run["end"] > began)
-    words = tiles(chromium, folder)["A step on these cores, without waits"][1]
+    words = tiles(chromium, folder)["A step on these cores"][1]
     assert float(words.split()[-1].rstrip("%")) == pytest.approx(100 * (1 - busy / length), abs=1)
 
 

@@ -19,7 +19,7 @@ function headlineView(entry, page) {
   const tiles = make("div", { class: "tiles" },
     tile("Bubble", units.share(figures.bubble_apart), `of separate devices; ideal ${units.share(figures.bubble_ideal)}${figures.bubble_formula}${figures.bubble_measured === null ? "" : `; ${units.share(figures.bubble_measured)} measured in the instances`}`),
     figures.step_apart === null ? null : tile("A step on separate devices", units.time(figures.step_apart * 1e9), "simulated with the recorded costs"),
-    figures.step_here === null ? null : tile("A step on these cores, without waits", units.time(figures.step_here * 1e9), `${figures.cores} ran all ipus; ${units.time(figures.step_seconds * 1e9)} with waits${figures.idle_here === null ? "" : `, idle for ${units.share(figures.idle_here)}`}`),
+    figures.step_here === null ? null : tile("A step on these cores", units.time(figures.step_seconds * 1e9), `${figures.cores} ran all ipus; ${units.time(figures.step_here * 1e9)} if no core had waited${figures.idle_here === null ? "" : `; idle for ${units.share(figures.idle_here)}`}`),
     slow ? tile("Slowest stage", `stage ${slow.stage}`, `of 0 to ${figures.stages.length - 1}: ${slow.blocks}, ${units.time(slow.total)} a micro-batch`) : null,
     tile("Memory", units.bytes(figures.wanted), figures.fits === null ? "all ipus, at the most" : figures.fits ? `fits into ${units.bytes(figures.capacity)}` : `does not fit into ${units.bytes(figures.capacity)}`, figures.fits === false ? "bad" : ""),
     tile("Throughput", units.rate(figures.samples_per_second), `samples per second in ${figures.calls} calls of ${figures.samples_per_call.toLocaleString("en")}; ${units.rate(figures.samples_per_second_overall)} with the time between calls`));
