@@ -1,10 +1,14 @@
 """Errors: one class for each pass, so that the type of an error shows where it was raised."""
 
 import difflib
+import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType, MappingProxyType, TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 FULL_TRACEBACK = "POPTORCH_FULL_TRACEBACK"
 _INTERNAL = (
@@ -74,6 +78,21 @@ def hide_internal_frames(error: BaseException | None) -> None:
         error.__traceback__ = kept
         seen.add(id(error))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def without_internal_frames(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a wrapper that calls `function`, and applies `hide_internal_frames` to the errors that it raises."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        __tracebackhide__ = True  # notebooks and pytest leave this frame out, too
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            hide_internal_frames(error)
+            raise
+
+    return call
 
 
 def _is_users_frame(frame: FrameType) -> bool:

@@ -630,6 +630,26 @@ def test_a_traceback_has_the_users_frames_and_none_of_ours(error):
     assert len("".join(traceback.format_exception(caught.value)).splitlines()) < 20
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda options: options.deviceIterations(0),
+        lambda options: options.Training.gradientAccumulation("4"),
+        lambda options: options.deviceIteration(4),
+        lambda options: options.set(deviceIterations=4),
+        lambda options: setattr(options, "device_iterations", 0),
+        lambda options: poptorch.DataLoader(options, range(8), batch_size=0),
+        lambda options: poptorch.BeginBlock("layer"),
+        lambda options: poptorch.annotate(Failing(None), {"lair": 0}),
+    ],
+)
+def test_a_traceback_of_a_setter_ends_at_the_users_line(wrong):
+    with pytest.raises(Exception) as caught:
+        wrong(poptorch.Options())
+    names = [entry.name for entry in traceback.extract_tb(caught.value.__traceback__)]
+    assert names == ["test_a_traceback_of_a_setter_ends_at_the_users_line", "<lambda>"]
+
+
 def test_all_frames_are_shown_on_request(monkeypatch):
     monkeypatch.setenv("POPTORCH_FULL_TRACEBACK", "1")
     with pytest.raises(ValueError, match="mine") as caught:

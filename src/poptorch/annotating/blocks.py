@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from popengine.compile.recording.current_capture import current
-from popengine.errors import Error, did_you_mean
+from popengine.errors import Error, did_you_mean, without_internal_frames
 from popengine.settings import Strategy
 
 from ..checks import checked
@@ -107,6 +107,7 @@ class LegacyBeginBlockFn:
         return self._layer_to_call(*args, **kwargs)
 
 
+@without_internal_frames
 def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None = None) -> T:
     """Make a layer begin a block when it is called. The block ends where the next block begins.
 
@@ -201,6 +202,7 @@ def print(module: nn.Module) -> None:
 # ---- modules placed by their names --------------------------------------------------------------------------
 
 
+@without_internal_frames
 def annotate(
     model: M, marks: Mapping[str | type, int] | None = None, *, layers_per_ipu: Sequence[int] | None = None
 ) -> M:
@@ -233,6 +235,7 @@ def annotate(
     return model
 
 
+@without_internal_frames
 def split(model: M, ipus: int) -> M:
     """*Pando*: make each repeated layer of a model a block, and return the same model.
 

@@ -18,7 +18,7 @@ import torch.utils.data
 from torch.utils.data import IterableDataset, RandomSampler
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from popengine.errors import DataError
+from popengine.errors import DataError, without_internal_frames
 from popengine.settings import Counts
 from poptorch.data.accessor import AsynchronousDataAccessor, length_or_none, row_count_of_epoch
 from poptorch.data.dataset_shares import ProcessSampler, sampler_of_process
@@ -91,6 +91,7 @@ class DataLoader(torch.utils.data.DataLoader):
     mode: DataLoaderMode
     drops_last: bool  # leaves out an incomplete combined batch; torch's `drop_last` is of torch's own batches
 
+    @without_internal_frames
     def __init__(
         self,
         options: Options,

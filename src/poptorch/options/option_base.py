@@ -18,9 +18,10 @@ import pprint
 import sys
 from collections.abc import Callable
 from enum import IntEnum
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from popengine.errors import did_you_mean
+from popengine.errors import did_you_mean, without_internal_frames
 from poptorch.logs import log_no_effect
 
 T = TypeVar("T")
@@ -52,7 +53,9 @@ class OptionsDict:
         for name, method in list(vars(cls).items()):
             _, is_without_effect, why = (method.__doc__ or "").partition(NO_EFFECT)
             if is_without_effect:
-                setattr(cls, name, _log_after(method, f"{cls._path}.{name}", " ".join(why.split())))
+                method = _log_after(method, f"{cls._path}.{name}", " ".join(why.split()))
+            if isinstance(method, FunctionType) and not name.startswith("_"):
+                setattr(cls, name, without_internal_frames(method))
 
     def __init__(self, popart: Any = None) -> None:
         vars(self)["_popart"] = popart
@@ -101,6 +104,7 @@ class OptionsDict:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._printed_fields())})"
 
+    @without_internal_frames
     def set(self, **values: Any) -> Self:
         """Change existing values, given by name, and return the object. Raises AssertionError for an unknown
         name, and the errors of `createOrSet`."""
@@ -108,6 +112,7 @@ class OptionsDict:
             self._check_exists(name)
         return self.createOrSet(**values)
 
+    @without_internal_frames
     def createOrSet(self, **values: Any) -> Self:
         """Change or create values, given by name, and return the object. Raises AttributeError if frozen, and
         AssertionError for another type than the old value's, or for a count below 1."""
@@ -134,12 +139,14 @@ class OptionsDict:
         """Return the values by name; for `Options`, including the values of its parts."""
         return {name: plain_copy(value) for name, value in self._values.items()}
 
+    @without_internal_frames
     def __call__(self, name: str) -> Any:
         self._check_exists(name)
         return self._values[name]
 
     if not TYPE_CHECKING:  # so that type checkers find misspelt names
 
+        @without_internal_frames
         def __getattr__(self, name: str) -> Any:
             if name in self._renamed:
                 return getattr(self, self._renamed[name])
@@ -150,6 +157,7 @@ class OptionsDict:
             # The name keeps Python from a second suggestion.
             raise AttributeError(f"Invalid attribute {name!r} for {type(self).__name__}{meant}", name=name)
 
+        @without_internal_frames
         def __setattr__(self, name: str, value: Any) -> None:
             if not name.startswith("_"):
                 self._check_exists(name)
