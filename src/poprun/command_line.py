@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +30,13 @@ class CommandLine:
 
     program: tuple[str, ...]
     replicas: int = 1
-    instances: int = 1  # of an elastic training, the largest number
-    fewest_instances: int = 0  # of an elastic training, the smallest number; 0: not elastic
+    instances: int = 1  # in an elastic run, the largest number
+    fewest_instances: int = 0  # in an elastic run, the smallest number; 0: not elastic
     instances_per_node: int = 0  # the most instances of this node, if elastic; 0: an equal share
     checkpoint_dir: str = ""
     ipus_per_replica: int = 1
     hosts: tuple[str, ...] = ()
-    max_restarts: int = 0  # after failures; of an elastic training: without a new checkpoint
+    max_restarts: int = 0  # after failures; in an elastic run: without a new checkpoint
     hang_timeout: float = 600  # seconds without progress until an instance is killed; 0: no limit
     ends_idle: bool = False  # whether an idle instance is killed although no peer waits for it
     variables: tuple[tuple[str, str], ...] = ()  # of `-x` and `--executable-cache-path`
@@ -122,7 +123,13 @@ _RECORDED = (
     *("distribute-ssh-key", "offline-mode"),
 )
 _LEAST = {"num_replicas": 1, "num_instances": 1, "ipus_per_replica": 1, "hang_timeout": 0}
-_SWITCHES = {"reset-partition", "update-partitions", "remove-partition", "offline-mode"}
+_SWITCHES = {"allow-run-as-root", "reset-partition", "update-partitions", "remove-partition", "offline-mode"}
+_AFTER_OPTIONS = (  # the paragraphs of --help that follow the options
+    "Example: poprun --num-instances 2 --num-replicas 2 python3 train.py",
+    "To train on several nodes without ssh, start poprun on each node, with POPRUN_NUM_NODES, POPRUN_NODE_RANK,"
+    " MASTER_ADDR and MASTER_PORT set. Each poprun starts its share of the instances.",
+    f"Accepted, without effect: {', '.join(f'--{name}' for name in ('allow-run-as-root', *_RECORDED))}",
+)
 
 
 class _Parser(CommandParser):
@@ -132,41 +139,29 @@ class _Parser(CommandParser):
         super().__init__(
             prog="poprun",
             allow_abbrev=True,
-            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34),
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34),
             usage="poprun [options] program [args...]",
-            description="Run a training program in several processes (instances) that exchange gradients.",
-            epilog="Example: poprun --num-instances 2 --num-replicas 2 python3 train.py. "
-            "To train on several nodes without ssh, start poprun on each node, with POPRUN_NUM_NODES, "
-            "POPRUN_NODE_RANK, MASTER_ADDR and MASTER_PORT set. Each poprun starts its share of the instances.",
+            description="Run a program in several processes (instances) that exchange gradients.",
+            epilog="\n\n".join(textwrap.fill(text, 79, break_on_hyphens=False) for text in _AFTER_OPTIONS),
         )
         number = {"type": int, "metavar": "N"}
         several = {"action": "append", "default": []}
         switch = {"type": _parse_yes_or_no, "metavar": "yes|no"}
         add = self.add_argument
         add("--num-replicas", **number, default=1, help="replicas in all instances together (1)")
-        add(
-            "--num-instances",
-            default="1",
-            metavar="N",
-            help="processes (1); a range with --checkpoint-dir: 2:8",
-        )
+        add("--num-instances", default="1", metavar="N", help="processes (1); 2:8 starts an elastic run")
         add("--checkpoint-dir", metavar="DIR", help="the folder of popdist.Checkpoint, which all hosts share")
-        add("--instances-per-node", **number, default=0, help="with a range: the most that this node runs")
+        add("--instances-per-node", **number, default=0, help="elastic: the most that this node runs")
         add("--ipus-per-replica", **number, default=1, help="ipus that one replica of the model uses (1)")
         add("-H", "--host", metavar="A,B,...", help="hosts that share the instances; ssh starts them")
-        add("--max-restarts", **number, help="restarts after failures (0; with a range 3)")
+        add("--max-restarts", **number, help="restarts after failures (0; elastic: 3)")
         add("--hang-timeout", type=float, metavar="SECONDS", help="kill instances without progress (600)")
         add("-x", **several, metavar="NAME[=VALUE]", help="set an environment variable in all instances")
         add("--executable-cache-path", metavar="DIR", help="the folder of compiled models")
         add("--tag-output", **switch, default=False, help="begin each line with its instance's number (no)")
         add("--only-output-from-instance", **number, help="show the output of this instance only")
         add("--only-stdout-from-instance", **number, help="show the standard output of this instance only")
-        add(
-            "--numa-aware",
-            **switch,
-            default=False,
-            help="run each instance on the cores of one NUMA node (no)",
-        )
+        add("--numa-aware", **switch, default=False, help="bind instances to the cores of a NUMA node (no)")
         add("--print-topology", **switch, default=False, help="print which replicas each instance runs (no)")
         for name in ("--mpi-global-args", "--mpi-local-args"):
             add(name, **several, metavar="TEXT", help="only -x and --tag-output in it have an effect")
@@ -175,11 +170,9 @@ class _Parser(CommandParser):
         add("-v", "--verbose", dest="verbosity", action="count", default=0, help="print more; -vv: all")
         add("--vv", dest="verbosity", action="store_const", const=2, help=argparse.SUPPRESS)
         add("--version", action="version", version=f"poprun of Pando {pando_version()}")
-        unused = self.add_argument_group("no effect; kept for compatibility")
-        unused.add_argument("--allow-run-as-root", **switch)
-        for name in _RECORDED:
-            kind: dict[str, Any] = switch if name in _SWITCHES else {"metavar": "VALUE"}
-            unused.add_argument(f"--{name}", **kind)
+        for name in ("allow-run-as-root", *_RECORDED):
+            kind: dict[str, Any] = {"type": _parse_yes_or_no} if name in _SWITCHES else {}
+            add(f"--{name}", **kind, help=argparse.SUPPRESS)
 
     def split_program(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return poprun's own options, each joined with its value, and the program with its arguments."""
