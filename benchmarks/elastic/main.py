@@ -1,4 +1,4 @@
-"""What an elastic training costs: the time from a loss to the next finished update, and the time of checkpoints."""
+"""What an elastic run costs: the time from a loss to the next finished update, and the time of checkpoints."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""The digits' network over 8 replicas, as an elastic training; prints each finished call with its time."""
+"""The digits' network over 8 replicas, as an elastic run; prints each finished call with its time."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Checkpoints of a training, written in the background. Any number of instances can restore them.
+"""Checkpoints of a run, written in the background. Any number of instances can restore them.
 
     checkpoint = popdist.Checkpoint.every(calls=20)
     for batch in popdist.resumable(loader, checkpoint, trainer, epochs=3, schedule=scheduler):
@@ -68,7 +68,7 @@ class Checkpoint:
         self._failure = ""  # the text of the newest checkpoint's error
         self._saved_call = 0  # `calls` at the newest checkpoint
         self.calls = 0
-        """Calls that the training has made, including those before the restored checkpoint."""
+        """Calls that the run has made, including those before the restored checkpoint."""
 
     @classmethod
     def every(cls, calls: int, directory: str | Path | None = None, keep: int = 2) -> Checkpoint:
@@ -121,7 +121,7 @@ class Checkpoint:
         """
         if self._model is None:
             raise poptorch.Error(
-                "popdist.Checkpoint doesn't know what to save\n  fix: call restore(model, loader) before the training"
+                "popdist.Checkpoint doesn't know what to save\n  fix: call restore(model, loader) before the first call"
             )
         self.wait()
         state, self._saved_call = self._copy_state(), self.calls
@@ -144,7 +144,7 @@ class Checkpoint:
         if writing.is_alive():
             logger.warning("the checkpoint of call %d is not complete, and is left", self._saved_call)
         elif self._failure:
-            text = "the checkpoint of call %d could not be written: %s; the training continues, older checkpoints stay"
+            text = "the checkpoint of call %d could not be written: %s; the run continues, older checkpoints stay"
             logger.warning(text, self._saved_call, self._failure)
 
     @property
@@ -172,7 +172,7 @@ class Checkpoint:
     # ---- contents ----------------------------------------------------------------------------------------
 
     def _copy_state(self) -> dict[str, Any]:
-        """Return copies of the training's state, the contents of this instance's file. Of n instances with the same
+        """Return copies of the training state, the contents of this instance's file. Of n instances with the same
         ipus each saves the weight and optimizer state of every n-th parameter (of a sharded state its shard), and all
         else."""
         training, parts = training_state(self._model), self._parts_of_replica

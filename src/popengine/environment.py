@@ -59,7 +59,7 @@ _status_path: str | None = None  # set by `write_stack_at_signal`
 
 @dataclass(frozen=True)
 class Launch:
-    """One instance (a process) of a training. The defaults describe a process without a launcher."""
+    """One instance (a process) of a run. The defaults describe a process without a launcher."""
 
     total_replicas: int = 1
     local_replicas: int = 1
@@ -113,7 +113,7 @@ def is_launched(environment: Mapping[str, str]) -> bool:
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
-    """Return this process's share of the training, from the variables of poprun, mpirun, torchrun or srun; `Launch()`
+    """Return this process's share of the run, from the variables of poprun, mpirun, torchrun or srun; `Launch()`
     if none of them has started several processes. Raises ValueError for variables that are missing or wrong."""
     environment = os.environ if environment is None else environment
     if TOTAL not in environment:
@@ -140,7 +140,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
 
 
 def is_on_one_host() -> bool:
-    """Return whether the launcher's variables say that all processes of the training are on this host."""
+    """Return whether the launcher's variables say that all processes of the run are on this host."""
     local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     return str(read_launch().instances) == local or os.environ.get("SLURM_STEP_NUM_NODES") == "1"
 

@@ -1,4 +1,4 @@
-"""`poprun`: starts one training in several processes, on this host or on several, and watches them.
+"""`poprun`: starts one program in several processes, on this host or on several, and watches them.
 
     poprun --num-replicas 4 --num-instances 2 python3 train.py
 

@@ -25,7 +25,7 @@ def main(words: Sequence[str] | None = None) -> int:
         threading.Thread(target=_terminate_at_stdin_end, daemon=True).start()
     if not hasattr(os, "pidfd_open"):
         request.log.error(
-            "error: this system lacks pidfd_open and prctl, by which poprun ends every process of a training\n"
+            "error: this system lacks pidfd_open and prctl, by which poprun ends every process of a run\n"
             "  fix: use Linux 5.3 or newer; elsewhere torchrun starts instances: torchrun --nproc-per-node 2 train.py"
         )
         return 2
@@ -37,7 +37,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except ValueError as error:
         request.log.error(f"error: {error}")
         return 2
-    if node.rank == 0 and hosts.WATCH not in os.environ:  # else another poprun of this training prints this
+    if node.rank == 0 and hosts.WATCH not in os.environ:  # else another poprun of this run prints this
         names = [f"node {rank}" for rank in range(node.count)] if NUM_NODES in os.environ else ["localhost"]
         _print_summary(request, request.hosts if starts_hosts else names)
         if node.count > 1 and request.max_restarts and not request.is_elastic:

@@ -1,7 +1,7 @@
-"""The guard: poprun's parent process, which ends all processes of a training.
+"""The guard: poprun's parent process, which ends all processes of a run.
 
 torch.distributed.elastic does not end the instances when it is killed, and never the processes that they have started.
-So poprun forks: the child runs the training, and the guard forwards signals to the child, adopts orphaned processes,
+So poprun forks: the child runs the program, and the guard forwards signals to the child, adopts orphaned processes,
 and kills them. If the guard is killed, the kernel sends the child a signal.
 """
 

@@ -240,7 +240,7 @@ class ElasticNode(_BaseNode):
             rivals = [name for name, record in alive.items() if record["command"] == newest.command]
             if any(self._presence.changed[name] for name in rivals):  # later than this node's first poll
                 raise RunLost(
-                    f"{self.request.checkpoint_dir} is in use by a training with another command\n"
+                    f"{self.request.checkpoint_dir} is in use by a run with another command\n"
                     "  fix: the same program, replicas and ipus per replica on all nodes, or another --checkpoint-dir",
                     code=2,
                 )

@@ -1,4 +1,4 @@
-"""The nodes of a training, the instances of a node, and the replicas and cores of an instance."""
+"""The nodes of a run, the instances of a node, and the replicas and cores of an instance."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ _SHOWN = 16  # replicas that a table shows one by one
 
 @dataclass(frozen=True)
 class Node:
-    """One of the hosts or pods that run a training together, each with a poprun of its own."""
+    """One of the hosts or pods that take part in a run, each with a poprun of its own."""
 
     rank: int = 0
     count: int = 1
@@ -49,7 +49,7 @@ def node_from_variables(variables: Mapping[str, str]) -> Node:
 
 
 def local_instance_count(request: CommandLine, nodes: int) -> int:
-    """Return the number of instances on each of `nodes` nodes; in an elastic training, the largest number.
+    """Return the number of instances on each of `nodes` nodes; in an elastic run, the largest number.
     Raises: ValueError, if the number of instances is fixed, and not a multiple of `nodes`"""
     if request.is_elastic:
         return request.instances_per_node or -(-request.instances // nodes)

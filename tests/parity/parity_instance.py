@@ -1,4 +1,4 @@
-"""One instance of a training with several: `python parity_instance.py <file>` leaves its weights there.
+"""One instance of a run with several: `python parity_instance.py <file>` leaves its weights there.
 
 Also imported by its test, which trains the same with all replicas in one process.
 """

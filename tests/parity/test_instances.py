@@ -59,4 +59,4 @@ def test_two_instances_train_to_the_bits_of_one_with_all_replicas(tmp_path, repl
 def test_an_instance_that_others_have_left_says_so(tmp_path):
     left, early = run(tmp_path, 2, 1, "second leaves early")
     assert early is None
-    assert "another instance has left the training" in left and "same number of calls" in left
+    assert "another instance has left the run" in left and "same number of calls" in left

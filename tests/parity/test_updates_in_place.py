@@ -205,7 +205,7 @@ def test_an_update_that_fails_while_it_is_written_says_that_the_weights_are_lost
         UnrecoverableError, match=r"(?s)the weights are lost.*no room.*from a checkpoint"
     ) as first:
         executor(rows(executor))
-    assert "call 2 of the training" in str(first.value)
+    assert "call 2 of the run" in str(first.value)
     for later in (lambda: executor(rows(executor)), executor.copyWeightsToHost, executor.model.state_dict):
         with pytest.raises(UnrecoverableError, match="the weights are lost"):
             later()

@@ -320,7 +320,7 @@ def test_parts_that_differ_are_named(tmp_path):
 
 
 def test_nothing_can_be_saved_before_restore(tmp_path):
-    with pytest.raises(poptorch.Error, match=r"call restore\(model, loader\) before the training"):
+    with pytest.raises(poptorch.Error, match=r"call restore\(model, loader\) before the first call"):
         popdist.Checkpoint(tmp_path).save()
 
 

@@ -249,7 +249,7 @@ def one_batch_less():
 
 def test_a_batch_less_in_one_instance_is_told_to_all():
     for ended in processes.run(one_batch_less, 2):
-        assert "the instances are at different places: call 3 of the training in instance 0;" in ended.value
+        assert "the instances are at different places: call 3 of the run in instance 0;" in ended.value
         assert "popdist.synchronize() in instance 1" in ended.value
 
 
@@ -270,7 +270,7 @@ def leave_early(how):
 def test_an_instance_that_is_gone_ends_the_training(how):
     stays, _ = processes.run(leave_early, 2, how)
     message, has_its_weights = stays.value
-    assert "another instance has left the training: instance 1" in message
+    assert "another instance has left the run: instance 1" in message
     assert has_its_weights
 
 

@@ -1,4 +1,4 @@
-"""Random scripts of kills, stops, partitions, damage and returns: each elastic training ends in the undisturbed state.
+"""Random scripts of kills, stops, partitions, damage and returns: each elastic run ends in the undisturbed state.
 
     python tests/poprun/elastic_scripts.py --scripts 100 [--seed 0]
 

@@ -165,7 +165,7 @@ def test_a_faulty_command_line_ends_with_code_2_and_the_reason(line, complaint, 
     assert said.startswith("poprun: error: ") and complaint in said
 
 
-def test_a_range_of_instances_is_an_elastic_training():
+def test_a_range_of_instances_is_an_elastic_run():
     line = "--num-replicas 8 --num-instances 2:8 --checkpoint-dir /c python3"
     found = request(line)
     assert (found.fewest_instances, found.instances, found.is_elastic) == (2, 8, True)

@@ -83,7 +83,7 @@ def test_another_command_in_the_same_folder_is_refused(poprun, tmp_path):
     first.until("runs")
     second = poprun(*words, sys.executable, "-c", "pass")
     assert second.wait() == 2
-    assert f"{tmp_path} is in use by a training with another command" in second.said()
+    assert f"{tmp_path} is in use by a run with another command" in second.said()
 
 
 def test_too_few_places_for_the_fewest_instances_are_an_error_after_a_while(poprun, tmp_path):

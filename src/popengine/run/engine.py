@@ -140,7 +140,7 @@ class Engine:
         if not is_bound:
             self.state.bind(hyper)
         train_state.release_elsewhere()
-        name = f"call {commit.complete_calls + 1} of the training"
+        name = f"call {commit.complete_calls + 1} of the run"
         if self._group is not None:
             self._group.barrier(name, self._fingerprint(hyper, inputs))
         call = EngineCall(

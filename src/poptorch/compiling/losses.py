@@ -1,4 +1,4 @@
-"""Which scalar a training differentiates: the loss that forward returns, or those that it marks.
+"""Which scalar training differentiates: the loss that forward returns, or those that it marks.
 
 forward returns                      trained
 ------------------------------------ ---------------------------------------------------------------------

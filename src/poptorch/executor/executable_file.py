@@ -1,4 +1,4 @@
-"""Saved executors: a file of the compiled model, or the state of the training as a dictionary.
+"""Saved executors: a file of the compiled model, or the training state as a dictionary.
 
 A file is one pickle with executables, options and state. Reading a pickle can run code, so read only files
 that you trust. Only the version that wrote a file can read it. Weights are saved as a part of the pickled
@@ -180,7 +180,7 @@ def read_file_for(filename: str, model: WrappedModel) -> SavedExecutor:
     return saved
 
 
-# ---- the state of a training, which `popdist.Checkpoint` writes and restores -----------------------------------
+# ---- the state of a run, which `popdist.Checkpoint` writes and restores -----------------------------------
 
 
 def training_state(executor: Any) -> TrainingState:

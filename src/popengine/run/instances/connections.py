@@ -2,7 +2,7 @@
 
 Each instance has one gloo group with all its peers, in which messages have tags. An instance that fails writes the
 reason to the store through which the instances met, and closes its gloo group, which wakes every peer that waits for
-it. Then all instances connect again. If the process of an instance has ended, the training ends.
+it. Then all instances connect again. If the process of an instance has ended, the run ends.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PeerFailed(Error):
 
 
 class PeerLost(UnrecoverableError):
-    """The error after a peer has ended or can't be reached: the training can't continue."""
+    """The error after a peer has ended or can't be reached: the run can't continue."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class _PeerWait:
     """A thread's wait for a peer."""
 
     peer: int  # global rank
-    what: str  # the purpose of the wait, such as "call 3 of the training"
+    what: str  # the purpose of the wait, such as "call 3 of the run"
     since: float = field(default_factory=time.monotonic)
     warnings: int = 0
 
@@ -276,7 +276,7 @@ class Connections:
                 self._close_group(f"instance {self.ranks[self.rank]} has ended", True)
 
     def _publish_failure(self, why: str, ends: bool) -> tuple[str, bool]:
-        """Write (why, whether the training ends) to the store, or read a peer's pair; return that which counts."""
+        """Write (why, whether the run ends) to the store, or read a peer's pair; return that which counts."""
         key = f"{self._name}/{self._number}/broken"
         with suppress(RuntimeError):
             why, ends = json.loads(self._store.compare_set(key, "", json.dumps([why, ends])))
@@ -286,7 +286,7 @@ class Connections:
         """Close gloo group `number`, if it is open, after a message to or from `peer` failed; return the error."""
         with self._lock:
             if self._group is not None and self._number == number:
-                gone = f"instance {self.ranks[peer]} has left the training ({str(error).splitlines()[0]})"
+                gone = f"instance {self.ranks[peer]} has left the run ({str(error).splitlines()[0]})"
                 self._close_group(*self._publish_failure(gone, True))
             return self._new_error()
 
@@ -302,10 +302,10 @@ class Connections:
                 group.recv([torch.empty(1)], self.peers[0], Tag.CUT).wait(timedelta(milliseconds=1))
 
     def _new_error(self) -> Error:
-        """Return a PeerLost if the training ends, else a PeerFailed, with the reason of the closed gloo group."""
+        """Return a PeerLost if the run ends, else a PeerFailed, with the reason of the closed gloo group."""
         if self._has_ended:
             return PeerLost(
-                f"another instance has left the training: {self._failure}\n"
+                f"another instance has left the run: {self._failure}\n"
                 "  why: all instances add up their gradients, and have to make the same number of calls\n"
                 "  here the weights are those of the last finished update\n"
                 "  fix: see what the other instance says, and start all of them again"

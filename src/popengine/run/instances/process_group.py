@@ -1,4 +1,4 @@
-"""The process group of a training: barriers, at which instances compare fingerprints; reads of sharded state.
+"""The process group of a run: barriers, at which instances compare fingerprints; reads of sharded state.
 
 `connections.py` sends the messages and handles failures.
 """
@@ -61,7 +61,7 @@ Shard = dict[str, Any]  # see `TrainState.export`
 
 
 class ProcessGroup(Connections):
-    """Barriers and gathers over all instances of a training, or a subset. Arguments: see `Connections`."""
+    """Barriers and gathers over all instances of a run, or a subset. Arguments: see `Connections`."""
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, name: str = "all", ranks: Sequence[int] = ()
