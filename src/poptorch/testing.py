@@ -146,7 +146,7 @@ def _index_of_loss(outputs: Any) -> int:
     for index, value in enumerate(tensors_of(outputs)):
         if value is named or (named is None and value.dim() == 0 and value.requires_grad):
             return index
-    raise Error("compare: forward returns no loss: no tensor without dimensions needs a gradient")
+    raise Error("compare: forward returns no loss (a scalar that needs a gradient)\n  fix: return the loss")
 
 
 def _update_plain(

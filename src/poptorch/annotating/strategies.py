@@ -38,7 +38,8 @@ class Stage:
         for block in block_ids:
             if not isinstance(block, str):
                 raise AssertionError(
-                    f"Block ids are strings; found {block!r} in a Stage (an AutoStage stands alone)"
+                    f'Block ids are strings; found {block!r} in a Stage\n  fix: poptorch.Stage("block").ipu(0); or an'
+                    " AutoStage alone: poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement)"
                 )
         self.blocks = list(block_ids)
         self._ipu: int | None = None
@@ -111,7 +112,7 @@ class ExecutionStrategy:
             for block in stage.blocks:
                 if block in self._stages:
                     raise AssertionError(
-                        f"Block {block!r} is associated with more than one stage. Name it once only."
+                        f"Block {block!r} is associated with more than one stage\n  fix: name it in one stage only"
                     )
                 self._stages[block] = stage
 
@@ -253,8 +254,8 @@ class _PhasedExecution(ExecutionStrategy):
     def __init__(self, *phases: Phase | Stage | str | Sequence[Stage] | Sequence[str]) -> None:
         if not phases or any(isinstance(phase, AutoStage) for phase in phases):
             raise AssertionError(
-                "There is no AutoStage for PhasedExecution: name the blocks of each phase, as in "
-                'SerialPhasedExecution("a", ["b", "c"])'
+                "There is no AutoStage for PhasedExecution\n"
+                '  fix: name the blocks of each phase, as in SerialPhasedExecution("a", ["b", "c"])'
             )
         self._phases = [_as(Phase, phase) for phase in phases]
         self._separate_backward_phase = False

@@ -39,7 +39,9 @@ def freeze_optimizer(
     kind = optimizer_kind(optimizer)
     hyper = rates_of(kind, optimizer)
     if any(group.get("amsgrad") for group in optimizer.param_groups):
-        raise ValueError("Only non-amsgrad Adam/AdamW optimizers are supported. Fix: leave out amsgrad=True")
+        raise ValueError(
+            "Only non-amsgrad Adam/AdamW optimizers are supported.\n  fix: leave out amsgrad=True"
+        )
     return _frozen_values(optimizer, kind, _group_indices(optimizer, names)), hyper
 
 
@@ -151,7 +153,7 @@ def _is_true_in_all_groups(optimizer: Any, name: str) -> bool:
     if len(values) > 1:
         raise AssertionError(
             f"{name} must be equal in all parameter groups of {type(optimizer).__name__}, but some have True,"
-            " some False"
+            f" some False\n  fix: pass {name} to the constructor, and leave it out of the groups"
         )
     return values == {True}
 

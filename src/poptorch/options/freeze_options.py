@@ -119,8 +119,9 @@ def chosen_devices(options: Options, training: bool) -> tuple[DeviceKind, tuple[
         count = 0 if kinds[0] == "cpu" else devices.accelerator_count()
         missing = [name for name in names if name != "cpu" and int(name.partition(":")[2]) >= count]
         if missing:
+            known = ", ".join(f"{kinds[0]}:{index}" for index in range(count))
             raise Error(
-                f"options.device(): there is no {missing[0]}; torch finds {count} devices of this kind"
+                f"options.device(): there is no {missing[0]}\n  fix: one of those that torch finds: {known}"
             )
         if not names and count > 1:
             names = tuple(f"{kinds[0]}:{index}" for index in range(count))
