@@ -38,8 +38,8 @@ class Stage:
         for block in block_ids:
             if not isinstance(block, str):
                 raise AssertionError(
-                    f'Block ids are strings; found {block!r} in a Stage\n  fix: poptorch.Stage("block").ipu(0); or an'
-                    " AutoStage alone: poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement)"
+                    f"Block ids are strings; found {block!r} in a Stage (an AutoStage stands alone)\n"
+                    '  fix: poptorch.Stage("block").ipu(0), or PipelinedExecution(poptorch.AutoStage.AutoIncrement)'
                 )
         self.blocks = list(block_ids)
         self._ipu: int | None = None

@@ -27,7 +27,7 @@ from popengine.run.devices import core_count
 from popengine.settings import Settings
 from popengine.texts import counted
 
-from ..logs import logger
+from ..logs import listed, logger
 
 HARDWARE_RULES = "POPTORCH_CHECK_HARDWARE_RULES"  # the environment variable that requests the check
 _LARGEST_SYSTEM = 64
@@ -63,8 +63,18 @@ def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], N
 
 
 def log_plan(plan: Plan, settings: Settings) -> None:
-    """Log the ipu of each stage, the devices and, at level DEBUG, the schedule."""
+    """Log the ipu of each stage, the devices, blocks that only the strategy has, and the schedule at level DEBUG."""
     partition, counts = plan.partition, settings.counts
+    used = {name for names in partition.names for name in names.split(", ")}
+    if unused := [name for stage in settings.strategy.stages for name in stage.blocks if name not in used]:
+        # A model for inference often lacks the blocks of the loss.
+        logger.log(
+            logging.WARNING if settings.training else logging.INFO,
+            "the strategy names blocks in which forward has no operation: %s; blocks of forward: %s\n"
+            "  fix: mark them in the model (poptorch.BeginBlock, poptorch.Block), or leave them out of the strategy",
+            listed([*map(repr, unused)]),
+            listed([*map(repr, sorted(used - {"no block"}))]) or "none",
+        )
     for stage, (blocks, ipu) in enumerate(zip(partition.names, partition.ipus, strict=True)):
         logger.info("stage %d (%s) is on %s", stage, blocks, ipu_text(plan, settings, ipu))
     ipus, replicas = counted(len(set(partition.ipus)), "logical ipu"), counted(counts.replicas, "replica")

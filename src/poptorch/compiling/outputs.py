@@ -22,7 +22,7 @@ from torch import Tensor
 from popengine.compile.recording.current_capture import Capture, is_traced, recording_paused
 from popengine.compile.recording.graph_recorder import check_dense
 from popengine.compile.recording.leftovers import fake_tensors_in
-from popengine.errors import CaptureError, Error, did_you_mean
+from popengine.errors import CaptureError, Error, did_you_mean, without_internal_frames
 from popengine.ir import Graph
 from popengine.run.call import Results
 from popengine.settings import Anchor
@@ -107,6 +107,7 @@ def _refuse_backward_of(value: Tensor) -> Tensor:
     return value
 
 
+@without_internal_frames
 def _refuse_backward(*args: Any, **kwargs: Any) -> None:
     raise Error(
         "backward() cannot be called explicitly on a model's output: it has no graph of gradients\n"

@@ -175,7 +175,7 @@ class Compilation:
         """Attach the current plan to its devices; raise the errors of `attachToDevice`."""
         self.plans.require_executable()
         if self.plans.engine is not None:
-            raise Error("Device is already attached")
+            raise Error("Device is already attached\n  fix: leave this call out")
         if self.is_offline:
             raise AssertionError("Trying to attach a model to an offline device (ConnectionType.Never)")
         self.link.connect_optimizer()

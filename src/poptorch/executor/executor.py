@@ -102,7 +102,7 @@ class PoplarExecutor:
         must call this or `destroy`. Raises: Error, if the model is not compiled or not attached"""
         self._plans.require_executable()
         if self._plans.engine is None:
-            raise Error("Device is not attached")
+            raise Error("Device is not attached\n  fix: leave this call out")
         self._plans.fill_elsewhere()
         self._plans.detach()
 

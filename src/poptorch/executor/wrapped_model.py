@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from popengine.compile.recording.current_capture import current
-from popengine.errors import Error, did_you_mean
+from popengine.errors import Error, did_you_mean, without_internal_frames
 from popengine.run.train_state import TrainState, move_to_host
 
 from ..annotating.replica_groups import GroupableParameter, Grouping
@@ -267,6 +267,7 @@ def _method_of_model(executor: Any, name: str, method: Callable[..., Any]) -> Ca
     """Return a method of the model that returns the executor where the model's method returns the model, and raises
     Error where it would move the weights to an accelerator."""
 
+    @without_internal_frames
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         kind = _device_of_move(name, args, kwargs)

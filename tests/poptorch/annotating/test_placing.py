@@ -262,3 +262,11 @@ def test_the_bits_are_those_of_the_unmarked_model():
         lambda model: poptorch.split(model, 2),
     ):
         assert all(map(torch.equal, plain, trained(mark(copy.deepcopy(model)))))
+
+
+def test_a_block_that_only_the_strategy_has_is_a_warning(caplog):
+    model = poptorch.annotate(Foreign(), {"layers.3": 1})
+    strategy = poptorch.ShardedExecution("layers.3", "haed")
+    batch = torch.randn(ROWS * ACCUMULATION, 4), torch.randn(ROWS * ACCUMULATION, 4)
+    poptorch.trainingModel(model, options(strategy)).compile(*batch)
+    assert "forward has no operation: 'haed'; blocks of forward: 'layers.3'" in caplog.text
