@@ -116,7 +116,8 @@ def test_an_elastic_run_goes_on_with_other_divisions_of_a_replica_over_processes
     first, second = (poprun(*words, POPRUN_NODE_RANK=str(rank), **variables) for rank in range(2))
     first.until("held\n", LIMIT)
     second.until("held\n", LIMIT)
-    os.kill(second.pid, signal.SIGKILL)
+    for process in (second.pid, *second.processes("checkpoint_program")):
+        os.kill(process, signal.SIGKILL)
     (tmp_path / "go").touch()
     assert first.wait(LIMIT) == 0, first.said()
     assert "instance 0 begins at call 2\n" in first.said()
