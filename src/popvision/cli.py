@@ -50,7 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _make_parser() -> argparse.ArgumentParser:
     about = (
-        "Show and compare profiles, and plan runs. `popvision REPORT` is short for `popvision report REPORT`."
+        'Show and compare reports, and plan runs. A program writes a report with options.enableProfiling("report").'
+        " `popvision REPORT` is short for `popvision report REPORT`."
     )
     parser = CommandParser("popvision", description=about)
     parser.add_argument("--version", action="version", version=f"popvision of Pando {pando_version()}")
@@ -59,13 +60,11 @@ def _make_parser() -> argparse.ArgumentParser:
     for name, (run, text) in _COMMANDS.items():
         parsers[name] = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         parsers[name].set_defaults(run=run)
-        if name == "report":
-            here: dict[str, Any] = {"nargs": "?", "default": Path("report")}
-            parsers[name].add_argument(
-                "report", type=Path, metavar="REPORT", help=f"{_REPORT} (report)", **here
-            )
-        elif name != "plan":
-            parsers[name].add_argument("report", type=Path, metavar="REPORT", help=_REPORT)
+        here: dict[str, Any] = {"help": _REPORT}
+        if name in ("report", "summary"):
+            here = {"help": f"{_REPORT} (report)", "nargs": "?", "default": Path("report")}
+        if name != "plan":
+            parsers[name].add_argument("report", type=Path, metavar="REPORT", **here)
     add = parsers["report"].add_argument
     add("--no-browser", action="store_true", help="only write the page")
     add("--output", type=Path, metavar="PAGE", help="the page to write (REPORT/report.html)")

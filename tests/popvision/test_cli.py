@@ -64,6 +64,8 @@ def test_report_alone_opens_the_folder_report(report, capsys, monkeypatch):
     monkeypatch.chdir(report.parent)
     assert main(["report", "--no-browser"]) == 0
     assert capsys.readouterr().out.strip() == f"{report.name}/report.html" == "report/report.html"
+    assert main(["summary"]) == 0
+    assert capsys.readouterr().out.startswith("training: 1f1b training, 3 stages")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_report_alone_opens_the_folder_report(report, capsys, monkeypatch):
         (["sumary", "report"], "did you mean 'summary'?"),
         (["nosuch/folder"], "'nosuch/folder' is not a command, a folder or a file\n  fix: the folder"),
         (["report", "--no-browsr", "x"], "unknown option --no-browsr; did you mean '--no-browser'?"),
-        (["summary"], "the following arguments are required: REPORT"),
+        (["compare"], "the following arguments are required: REPORT, OTHER"),
         (["plan", "--replicas", "4;16", "x.py"], "'4;16' is no number, nor several such as 4,16"),
         (["report", "--no-browse", "x"], "unknown option --no-browse; did you mean '--no-browser'?"),
         ([], "required: COMMAND\n  fix: see popvision --help"),
