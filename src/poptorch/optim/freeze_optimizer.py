@@ -190,6 +190,7 @@ def _group_indices(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> d
     if unknown:
         raise UnknownParameterError(
             f"the optimizer holds tensors that aren't parameters of the model:\n  {listed(unknown)}\n"
+            "  why: they belong to another model, or to layers that the model had before\n"
             "  fix: build the optimizer from the parameters() of the model that is wrapped, after any change of its"
             " layers; in place of a function wrap an nn.Module that has the layers as attributes"
         )
