@@ -307,6 +307,10 @@ def event_of(device):
     return event
 
 
+def wait_for(event, device):
+    devices[device.index].put(lambda: None, after=event)
+
+
 def copy_after(event, target, source):
     """Queue a copy from another device, after an event of its queue. It refers to the memory until it has run."""
     with torch.inference_mode(False):
@@ -618,6 +622,7 @@ def late_devices(monkeypatch, seed=0, graphs=True, count=1):
     monkeypatch.setattr(run_devices, "accelerator_count", lambda: count)
     monkeypatch.setattr(run_devices, "event_of", event_of)
     monkeypatch.setattr(run_devices, "copy_after", copy_after)
+    monkeypatch.setattr(run_devices, "wait_for", wait_for)
     monkeypatch.setattr("popengine.run.recorder.timing_event", timing_event)
     monkeypatch.setattr(run_devices, "new_graph", lambda device: Graph(device) if graphs else None)
     monkeypatch.setattr(run_devices, "capturing", lambda graph, device: graph.capturing())

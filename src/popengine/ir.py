@@ -234,7 +234,14 @@ class Plan:
     micro_batches: int  # per step and replica
     order: str  # a key of `popengine.order.ORDERS`
     state: dict[int, tuple[str, ...]]  # the slots that each ipu reads or updates in every step
-    places: dict[int, Place] = field(default_factory=dict)  # of each ipu; {}: all ipus are at one place
+    # Of each ipu, of replica 0 if replicas are on several devices; {}: all ipus are at one place.
+    places: dict[int, Place] = field(default_factory=dict)
+    shifts: tuple[int, ...] = ()  # of replicas on several devices: `Settings.shifts`
+
+    @property
+    def is_spread(self) -> bool:
+        """Return whether ipus are at several places, or replicas on several devices."""
+        return bool(self.places or self.shifts)
 
     def is_elsewhere(self, row: int, place: Place) -> bool:
         """Return whether a row runs at another place than `place`. Rows without an ipu run at each place."""

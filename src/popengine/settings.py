@@ -199,9 +199,9 @@ class Settings:
     replica_groups: dict[str, ReplicaGroups] = field(default_factory=dict)  # by canonical name
     part: StepPart = StepPart()
     places: tuple[Place, ...] = ()  # of each ipu of a replica; (): all ipus are at one place
-    # Whether further ipus are at these places again, and all at the first if the model needs one place.
-    spreads: bool = False
+    spreads: bool = False  # whether further ipus, and the next replicas, are at these places again
     place: Place = ONE_PLACE  # of the engine
+    replicas: tuple[int, ...] = ()  # the local replicas that the engine runs; (): all
     cores: int = 0  # of all places, if there are several, for bounds of the order; 0: each ipu is a device
 
     @property
@@ -218,6 +218,17 @@ class Settings:
     def place_of(self, ipu: int) -> Place:
         """Return the place of an ipu."""
         return self.places[ipu % len(self.places)] if self.places else Place()
+
+    def shifts(self, ipus: int) -> tuple[int, ...]:
+        """Return for each local replica of so many ipus by how many devices its ipus are behind those of replica 0: ipu
+        i of replica r is on device r * ipus + i, modulo their number. () if all replicas are on the same devices."""
+        replicas = range(self.counts.replicas if self.spreads and self.places else 0)
+        found = tuple(replica * ipus % len(self.devices) for replica in replicas)
+        return found if any(found) else ()
+
+    def runs_replica(self, replica: int) -> bool:
+        """Return whether the engine runs a local replica."""
+        return not self.replicas or replica in self.replicas
 
     def sharing_replicas(self, key: str, replica: int) -> tuple[int, ...]:
         """Return the replicas that share a parameter with `replica`: its replica group, or all replicas."""

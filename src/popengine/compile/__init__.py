@@ -8,7 +8,7 @@ from ..errors import Error
 from ..ir import Graph, Partition, Plan
 from ..order import order_named
 from ..piece import GATHER
-from ..settings import Settings, StepPart
+from ..settings import Settings
 from ..update.optimizer_rules import OWN_STEP
 from .partition import cut_backwards, cut_pieces, partition
 from .tasks import make_plan
@@ -33,16 +33,18 @@ def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] 
 
 
 def _with_possible_places(partition: Partition, settings: Settings) -> Settings:
-    """Return the settings, with one place if several are not required, and the model needs all ipus of a replica at
-    one. Raises Error if they are required."""
+    """Return the settings, with replicas that share devices if the model needs that. Raises Error if it can't be at
+    several places."""
     most, is_one_process = max(partition.ipus), settings.counts.parts == 1
-    is_one = is_one_process and len({settings.place_of(ipu) for ipu in partition.ipus}) == 1
+    shifts = settings.shifts(most + 1)
+    is_one = is_one_process and len({settings.place_of(ipu) for ipu in partition.ipus}) == 1 and not shifts
     if not settings.places or (is_one and (settings.spreads or most < len(settings.places))):
         return settings
     whole = "poprun --num-instances with at most as many instances as replicas"
     count = "as many ipus in ipus_per_replica as the model uses"
     if is_one_process:
         whole, count = "options.device() with one device", "options.device() with a device for each ipu"
+    gathers = any(piece.gather_group_size for piece in partition.pieces)
     reasons = (  # whether it is so, why, fix
         (
             most >= len(settings.places) and not settings.spreads,
@@ -55,36 +57,36 @@ def _with_possible_places(partition: Partition, settings: Settings) -> Settings:
             f"an optimizer of torch.optim or poptorch.optim for which Pando has an update rule; or {whole}",
         ),
         (
-            bool(settings.replica_groups),
-            "parameters with a value for each replica are at one place",
+            bool(settings.replica_groups) and not is_one_process,
+            "parameters with a value for each replica are in one process",
             f"no replicaGrouping(); or {whole}",
         ),
         (
-            any(piece.gather_group_size for piece in partition.pieces),
-            "layers that gather values of several replicas need these at one place",
+            gathers and not is_one_process,
+            "layers that gather values of several replicas need these in one process",
             f"nn.BatchNorm2d for GroupedBatchNorm2d, and no all-gather of replicas; or {whole}",
         ),
         (
-            is_one_process and settings.part != StepPart(),
-            "the last micro-batch has fewer rows than the others",
-            f"a complete batch; or {whole}",
-        ),
-        (
-            not settings.is_eager,
+            not settings.is_eager and (not is_one_process or "cpu" in settings.devices),
             "inductor compiles whole models only",
             'options.compiler("eager"), without POPTORCH_BACKEND',
         ),
     )
     for why, fix in ((why, fix) for is_so, why, fix in reasons if is_so):
-        if settings.spreads:
-            logger.info("all ipus are on %s: %s", settings.devices[0], why)
-            return replace(settings, places=())
         what = "devices" if is_one_process else "processes"
         raise Error(
             f"a replica spans {len(set(settings.places))} {what}, which this model can't\n"
             f"  why: {why}\n"
             f"  fix: {fix}"
         )
+    if shifts and (gathers or settings.replica_groups):
+        what = (
+            "layers gather values of several replicas"
+            if gathers
+            else "parameters have a value for each replica"
+        )
+        logger.info("replicas share devices: %s", what)
+        return replace(settings, places=tuple(map(settings.place_of, range(most + 1))), spreads=False)
     return settings
 
 

@@ -226,8 +226,8 @@ def make_piece(
 
 def cut_pieces(partition: Partition, settings: Settings) -> Partition:
     """Return the partition with its pieces cut into parts: around gathers, and on the eager backend also before
-    reads of changed buffers (in training with accumulation) and after buckets (with several processes, or with
-    accumulation of at least `MANY` bytes of gradients)."""
+    reads of changed buffers (in training with accumulation) and after buckets (with several processes, with replicas on
+    several devices, or with accumulation of at least `MANY` bytes of gradients)."""
     counts, optimizer = settings.counts, settings.optimizer
     changed = partition.signature.changed_buffers
     several = settings.training and counts.accumulation > 1
@@ -239,7 +239,8 @@ def cut_pieces(partition: Partition, settings: Settings) -> Partition:
             for result in partition.signature.results
             if result.kind == "gradient"
         }
-    if counts.instances == 1 and not (several and sum(sizes.values()) >= MANY):
+    exchanges = counts.instances > 1 or settings.shifts(max(partition.ipus) + 1)
+    if not exchanges and not (several and sum(sizes.values()) >= MANY):
         sizes = {}
     pieces: list[Piece] = []
     for piece in partition.pieces:

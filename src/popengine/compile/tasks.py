@@ -41,6 +41,7 @@ class _TableWriter:
         self.adds_outputs = "sum" in modes
         self.place = {ipu: settings.place_of(ipu) for ipu in partition.ipus}
         self.places = list(dict.fromkeys(self.place.values()))
+        self.shifts = settings.shifts(max(partition.ipus) + 1)
         # For each value and ipu, the pieces that read it and don't make it, in order of the data; and the first of
         # these pieces at each place.
         self.readers: dict[tuple[str, int], list[int]] = {}
@@ -90,7 +91,7 @@ class _TableWriter:
         counts, order = self.settings.counts, self.settings.strategy.order
         micro_batches = counts.accumulation if self.settings.training else counts.iterations
         places = self.place if len(self.places) > 1 else {}
-        return Plan(self.partition, tuple(self.rows), micro_batches, order, self.state, places)
+        return Plan(self.partition, tuple(self.rows), micro_batches, order, self.state, places, self.shifts)
 
     def _append(self, task: Task, uses: Iterable[str] = ()) -> int:
         """Append a row, and return its index. `uses`: the values of a micro-batch that the row makes or reads."""
@@ -134,7 +135,8 @@ class _TableWriter:
     ) -> int:
         """Append the row that sends a message from the ipu of row `like` to the place of `ipu`; return its index."""
         message = Instruction("send", names, channel=f"{channel} to {ipu}", peer=ipu)
-        waits = tuple(After(row) for row in after)
+        pieces = {row: self.pieces[self.rows[row].piece] for row in after}
+        waits = tuple(After(row, 0, max(1, piece.gather_group_size)) for row, piece in pieces.items())
         row = replace(like, kind="send", piece=-1, after=waits, instructions=(message,), frees=())
         return self._append(row, names if like.index == "micro_batch" else ())
 
@@ -323,8 +325,8 @@ class _TableWriter:
         ready = [After(row, None, counts.replicas) for row in ends]
         messages = (row for row, task in enumerate(self.rows) if task.kind in ("send", "receive"))
         ready += [After(row, None, counts.replicas) for row in messages]
-        if counts.instances > 1:
-            # One row after another, in the same order in all processes that have the same ipus.
+        if counts.instances > 1 or self.shifts:
+            # One row after another, in the same order in all processes, or on all devices, that have the same ipus.
             gathers = [(row, task.piece) for row, task in enumerate(self.rows) if task.kind == "gather"]
             several = [row for row, n in gathers if self.pieces[n].gather_group_size > counts.replicas]
             before = {place: [After(row, None) for row in several] for place in self.places}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Literal
@@ -175,6 +175,19 @@ class Results:
         """Return all buffers, by index of the result or anchor of the weight."""
         return {**self._outputs, **self._written, **self.weights}
 
+    def parts(self) -> list[tuple[int | Anchor, int, Tensor]]:
+        """Return each result, as in `buffers`, with each replica that has rows of it, and these rows, as a view. Of an
+        input that forward writes into, the first replica of each group has them."""
+        replicas = range(self._counts.replicas)
+        firsts = {self._counts.input_group_of(replica): replica for replica in reversed(replicas)}
+        groups = [firsts[group] for group in sorted(firsts)]
+        return [
+            (result, replica, buffer.values[number :: len(owners)])
+            for result, buffer in self.buffers().items()
+            for owners in [groups if result in self._written else replicas]
+            for number, replica in enumerate(owners)
+        ]
+
     def rows(self, anchor: Anchor) -> Tensor:
         """Return the values of an anchored output, of their own type, on the CPU: each value is a row."""
         return self._outputs[int(anchor.key)].values.cpu()
@@ -192,6 +205,16 @@ class Results:
         """Return when the copies of the rows of the first `count` outputs began, and when they ended."""
         buffers = list(self._outputs.values())[:count]
         return [buffer.started for buffer in buffers], [buffer.finished for buffer in buffers]
+
+    def add_times(self, others: Iterable[Results]) -> None:
+        """Add the times of the copies that other devices have made."""
+        for other in others:
+            for own, theirs in zip(self._times(), other._times(), strict=True):
+                own[:] = map(max, own, theirs)
+
+    def _times(self) -> list[list[float]]:
+        spans = [span for buffer in self.buffers().values() for span in (buffer.started, buffer.finished)]
+        return [*self.load_started, *self.loaded, *spans]
 
     def written_inputs(self) -> dict[int, Tensor]:
         """Return the new values of inputs that forward writes into, on the CPU, by index of the input."""

@@ -1,31 +1,37 @@
-"""The engines of a process whose ipus are on several devices: one engine, with its threads, for each device.
+"""The engines of a process whose ipus or replicas are on several devices: one engine, with its threads, for each.
 
-Each engine runs the rows of its place of the table. A message is a copy on a stream of its own, after an event of the
-sender's; the host waits in it only for a value that an accelerator sends to the CPU.
+Each engine runs the rows of its place of the table, for the replicas that are on its device. A message is a copy on a
+stream of its own, after an event of the sender's; the host waits in it only for a value that an accelerator sends to
+the CPU.
+
+The user's tensors are on the devices of replica 0. The engines of other replicas have copies: of the weights, which are
+written at the begin of each call, and of the optimizer state, which are written if the user's has changed. In a step
+the engines of a place sum their gradients, and each updates its own copies in the same way.
 """
 
 import copy
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import Error
 from ..ir import Plan
 from ..profile import KeptBytes
 from ..settings import Hyper, Place, Settings
 from . import devices
 from .call import Commit, Results
-from .devices import Transfer
+from .device_mailbox import DeviceMailbox, Meetings
 from .engine import Engine
+from .instances.all_reduce import leaf_nodes, tree_sum
 from .instances.connections import PeerFailed
-from .mailbox import Arrivals, MessageKey
 from .recorder import Recorder
-from .train_state import OptimizerState, TrainState
+from .train_state import OptimizerState, TrainState, VersionStamp, version_stamp, write
 
 _WAIT = 0.2  # seconds; an interrupt without a signal wakes no waiting thread, so waits are repeated
 
@@ -41,13 +47,25 @@ class DeviceEngines:
         find_constants: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         self.plan, self.settings, self.train_state = plan, settings, train_state
-        self._meetings = _Meetings()
+        self._meetings = Meetings()
         self._engines: list[Engine] = []
-        for place in sorted(set(plan.places.values())):
-            device = devices.device_named(settings.devices[place.device])
-            mail = self._meetings.mail[place] = DeviceMailbox(self._meetings, place, device)
-            own, state = replace(settings, place=place), copy.copy(train_state)
-            self._engines.append(Engine(plan, own, state, device, mail, find_constants))
+        # Copies of the optimizer state, for each engine of other replicas than replica 0; and what they are copies of.
+        self._states: dict[Engine, dict[Any, OptimizerState]] = {}
+        self._stamps: dict[tuple[Any, str], VersionStamp] = {}
+        shifts = plan.shifts or (0,) * settings.counts.replicas
+        for shift in dict.fromkeys(shifts):
+            replicas = tuple(replica for replica, own in enumerate(shifts) if own == shift)
+            for place in sorted(set(plan.places.values())) or [Place()]:
+                name = settings.devices[(place.device + shift) % len(settings.devices)]
+                mail = DeviceMailbox(self._meetings, place, replicas, devices.device_named(name))
+                self._meetings.mail.append(mail)
+                own, state = replace(settings, place=place, replicas=replicas), copy.copy(train_state)
+                sums = mail if plan.shifts and settings.training else None
+                state.optimizer = state.optimizer if 0 in replicas else SimpleNamespace(state={})
+                engine = Engine(plan, own, state, mail.device, mail, find_constants, sums)
+                self._engines.append(engine)
+                if 0 not in replicas:
+                    self._states[engine] = {}
         used = [engine.state.device for engine in self._engines]
         self._accelerator = next(device for device in used if devices.has_queue(device))
         self._pool = ThreadPoolExecutor(len(self._engines), thread_name_prefix="device")
@@ -86,7 +104,9 @@ class DeviceEngines:
         errors = [error for run in runs if (error := run.exception()) is not None]
         for error in [error for error in errors if not isinstance(error, PeerFailed)] or errors:
             raise error
-        return runs[0].result()
+        results, *others = (run.result() for run in runs)
+        results.add_times(others)
+        return results
 
     @staticmethod
     def _run_engine(
@@ -112,12 +132,38 @@ class DeviceEngines:
         same weights and optimizer, and with buffers, a loss factor and a `Commit` of their own."""
         lock = _LockOfAll(self.train_state.commit.lock)
         self.train_state.commit.check_not_lost()
-        for engine in self._engines:
+        for engine in self._engines:  # those of replica 0 first, which move the user's tensors
             own = engine.state.train_state = copy.copy(self.train_state)
             own.commit, own.loss_factor = Commit(), self.train_state.loss_factor.clone()
             own.commit.lock, own.commit.complete_calls = lock, self.train_state.commit.complete_calls
             own.buffers = [dict(buffers) for buffers in self.train_state.buffers]
+            # `bind` compares those of replica 0 with the model's, and then overwrites them.
+            own.buffers[:1] = (
+                [{key: value.clone() for key, value in own.buffers[0].items()}] if own.buffers else []
+            )
+            if engine in self._states:
+                copies = self._copies_of_optimizer(self._states[engine])
+                self._states[engine] = copies
+                own.optimizer = SimpleNamespace(state=copies)
             engine.state.bind(hyper)
+
+    def _user_states(self) -> list[tuple[Any, str, Tensor]]:
+        """Return each tensor of the user's optimizer state, with its parameter and name."""
+        found = self.train_state.optimizer.state.items()
+        states = [(parameter, own) for parameter, own in found if isinstance(own, dict)]
+        named = [(parameter, name, value) for parameter, own in states for name, value in own.items()]
+        return [each for each in named if isinstance(each[2], Tensor)]
+
+    def _copies_of_optimizer(self, known: dict[Any, OptimizerState]) -> dict[Any, OptimizerState]:
+        """Return the optimizer state for an engine of other replicas: its copies (`known`), and in place of those of
+        which the user's tensor has changed this tensor, which the engine will copy to its device."""
+        found: dict[Any, OptimizerState] = {}
+        for parameter, name, value in self._user_states():
+            stamp, copied = self._stamps.get((parameter, name)), known.get(parameter, {}).get(name)
+            if copied is None or stamp is None or not stamp.fits(value):
+                copied = value.clone() if value.is_cpu else value  # "step" stays on the CPU
+            found.setdefault(parameter, {})[name] = copied
+        return found
 
     def _take_state(self) -> None:
         """Take over what a call has changed in the states of the engines, which are equal but for buffers."""
@@ -130,13 +176,31 @@ class DeviceEngines:
                 commit.lose(state.commit.why_lost)
         self.train_state.random_state, self.train_state.updates = first.random_state, first.updates
         self.train_state.loss_factor.copy_(first.loss_factor)
-        replicas = zip(*(state.buffers for state in states), strict=False)
-        self.train_state.buffers = [{k: v for own in each for k, v in own.items()} for each in replicas]
+        held = [state.held for state in states if state.held is not None]
+        self.train_state.held = None
+        if held:  # the buffers are equal
+            sums, buffers = (ChainMap(*each) for each in zip(*held, strict=True))
+            self.train_state.held = dict(sums), dict(buffers)
+        # Updates have changed the user's state and the copies in the same way.
+        states_now = self._user_states() if self._states else ()
+        self._stamps = {(parameter, name): version_stamp(value) for parameter, name, value in states_now}
+        for replica, buffers in enumerate(first.buffers):
+            merged = dict(buffers)
+            for engine in self._engines_of(replica):
+                own = engine.state.train_state.buffers[replica]
+                merged |= {key: own[key] for key in engine.state.changed_keys & own.keys()}
+            first.buffers[replica] = merged
+        self.train_state.buffers = first.buffers
+
+    def _engines_of(self, replica: int) -> list[Engine]:
+        """Return the engines that run a replica, by place."""
+        return [engine for engine in self._engines if engine.settings.runs_replica(replica)]
 
     def memory(self, replica: int, ipu: int) -> KeptBytes:
         """Return the bytes that an ipu keeps."""
-        place = self.plan.places[ipu]
-        return next(e for e in self._engines if e.settings.place == place).state.memory(replica, ipu)
+        place = self.plan.places.get(ipu, Place())
+        engine = next(each for each in self._engines_of(replica) if each.settings.place == place)
+        return engine.state.memory(replica, ipu)
 
     def gather_optimizer_states(self) -> dict[str, OptimizerState]:
         """Return the optimizer state of all devices, by parameter."""
@@ -147,11 +211,19 @@ class DeviceEngines:
         return {}
 
     def average_buffers(self) -> None:
-        """Raise Error: running statistics of several devices are not averaged."""
-        raise Error(
-            "the mean of running statistics over replicas is not computed if the ipus are on several devices\n"
-            "  fix: leave the call out: the running statistics of replica 0 are saved"
-        )
+        """Set the floating point buffers that forward changes to their means over all replicas."""
+        self.train_state.commit.settle()
+        self.train_state.commit.check_not_lost()
+        present, count = self.train_state.find_weights(), self.settings.counts.replicas
+        results = self.plan.partition.signature.results
+        keys = [r.key for r in results if r.kind == "buffer" and r.dtype.is_floating_point]
+        with torch.no_grad():
+            replicas = self.train_state.own_buffers(present, keys, count)[:count]
+            for key in keys:
+                values = [own[key].to(present[key].device, torch.float64, copy=True) for own in replicas]
+                (mean,) = tree_sum(leaf_nodes([value] for value in values))
+                for target in (present[key], *(own[key] for own in replicas)):
+                    write(target, mean / count)
 
 
 class _LockOfAll:
@@ -171,110 +243,3 @@ class _LockOfAll:
             self._held -= 1
             if not self._held:
                 self._lock.release()
-
-
-class _Meetings:
-    """The mailboxes of all devices, and their meetings."""
-
-    def __init__(self) -> None:
-        self.mail: dict[Place, DeviceMailbox] = {}
-        self._changed = threading.Condition()
-        self.begin_call()
-
-    def begin_call(self) -> None:
-        """Forget a call that failed."""
-        self._meeting, self._failure = _Meeting(), ""
-        for mail in self.mail.values():
-            mail.arrivals = Arrivals()
-
-    def meet(self, place: Place, part: Any, then: Callable[[dict[Place, Any]], Any] = dict) -> Any:
-        """Wait for all places; return `then`, which is called once, of what each has brought. Raises PeerFailed after
-        `abort`, unless the meeting was over before."""
-        with self._changed:
-            meeting = self._meeting
-            meeting.parts[place] = part
-            if len(meeting.parts) == len(self.mail) and not self._failure:
-                meeting.result, meeting.is_over = then(meeting.parts), True
-                self._meeting = _Meeting()
-                self._changed.notify_all()
-            self._changed.wait_for(lambda: meeting.is_over or self._failure)
-            if not meeting.is_over:
-                raise PeerFailed(self._failure)
-        return meeting.result
-
-    def stop(self, commits: Sequence[Commit]) -> None:
-        """Stop calls: in a meeting all commit, or none."""
-        with self._changed:
-            for commit in commits:
-                commit.stop()
-
-    def abort(self, why: str) -> None:
-        """End the waits of all places, which raise PeerFailed."""
-        with self._changed:
-            self._failure = self._failure or why
-            self._changed.notify_all()
-        for mail in self.mail.values():
-            mail.arrivals.fail(PeerFailed(self._failure))
-
-
-@dataclass
-class _Meeting:
-    parts: dict[Place, Any] = field(default_factory=dict)
-    result: Any = None
-    is_over: bool = False
-
-
-class DeviceMailbox:
-    """The mailbox of a device, for messages of other devices of this process."""
-
-    def __init__(self, meetings: _Meetings, place: Place, device: torch.device) -> None:
-        self._meetings, self._place, self._device = meetings, place, device
-        self.arrivals = Arrivals()
-
-    def begin_step(self) -> None:
-        """Do nothing: messages of a step may be here before it begins, and none is left of the previous one."""
-
-    def send(self, place: Place, key: MessageKey, values: Sequence[Tensor]) -> None:
-        """Send values to a place without waiting."""
-        other = self._meetings.mail[place]
-        other.arrivals.add(key, [Transfer(value, other._device) for value in values])
-
-    def is_here(self, key: MessageKey, wake: Callable[[], None]) -> bool:
-        """Return whether a message or a failure can be taken; if not, `wake` is called when it can."""
-        return self.arrivals.has(key, wake)
-
-    def take(self, key: MessageKey) -> Sequence[Tensor]:
-        """Return the values of a message, whose copies are started; raise the error if a device has failed."""
-        return [transfer.finish() for transfer in self.arrivals.take(key)]
-
-    def sum(self, values: Tensor) -> None:
-        """Sum values over all devices, in place."""
-        total = values.to(self._device, non_blocking=True, copy=True)
-        for other, *_ in self._bring([total.clone()], [*self._meetings.mail]).values():
-            total.add_(other)
-        values.copy_(total)
-
-    def share(self, tensors: Sequence[Tensor], owners: Sequence[Place]) -> None:
-        """Overwrite the tensors of the first place, whose results a call returns, by those of their owners."""
-        for place, own in self._bring(tensors, [min(self._meetings.mail)]).items():
-            for target, value, owner in zip(tensors, own, owners, strict=True):
-                if owner == place:
-                    target.copy_(value)
-
-    def _bring(self, tensors: Sequence[Tensor], to: Sequence[Place]) -> dict[Place, list[Tensor]]:
-        """Return the tensors of each other place on this device, if this place is in `to`. All places must call it."""
-        mail = self._meetings.mail
-        others = [place for place in to if place != self._place]
-        sent = {place: [Transfer(value, mail[place]._device) for value in tensors] for place in others}
-        parts = self._meetings.meet(self._place, sent)
-        return {
-            p: [each.finish() for each in own[self._place]] for p, own in parts.items() if self._place in own
-        }
-
-    def commit_together(self, commit: Callable[[], None]) -> None:
-        """Wait for all devices, and commit at all or, after an interrupt, at none."""
-        self._meetings.meet(self._place, commit, lambda commits: [each() for each in commits.values()])
-
-    def abort(self, why: str) -> None:
-        """End the waits of all devices."""
-        self._meetings.abort(why)

@@ -164,13 +164,12 @@ class Transfer:
         """Return the copy. The host waits only if the value goes from an accelerator to the CPU."""
         source, start = self._memory, self._layout[-1]
         memory = torch.empty(start + len(source), dtype=source.dtype, device=self._target)
-        if self._event is None:
-            memory[start:].copy_(source, non_blocking=True)
-        elif not has_queue(self._target):
+        if self._event is not None and not has_queue(self._target):
             self._event.synchronize()
-            memory[start:].copy_(source)
-        else:
+        if has_queue(source.device) and source.device != self._target:
             copy_after(self._event, memory[start:], source)
+        else:  # work of one device is in order
+            memory[start:].copy_(source, non_blocking=True)
         return memory.as_strided(*self._layout)
 
 
@@ -179,6 +178,11 @@ def event_of(device: torch.device) -> Any:
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event
+
+
+def wait_for(event: Any, device: torch.device) -> None:
+    """Let the work that this thread starts on an accelerator from now on wait for an event of another one."""
+    torch.accelerator.current_stream(device).wait_event(event)
 
 
 @functools.cache

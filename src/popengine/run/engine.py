@@ -25,7 +25,7 @@ from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from .instances.connections import Tag
 from .instances.consistency import Fingerprint, fingerprint_of_plan, hash_weights, rates_as_texts
 from .instances.process_group import group_of_size
-from .mailbox import Mailbox, ProcessMailbox
+from .mailbox import Mailbox, ProcessMailbox, ReplicaSums
 from .ready_queue import ReadyQueue
 from .recorder import Recorder
 from .row_functions import RowFunctions
@@ -52,6 +52,7 @@ class Engine:
         device: torch.device | None = None,
         mail: Mailbox | None = None,
         find_constants: Callable[[], Mapping[str, Tensor]] = dict,
+        sums: ReplicaSums | None = None,
     ) -> None:
         if plan.places:
             check_order(plan)
@@ -104,7 +105,7 @@ class Engine:
         self._sums = self._group if several else None
         if self._sums is not None and counts.parts > 1:
             self._sums = self._sums.among(counts.processes_of_part())
-        self._rows = RowFunctions(plan, settings, self.state, codes, self._sums, mail)
+        self._rows = RowFunctions(plan, settings, self.state, codes, self._sums, mail, sums)
         self._queue = ReadyQueue(self._rows, cores // per_operation, per_operation)
         self._close = weakref.finalize(self, self._queue.close)
 

@@ -43,14 +43,22 @@ class Mailbox(Protocol):
     def sum(self, values: Tensor) -> None:
         """Sum values over all places, in place. All places must call it."""
 
-    def share(self, tensors: Sequence[Tensor], owners: Sequence[Place]) -> None:
-        """Overwrite each contiguous tensor by that of its owner. All places must call it."""
+    def share(self, tensors: Sequence[Tensor], owners: Sequence[tuple[Place, int]]) -> None:
+        """Overwrite each tensor by that of its owner: a place and a local replica. All places must call it."""
 
     def commit_together(self, commit: Callable[[], None]) -> None:
         """Wait for all places, call `commit`, and wait for all again: an error at one is an error at all."""
 
     def abort(self, why: str) -> None:
         """End the waits of all places, which raise an error."""
+
+
+class ReplicaSums(Protocol):
+    """What sums gradients over the replicas that other engines run: an `AllReduce`, or a device's mailbox."""
+
+    def all_reduce(self, flats: Sequence[Tensor]) -> None:
+        """Sum the values of all replicas into `flats[0]`. `flats`, 1-d: those of this engine's replicas, which are
+        overwritten. The engines of all replicas must call it."""
 
 
 class Arrivals:
@@ -180,10 +188,11 @@ class ProcessMailbox:
         """Sum values over all processes, in place."""
         self._norms.all_reduce([values])
 
-    def share(self, tensors: Sequence[Tensor], owners: Sequence[Place]) -> None:
-        """Send this process's tensors to the others of the replica, and receive theirs."""
+    def share(self, tensors: Sequence[Tensor], owners: Sequence[tuple[Place, int]]) -> None:
+        """Send this process's tensors to the others of the replica, and receive theirs. It has one local replica."""
         pairs = [
-            (t.view(-1).view(torch.uint8), owner.process) for t, owner in zip(tensors, owners, strict=True)
+            (t.view(-1).view(torch.uint8), place.process)
+            for t, (place, _) in zip(tensors, owners, strict=True)
         ]
         kept = [(memory, owner) for memory, owner in pairs if memory.numel()]
         self._finish_sends()

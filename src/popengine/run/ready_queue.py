@@ -69,7 +69,7 @@ class StepTasks:
 
     def __init__(self, rows: RowFunctions, cores: int) -> None:
         plan = self._plan = rows.plan
-        self._replicas = rows.settings.counts.replicas
+        self._settings, self._replicas = rows.settings, rows.settings.counts.replicas
         self._sizes = [
             plan.micro_batches if task.index == "micro_batch" else rows.updates.index_count(row)
             for row, task in enumerate(plan.tasks)
@@ -145,7 +145,8 @@ class StepTasks:
         row = self._plan.tasks[edge.row]
         group = self._replicas if self._plan.tasks[task.row].once else min(edge.group, self._replicas)
         start = task.replica // group * group
-        replicas = [0] if row.once else range(start, start + group)
+        own = filter(self._settings.runs_replica, range(start, start + group))
+        replicas = [0] if row.once else [*own]
         if edge.behind is not None:
             indices = [task.index - edge.behind if row.index == "micro_batch" else 0]
         else:

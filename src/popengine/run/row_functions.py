@@ -22,7 +22,7 @@ from .call import EngineCall, Stopped
 from .devices import upload
 from .instances.all_reduce import all_gather_rows
 from .instances.connections import Connections, PeerFailed, PeerLost, Subset, Tag
-from .mailbox import Mailbox, MessageKey
+from .mailbox import Mailbox, MessageKey, ReplicaSums
 from .prepared_values import PreparedValues
 from .random_draws import hash_integers
 from .state import State
@@ -42,16 +42,17 @@ class RowFunctions:
         codes: Sequence[Code],
         group: Connections | Subset | None,
         mail: Mailbox | None,
+        sums: ReplicaSums | None,
     ) -> None:
         self.plan, self.settings, self.state, self._group = plan, settings, state, group
-        self.mail = mail  # None: all ipus are at one place
+        self.mail = mail  # None: all ipus are at one place, and all replicas are here
         receives = (row for row, task in enumerate(plan.tasks) if task.kind == "receive")
         self._senders = {row: plan.sender_of(row) for row in receives}
         replicas = range(settings.counts.replicas)
         # By replica and piece. A recorder replaces the functions of replica 0.
         self.codes: list[list[Code]] = [list(codes) for _ in replicas]
         self.frames: list[dict[int, dict[str, Tensor]]] = [{} for _ in replicas]
-        self.updates = Updates(plan, settings, state, group, mail)
+        self.updates = Updates(plan, settings, state, group, mail, sums)
         self._prepared = [PreparedValues(plan, state, replica) for replica in replicas]
         self.generators: Iterator[torch.Generator] | None = None  # of all draws, while a step is captured
         self._changed = plan.partition.signature.changed_buffers
@@ -63,7 +64,8 @@ class RowFunctions:
 
     def bind(self, row: int, replica: int) -> Work | None:
         """Return the function that runs a row for a replica; None: nothing to do here."""
-        if self.plan.is_elsewhere(row, self.settings.place):
+        is_replica_elsewhere = not (self.plan.tasks[row].once or self.settings.runs_replica(replica))
+        if is_replica_elsewhere or self.plan.is_elsewhere(row, self.settings.place):
             return None
         match self.plan.tasks[row].kind:
             case "send":
@@ -129,14 +131,10 @@ class RowFunctions:
     def _copy_anchored_weights(self, call: EngineCall, source: str) -> None:
         """Copy this place's weights with an anchor of this source ("weight" or "updated") to the results."""
         iterations = [call.commit.done] if self.settings.training else range(self.settings.counts.iterations)
-        own = (
-            a
-            for a in self.settings.anchors
-            if a.source == source and self._place_of(a) == self.settings.place
-        )
-        for anchor in own:
+        found = (anchor for anchor in self.settings.anchors if anchor.source == source)
+        for anchor in (a for a in found if self._place_of(a) == self.settings.place):
             for replica, values in enumerate(self.state.values):
-                for iteration in iterations:
+                for iteration in iterations if self.settings.runs_replica(replica) else ():
                     value = values[self.state.slot_of[anchor.key]]
                     call.results.weights[anchor].put(iteration, replica, value)
 
@@ -152,12 +150,14 @@ class RowFunctions:
 
     def share_results(self, call: EngineCall) -> None:
         """Send the results that this place has to the other places, and receive theirs. Start to download them."""
-        found = call.results.buffers()
         if self.mail is not None:
-            self.mail.share([buffer.values for buffer in found.values()], [*map(self._place_of, found)])
-        # The results of the first device are returned.
-        for buffer in found.values() if not self.settings.place.device else ():
-            buffer.start_download()
+            parts = call.results.parts()
+            owners = [(self._place_of(result), replica) for result, replica, _ in parts]
+            self.mail.share([values for *_, values in parts], owners)
+        first = min(self.plan.places.values(), default=self.settings.place)
+        if self.settings.place == first and self.settings.runs_replica(0):  # its results are returned
+            for buffer in call.results.buffers().values():
+                buffer.start_download()
 
     def _end_updates(self, call: EngineCall, _: int) -> None:
         self.updates.end_step()

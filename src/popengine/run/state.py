@@ -63,6 +63,7 @@ class State:
         self._constants = {slot.key: slot.name for slot in self._slots.values() if slot.role == "constant"}
         self._weights = [slot for slot in self._slots.values() if slot.role in WEIGHTS]
         self._changed = [name for name in self._slots if name in signature.changed_buffers]
+        self.changed_keys = {self._slots[name].key for name in self._changed}  # canonical names
         self.trained = signature.trained
         replicas, trained = range(settings.counts.replicas), set(self.trained)
         # The model's tensors, with shape, strides and dtype; and these tensors without autograd, or copies of them with
@@ -99,7 +100,9 @@ class State:
         train_state.owner = self._owners() | train_state.owner
         elsewhere = train_state.elsewhere | plan.weights_elsewhere(settings.place)
         train_state.elsewhere = elsewhere - {slot.key for slot in self._weights}
-        self._copies = copies_at(plan, settings.place)
+        # Slots whose tensors are on another device: `bind` writes copies.
+        weights = {slot.name for slot in self._weights}
+        self._copies = copies_at(plan, settings.place) if settings.runs_replica(0) else weights
         self.bind(None)
 
     def _owners(self) -> dict[str, int]:
@@ -155,8 +158,7 @@ class State:
                     for values in self.values:
                         values[self._constants[key]] = with_aligned_start(plain)
             if len(self.values) > 1:  # replicas 1, 2, ... have buffers of their own
-                keys = (self._slots[name].key for name in self._changed)
-                own = self.train_state.own_buffers(self._plain, keys, len(self.values))
+                own = self.train_state.own_buffers(self._plain, self.changed_keys, len(self.values))
                 for values, buffers in zip(self.values[1:], own[1:], strict=False):
                     values.update((name, buffers[self._slots[name].key]) for name in self._changed)
             if self.settings.optimizer is not None:
@@ -323,12 +325,14 @@ class State:
         if held is None or not self.settings.part.before:
             return
         sums, buffers = held
-        self.new_buffers[0].update((self.slot_of[key], value) for key, value in buffers.items())
-        for key, value in sums.items():
+        own = {key: sums[key] for key in sums.keys() & {unit.key for unit in self.units}}
+        for name in self._changed:
+            self.new_buffers[0][name] = buffers[self._slots[name].key].to(self.device)
+        for key, value in own.items():
             if key in self.sums[0]:  # in a bucket
                 self.sums[0][key].copy_(value)
-            else:
-                self.sums[0][key] = value
+            else:  # another plan may have made the sum on another device
+                self.sums[0][key] = value.to(self.device)
 
     def hold_sums_and_buffers(self) -> None:
         """Hold the gradient sums and new buffers of replica 0 for the plan that ends the step."""
@@ -353,9 +357,9 @@ class State:
     def share_buffers(self) -> None:
         """Copy the buffers of all replicas to `train_state`."""
         if len(self.values) > 1:
-            for values, own in zip(self.values, self.train_state.buffers, strict=False):
-                for name in self._changed:
-                    own[self._slots[name].key].copy_(values[name])
+            for replica, values in enumerate(self.values):
+                for name in self._changed if self.settings.runs_replica(replica) else ():
+                    self.train_state.buffers[replica][self._slots[name].key].copy_(values[name])
 
     def set_loss_scale(self, scale: float) -> None:
         """Set the value by which pieces multiply the loss; do nothing if the plan has no loss scale."""

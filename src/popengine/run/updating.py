@@ -35,7 +35,7 @@ from . import devices
 from .call import EngineCall
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from .instances.connections import Connections, Subset, Tag
-from .mailbox import Mailbox
+from .mailbox import Mailbox, ReplicaSums
 from .random_draws import hash_integers
 from .state import State, Unit
 from .train_state import has_same_bits
@@ -58,12 +58,13 @@ class Updates:
         state: State,
         group: Connections | Subset | None,
         mail: Mailbox | None,
+        sums: ReplicaSums | None,
     ) -> None:
         self.plan, self.settings, self.state, self._group, self._mail = plan, settings, state, group, mail
+        self._sums = AllReduce(group, Tag.SUMS) if group is not None else sums
         self._slot_index = {slot.key: index for index, slot in enumerate(plan.partition.signature.slots)}
         self.buckets: dict[int, list[Bucket]] = {}  # by row
-        if group is not None:
-            self._all_reduce = AllReduce(group, Tag.SUMS)
+        if self._sums is not None:
             for row, task in enumerate(plan.tasks):
                 if task.kind == "exchange" and not plan.is_elsewhere(row, settings.place):
                     self.buckets[row] = buckets_of(plan, task.piece, state)
@@ -83,11 +84,14 @@ class Updates:
             self._chunks.setdefault(step_key[0], []).extend((step_key, chunk) for chunk in chunks)
         # Values of the running step:
         self._norms: dict[Unit, Tensor] = {}  # of the gradients that this process measures
-        self._counts: list[
-            tuple[int, Tensor]
-        ] = []  # elements of a gradient; large and finite ones: int64 [2]
+        self._counts: list[tuple[int, Tensor]] = []  # elements of a gradient; large, finite ones: [2]
         self._steps: dict[_StepKey, UpdateStep] = {}  # empty: a gradient overflowed, and no weight changes
         self._clipping_factor: Tensor | None = None  # of clipping by norm
+
+    @property
+    def _processes(self) -> AllReduce:
+        assert isinstance(self._sums, AllReduce)
+        return self._sums
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -122,10 +126,10 @@ class Updates:
         """All-reduce a row's buckets over all processes, into `flats[0]`; reduce-scatter sharded buckets."""
         for bucket in self.buckets[row]:
             self._divide_means(bucket.flats)
-            if bucket.cuts is None:
-                self._all_reduce.all_reduce(bucket.flats)
-            else:
-                self._all_reduce.reduce_scatter(bucket.flats, bucket.cuts)
+            if bucket.cuts is not None:
+                self._processes.reduce_scatter(bucket.flats, bucket.cuts)
+            elif self._sums is not None:
+                self._sums.all_reduce(bucket.flats)
 
     def _divide_means(self, sums: Sequence[Tensor]) -> None:
         """Divide running means by the number of all replicas, so that their sum can't overflow."""
@@ -176,7 +180,7 @@ class Updates:
     def _parameter_update(self, unit: Unit, is_reduced: bool = False) -> ParameterUpdate:
         """Return the tensors of a unit's update. The gradient is the sum of the unit's first replica; the other
         replicas' sums are `others`, unless row "exchange" or "norm" has added them."""
-        is_reduced = is_reduced or self._group is not None
+        is_reduced = is_reduced or self._sums is not None
         members = (unit.replica,) if is_reduced else self.settings.sharing_replicas(unit.key, unit.replica)
         gradient, *others = (self.state.sums[replica][unit.key] for replica in members)
         state, seed = self.state.optimizer.get(unit, {}), self._rounding_seed(unit)
@@ -256,7 +260,7 @@ class Updates:
         if self._mail is not None:
             self._mail.sum(values)
         elif self.state.train_state.owner:
-            self._all_reduce.all_reduce([values])
+            self._processes.all_reduce([values])
         return values
 
     def _adapt_loss_scale(self) -> bool:
@@ -316,7 +320,7 @@ class Updates:
                 is_same = (
                     all(map(has_same_bits, before, weights)) and marks == train_state.marks_of_optimizer()
                 )
-                if self._group is not None or not is_same:  # peers may have updated
+                if self._sums is not None or not is_same:  # peers may have updated
                     raise
                 call.commit.release()
                 raise RunError(
@@ -329,9 +333,8 @@ class Updates:
         """Send the weights that this process has updated to all peers; receive those that peers updated."""
         units = [unit for unit in self.state.units if unit.key in self.state.train_state.owner]
         weights = [self.state.weight(unit) for unit in units]
-        self._all_reduce.broadcast_by_owners(
-            weights, [self.state.train_state.owner[unit.key] for unit in units]
-        )
+        owners = [self.state.train_state.owner[unit.key] for unit in units]
+        self._processes.broadcast_by_owners(weights, owners)
 
     def end_step(self) -> None:
         """End the step in the state, and drop its gradients."""
@@ -360,8 +363,8 @@ def divide_(sums: Sequence[Tensor], divisor: float) -> None:
 class Bucket:
     """Gradients of one piece and one dtype, of parameters (`keys`) that the local replicas `members` share.
 
-    `flats`, 1-d, are the gradient sums of each of these replicas, of which `state.sums` become views; they are summed
-    into `flats[0]`. `cuts` are the offsets at which the shard of each process begins, and the end; None: not sharded.
+    `flats`, 1-d, are the gradient sums of those that this engine runs, of which `state.sums` become views; they are
+    summed into `flats[0]`. `cuts`: where the shard of each process begins, and the end; None: not sharded.
     """
 
     def __init__(
@@ -376,8 +379,10 @@ class Bucket:
                 end += -(-state.weight(unit).numel() // step) * step
             cuts.append(end)
         self.keys, self.cuts = tuple(unit.key for unit in starts), cuts if is_sharded else None
-        self.flats = [torch.zeros(cuts[-1], dtype=dtype, device=state.device) for _ in members]
-        for replica, flat in zip(members, self.flats, strict=True):
+        own = [replica for replica in members if state.settings.runs_replica(replica)]
+        self.flats = [torch.zeros(cuts[-1], dtype=dtype, device=state.device) for _ in own]
+        # `Updates` reads the sum, which is in `flats[0]`, as that of the first member.
+        for replica, flat in zip((members[0], *own), (self.flats[0], *self.flats), strict=True):
             for unit, start in starts.items():
                 weight = state.weight(unit)
                 state.sums[replica][unit.key] = flat.as_strided(weight.shape, weight.stride(), start)

@@ -24,7 +24,7 @@ from popengine.errors import CaptureError, Error, PartitionError
 from popengine.ir import Graph, Plan
 from popengine.programs import SimulatedStep, drawn_schedule, simulate_step
 from popengine.run.devices import core_count
-from popengine.settings import Settings
+from popengine.settings import Place, Settings
 from popengine.texts import counted
 
 from ..logs import listed, logger
@@ -87,12 +87,14 @@ def log_plan(plan: Plan, settings: Settings) -> None:
 
 
 def ipu_text(plan: Plan, settings: Settings, ipu: int) -> str:
-    """Return "ipu 1"; with its process, such as "ipu 1 of instance 1", if a replica spans several."""
-    if not plan.places:
+    """Return "ipu 1"; with its process or devices, such as "ipu 1 of instance 1", if a replica spans several; with the
+    device of each replica, if they differ."""
+    if not plan.is_spread:
         return f"ipu {ipu}"
-    process, device = plan.places[ipu]
+    process, device = plan.places.get(ipu, Place())
     if settings.counts.parts == 1:
-        return f"ipu {ipu} on {settings.devices[device]}"
+        names = (settings.devices[(device + shift) % len(settings.devices)] for shift in plan.shifts or (0,))
+        return f"ipu {ipu} on {', '.join(names)}"
     return f"ipu {ipu} of instance {settings.counts.processes_of_replica()[process]}"
 
 

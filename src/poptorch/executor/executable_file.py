@@ -103,7 +103,7 @@ def write_to_cache_folder(
     """Write a compiled model, in instance 0, to the folder of `enableExecutableCaching`, if it can be
     written."""
     popart, settings = options._Popart, executable.settings
-    if not popart("enableEngineCaching") or settings.counts.process != 0 or executable.plan.places:
+    if not popart("enableEngineCaching") or settings.counts.process != 0 or executable.plan.is_spread:
         return
     if has_host_calls(executable.plan):
         logger.warning(

@@ -177,7 +177,7 @@ class LoadedPlans:
             )
         settings = replace(executable.settings, device=device, devices=tuple(dict.fromkeys(names)))
         fill_weights(self._model, executable.plan.weights_elsewhere(settings.place))
-        if settings.counts.parts == 1 and executable.plan.places:
+        if settings.counts.parts == 1 and executable.plan.is_spread:
             if settings.devices != executable.settings.devices:
                 raise Error(
                     f"the executable was compiled for {', '.join(executable.settings.devices)}, and the devices are"

@@ -119,7 +119,7 @@ class MemoryMailbox:
 
     def share(self, tensors, owners):
         parts = self.world.meet(self.place, tensors)
-        for tensor, owner, number in zip(tensors, owners, range(len(tensors)), strict=True):
+        for tensor, (owner, _), number in zip(tensors, owners, range(len(tensors)), strict=True):
             if owner != self.place:
                 tensor.copy_(parts[owner][number])
         self.world.meet()

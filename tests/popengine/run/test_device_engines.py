@@ -6,19 +6,25 @@ Memory that is not written yet, or is freed, holds NaN. So the CPU's bits show t
 from collections import Counter
 from concurrent.futures import wait
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
-from small_engines import LAYOUTS, assert_same, batch_for, engine_of, planned, rates, trained
+from engine_models import enter, graph_of, stages
+from small_engines import LAYOUTS, TYPES, assert_same, batch_for, engine_of, planned, rates, trained
 from test_places import PARTS, made
+from torch import nn
+from torch.nn import functional
 
 from late_device import late_devices
+from popengine.compile import compile_graph
 from popengine.compile.tasks import make_plan
 from popengine.errors import RunError
 from popengine.order import ORDERS
 from popengine.run.device_engines import DeviceEngines
 from popengine.run.engine import Engine
-from popengine.settings import Place
+from popengine.run.train_state import TrainState
+from popengine.settings import Counts, Optimizer, Place, Settings
 
 PLACES = {"two": (0, 1, 1, 0), "four": (0, 1, 2, 3), "the CPU and one": (1, 0, 1, 0)}
 NAMES = {
@@ -60,6 +66,34 @@ def test_what_devices_have_in_common_has_the_bits_of_one_cpu(part, monkeypatch):
         assert_same(trained(engines, calls=2), trained(Engine(*made(**options)), calls=2))
 
 
+# The ipu of each block, the number of devices, and that of replicas.
+SHIFTED = {
+    "an ipu and two replicas": ((0, 0, 0, 0), 2, 2),
+    "an ipu, and replicas in turn on two of three devices": ((0, 0, 0, 0), 3, 5),
+    "two ipus and two replicas": ((0, 1, 1, 0), 4, 2),
+    "two ipus, of which three replicas share devices": ((0, 0, 1, 1), 3, 3),
+    "four ipus on three devices": ((0, 1, 2, 3), 3, 4),
+}
+
+
+def on_shifted_devices(which, make=planned, **options):
+    """An engine for each place and each replica whose devices differ."""
+    ipus, count, replicas = SHIFTED[which]
+    iterations, accumulation, _ = options.pop("counts", (2, 8, 1))
+    counts = {"ipus": ipus, "counts": (iterations, accumulation, replicas)}
+    names = tuple(f"cuda:{number}" for number in range(count))
+    where = {"places": tuple(Place(0, number) for number in range(count)), "devices": names, "spreads": True}
+    return DeviceEngines(*make(**counts, **where, device="cuda", **options)), make(**counts, **options)
+
+
+@pytest.mark.parametrize(("name", "which"), [*zip([*LAYOUTS][1:], cycle(SHIFTED), strict=False)])
+def test_each_replica_on_devices_of_its_own_has_the_bits_of_one_cpu(name, which, monkeypatch):
+    options = {key: value for key, value in LAYOUTS[name].items() if key not in ("ipus", "shard_optimizer")}
+    with late_devices(monkeypatch, seed=len(name + which), count=4):
+        engines, one = on_shifted_devices(which, **options)
+        assert_same(trained(engines, calls=2), trained(Engine(*one), calls=2))
+
+
 def test_twenty_random_orders_of_the_queues_have_the_same_bits(monkeypatch):
     expected = trained(engine_of(), calls=1)
     for seed in range(20):
@@ -85,6 +119,43 @@ def test_a_copy_that_does_not_wait_or_does_not_hold_its_memory_is_noticed(missin
             found = trained(on_devices("four"), calls=1)
             has_failed |= any(not torch.equal(found[name], expected[name]) for name in found)
     assert has_failed
+
+
+class ReadsAWeightAfterTheLoss(nn.Module):
+    """The loss is computed in C, and D reads a weight of A. So no update depends on what D computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in "abc")
+
+    def forward(self, x, y):
+        enter("A")
+        a = self.a(x)
+        enter("B")
+        b = torch.relu(self.b(a))
+        enter("C")
+        loss = functional.cross_entropy(self.c(b), y)
+        enter("D")
+        other = b.detach()
+        for _ in range(10):
+            other = functional.linear(other, self.a.weight.detach()).tanh()
+        return other, loss
+
+
+def test_an_update_waits_until_other_devices_have_copied_the_weight(monkeypatch):
+    def made(**more):
+        torch.manual_seed(0)
+        model = ReadsAWeightAfterTheLoss()
+        optimizer = Optimizer("sgd", {name: 0 for name, _ in model.named_parameters()}, TYPES["sgd"])
+        settings = Settings(True, Counts(4, 4), stages(0, 1, 2, 3), optimizer=optimizer, **more)
+        weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        return compile_graph(graph_of(model), settings), settings, TrainState(weights.copy)
+
+    expected = trained(Engine(*made()), calls=1)
+    where = {"places": tuple(Place(0, ipu) for ipu in range(4)), "devices": NAMES["four"], "device": "cuda"}
+    for seed in range(10):
+        with late_devices(monkeypatch, seed=seed, count=4):
+            assert_same(trained(DeviceEngines(*made(**where)), calls=1), expected)
 
 
 def test_the_host_waits_once_for_each_device_in_a_call(monkeypatch):

@@ -224,18 +224,144 @@ def test_a_profile_of_several_devices_has_the_memory_of_all_ipus(monkeypatch, tm
     assert [row.weights for row in held[0]] == [4 * (4 * 6 + 6), 4 * 4 * 6]
 
 
-def test_a_model_that_needs_one_device_runs_on_the_first_of_several(monkeypatch, caplog):
-    caplog.set_level("INFO", "popengine")
+@pytest.mark.parametrize("chosen", ["cuda", ["cuda:1", "cuda:0"]])
+def test_replicas_on_devices_follow_what_the_user_writes_between_calls(chosen, monkeypatch):
+    with late_devices(monkeypatch, count=4):  # ipu i of replica r is on cuda:2r+i, or as the list says
+        found = []
+        for device in (chosen, "cpu"):
+            model, trainer = trainer_of(device, replicas=2)
+            results = [*trainer(*BATCHES[0])]
+            with torch.no_grad():
+                model.first.weight.data.mul_(0.5)
+                model.norm.running_mean.fill_(0.25)
+            for state in trainer._optimizer.state.values():
+                state["exp_avg"].mul_(2.0)
+            results += trainer(*BATCHES[1])
+            places = [str(layer.weight.device) for layer in (model.first, model.last)]
+            trainer.averageRunningStatistics()
+            results += trainer(*BATCHES[2])
+            trainer.copyWeightsToHost()
+            results += [value for batch in BATCHES[:2] for value in trainer(*batch)]
+            trainer.copyWeightsToHost()
+            states = [value for state in trainer._optimizer.state.values() for value in state.values()]
+            found.append((model, results + states))
+            if device != "cpu":
+                assert places == (["late:0", "late:1"] if chosen == "cuda" else ["late:1", "late:0"])
+                assert trainer.getLatency()[2] > 0
+        (model, results), (other, theirs) = found
+        assert_equal(model, other)
+        assert all(map(torch.equal, results, theirs))
+
+
+def test_replicas_of_one_ipu_run_captured_steps_on_devices_of_their_own(monkeypatch):
+    found = []
+    with late_devices(monkeypatch, count=2) as late:
+        for device in ("cuda", "cpu"):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+            options = poptorch.Options().device(device).deviceIterations(4).replicationFactor(2).randomSeed(1)
+            options.Training.gradientAccumulation(2)
+            trainer = poptorch.trainingModel(
+                Loss(model), options, poptorch.optim.Adam(model.parameters(), lr=0.1)
+            )
+            results = [value for batch in BATCHES for value in trainer(*batch)]
+            trainer.copyWeightsToHost()
+            found.append((model, results))
+            if device == "cuda":
+                assert [each.replays for each in late[:2]] == [11, 11]  # of twelve steps
+    (model, results), (other, theirs) = found
+    assert_equal(model, other)
+    assert all(map(torch.equal, results, theirs))
+
+
+class Loss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, labels):
+        output = self.model(x)
+        return output, nn.functional.cross_entropy(output, labels)
+
+
+def test_the_last_micro_batch_may_have_fewer_rows_on_several_devices(monkeypatch):
     found = []
     with late_devices(monkeypatch, count=2):
         for device in ("cuda", "cpu"):
             model, trainer = trainer_of(device, new_shapes=True)
-            for rows in (32, 30, 32):  # of a micro-batch of 4 rows
-                trainer(*(value.repeat(2, *[1] * (value.dim() - 1))[:rows] for value in BATCHES[0]))
+            results = []
+            for rows in (32, 30, 18, 32):  # of a micro-batch of 4 rows
+                results += trainer(
+                    *(value.repeat(2, *[1] * (value.dim() - 1))[:rows] for value in BATCHES[0])
+                )
             trainer.copyWeightsToHost()
-            found.append(model)
-        assert_equal(*found)
-        assert "all ipus are on cuda:0: the last micro-batch has fewer rows than the others" in caplog.text
+            found.append((model, results))
+    (model, results), (other, theirs) = found
+    assert_equal(model, other)
+    assert all(map(torch.equal, results, theirs))
+
+
+@pytest.mark.parametrize("chosen", ["cuda", ["cuda:0", "cuda:1"]])
+def test_a_parameter_with_a_value_for_each_replica_may_be_on_any_device(chosen, monkeypatch, caplog):
+    class Scaled(Net):
+        def __init__(self):
+            super().__init__()
+            self.scales = nn.Parameter(torch.tensor([[1.0], [2.0]]))
+
+        def forward(self, x, labels):
+            with poptorch.Block("first", ipu_id=0):
+                hidden = self.first(x) * self.scales
+            with poptorch.Block("last", ipu_id=1):
+                output = self.last(hidden * self.scales)
+                return output, self.loss(output, labels)
+
+    caplog.set_level("INFO", "popengine")
+    found = []
+    with late_devices(monkeypatch, count=4):
+        for device in (chosen, "cpu"):
+            torch.manual_seed(0)
+            model = Scaled()
+            options = poptorch.Options().device(device).replicationFactor(2)
+            options.Training.gradientAccumulation(4)
+            trainer = poptorch.trainingModel(model, options, poptorch.optim.Adam(model.parameters(), lr=0.1))
+            groups = poptorch.CommGroupType.NoGrouping, 0, poptorch.VariableRetrievalMode.OnePerGroup
+            trainer.per_replica_params["scales"] = groups
+            results = [value for batch in BATCHES for value in trainer(*batch)]
+            trainer.copyWeightsToHost()
+            found.append((model, results))
+    (model, results), (other, theirs) = found
+    assert_equal(model, other)
+    assert not torch.equal(*model.scales - torch.tensor([[0.0], [1.0]]))
+    assert all(map(torch.equal, results, theirs))
+    assert ("replicas share devices: parameters have a value for each" in caplog.text) == (chosen == "cuda")
+
+
+@pytest.mark.parametrize("chosen", ["cuda", ["cuda:0", "cuda:1"]])
+def test_layers_that_gather_over_replicas_may_be_on_any_device(chosen, monkeypatch, caplog):
+    class Grouped(Net):
+        def __init__(self):
+            super().__init__()
+            del self.norm
+            self.grouped = poptorch.GroupedBatchNorm2d(6, group_size=2)
+
+        def norm(self, value):
+            return self.grouped(value[..., None, None])[..., 0, 0]
+
+    caplog.set_level("INFO", "popengine")
+    found = []
+    with late_devices(monkeypatch, count=4):
+        for device in (chosen, "cpu"):
+            torch.manual_seed(0)
+            model, options = Grouped(), poptorch.Options().device(device).replicationFactor(4)
+            options.Training.gradientAccumulation(4)
+            trainer = poptorch.trainingModel(model, options, poptorch.optim.Adam(model.parameters(), lr=0.1))
+            results = [value for batch in BATCHES for value in trainer(*batch)]
+            trainer.copyWeightsToHost()
+            found.append((model, results))
+    (model, results), (other, theirs) = found
+    assert_equal(model, other)
+    assert all(map(torch.equal, results, theirs))
+    assert ("replicas share devices: layers gather values of several" in caplog.text) == (chosen == "cuda")
 
 
 def test_a_list_of_devices_is_checked(monkeypatch):
