@@ -119,7 +119,7 @@ class Reporter:
             },
             "detailed_step": None if detail is None else [detail.call, detail.step],
             "capacity": _memory_capacity(settings.strategy.capacity),
-            "threads": torch.get_num_threads() // inside,
+            "threads": sum(each.cores for each in recorder.engines) or torch.get_num_threads() // inside,
             "threads_inside": inside,
             "plan": self.number,
             "versions": {
@@ -135,7 +135,7 @@ class Reporter:
         return replace(
             found,
             name=f"{name} (plan {self.number})" if self.number > 1 else name,
-            facts={**found.facts, **facts},
+            facts={**found.facts, **facts, **_joined_devices(engine, recorder)},
             passes=tuple(profile.Pass(name, round(seconds, 6)) for name, seconds in self.passes.items()),
             operations=tuple(_add_times(found.operations, detail)),
             runs=tuple(itertools.chain(*recorder.kept, recorder.broken)),
@@ -149,6 +149,17 @@ class Reporter:
             tensors=tuple(held_tensors(engine.plan, executable.graph)),
             options=tuple(_changed_options(options, settings.training)),
         )
+
+
+def _joined_devices(engine: Engine | DeviceEngines, recorder: Recorder) -> dict[str, Any]:
+    """Return the entry "joined" of a profile's facts, if several devices have recorded it: see `popvision.joined`."""
+    if not isinstance(engine, DeviceEngines):
+        return {}
+    parts, cores = engine.devices_and_ipus(), dict[str, tuple[int, str]]()
+    for number, (each, (device, *_)) in enumerate(zip(recorder.engines, parts, strict=False)):
+        cores |= {str(each.core_number(core)): (number, f"{device}.{core}") for core in range(each.cores)}
+        cores[str(each.core_number(-1))] = number, f"messages {device}"
+    return {"joined": {"cores": cores, "one_clock": True, "missing": [], "devices": parts}}
 
 
 def _memory_capacity(ipu_bytes: float) -> dict[str, Any]:

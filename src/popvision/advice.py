@@ -1,6 +1,6 @@
 """Advice: sentences about a profile's figures, each with the cause and the option or change that helps."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from popengine.order import ORDERS
 from popengine.profile import Profile
@@ -51,20 +51,32 @@ def plan_sentence(profile: Profile) -> str:
 
 
 def instances_sentence(profile: Profile) -> str:
-    """Return which ipus each instance of a replica has, and by which clock their tasks are joined; "" for one."""
+    """Return which ipus each instance of a replica has, and by which clock their tasks are joined; or which each device
+    of a process has. "" for one instance and device."""
     if not (joined := profile.facts.get("joined")):
         return ""
+    if found := joined.get("devices"):
+        several = len({tuple(replicas) for *_, replicas in found}) > 1
+        texts = (
+            f"{device} has {_named('ipu', ipus)}" + f" of {_named('replica', own)}" * several
+            for device, ipus, own in found
+        )
+        return (
+            f"The ipus are on {counted(len({device for device, *_ in found}), 'device')}: {', '.join(texts)}."
+        )
     places = profile.facts["ipus_of_instances"]
-    words = (
-        f"instance {i} has ipu{'s' * (len(own) > 1)} {' and '.join(map(str, own))}"
-        for i, own in enumerate(places)
-    )
+    words = (f"instance {i} has {_named('ipu', own)}" for i, own in enumerate(places))
     clock = (
         "the clock of their host"
         if joined["one_clock"]
         else "their hosts' times of day, which differ a little"
     )
     return f"A replica spans {counted(len(places), 'instance')}: {', '.join(words)}. Their tasks are joined by {clock}."
+
+
+def _named(what: str, numbers: Sequence[int]) -> str:
+    """Return "ipu 0", or "ipus 0 and 1"."""
+    return f"{what}{'s' * (len(numbers) > 1)} {' and '.join(map(str, numbers))}"
 
 
 def stages_sentence(figures: Figures) -> str:

@@ -60,6 +60,9 @@ class Figures:
             if joined and not joined["missing"]
             else None
         )
+        self.measured_where = (
+            f"measured {'on the devices' if 'devices' in (joined or {}) else 'in the instances'}"
+        )
         self.step_apart, self.bubble_apart, self.device_usages, runs, self.changes = None, None, [], [], []
         self.schedules: list[dict[str, Any]] = []  # the same step in the order of each schedule
         self.step_here = None  # on these cores, if none of them waited

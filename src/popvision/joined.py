@@ -34,7 +34,8 @@ def join(parts: Mapping[int, Profile]) -> Profile:
     """Return the profile of a replica, given those of its instances by their index in it; others are missing.
 
     The entry "joined" of its facts has: "cores", the [instance, name] of each number in the column `core`;
-    "one_clock", whether all are of one host; "missing", the instances without a recording.
+    "one_clock", whether all are of one host; "missing", the instances without a recording. (A process with several
+    devices writes such an entry itself, with "devices".)
     """
     first = parts[0]
     hosts = {part.facts["clock"]["host"]: part for part in parts.values()}

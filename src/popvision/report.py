@@ -241,7 +241,7 @@ def summary(profile: Profile) -> str:
     if found.calls:
         passes = ", ".join(f"{entry.name} {seconds_text(entry.seconds)}" for entry in profile.passes)
         share = found.bubble_measured
-        measured = "" if share is None else f", {share_text(share)} measured in the instances"
+        measured = "" if share is None else f", {share_text(share)} {found.measured_where}"
         lines += [
             f"  bubble        {share_text(found.bubble_apart)} on separate devices,"
             f" {share_text(found.bubble_ideal)} ideal{bubble_formula(profile)}{measured}",

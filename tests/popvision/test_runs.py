@@ -156,7 +156,7 @@ def test_liveness_is_what_the_engine_holds(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     counted: dict[int, int] = {}  # bytes after each row for micro-batch 0
 
-    class Counting(recording.Recorder):
+    class Counting(recording.EngineRecorder):
         def run_task(self, row, index, replica, work, core):
             super().run_task(row, index, replica, work, core)
             rows = self._rows
@@ -174,7 +174,7 @@ def test_liveness_is_what_the_engine_holds(tmp_path, monkeypatch):
                     found[storage._cdata] = storage.nbytes()
             counted[row] = sum(found.values())
 
-    monkeypatch.setattr("poptorch.reporter.Recorder", Counting)
+    monkeypatch.setattr(recording, "EngineRecorder", Counting)
     train(tmp_path, ipus=(0, 0, 0))
     profile = load(tmp_path / "training" / "profile.pop")
     held = {

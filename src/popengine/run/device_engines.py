@@ -79,8 +79,12 @@ class DeviceEngines:
             engine.close()
 
     def run(self, inputs: Sequence[Tensor], hyper: Hyper | None, recorder: Recorder | None = None) -> Results:
-        """Run one call on all devices, as `Engine.run`. A recorder records the rows of the first device."""
+        """Run one call on all devices, as `Engine.run`."""
         commit = self.train_state.commit
+        if recorder is not None:
+            recorder.begin_call()
+            for number, engine in enumerate(self._engines):
+                recorder.engine(number, engine.cores)
         commit.settle()
         self.bind(hyper)
         self._meetings.begin_call()
@@ -91,9 +95,8 @@ class DeviceEngines:
         runs: list[Future[Results]] = []
         commit.begin(f"call {commit.complete_calls + 1}", steps, lambda: wait(runs) and None, self._stop)
         try:
-            for engine in self._engines:
-                own = recorder if engine is self._engines[0] else None
-                runs.append(self._pool.submit(self._run_engine, engine, inputs, hyper, own, threads))
+            for number in range(len(self._engines)):
+                runs.append(self._pool.submit(self._run_engine, number, inputs, hyper, recorder, threads))
             while wait(runs, _WAIT).not_done:
                 pass
         finally:
@@ -101,6 +104,8 @@ class DeviceEngines:
                 commit.settle()
             self._take_state()
             commit.settle()
+            if recorder is not None:
+                recorder.end_call(commit.done, failed=commit.done < steps)
         errors = [error for run in runs if (error := run.exception()) is not None]
         for error in [error for error in errors if not isinstance(error, PeerFailed)] or errors:
             raise error
@@ -108,12 +113,16 @@ class DeviceEngines:
         results.add_times(others)
         return results
 
-    @staticmethod
     def _run_engine(
-        engine: Engine, inputs: Sequence[Tensor], hyper: Hyper | None, recorder: Recorder | None, threads: int
+        self,
+        number: int,
+        inputs: Sequence[Tensor],
+        hyper: Hyper | None,
+        recorder: Recorder | None,
+        threads: int,
     ) -> Results:
         torch.set_num_threads(threads)  # it is a number of this thread
-        return engine.run(inputs, hyper, recorder, is_bound=True)
+        return self._engines[number].run(inputs, hyper, recorder, number)
 
     def _stop(self, why: str) -> None:
         """Stop the calls of all engines: all have committed their step by then, or none will."""
@@ -195,6 +204,13 @@ class DeviceEngines:
     def _engines_of(self, replica: int) -> list[Engine]:
         """Return the engines that run a replica, by place."""
         return [engine for engine in self._engines if engine.settings.runs_replica(replica)]
+
+    def devices_and_ipus(self) -> list[tuple[str, list[int], list[int]]]:
+        """Return the device of each engine, with its ipus and replicas."""
+        return [
+            (str(e.state.device), [*self.plan.state_at(e.settings.place)], [*e.settings.replicas])
+            for e in self._engines
+        ]
 
     def memory(self, replica: int, ipu: int) -> KeptBytes:
         """Return the bytes that an ipu keeps."""

@@ -106,7 +106,8 @@ class Engine:
         if self._sums is not None and counts.parts > 1:
             self._sums = self._sums.among(counts.processes_of_part())
         self._rows = RowFunctions(plan, settings, self.state, codes, self._sums, mail, sums)
-        self._queue = ReadyQueue(self._rows, cores // per_operation, per_operation)
+        self.cores = cores // per_operation  # that run tasks
+        self._queue = ReadyQueue(self._rows, self.cores, per_operation)
         self._close = weakref.finalize(self, self._queue.close)
 
     def close(self) -> None:
@@ -125,20 +126,20 @@ class Engine:
         inputs: Sequence[Tensor],
         hyper: Hyper | None,
         recorder: Recorder | None = None,
-        is_bound: bool = False,
+        number: int = -1,
     ) -> Results:
         """Run one call, all device iterations, on combined batches, and return its results. Warn once of overflowing
-        gradients. Engines of one `TrainState` run one call at a time. `is_bound`: the state is bound for
-        this call already.
+        gradients. Engines of one `TrainState` run one call at a time. `number`: among the engines
+        of several devices, which have bound the state and begun to record the call.
 
         Raises: Error, if a task or a peer failed: all state is that after the updates that were finished before;
         UnrecoverableError, if an update failed halfway (the weights are lost), or a peer has ended
         """
-        if recorder is not None:
+        if recorder is not None and number < 0:
             recorder.begin_call()
         train_state, commit = self.state.train_state, self.state.train_state.commit
         commit.settle()
-        if not is_bound:
+        if number < 0:
             self.state.bind(hyper)
         train_state.release_elsewhere()
         name = f"call {commit.complete_calls + 1} of the run"
@@ -156,13 +157,14 @@ class Engine:
             name, steps, self._queue.wait_until_idle, None if self._peers is None else self._peers.abort
         )
         try:
-            self._queue.start(call, recorder)
+            engine_recorder = None if recorder is None else recorder.engine(max(number, 0), self.cores)
+            self._queue.start(call, engine_recorder)
             self._queue.wait_until_idle()
         finally:
             commit.settle()  # returns at once, except after Ctrl-C
             if self._group is not None:
                 train_state.confirm(self.state.bound_parameters())
-            if recorder is not None:
+            if recorder is not None and number < 0:
                 recorder.end_call(commit.done, failed=commit.done < steps)
         if call.failure is not None:
             raise call.failure

@@ -24,7 +24,7 @@ from ..programs import actions, bounds_of_rows
 from . import devices
 from .call import EngineCall
 from .captured_step import CapturedStep
-from .recorder import Recorder
+from .recorder import EngineRecorder
 from .row_functions import RowFunctions
 from .updating import Work
 
@@ -165,7 +165,7 @@ class ReadyQueue:
         self._captured = CapturedStep(rows) if devices.has_queue(rows.state.device) else None
         self._tasks: StepTasks  # of the running step
         self._call: EngineCall | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: EngineRecorder | None = None
         lock = threading.Lock()
         # Heaps of the numbers of ready tasks; `_to_send` for tasks that communicate with other processes.
         self._ready: list[int] = []
@@ -189,7 +189,7 @@ class ReadyQueue:
 
     # ---- calls -----------------------------------------------------------------------------------------------
 
-    def start(self, call: EngineCall, recorder: Recorder | None) -> None:
+    def start(self, call: EngineCall, recorder: EngineRecorder | None) -> None:
         """Start a call without waiting for its end. The previous call must have ended."""
         self._recorder = recorder
         if self._threads_per_operation > 1:

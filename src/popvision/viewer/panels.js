@@ -17,7 +17,7 @@ function headlineView(entry, page) {
   }
   const slow = figures.slowest === null ? null : figures.stages[figures.slowest];
   const tiles = make("div", { class: "tiles" },
-    tile("Bubble", units.share(figures.bubble_apart), `of separate devices; ideal ${units.share(figures.bubble_ideal)}${figures.bubble_formula}${figures.bubble_measured === null ? "" : `; ${units.share(figures.bubble_measured)} measured in the instances`}`),
+    tile("Bubble", units.share(figures.bubble_apart), `of separate devices; ideal ${units.share(figures.bubble_ideal)}${figures.bubble_formula}${figures.bubble_measured === null ? "" : `; ${units.share(figures.bubble_measured)} ${figures.measured_where}`}`),
     figures.step_apart === null ? null : tile("A step on separate devices", units.time(figures.step_apart * 1e9), "simulated with the recorded costs"),
     figures.step_here === null ? null : tile("A step on these cores", units.time(figures.step_seconds * 1e9), `${figures.cores} ran all ipus; ${units.time(figures.step_here * 1e9)} if no core had waited${figures.idle_here === null ? "" : `; idle for ${units.share(figures.idle_here)}`}`),
     slow ? tile("Slowest stage", `stage ${slow.stage}`, `of 0 to ${figures.stages.length - 1}: ${slow.blocks}, ${units.time(slow.total)} a micro-batch`) : null,

@@ -10,6 +10,8 @@ import popdist
 import poptorch
 from late_device import late_devices
 from popengine.profile import load
+from popvision.report import summary
+from popvision.times import whole_steps
 
 BATCHES = [(torch.randn(16, 4), torch.randint(0, 3, (16,))) for _ in range(3)]
 
@@ -200,6 +202,41 @@ def test_ipus_on_several_devices_have_the_bits_of_the_cpu(chosen, monkeypatch):
         (model, results), (other, theirs) = found
         assert_equal(model, other)
         assert all(map(torch.equal, results, theirs))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_profile_of_several_devices_has_the_tasks_of_all_on_one_clock(replicas, monkeypatch, tmp_path):
+    with late_devices(monkeypatch, count=2 * replicas):
+        model, options = Net(), poptorch.Options().device("cuda").replicationFactor(replicas)
+        options.Training.gradientAccumulation(4)
+        options.enableProfiling(tmp_path)
+        trainer = poptorch.trainingModel(model, options, poptorch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in [*BATCHES, *BATCHES]:
+            trainer(*batch)
+        trainer.detachFromDevice()
+    profile = load(tmp_path / "training" / "profile.pop")
+    computed = Counter((e.ipu, e.replica, e.micro_batch, e.core) for e in profile.events() if e.phase == "F")
+    micro_batches = range(4)
+    assert {key[:3] for key in computed} == {
+        (i, r, m) for i in (0, 1) for r in range(replicas) for m in micro_batches
+    }
+    assert {key[3] for key in computed} == set(range(2 * replicas))
+    assert {
+        core: len({(i, r) for i, r, _, at in computed if at == core}) for *_, core in computed
+    } == dict.fromkeys(range(2 * replicas), 1)
+    assert len(whole_steps(profile)) == profile.facts["steps"] == 6
+    for call in profile.calls:
+        assert all(
+            call.start <= run.start <= run.end <= call.end for run in profile.runs if run.call == call.call
+        )
+    assert all(row.ns for row in profile.operations)
+    text = summary(profile)
+    assert "% measured on the devices" in text
+    said = "late:0 has ipu 0, late:1 has ipu 1."
+    if replicas > 1:
+        pairs = [(replica, ipu) for replica in (0, 1) for ipu in (0, 1)]
+        said = ", ".join(f"late:{2 * r + i} has ipu {i} of replica {r}" for r, i in pairs) + "."
+    assert f"The ipus are on {2 * replicas} devices: {said}" in text
 
 
 def test_a_profile_of_several_devices_has_the_memory_of_all_ipus(monkeypatch, tmp_path):
