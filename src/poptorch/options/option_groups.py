@@ -228,8 +228,9 @@ class DeviceOptions(OptionsDict):
 
     def device(self, kind: str | list[str]) -> Self:
         """*Pando*: compute on the "cpu" (default), or on GPUs: "cuda" (NVIDIA, AMD) or "xpu" (Intel). With several
-        GPUs, ipu i is on GPU i modulo their number. A list has the device of each ipu: `["cuda:0", "cuda:1"]` or
-        `["cpu", "cuda:0"]`. Takes precedence over the environment variable POPTORCH_DEVICE."""
+        GPUs, ipu i of replica r is on GPU r · ipus + i, modulo their number. A list has the device of each ipu, for
+        all replicas: `["cuda:0", "cuda:1"]` or `["cpu", "cuda:0"]`. Takes precedence over the environment variable
+        POPTORCH_DEVICE."""
         for name in (kind if isinstance(kind, list) else ()) or [kind]:
             if name is kind or not re.fullmatch(r"cpu|(cuda|xpu)(:\d+)?", str(name)):
                 checked("device", name, DEVICES)
