@@ -53,9 +53,16 @@ _kernels = ThreadPoolExecutor(1)  # kernels run in a thread of their own
 
 
 class Event:
-    """A point in a queue: `done` once the work before it has run."""
+    """A point in the queue of device `home`: `done` once the work before it has run."""
 
     done, at = False, 0
+
+    def __init__(self, home):
+        self.home = home
+
+    @property
+    def is_over(self):
+        return self.done or self.home.failure is not None
 
     def record(self):
         self.done = True
@@ -128,7 +135,7 @@ order = random.Random(0)
 
 def run_one(wanted):
     """Run the first work of a random queue that can go on; `wanted` is waited for, so it is taken more often."""
-    ready = [d for d in devices if d.work and (d.work[0][1] is None or d.work[0][1].done)]
+    ready = [d for d in devices if d.work and (d.work[0][1] is None or d.work[0][1].is_over)]
     assert ready, "queues wait for each other"
     (wanted if wanted in ready and order.random() < 0.5 else order.choice(ready)).run_head()
 
@@ -189,7 +196,8 @@ def timing_event(device):
     """Return an event whose time is the number of kernels that the device has run."""
     if device.type != NAME:
         return None
-    event, home = Event(), devices[device.index]
+    home = devices[device.index]
+    event = Event(home)
     home.put(lambda: setattr(event, "at", home.ran))
     return event
 
@@ -301,8 +309,7 @@ def download(value):
 
 def event_of(device):
     """Return an event that a device records after the work so far."""
-    event = Event()
-    event.home = devices[device.index]
+    event = Event(devices[device.index])
     event.home.put(event.record)
     return event
 
@@ -390,7 +397,7 @@ def _copy(target, source, non_blocking):
             home.put(lambda: to.copy_(of))
             return target
         # As torch does with CUDA: the copy runs in the source's queue, and both queues wait for each other.
-        free, copied = Event(), Event()
+        free, copied = Event(home), Event(other)
         home.put(free.record)
         other.put(lambda: (to.copy_(of), copied.record()), after=free)
         home.put(lambda: None, after=copied)

@@ -3,6 +3,7 @@
 Memory that is not written yet, or is freed, holds NaN. So the CPU's bits show that each copy waits for its value.
 """
 
+import random
 from collections import Counter
 from concurrent.futures import wait
 from dataclasses import replace
@@ -19,11 +20,11 @@ from torch.nn import functional
 from late_device import late_devices
 from popengine.compile import compile_graph
 from popengine.compile.tasks import make_plan
-from popengine.errors import RunError
+from popengine.errors import RunError, UnrecoverableError
 from popengine.order import ORDERS
 from popengine.run.device_engines import DeviceEngines
 from popengine.run.engine import Engine
-from popengine.run.train_state import TrainState
+from popengine.run.train_state import TrainState, has_same_bits
 from popengine.settings import Counts, Optimizer, Place, Settings
 
 PLACES = {"two": (0, 1, 1, 0), "four": (0, 1, 2, 3), "the CPU and one": (1, 0, 1, 0)}
@@ -194,9 +195,90 @@ def test_an_error_on_one_device_ends_the_call_on_all_and_changes_nothing(monkeyp
         assert_same(found, trained(engine_of(counts=(1, 8, 1)), calls=1))
 
 
-def test_an_interrupt_ends_the_call_on_all_devices_after_a_whole_step(monkeypatch):
+def test_a_device_of_one_replica_that_fails_ends_the_call_on_all_and_loses_the_weights(monkeypatch):
+    with late_devices(monkeypatch, count=2):
+        engines, _ = on_shifted_devices("an ipu and two replicas", counts=(1, 4, 1))
+        x, labels = batch_for(engines)
+        labels.view(4, 2, 2)[:, 1] = 7  # of replica 1
+        for _ in range(2):
+            with pytest.raises(UnrecoverableError, match="the device late:1 failed"):
+                engines.run([x, labels], rates("sgd"))
+        engines.close()
+
+
+def made_at_random(seed):
+    """Arguments of `made`, the number of devices, and what the user writes after each of two calls."""
+    pick = random.Random(seed)
+    parts = tuple(part for parts in pick.sample(list(PARTS.values()), pick.randint(0, 4)) for part in parts)
+    counts = pick.randint(1, 2), pick.choice([4, 5, 8]), pick.choice([1, 2, 2, 3, 4, 5])
+    options = {
+        "ipus": pick.choice([(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 1, 0), (0, 1, 2, 2), (0, 1, 2, 3)]),
+        "order": pick.choice(list(ORDERS)),
+        "kind": pick.choice(["sgd", "adamw"]),
+        "clip": pick.choice([float("inf"), 0.05]),
+        "automatic_loss_scaling": pick.random() < 0.3,
+        "recompute": pick.random() < 0.3,
+        "reduction": pick.choice(["mean", "mean", "sum", "running"]),
+        "outputs": pick.choice(["all", "all", "sum", "final"]),
+    }
+    kinds = "weight", "data", "buffer", "state", "host", "average"
+    writes = [pick.sample(kinds, pick.randint(0, 2)) for _ in range(2)]
+    return {"parts": parts, "counts": counts, **options}, pick.randint(2, 4), writes
+
+
+def written(engine, train_state, kind, writes):
+    """All that calls leave behind, after each of which the user writes to weights, buffers or optimizer state."""
+    found = {}
+    for call, what in enumerate(writes):
+        results = engine.run(batch_for(engine, call), rates(kind))
+        found |= {f"output {call} {i}": value.clone() for i, value in enumerate(results.outputs())}
+        weights = train_state.find_weights()
+        for name in what:
+            if name == "weight":
+                weights["b.weight"].mul_(0.9)
+            elif name == "data":
+                weights["a.weight"].data.add_(0.01)
+            elif name == "buffer":
+                weights["norm.running_mean"].fill_(0.3)
+            elif name == "host":
+                train_state.move_to_host()
+            elif name == "average":
+                engine.average_buffers()
+            for state in train_state.optimizer_states().values() if name == "state" else ():
+                next(iter(state.values())).mul_(0.5)
+    train_state.move_to_host()
+    found |= {key: value.clone() for key, value in train_state.find_weights().items()}
+    for key, state in train_state.optimizer_states().items():
+        found |= {f"{key} {name}": value.clone() for name, value in state.items()}
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("seed", [3, 5, 8, 13, 21, pytest.param(range(100, 200), marks=pytest.mark.slow)])
+def test_random_models_layouts_replicas_and_writes_have_the_bits_of_one_cpu(seed, monkeypatch):
+    for number in seed if isinstance(seed, range) else [seed]:
+        options, count, writes = made_at_random(number)
+        names = tuple(f"cuda:{index}" for index in range(count))
+        where = {
+            "places": tuple(Place(0, index) for index in range(count)),
+            "devices": names,
+            "spreads": True,
+        }
+        plan, settings, train_state = made(**options)
+        expected = written(Engine(plan, settings, train_state), train_state, options["kind"], writes)
+        with late_devices(monkeypatch, seed=number, count=count):
+            plan, settings, train_state = made(**options, **where, device="cuda")
+            kind = DeviceEngines if plan.is_spread else Engine
+            found = written(kind(plan, settings, train_state), train_state, options["kind"], writes)
+        assert [key for key in expected if not has_same_bits(expected[key], found[key])] == [], number
+
+
+@pytest.mark.parametrize("which", ["two", "two ipus and two replicas"])
+def test_an_interrupt_ends_the_call_on_all_devices_after_a_whole_step(which, monkeypatch):
+    replicas = 1 if which == "two" else 2
     with late_devices(monkeypatch, count=4):
-        engines, interrupts = on_devices("two", counts=(4, 8, 1)), [KeyboardInterrupt]
+        make = on_devices if which == "two" else lambda *args, **more: on_shifted_devices(*args, **more)[0]
+        engines, interrupts = make(which, counts=(4, 8, 1)), [KeyboardInterrupt]
 
         def interrupted(runs, *limit):
             if limit and interrupts:
@@ -210,10 +292,10 @@ def test_an_interrupt_ends_the_call_on_all_devices_after_a_whole_step(monkeypatc
         engines.train_state.move_to_host()
         found = {key: value.clone() for key, value in engines.train_state.find_weights().items()}
         engines.close()
-        one = engine_of(counts=(4, 8, 1))
-        rows = [value[: 16 * done] for value in batch_for(one)]
+        one = engine_of(counts=(4, 8, replicas))
+        rows = [value[: 16 * replicas * done] for value in batch_for(one)]
         one.close()
         if done:
-            one = engine_of(counts=(done, 8, 1))
+            one = engine_of(counts=(done, 8, replicas))
             one.run(rows, rates("sgd"))
         assert_same(found, {**one.state.train_state.find_weights()})
