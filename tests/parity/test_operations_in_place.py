@@ -199,6 +199,46 @@ def test_a_write_gives_the_bits_of_plain_pytorch(operation):
                     assert torch.equal(ours.to(theirs.dtype).nan_to_num(), theirs.nan_to_num()), model.layout
 
 
+LOSSES = {
+    **{name: {} for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")},
+    **{name: {} for name in ("poisson_nll_loss", "hinge_embedding_loss", "multilabel_soft_margin_loss")},
+    "binary_cross_entropy_with_logits": {},
+    "binary_cross_entropy_with_logits, weights": {"weight": torch.rand(7), "pos_weight": torch.rand(7)},
+    "cross_entropy": {"label_smoothing": 0.1},
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_beside_a_write_has_the_bits_of_plain_pytorch(name, reduction):
+    """A graph with a write is replayed, and torch.func has formulas of its own for some operations."""
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(3, 7)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x, target):
+            self.calls += 1
+            function = getattr(nn.functional, name.partition(",")[0])
+            loss = function(self.layer(x), target, reduction=reduction, **LOSSES[name])
+            return poptorch.identity_loss(loss, "mean")
+
+    model, plain = Counts(), Counts()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, plain)]
+    executor = poptorch.trainingModel(model, options(accumulation=1), optimizers[0])
+    for _ in range(8):
+        x, target = torch.randn(5, 3), torch.rand(5, 7)
+        expected = plain(x, target)
+        optimizers[1].zero_grad()
+        expected.backward()
+        optimizers[1].step()
+        assert torch.equal(executor(x, target), expected.detach())
+        assert torch.equal(model.layer.weight, plain.layer.weight)
+
+
 def test_in_inference_a_forward_may_write_into_a_parameter():
     """As `nn.Embedding(max_norm=)` does. In training the value belongs to the optimizer."""
     torch.manual_seed(0)

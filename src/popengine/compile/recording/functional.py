@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
+from torch.nn import functional
 
 from ...errors import CaptureError
 from ...ir import Graph, Key, Result, Slot, Visit
@@ -109,7 +111,7 @@ def replay_graph(
             if node.op == "call_function":
                 recorder.set_node(node)
                 values[node] = run(node, values)
-        return fx.node.map_arg(results, values.__getitem__)  # type: ignore[arg-type]
+        return map_arg(results, values.__getitem__)
 
     values = (node.meta.get("val") for node in graph.nodes)
     with next(value.fake_mode for value in values if isinstance(value, FakeTensor)), torch.no_grad():
@@ -124,7 +126,23 @@ def replay_graph(
 
 def functionalize_graph(graph: fx.Graph, constants: dict[str, Tensor]) -> GraphRecorder:
     """Return a recorder of the graph without in-place operations, made by torch's functionalization."""
-    return replay_graph(graph, constants, around=partial(torch.func.functionalize, remove="mutations"))
+    around = partial(torch.func.functionalize, remove="mutations")
+    return replay_graph(graph, constants, _run_to_functionalize, around)
+
+
+def _run_to_functionalize(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """Run a node. For one operation, torch.func has a formula with other bits: run the formula of torch's kernel."""
+    if node.target is not aten.binary_cross_entropy_with_logits.default:
+        return run_node(node, values)
+    given: Any = map_arg((*node.args, None, None), values.__getitem__)
+    score, target, weight, positive = given[:4]
+    log = functional.logsigmoid(score)
+    if positive is not None:
+        log = log * ((positive - 1) * target + 1)
+    loss = (1 - target) * score - log
+    loss = loss if weight is None else loss * weight
+    reduction = node.args[4] if len(node.args) > 4 else 1
+    return loss if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
 
 
 def with_nodes_replaced(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any]) -> Graph:
