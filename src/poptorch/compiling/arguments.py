@@ -210,7 +210,7 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
             kind, fix = "a nested tensor", "pad it: {}.to_padded_tensor(0)"
         elif tensor.layout is not torch.strided:
             kind, fix = f"sparse ({tensor.layout})", "pass {}.to_dense()"
-        elif attributes := [name for name in vars(tensor) if not name.startswith("_")]:
+        elif attributes := sorted(name for name in vars(tensor).keys() - {"backward"} if name[0] != "_"):
             kind = (
                 f"a tensor with attributes of Python ({', '.join(attributes)}), which forward would not find"
             )

@@ -411,6 +411,11 @@ def test_attributes_of_python_on_an_input_are_an_error():
     assert "fix: " in str(caught.value)
 
 
+def test_an_output_of_one_executor_is_an_input_of_another():
+    first, second = (poptorch.inferenceModel(lambda x: x * 2) for _ in range(2))
+    assert torch.equal(second(first(torch.ones(2))), torch.full((2,), 4.0))
+
+
 @pytest.mark.parametrize("first_is_alone", [False, True])
 def test_one_tensor_for_two_inputs_of_which_forward_writes_one_is_an_error(first_is_alone):
     executor = poptorch.inferenceModel(lambda a, b: a.mul_(2) + b)
