@@ -33,6 +33,11 @@ class StepModule(nn.Module):
         for name in ("named_parameters", "named_buffers", "state_dict", "load_state_dict"):
             vars(self)[name] = getattr(module, name)
 
+    def train(self, mode: bool = True) -> "StepModule":
+        """Set the mode of the LightningModule. After validation Lightning resets no mode but this."""
+        self._forward_module.train(mode)
+        return self
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module = self._forward_module
         step = next((step for flag, step in _STEPS.items() if getattr(module._trainer, flag, False)), None)

@@ -43,6 +43,11 @@ def test_of_each_optimizer_plain_and_accumulated(name, accumulation):
     assert len(differing(weights(module), start)) == len(start)
 
 
+def test_a_validation_between_epochs_changes_no_mode(caplog):
+    fitted("ipu", max_epochs=3)
+    assert [m for m in caplog.messages if "mode" in m] == []
+
+
 def test_with_a_scheduler_that_moves_each_step():
     same(scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
 
