@@ -5,6 +5,7 @@ import pytest
 import torch
 from test_any_optimizer import ACCUMULATION, ARGUMENTS, REFUSED, ROWS, Lion
 from torch import nn
+from torch.nn.utils import prune
 
 import poptorch
 
@@ -81,7 +82,17 @@ def replace_and_add_a_group(model, optimizer):
     optimizer.add_param_group({"params": [model.a.weight]})
 
 
+def mask_a_parameter(model, optimizer):
+    prune.custom_from_mask(model.a, "weight", torch.eye(4))
+
+
+def unmask_a_parameter(model, optimizer):
+    """The same parameter at the same place, with its first name again."""
+    prune.remove(model.a, "weight")
+
+
 CHANGES = [
+    mask_a_parameter,
     add_a_group,
     take_a_parameter_out,
     take_a_group_out,
@@ -150,7 +161,15 @@ def test_a_change_counts_at_the_next_call_as_in_plain_pytorch(name, change):
 def test_changes_follow_each_other(name):
     both = Trainings(name)
     both.step()
-    for change in (add_a_group, swap_layers, move_a_parameter, swap_parameters_of_groups, take_a_group_out):
+    masks = mask_a_parameter, unmask_a_parameter
+    for change in (
+        *masks,
+        add_a_group,
+        swap_layers,
+        move_a_parameter,
+        swap_parameters_of_groups,
+        take_a_group_out,
+    ):
         both.change(change)
         both.step()
 

@@ -244,8 +244,10 @@ class ModelFlags:
     # ---- compiling ---------------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Take over attributes that were set on the user's top-level module, unless the copy has another one."""
+        """Take over the class of the user's top-level module, and attributes that were set on it, unless the copy has
+        another one."""
         user, traced = vars(self._model.user), vars(self._model.traced)
+        self._model.traced.__class__ = self._model.user.__class__
         if user.keys() == self._taken.keys() and all(map(operator.is_, user.values(), self._taken.values())):
             return
         absent = object()
@@ -292,13 +294,15 @@ class ModelFlags:
         self._layers = {name: vars(layer) for name, layer in layers.items()}
         self._children = [dict(own["_modules"]) for own in self._layers.values()]
 
-    def present_parameters(self) -> tuple[list[int], list[Any]]:
-        """Return ids and `requires_grad` of the compiled layers' parameters; empty lists if layers were replaced."""
+    def present_parameters(self) -> tuple[list[Any], list[Any]]:
+        """Return names and ids, and `requires_grad`, of the compiled layers' parameters; empty lists if layers were
+        replaced."""
         layers = self._layers.values()
         if [*map(_CHILDREN, layers)] != self._children:
             return [], []
         found = [*chain.from_iterable(map(dict.values, map(_PARAMETERS, layers)))]  # some may be None
-        return [*map(id, found)], [*map(getattr, found, repeat("requires_grad"), repeat(None))]
+        names = chain.from_iterable(map(_PARAMETERS, layers))
+        return [*names, *map(id, found)], [*map(getattr, found, repeat("requires_grad"), repeat(None))]
 
     # ---- changes after it --------------------------------------------------------------------------------
 
