@@ -6,13 +6,19 @@ Each model is called, changed, and called again; plain PyTorch says what it must
 
 import argparse
 import collections
+import copy
 import dataclasses
 import datetime
 import enum
 import functools
+import itertools
+import os
 import random
+import sys
+import threading
 import time
 import types
+import weakref
 from contextvars import ContextVar
 
 import numpy as np
@@ -44,7 +50,7 @@ def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
-# ---- 42 places where a number can live ------------------------------------------------------------------------
+# ---- places where a number can live ------------------------------------------------------------------------
 
 
 class Mode(enum.Enum):
@@ -168,6 +174,61 @@ def item(key, value, owner):
     return lambda model: owner(model).__setitem__(key, value)
 
 
+class Holder:
+    """An object with the names of a partial function's attributes, and without `__getattr__` of its own."""
+
+    kind = 2.0
+
+    class Inner:
+        scale = 2.0
+
+    def __init__(self, **values):
+        self.func, self.args, self.values = None, (), {"scale": 2.0}
+        vars(self).update(values)
+
+    @staticmethod
+    def by_class():
+        return Holder.kind
+
+    def __copy__(self):
+        return Holder(**vars(self))
+
+
+class KeyErrors(Holder):
+    def __getattr__(self, name):
+        return vars(self)["values"][name]
+
+
+class InheritedTuple(Pair):
+    extra = 2.0
+
+
+def by_import(model, y):
+    from collections_of_numbers import scale
+
+    return y * scale
+
+
+def by_environment(model, y):
+    return y * float(os.environ.get("PANDO_TEST_SCALE", "2"))
+
+
+def set_back(owner, name, value):
+    """A change that is undone after the test."""
+    return lambda model: CHANGED.setattr(owner, name, value)
+
+
+def move_to_end(model):
+    model.table["a"] = model.table.pop("a")
+
+
+CHANGED = pytest.MonkeyPatch()
+sys.modules["collections_of_numbers"] = collections_of_numbers = types.ModuleType("collections_of_numbers")
+collections_of_numbers.scale = 2.0
+LOCAL = threading.local()
+LOCAL.scale = 2.0
+HELD = Holder(scale=2.0)
+OPTIMIZER = torch.optim.SGD([torch.zeros(1)], lr=2.0)
 by_attribute = lambda model, y: y * model.scale  # noqa: E731
 FIVE = torch.tensor([5.0, 5.0])
 
@@ -221,6 +282,34 @@ PLACES = {
     "attribute of a function": (with_attribute, {}, lambda m: setattr(with_attribute, "scale", 5.0)),
     "context variable": (lambda m, y: y * VARIABLE.get(), {}, lambda m: VARIABLE.set(5.0) and None),
     "autograd function": (lambda m, y: Scaling.apply(y), {}, lambda m: setattr(Scaling, "factor", 5.0)),
+    "environment": (by_environment, {}, lambda m: CHANGED.setenv("PANDO_TEST_SCALE", "5")),
+    "import in forward": (by_import, {}, set_back(collections_of_numbers, "scale", 5.0)),
+    "module as an attribute": (lambda m, y: y * m.module.scale, {"module": collections_of_numbers}, set_back(collections_of_numbers, "scale", 7.0)),
+    "module in a dictionary": (lambda m, y: y * m.d["a"].scale, {"d": {"a": module}}, set_back(module, "scale", 7.0)),
+    "vars(model)": (lambda m, y: y * vars(m)["scale"], {"scale": 2.0}, assign("scale", 5.0)),
+    "__dict__, new key": (lambda m, y: y * m.__dict__.get("scale", 2.0), {}, assign("scale", 5.0)),
+    "vars(object)": (lambda m, y: y * vars(m.h)["scale"], {"h": Holder(scale=2.0)}, assign("scale", 5.0, lambda m: m.h)),
+    "copy of an object": (lambda m, y: y * copy.copy(m.h).scale, {"h": Holder(scale=2.0)}, assign("scale", 5.0, lambda m: m.h)),
+    "object with args": (lambda m, y: y * m.h.scale, {"h": Holder(scale=2.0)}, assign("scale", 5.0, lambda m: m.h)),
+    "__getattr__ that raises KeyError": (lambda m, y: y * m.h.scale, {"h": KeyErrors()}, item("scale", 5.0, lambda m: m.h.values)),
+    "order of a dictionary": (lambda m, y: y * next(iter(m.table.values())), {"table": {"a": 2.0, "b": 3.0}}, move_to_end),
+    "long list": (lambda m, y: y * m.values[1500], {"values": [2.0] * 2000}, item(1500, 5.0, lambda m: m.values)),
+    "long dictionary": (lambda m, y: y * m.d[1500], {"d": dict.fromkeys(range(2000), 2.0)}, item(1500, 5.0, lambda m: m.d)),
+    "long list of lists": (lambda m, y: y * m.values[1500][0], {"values": [[2.0] for _ in range(2000)]}, item(0, 5.0, lambda m: m.values[1500])),
+    "torch.from_numpy": (lambda m, y: y * torch.from_numpy(m.n), {"n": np.ones(2, np.float32)}, item(0, 5.0, lambda m: m.n)),
+    "torch.tensor of an array": (lambda m, y: y * torch.tensor(m.n), {"n": np.ones(2, np.float32)}, item(0, 5.0, lambda m: m.n)),
+    "bytearray": (lambda m, y: y * m.b[0], {"b": bytearray([2])}, item(0, 5, lambda m: m.b)),
+    "mapping proxy": (lambda m, y: y * m.p["scale"], {"p": types.MappingProxyType(vars(HELD))}, assign("scale", 7.0, lambda m: HELD)),
+    "set of objects": (lambda m, y: y * sum(h.scale for h in m.s), {"s": {Holder(scale=2.0)}}, assign("scale", 5.0, lambda m: next(iter(m.s)))),
+    "weak reference": (lambda m, y: y * m.w().scale, {"w": weakref.ref(HELD)}, assign("scale", 9.0, lambda m: HELD)),
+    "thread local": (lambda m, y: y * LOCAL.scale, {}, set_back(LOCAL, "scale", 5.0)),
+    "type(object)": (lambda m, y: y * type(m.h).kind, {"h": Holder()}, set_back(Holder, "kind", 5.0)),
+    "static method of a class": (lambda m, y: y * Holder.by_class(), {}, set_back(Holder, "kind", 7.0)),
+    "class in a dictionary": (lambda m, y: y * m.d["a"].kind, {"d": {"a": Holder}}, set_back(Holder, "kind", 9.0)),
+    "nested class": (lambda m, y: y * Holder.Inner.scale, {}, set_back(Holder.Inner, "scale", 5.0)),
+    "class of a tuple": (lambda m, y: y * m.t.extra, {"t": InheritedTuple(1, 2)}, set_back(InheritedTuple, "extra", 5.0)),
+    "attribute of a parameter": (lambda m, y: y * getattr(m.layer.weight, "scale", 2.0), {}, assign("scale", 5.0, lambda m: m.layer.weight)),
+    "learning rate": (lambda m, y: y * OPTIMIZER.param_groups[0]["lr"], {}, item("lr", 5.0, lambda m: OPTIMIZER.param_groups[0])),
 }  # fmt: skip
 
 
@@ -238,6 +327,7 @@ def test_a_value_that_forward_reads_and_that_changes_counts_at_the_next_call(nam
     assert not torch.equal(expected, before)
     for _ in range(2):
         assert torch.equal(executor(X), expected)
+    CHANGED.undo()
     is_bound = name in ("plain tensor, filled", "plain tensor, replaced", "tensor in a list")
     assert len(executor._plans.by_key) == (1 if is_bound else 2)
     assert recorded == 1
@@ -326,6 +416,11 @@ class Tripled(nn.Linear):
         return super().forward(x) * 3
 
 
+class Negative(Model):
+    def forward(self, x):
+        return -super().forward(x)
+
+
 def part(model):
     return model.part
 
@@ -348,6 +443,7 @@ STRUCTURES = {
     "disable_adapter": (call, Adapted, assign("_disabled", True, part)),
     "scale_layer": (call, Adapted, item("a", 5.0, lambda m: m.part.scaling)),
     "set_adapter": (call, Adapted, lambda m: m.part._active.__setitem__(0, "b")),
+    "the class of the model": (call, lambda: nn.ReLU(), assign("__class__", Negative)),
     "a class of a layer": (call, lambda: nn.Linear(2, 2), assign("__class__", Tripled, part)),
 }  # fmt: skip
 
@@ -537,13 +633,21 @@ DRAWS = {
     "time": (lambda m: time.time() % 2, "the time"),
     "perf_counter": (lambda m: time.perf_counter() % 2, "the time"),
     "datetime": (lambda m: datetime.datetime.now().second, "the time"),
+    "perf_counter_ns": (lambda m: time.perf_counter_ns() % 2, "the time"),
+    "process_time": (lambda m: time.process_time() % 2, "the time"),
+    "iterator": (lambda m: next(m.iterator), "the next item of iterator"),
+    "count": (lambda m: next(COUNT), "the next item of COUNT"),
 }
+
+
+COUNT = itertools.count(1)
 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_value_of_chance_or_time_is_one_warning_with_the_line(name, caplog):
     draw, what = DRAWS[name]
     model = Model(lambda m, y: y * draw(m), source=random.Random(1), generator=np.random.default_rng(1))
+    model.iterator = iter([1.0, 2.0, 3.0])
     executor = poptorch.inferenceModel(model, options())
     assert torch.equal(executor(X), executor(X))
     (message,) = warnings(caplog)

@@ -185,8 +185,11 @@ class GraphRecorder(TorchDispatchMode):
             func, args, kwargs = _without_generator(func, args, kwargs)
         meta = self._node_meta(func)
         out = (_empty_grouped_mm if func is aten._grouped_mm.default else func)(*args, **kwargs)
-        if func is aten.lift_fresh.default:  # a fresh torch.tensor(...): a constant
-            return self.add_constant(args[0], out)
+        if (
+            func is aten.lift_fresh.default
+        ):  # a fresh torch.tensor(...): a constant; or over the memory of an array
+            with disable_dispatch_modes():
+                return self.add_constant(args[0].clone(), out)
         if func is aten.copy_.default and self.node_of(args[0]).op == "placeholder" and meta.get("replay"):
             self.written[self.node_of(args[0])] = self.node_of(args[1])
             return out
@@ -197,8 +200,7 @@ class GraphRecorder(TorchDispatchMode):
         as_nodes = map_leaves(
             lambda leaf: self.node_of(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
         )
-        scope = meta.get("scope")
-        name = f"{scope}_{func.overloadpacket.__name__}" if scope else None
+        name = f"{meta['scope']}_{func.overloadpacket.__name__}" if meta.get("scope") else None
         node = self.graph.create_node("call_function", func, *as_nodes, name=name)
         node.meta.update(meta)
         if isinstance(out, Tensor):

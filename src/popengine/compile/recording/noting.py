@@ -5,17 +5,18 @@ Of the functions that run, globals, outer variables, default values and attribut
 their code. Containers are noted as a whole.
 """
 
+import array
 import contextlib
-import dis
+import functools
 import gc
-import pickle
-import random
+import os
 import sys
+import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -25,10 +26,10 @@ from torch.overrides import TorchFunctionMode
 
 from ...torch_private import FakeTensor
 from .current_capture import Capture, active
+from .draws import Draws
 from .graph_recorder import CaptureRecorder
-from .reads import CLASS, LENGTH, MISSING, Read, Reads, layout_of
+from .reads import CLASS, LENGTH, MISSING, MOST_ITEMS, Read, Reads, contents_of, layout_of
 from .user_code import (
-    OPAQUE,
     PANDO,
     is_opaque,
     is_opaque_module,
@@ -38,17 +39,20 @@ from .user_code import (
     package_of,
     user_line,
 )
+from .watching import watch_class
 
 # Modes are fixed by the first compilation; the others are bound by name, or change while forward is recorded.
 _NOT_NOTED = {"training", "_parameters", "_buffers", "_compiled_call_impl"}
 _NOT_NOTED |= {"_flat_weights", "_flat_weight_refs"}
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
-_MOST_ITEMS = 1000  # of a container; of a larger one only the length is noted
-_CLOCKS = {"time", "time_ns", "perf_counter", "monotonic", "now", "utcnow", "today", "urandom"}
-# Attributes of methods, partial functions, properties and wrappers, which can't be set or are seldom set.
+# Methods, partial functions and wrappers, and their attributes, which can't be set or are seldom set.
+_CACHED = type(functools.cache(len))
+_WRAPPERS = (types.MethodType, staticmethod, classmethod, partial, functools.partialmethod, property, _CACHED)
 _PARTS_OF_FUNCTIONS = ("__func__", "__self__", "func", "args", "keywords", "fget", "__wrapped__")
+_MUTABLE = {bytearray: bytes, memoryview: bytes, array.array: bytes, set: frozenset}  # compared as the other
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_READ_ENVIRONMENT = type(os.environ).__getitem__.__code__
 _DEFAULTS = "the default values of"
-_NOT_DRAWN = {"seed", "getstate", "setstate"}
 
 
 class Noting(TorchFunctionMode):
@@ -59,15 +63,17 @@ class Noting(TorchFunctionMode):
         super().__init__()
         self.reads = Reads()
         self.lines: dict[str, str] = {}  # by path, the user's line that sets a value after it was read
-        self.draws: dict[str, str] = {}  # by the user's line, what it draws or asks for
+        self.draws = Draws()
         self._capture: Capture | None = None
         self._known: dict[int, tuple[Any, str]] = {id(m): (m, name) for name, m in module.named_modules()}
         self._done: set[tuple[int, Any]] = set()  # (id of a known object, name) that was read or written
         self._functions: dict[types.CodeType, list[types.FunctionType]] = {}  # that were read
         self._ran: dict[types.CodeType, set[Any]] = {}  # with the classes of their first argument
+        self._classes: dict[type, frozenset[str]] = {}  # that were met, with the names of their attributes
+        self._new_classes: list[type] = []
+        self._module_class = type("WatchedModule", (types.ModuleType,), {})
         self._tensors: list[tuple[Tensor, Read]] = []
         self._containers: list[tuple[str, int, int]] = []  # path, and the range of the container's reads
-        self._generators: list[tuple[Any, bytes, str]] = []  # with their states, and the user's line
         self._unknown: list[types.CodeType] = []  # of functions that ran and were not read
         self._undo = contextlib.ExitStack()
         self._on_event = self._note_event
@@ -76,13 +82,12 @@ class Noting(TorchFunctionMode):
     def of(self, capture: Capture) -> Iterator[None]:
         """Note the reads of the body, the forward of a capture."""
         self._capture = capture
-        self._generators.append(
-            (numpy.random.random.__self__, pickle.dumps(numpy.random.random.__self__), "")
-        )
         profiles = sys.getprofile() is None  # a profiler of the program's stays
         with self._undo:
             self._watch_class(nn.Module)
             self.note_functions([hook for hook, _ in capture.stand_ins.hooks], type(None))
+            for name, real, _ in capture.stand_ins.members:  # stand-ins have the same attributes
+                self._note_items(vars(real), name, ".")
             self._on_event = self._note_event if profiles else None
             with self:
                 sys.setprofile(self._on_event) if profiles else None
@@ -103,6 +108,7 @@ class Noting(TorchFunctionMode):
     def finish(self, recorder: CaptureRecorder) -> Reads:
         """Return the reads. Plain tensors that are constants of the graph are bound by its keys, unless forward has
         read their values."""
+        self._note_new_classes()
         keys = {id(value): key for key, value in recorder.constants.items()}
         contents = set(map(id, recorder.values_read))
         loaded = [*map(loaded_names, self._ran)]
@@ -124,20 +130,8 @@ class Noting(TorchFunctionMode):
         for function in gc.get_referrers(*unknown) if unknown else ():
             if isinstance(function, types.FunctionType):
                 self._note_variables(function)
-        for generator, state, where in self._generators:
-            if pickle.dumps(generator) != state:
-                self.draws.setdefault(where or self._line_of_numpy(), "random numbers")
+        self.draws.finish(self._ran)
         return self.reads
-
-    def _line_of_numpy(self) -> str:
-        """Return the first line of a function that ran which names a function of numpy.random."""
-        for code in self._ran:
-            line = code.co_firstlineno
-            for step in dis.get_instructions(code):
-                line = step.starts_line or line
-                if step.argval in vars(numpy.random) and not str(step.argval).startswith("_"):
-                    return f"{code.co_filename}:{line}"
-        return "a function that forward calls"
 
     def containers(self) -> list[tuple[Any, str]]:
         """Return the containers that forward has read, with their paths, without default values of arguments."""
@@ -147,53 +141,45 @@ class Noting(TorchFunctionMode):
     # ---- attributes ----------------------------------------------------------------------------------------
 
     def _watch_class(self, kind: type) -> bool:
-        """Note reads of attributes of a class's known objects, until the end; return False if that can't be."""
-        if any(getattr(vars(base).get("__getattribute__"), "noting", None) is self for base in kind.__mro__):
-            return True
-        read: Any = kind.__getattribute__
-        write: Any = kind.__setattr__
-        is_plain = read is object.__getattribute__
+        return watch_class(kind, self, self._undo)
 
-        def reading(owner: Any, name: str) -> Any:
-            if active.get() is not self._capture:
-                return read(owner, name)
-            try:
-                value = read(owner, name)
-            except AttributeError:
-                self._note_attribute(owner, name, MISSING, is_plain)
-                raise
-            self._note_attribute(owner, name, value, is_plain)
-            return value
+    def is_noting(self) -> bool:
+        """Return whether the calling code runs in the forward that is recorded."""
+        return active.get() is self._capture
 
-        def writing(owner: Any, name: str, value: Any) -> None:
-            if active.get() is self._capture and (known := self._known.get(id(owner))) is not None:
-                if (id(owner), name) in self._done:
-                    self.lines.setdefault(f"{known[1]}.{name}".lstrip("."), user_line())
-                self._done.add((id(owner), name))
-            write(owner, name, value)
-
-        reading.noting = self  # pyright: ignore[reportFunctionMemberAccess]
-        for name, function in (("__getattribute__", reading), ("__setattr__", writing)):
-            before = vars(kind).get(name)
-            try:
-                setattr(kind, name, function)
-            except (TypeError, AttributeError):  # a class of C, or one that refuses
-                return False
-            self._undo.callback(
-                partial(delattr, kind, name) if before is None else partial(setattr, kind, name, before)
-            )
-        return True
-
-    def _note_attribute(self, owner: Any, name: str, value: Any, is_plain: bool) -> None:
-        """Note that the attribute `name` of an object is `value`, unless it was read or written before. `is_plain`: the
-        class has no `__getattribute__` of its own."""
-        key = id(owner), name
-        if key in self._done or name in _NOT_NOTED or name.startswith("__"):
+    def after_read(self, owner: Any, name: str, value: Any, is_plain: bool) -> None:
+        """Note that an attribute is `value`. `is_plain`: the class has no `__getattribute__` of its own."""
+        if (known := self._known.get(id(owner))) is None:
             return
-        known = self._known.get(id(owner))
-        if known is None or package_of(value) in PANDO or isinstance(value, FakeTensor):
+        if name == "__dict__":
+            # Of modules torch reads it often.
+            if not isinstance(owner, nn.Module) or is_users(sys._getframe(2).f_code.co_filename):
+                self._note_items(value, known[1], ".")
+        elif (id(owner), name) not in self._done and name not in _NOT_NOTED and not name.startswith("__"):
+            self._note_attribute(owner, name, value, is_plain, f"{known[1]}.{name}".lstrip("."))
+
+    def before_write(self, owner: Any, name: str) -> None:
+        """Note the user's line that sets an attribute that was read."""
+        if (known := self._known.get(id(owner))) is not None:
+            if (id(owner), name) in self._done:
+                self.lines.setdefault(f"{known[1]}.{name}".lstrip("."), user_line())
+            self._done.add((id(owner), name))
+
+    def _watch_module(self, module: types.ModuleType) -> None:
+        """Note reads of a module's attributes, until the end."""
+        if is_opaque_module(vars(module)) or id(module) in self._known:
             return
-        path, own = f"{known[1]}.{name}".lstrip("."), {}
+        self._known[id(module)] = module, module.__name__
+        if type(module) is types.ModuleType:
+            module.__class__ = self._module_class
+            self._undo.callback(setattr, module, "__class__", types.ModuleType)
+        self._watch_class(type(module))
+
+    def _note_attribute(self, owner: Any, name: str, value: Any, is_plain: bool, path: str) -> None:
+        """Note an attribute that was neither read nor written before."""
+        if package_of(value) in PANDO or isinstance(value, FakeTensor):
+            return
+        own: dict[str, Any] = {}
         with contextlib.suppress(AttributeError):  # it has slots
             own = object.__getattribute__(owner, "__dict__")
         shelves = [own]
@@ -202,16 +188,18 @@ class Noting(TorchFunctionMode):
                 return
             if value is MISSING:  # `__getattr__` looks there
                 shelves += [own["_modules"], own["_buffers"], own["_parameters"]]
-        self._done.add(key)
-        if (id(owner), CLASS) not in self._done:
+        self._done.add((id(owner), name))
+        if (id(owner), CLASS) not in self._done and not isinstance(owner, types.ModuleType):
             self._done.add((id(owner), CLASS))
             self.reads.all.append(
-                Read(f"the class of {known[1] or 'the model'}", "", owner, CLASS, type(owner))
+                Read(
+                    f"the class of {self._known[id(owner)][1] or 'the model'}", "", owner, CLASS, type(owner)
+                )
             )
         for shelf in shelves:
             if name in shelf:
                 if name in _HOOKS and not shelf[name]:  # of most layers; the dictionary is never replaced
-                    self.reads.all.append(Read(path, "", shelf[name], LENGTH, 0))
+                    self.reads.all.append(Read(path, "", shelf[name], LENGTH, ()))
                 else:
                     self._add(Read(path, "", shelf, name, shelf[name]))
                 return
@@ -241,6 +229,21 @@ class Noting(TorchFunctionMode):
                     break
         return found
 
+    def _note_class_value(self, kind: type) -> None:
+        """Note the attributes of a class that functions name, which have run or will run."""
+        if kind in self._classes or is_opaque(kind):
+            return
+        own = kind.__mro__[: next(n for n, base in enumerate(kind.__mro__) if base in (nn.Module, object))]
+        names = frozenset(name for base in own for name in vars(base) if not name.startswith("__"))
+        self._classes[kind] = names
+        self._new_classes.append(kind)
+
+    def _note_new_classes(self) -> None:
+        while self._new_classes:
+            kind = self._new_classes.pop()
+            for code in list(self._ran):
+                self._note_class(kind, self._classes[kind] & names_in(code), f"{kind.__name__}.")
+
     # ---- values --------------------------------------------------------------------------------------------
 
     def _add(self, read: Read) -> None:
@@ -253,13 +256,20 @@ class Noting(TorchFunctionMode):
     def _look_into(self, read: Read) -> None:
         """Note what the value of a read contains: items, or attributes when they are read."""
         value, path = read.value, read.path
-        if value is None or isinstance(value, bool | int | float | str | Enum | types.ModuleType | type):
+        if isinstance(value, _PLAIN):
             return
-        if isinstance(value, Tensor):
+        if isinstance(value, set | frozenset):
+            for item in value:
+                self._look_into(Read(f"an item of {path}", "", None, None, item, lambda item=item: item))
+        if isinstance(value, types.ModuleType):
+            self._watch_module(value)
+        elif isinstance(value, type):
+            self._note_class_value(value)
+        elif isinstance(value, Tensor):
             self._tensors.append((value, read))
-        elif isinstance(value, set):
+        elif freeze := _MUTABLE.get(type(value)):
             find = read.finder()
-            read.get, read.value = (lambda: frozenset(find())), frozenset(value)
+            read.get, read.value = (lambda: freeze(find())), freeze(value)
         elif isinstance(value, numpy.ndarray):
             read.get, read.value = read.finder(), value.copy()
         elif value is not MISSING and id(value) not in self._known:
@@ -267,39 +277,49 @@ class Noting(TorchFunctionMode):
             self._look_into_object(value, path)
 
     def _look_into_object(self, value: Any, path: str) -> None:
+        if not isinstance(value, nn.Module):
+            self._note_class_value(type(value))
         if isinstance(value, types.FunctionType):
             self._functions.setdefault(value.__code__, []).append(value)
             if value.__code__ in self._ran:
                 self._note_variables(value)
-        elif isinstance(value, dict | list | tuple | deque):
+        elif isinstance(value, dict | list | tuple | deque | types.MappingProxyType):
             self._note_items(value, path)
+        elif type(value) is threading.local:
+            self._note_items(vars(value), path, ".")
+        elif isinstance(value, weakref.ref):
+            self._look_into(Read(f"{path}()", "", None, None, value(), value))
         elif isinstance(value, ContextVar):
             read = Read(path, "", value, 0, MISSING, value.get)
             read.value = read.present()
             self._add(read)
-        elif isinstance(value, random.Random | numpy.random.Generator | numpy.random.RandomState):
-            with contextlib.suppress(NotImplementedError):  # of the system
-                self._generators.append((value, pickle.dumps(value), user_line()))
+        elif self.draws.note_source(value, path):
+            pass
         elif isinstance(value, nn.Module):
             pass  # its attributes are noted when they are read
-        elif parts := [getattr(value, name) for name in _PARTS_OF_FUNCTIONS if hasattr(value, name)]:
+        elif isinstance(value, _WRAPPERS):
+            parts = [getattr(value, name) for name in _PARTS_OF_FUNCTIONS if hasattr(value, name)]
             self._note_items(tuple(parts), path)
+            if isinstance(value, _CACHED):  # it may know its result, and not run
+                self.note_functions([value.__wrapped__], type(None))
         elif not is_opaque(type(value)) and not self._watch_class(type(value)):
             self._note_items(getattr(value, "__dict__", {}), path, ".")
 
     def _note_items(self, container: Any, path: str, dot: str = "") -> None:
         """Note the items of a container."""
         where, first = user_line() if container else "", len(self.reads.all)
-        self.reads.all.append(Read(path, where, container, LENGTH, len(container)))
-        if len(container) <= _MOST_ITEMS:
-            kinds = (kind for kind in (dict, list, tuple, deque) if isinstance(container, kind))
-            base: Any = next(kinds, type(container))  # a subclass may make its items at each access
-            is_plain = type(container).__getitem__ is base.__getitem__
-            items = base.items(container) if hasattr(base, "items") else enumerate(base.__iter__(container))
-            for key, item in items:
-                get = None if is_plain else partial(base.__getitem__, container, key)
-                name = f"{path}.{key}" if dot else f"{path}[{key!r}]"
-                self._add(Read(name, where, container, key, item, get))
+        self.reads.all.append(Read(path, where, container, LENGTH, contents_of(container)))
+        kinds = (kind for kind in (dict, list, tuple, deque) if isinstance(container, kind))
+        base: Any = next(kinds, type(container))  # a subclass may make its items at each access
+        is_plain = type(container).__getitem__ is base.__getitem__
+        items = base.items(container) if hasattr(base, "items") else enumerate(base.__iter__(container))
+        skipped = _PLAIN if len(container) > MOST_ITEMS else ()  # `contents_of` has them
+        for key, item in items:
+            if isinstance(item, skipped) or (dot and key in _NOT_NOTED):
+                continue
+            get = None if is_plain else partial(base.__getitem__, container, key)
+            name = f"{path}.{key}" if dot else f"{path}[{key!r}]"
+            self._add(Read(name, where, container, key, item, get))
         self._containers.append((path, first, len(self.reads.all)))
 
     # ---- functions -----------------------------------------------------------------------------------------
@@ -309,24 +329,17 @@ class Noting(TorchFunctionMode):
         code = frame.f_code
         if active.get() is not self._capture:
             return
+        if code is _READ_ENVIRONMENT and event == "call" and (key := frame.f_locals["key"]) not in self._done:
+            self._done.add(key)
+            find = partial(os.environ.get, key, MISSING)
+            self._add(Read(f"os.environ[{key!r}]", user_line(), None, None, find(), find))
         # A method that dataclasses have made has no file, but its module's globals.
         if event == "call" and is_users(code.co_filename) and not is_opaque_module(frame.f_globals):
+            self._note_new_classes()
             first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             self.note_function(code, frame.f_globals, first if isinstance(first, type) else type(first))
         elif event == "c_call":
-            self._note_call(code, argument)
-
-    def _note_call(self, code: types.CodeType, function: Any) -> None:
-        """Note a call of a function of C, if it draws random numbers or reads a clock."""
-        name, owner = function.__name__, getattr(function, "__self__", None)
-        if isinstance(owner, random.Random):
-            if name not in _NOT_DRAWN:
-                self.draws.setdefault(user_line(), "random numbers")
-        elif name in _CLOCKS and (is_users(code.co_filename) or name == "urandom"):
-            module = getattr(owner, "__name__", "") if isinstance(owner, types.ModuleType | type) else ""
-            if module in ("time", "posix", "nt", "datetime", "date"):
-                what = "random numbers" if name == "urandom" else "the time"
-                self.draws.setdefault(user_line(), what)
+            self.draws.note_call(code, argument)
 
     def note_function(self, code: types.CodeType, scope: dict[str, Any], kind: type) -> None:
         """Note globals, outer variables and defaults of a function that runs, and attributes of the class `kind`."""
@@ -340,6 +353,8 @@ class Noting(TorchFunctionMode):
                 self._note_variables(function)
             if code not in self._functions and {*code.co_freevars} - {"__class__"}:
                 self._unknown.append(code)
+            for known, own in list(self._classes.items()):
+                self._note_class(known, names & own, f"{known.__name__}.")
         kinds.add(kind)
         if not is_opaque(kind):
             self._note_class(kind, names, f"{kind.__name__}.")
@@ -351,31 +366,29 @@ class Noting(TorchFunctionMode):
                 self._functions.setdefault(function.__code__, []).append(function)
                 self.note_function(function.__code__, function.__globals__, kind)
 
-    def _note_names(self, scope: dict[str, Any], names: frozenset[str], prefix: str = "") -> None:
-        """Note the names that are found in a module's globals; of a module and a class among them, their attributes."""
+    def _note_names(self, scope: dict[str, Any], names: frozenset[str]) -> None:
+        """Note the names that are found in a module's globals; of a class among them, its attributes."""
         for name in names & scope.keys():
             value = scope[name]
             if (id(scope), name) in self._done or package_of(value) in PANDO:
                 continue
             self._done.add((id(scope), name))
-            if isinstance(value, types.ModuleType):
-                if value.__name__.partition(".")[0] not in OPAQUE:
-                    self._note_names(vars(value), names, f"{prefix}{name}.")
-                continue
-            self._add(Read(f"{prefix}{name}", "", scope, name, value))
+            self._add(Read(name, "", scope, name, value))
             if isinstance(value, type) and not is_opaque(value):
-                self._note_class(value, names, f"{prefix}{name}.")
+                self._note_class(value, names, f"{name}.")
             if isinstance(value, types.FunctionType):
-                self._note_items(vars(value), f"{prefix}{name}", ".") if vars(value) else None
+                self._note_items(vars(value), name, ".") if vars(value) else None
+        for name in names:  # imported by the function itself
+            for module in (sys.modules.get(name), sys.modules.get(f"{scope.get('__package__')}.{name}")):
+                if isinstance(module, types.ModuleType):
+                    self._watch_module(module)
 
     def _note_variables(self, function: types.FunctionType) -> None:
         """Note the outer variables and default values of a function, and its attributes."""
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not bound yet
-                value = cell.cell_contents
-                self._add(Read(name, "", cell, name, value, lambda cell=cell: cell.cell_contents))
-                if isinstance(value, type) and not is_opaque(value) and name != "__class__":
-                    self._note_class(value, names_in(function.__code__), f"{name}.")
+                find = lambda cell=cell: cell.cell_contents  # noqa: E731
+                self._add(Read(name, "", cell, name, find(), find))
         for values in (function.__defaults__, function.__kwdefaults__):
             if values:
                 self._note_items(values, f"{_DEFAULTS} {function.__name__}")

@@ -24,7 +24,8 @@ from .graph_recorder import empty_like, is_pure, run_node, sources_of
 
 # Of no package: noting leaves out objects of ours.
 MISSING: Any = type("Missing", (), {"__module__": "", "__repr__": lambda self: "missing"})()
-LENGTH, CLASS = object(), object()  # the keys of a container's length, and of an object's class
+LENGTH, CLASS = object(), object()  # the keys of `contents_of` a container, and of an object's class
+MOST_ITEMS = 1000  # of a container whose plain items are reads of their own
 aten = torch.ops.aten
 # Operations that read no values of their operands.
 _READS_LAYOUT = (
@@ -51,10 +52,10 @@ class Read:
             if self.get is not None:
                 return self.get()
             if self.key is LENGTH or self.key is CLASS:
-                return len(self.owner) if self.key is LENGTH else type(self.owner)
+                return contents_of(self.owner) if self.key is LENGTH else type(self.owner)
             has_item = not isinstance(self.owner, Mapping) or self.key in self.owner
             return self.owner[self.key] if has_item else MISSING
-        except (LookupError, AttributeError, ValueError):  # an item, attribute or cell has gone
+        except (LookupError, AttributeError, ValueError, TypeError):  # an item, attribute or cell has gone
             return MISSING
 
     def finder(self) -> Callable[[], Any]:
@@ -62,8 +63,11 @@ class Read:
         return Read(self.path, self.where, self.owner, self.key, None, self.get).present
 
     def __str__(self) -> str:
-        words = "the number of items of " if self.key is LENGTH else ""
-        return f"{words}{self.path} is {_in_words(self.present())}, and was {_in_words(self.value)}"
+        what, was = self.present(), self.value
+        words = ""
+        if self.key is LENGTH:
+            words = "the content of " if isinstance(was, tuple) else "the number of items of "
+        return f"{words}{self.path} is {_in_words(what)}, and was {_in_words(was)}"
 
 
 class Reads:
@@ -129,12 +133,21 @@ def _comparison_of(reads: list[Read]) -> Callable[[], bool]:
                 and all(map(operator.is_, map(type, objects), classes))
                 and not any(starmap(operator.contains, absent))
                 and not any(empty)
-                and all(map(operator.eq, map(len, filled), lengths))
+                and all(map(operator.eq, map(contents_of, filled), lengths))
             )
-        except (LookupError, AttributeError, ValueError):  # as in `Read.present`
+        # As in `Read.present`; or tensors or arrays are compared.
+        except (LookupError, AttributeError, ValueError, TypeError, RuntimeError):
             return False
 
     return is_same
+
+
+def contents_of(container: Any) -> Any:
+    """Return what of a container is compared as a whole: the keys of a dictionary, in order; the length of others; all
+    items, if they are more than `MOST_ITEMS`."""
+    if len(container) > MOST_ITEMS:
+        return tuple(container.items() if isinstance(container, Mapping) else container)
+    return tuple(container) if isinstance(container, Mapping) else len(container)
 
 
 def autocast_dtype() -> torch.dtype | None:

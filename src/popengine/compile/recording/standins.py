@@ -49,6 +49,8 @@ class StandIns:
         self.buffers = {name: empty_like(others.get(name, real)) for name, real in module.named_buffers()}
         fakes = {**self.parameters, **self.buffers}
         self.members = [_Member(name, real, fakes[name]) for name, real in named]
+        for _, real, fake in self.members:
+            vars(fake).update(vars(real))
         self._by_id = {id(member.real): member for member in self.members}
         self._by_memory: defaultdict[int, list[_Member]] = defaultdict(list)
         for member in self.members:

@@ -15,7 +15,9 @@ import torch
 TORCH = str(Path(torch.__file__).parent)
 PANDO = {"popengine", "poptorch", "popdist", "lightning_ipu"}
 _STANDARD = sys.stdlib_module_names - {"__main__", "argparse", "collections", "types"}
-OPAQUE = {*_STANDARD, *PANDO, "torch", "numpy", "torchmetrics"}  # packages whose objects are not looked into
+# Packages whose objects are not looked into; pytest's is a hook of imports, which run inside forward, too.
+OPAQUE = {*_STANDARD, *PANDO, "torch", "numpy", "torchmetrics", "_pytest"}
+_LOOKED_INTO = ("torch.distributions", "torch.optim", "torch.utils.data")
 _APPENDING = {"append", "appendleft", "extend", "add", "insert"}
 
 
@@ -26,7 +28,7 @@ def package_of(value: Any) -> str:
 
 def is_opaque(kind: type) -> bool:
     """Return whether objects of a class are not looked into."""
-    return package_of(kind) in OPAQUE and not kind.__module__.startswith("torch.distributions")
+    return package_of(kind) in OPAQUE and not kind.__module__.startswith(_LOOKED_INTO)
 
 
 def is_opaque_module(scope: dict[str, Any]) -> bool:

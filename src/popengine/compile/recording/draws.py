@@ -1,0 +1,81 @@
+"""What forward asks of chance and time: random numbers, clocks, and iterators that give another item each time.
+
+The values of a recording are the same in each call, so a warning names the user's line.
+"""
+
+import contextlib
+import dis
+import pickle
+import random
+import types
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy
+
+from .user_code import is_opaque, is_users, user_line
+
+_CLOCKS = {
+    "time",
+    "perf_counter",
+    "monotonic",
+    "process_time",
+    "thread_time",
+    "now",
+    "utcnow",
+    "today",
+    "urandom",
+}
+_NOT_DRAWN = {"seed", "getstate", "setstate"}
+_OF_NUMPY: Any = numpy.random.random.__self__  # its global generator
+
+
+class Draws:
+    """The draws of one recording."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, str] = {}  # by the user's line, what it draws or asks for
+        # Generators with their states, and the user's lines.
+        self._generators: list[tuple[Any, bytes, str]] = [(_OF_NUMPY, pickle.dumps(_OF_NUMPY), "")]
+
+    def note_source(self, value: Any, path: str) -> bool:
+        """Note a value that forward reads; return whether it is a generator of random numbers, or an iterator."""
+        if isinstance(value, random.Random | numpy.random.Generator | numpy.random.RandomState):
+            with contextlib.suppress(NotImplementedError):  # of the system
+                self._generators.append((value, pickle.dumps(value), user_line()))
+            return True
+        is_iterator = isinstance(value, Iterator) and is_opaque(type(value))
+        if not is_iterator or isinstance(value, weakref.ProxyTypes):
+            return False
+        self.lines.setdefault(user_line(), f"the next item of {path}")
+        return True
+
+    def note_call(self, code: types.CodeType, function: Any) -> None:
+        """Note a call of a function of C by `code`, if it draws random numbers or reads a clock."""
+        name, owner = function.__name__, getattr(function, "__self__", None)
+        if isinstance(owner, random.Random):
+            if name not in _NOT_DRAWN:
+                self.lines.setdefault(user_line(), "random numbers")
+        elif name.removesuffix("_ns") in _CLOCKS and (is_users(code.co_filename) or name == "urandom"):
+            module = getattr(owner, "__name__", "") if isinstance(owner, types.ModuleType | type) else ""
+            if module in ("time", "posix", "nt", "datetime", "date"):
+                what = "random numbers" if name == "urandom" else "the time"
+                self.lines.setdefault(user_line(), what)
+
+    def finish(self, ran: Iterable[types.CodeType]) -> None:
+        """Note the generators whose state has changed. `ran`: the functions that have run."""
+        for generator, state, where in self._generators:
+            if pickle.dumps(generator) != state:
+                self.lines.setdefault(where or _line_of_numpy(ran), "random numbers")
+
+
+def _line_of_numpy(ran: Iterable[types.CodeType]) -> str:
+    """Return the first line of a function that ran which names a function of numpy.random."""
+    for code in ran:
+        line = code.co_firstlineno
+        for step in dis.get_instructions(code):
+            line = step.starts_line or line
+            if step.argval in vars(numpy.random) and not str(step.argval).startswith("_"):
+                return f"{code.co_filename}:{line}"
+    return "a function that forward calls"

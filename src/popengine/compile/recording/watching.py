@@ -1,0 +1,52 @@
+"""Watching: for a while, functions see each read and write of attributes of a class's objects."""
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Protocol
+
+from .reads import MISSING
+
+
+class Watcher(Protocol):
+    """What sees reads and writes while `is_noting()`. The value of an absent attribute is MISSING."""
+
+    def is_noting(self) -> bool: ...
+    def after_read(self, owner: Any, name: str, value: Any, is_plain: bool) -> None: ...
+    def before_write(self, owner: Any, name: str) -> None: ...
+
+
+def watch_class(kind: type, watcher: Watcher, undo: ExitStack) -> bool:
+    """Let `watcher` see the attributes of a class's objects until `undo` is closed; return False if that can't be."""
+    if any(getattr(vars(base).get("__getattribute__"), "watcher", None) is watcher for base in kind.__mro__):
+        return True
+    read: Any = kind.__getattribute__
+    write: Any = kind.__setattr__
+    is_plain = read is object.__getattribute__
+
+    def reading(owner: Any, name: str) -> Any:
+        if not watcher.is_noting():
+            return read(owner, name)
+        try:
+            value = read(owner, name)
+        except AttributeError:
+            watcher.after_read(owner, name, MISSING, is_plain)
+            raise
+        watcher.after_read(owner, name, value, is_plain)
+        return value
+
+    def writing(owner: Any, name: str, value: Any) -> None:
+        if watcher.is_noting():
+            watcher.before_write(owner, name)
+        write(owner, name, value)
+
+    reading.watcher = watcher  # pyright: ignore[reportFunctionMemberAccess]
+    for name, function in (("__getattribute__", reading), ("__setattr__", writing)):
+        before = vars(kind).get(name)
+        try:
+            setattr(kind, name, function)
+        except (TypeError, AttributeError):  # a class of C, or one that refuses
+            return False
+        undo.callback(
+            partial(delattr, kind, name) if before is None else partial(setattr, kind, name, before)
+        )
+    return True
